@@ -1,0 +1,25 @@
+"""The one kind of error that is meant for the user, and the sentence for a name that does not exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KvlabError(Exception):
+    """A mistake that the user can mend; its text is one sentence that says what was wrong and what would be right."""
+
+
+def nearest(name: str, options: Iterable[str], what: str = "name", limit: int = 12) -> str:
+    """The sentence for an unknown `name`: the nearest of `options`, else the options themselves.
+
+    >>> nearest("snapk", ["snapkv", "full"], "policy")
+    "unknown policy 'snapk'; did you mean 'snapkv'?"
+    """
+    options = sorted(set(options))
+    lowered = {option.lower(): option for option in options}
+    close = difflib.get_close_matches(str(name).lower(), lowered, n=3, cutoff=0.6)
+    if close:
+        return f"unknown {what} {name!r}; did you mean {' or '.join(repr(lowered[c]) for c in close)}?"
+    known = ", ".join(options[:limit]) + (f", ... ({len(options)} in all)" if len(options) > limit else "")
+    return f"unknown {what} {name!r}; known are: {known or 'none'}"

@@ -1,0 +1,156 @@
+"""Measures of what a compressed cache loses: pure functions on tensors, each with its definition.
+
+Query heads `h` of one GQA group share a KV head `g`. Position sets are int64, padded with -1 where a head keeps fewer.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlab import attention
+
+_PAD = -1
+
+
+def query_similarity(queries: Tensor, others: Tensor) -> Tensor:
+    """Cosine between aligned queries, averaged over everything but the last axis (DapQ table 1).
+
+    Args:
+        queries, others: equal shapes `[..., tokens, head_dim]`; post-RoPE or pre-RoPE, but both the same.
+
+    Returns:
+        A scalar in [-1, 1].
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    if queries.shape != others.shape:
+        raise ValueError(f"queries to compare must be aligned: {tuple(queries.shape)} against {tuple(others.shape)}")
+    return F.cosine_similarity(queries.float(), others.float(), dim=-1).mean()
+
+
+def attention_over_prompt(queries: Tensor, keys: Tensor, scaling: float | None = None, inside: bool = False) -> Tensor:
+    """softmax(q . K / sqrt(d)) over prompt keys only (DapQ eq. 1-2).
+
+    Args:
+        queries: `[..., heads, n, head_dim]`.
+        keys: `[..., kv_heads, prompt, head_dim]`.
+        scaling: 1 / sqrt(head_dim) unless given.
+        inside: the queries are the last `n` prompt tokens themselves, so each sees itself and what came before;
+            otherwise (response tokens, pseudo-tokens) they come after the prompt and see all of it.
+
+    Returns:
+        `[..., heads, n, prompt]`, rows sum to 1.
+    """
+    visible = attention.last_visible(queries.shape[-2], keys.shape[-2], keys.device) if inside else None
+    return attention.weights(queries, keys, scaling, visible)
+
+
+def top_positions(scores: Tensor, k: int | Tensor) -> Tensor:
+    """The `k` highest-scored positions in ascending order; of equal scores the earlier position wins.
+
+    Args:
+        scores: `[..., length]`.
+        k: how many, the same for every row or `[...]` of them; more than there are means all.
+
+    Returns:
+        int64 `[..., k]` (the largest k), -1 at the end of rows with fewer.
+    """
+    length = scores.shape[-1]
+    widest = min(int(k.max()) if isinstance(k, Tensor) else int(k), length)
+    if 0 < widest < length and not isinstance(k, Tensor):
+        # A partial selection is several times cheaper than a sort; it is exact unless equal scores meet at the cut.
+        values, best = scores.topk(min(widest + 1, length), dim=-1)
+        if bool((values[..., widest - 1] == values[..., -1]).any()):
+            best = scores.sort(dim=-1, descending=True, stable=True).indices
+        best = best[..., :widest]
+    else:
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :widest]
+    if isinstance(k, Tensor) and widest:
+        beyond = torch.arange(widest, device=scores.device) >= k[..., None]
+        best = torch.where(beyond, length, best)
+    best = best.sort(dim=-1).values
+    return best.masked_fill(best == length, _PAD)
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """int32 `[..., length]`: 0 for the highest score; of equal scores the earlier position ranks higher."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    place = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    return torch.empty_like(order, dtype=torch.int32).scatter_(-1, order, place.expand_as(order))
+
+
+def gold_scores(queries: Tensor, keys: Tensor, scaling: float | None = None) -> Tensor:
+    """Attention over the prompt, summed over the response queries and over the heads of each group.
+
+    Args:
+        queries: response queries `[..., heads, n, head_dim]`.
+        keys: prompt keys `[..., kv_heads, prompt, head_dim]`.
+
+    Returns:
+        `[..., kv_heads, prompt]`.
+    """
+    return attention.sum_over_group(attention_over_prompt(queries, keys, scaling).sum(-2), keys.shape[-3])
+
+
+def gold_topk(queries: Tensor, keys: Tensor, k: int, scaling: float | None = None) -> Tensor:
+    """The gold top-k: the `k` prompt positions that the response attends to most (DapQ eq. 1).
+
+    Returns:
+        int64 `[..., kv_heads, min(k, prompt)]`, ascending.
+    """
+    return top_positions(gold_scores(queries, keys, scaling), k)
+
+
+def recall(kept: Tensor, gold: Tensor) -> Tensor:
+    """Share of the gold positions that were kept (DapQ eq. 3).
+
+    Args:
+        kept: `[..., n]`, padded with -1.
+        gold: `[..., k]`, padded with -1.
+
+    Returns:
+        `[...]` in [0, 1].
+    """
+    found = ((gold[..., :, None] == kept[..., None, :]) & (gold[..., :, None] != _PAD)).any(-1)
+    return found.sum(-1) / (gold != _PAD).sum(-1).clamp_min(1)
+
+
+def mass_kept(weights: Tensor, read: Tensor) -> Tensor:
+    """Attention mass on the positions that are read: `[..., heads, length]`, `[..., kv_heads, n]` -> `[..., heads]`."""
+    rows = attention.to_query_heads(read, weights.shape[-2])
+    return weights.gather(-1, rows.clamp_min(0)).masked_fill(rows == _PAD, 0).sum(-1)
+
+
+def mass_lost(weights: Tensor, read: Tensor) -> Tensor:
+    """1 - the attention mass on the positions that are read.
+
+    Args:
+        weights: softmax over all keys that a full cache would hold, `[..., heads, length]`.
+        read: positions read, `[..., kv_heads, n]`, padded with -1 (tokens merged into another's slot are not among
+            them, so they count as lost).
+
+    Returns:
+        `[..., heads]` in [0, 1].
+    """
+    return (1 - mass_kept(weights, read)).clamp(0, 1)
+
+
+def output_error(full: Tensor, compressed: Tensor) -> Tensor:
+    """Relative error ||o - o'|| / ||o|| of the attention output (ZSMerge figure 4).
+
+    Args:
+        full, compressed: `[..., heads, head_dim]`, merging and logit bias included in the second.
+
+    Returns:
+        `[..., heads]`.
+    """
+    full, compressed = full.float(), compressed.float()
+    return (full - compressed).norm(dim=-1) / full.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def entropy(weights: Tensor) -> Tensor:
+    """Entropy of attention rows in nats: `[..., length]` -> `[...]`, between 0 and log(length)."""
+    return torch.special.entr(weights.float()).sum(-1)

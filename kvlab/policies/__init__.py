@@ -1,0 +1,57 @@
+"""Policies by name. A user's own needs no name: pass the object; or register its class as an entry point."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+
+from kvlab.errors import KvlabError, nearest
+from kvlab.policies.base import Budget, Policy, Prompt
+from kvlab.policies.dapq import DapQ
+from kvlab.policies.full import Full
+from kvlab.policies.morphkv import MorphKV
+from kvlab.policies.random import Random
+from kvlab.policies.snapkv import SnapKV
+from kvlab.policies.streamingllm import StreamingLLM
+from kvlab.policies.zsmerge import ZSMerge
+
+__all__ = ["Budget", "Policy", "Prompt", "policies", "policy", "registry"]
+
+BUILTIN = (Full, Random, StreamingLLM, SnapKV, MorphKV, ZSMerge, DapQ)
+GROUP = "kvlab.policies"
+
+
+@cache
+def registry() -> dict[str, type[Policy]]:
+    """Every named policy class: kvlab's own, then the entry points of installed packages."""
+    found = {cls.name: cls for cls in BUILTIN}
+    for point in entry_points(group=GROUP):
+        if point.name in found:
+            raise KvlabError(f"the entry point {point.value!r} takes the name {point.name!r}, which kvlab's own policy has")
+        found[point.name] = point.load()
+    return found
+
+
+def policies() -> list[str]:
+    """Names that `policy` takes.
+
+    >>> "snapkv" in policies()
+    True
+    """
+    return list(registry())
+
+
+def policy(name: str | Policy, **parameters) -> Policy:
+    """A policy by name, or a given one with other parameters.
+
+    >>> policy("snapkv", budget=256)
+    snapkv(budget=256, window=32, kernel=7)
+
+    Raises:
+        KvlabError: unknown name or parameter (with the nearest ones), or a value that the method cannot work with.
+    """
+    if isinstance(name, Policy):
+        return name.replace(**parameters) if parameters else name
+    if name not in registry():
+        raise KvlabError(nearest(name, registry(), "policy"))
+    return registry()[name](**parameters)

@@ -1,0 +1,97 @@
+"""MorphKV: a constant-sized cache, refined at every decoding step by the attention of the recent tokens."""
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvlab.cache import LayerStore
+from kvlab.policies.base import Budget, Policy, Prompt, top_and_last
+
+
+class MorphKV(Policy):
+    """Keeps the R most recent tokens and the C older ones that those attended to most, at every decoding step.
+
+    MorphKV, algorithm 1 and eq. 4-7; budget = C + R. The prefill evicts nothing; the first decoding query reads the whole
+    prompt, then eviction goes straight down to the budget. The window at a step is its own token and the R - 1 before it,
+    prompt tokens at first; their attention rows are cached as they were attended (over the entries then stored) and
+    never recomputed. Cost: R cached weights for each entry.
+
+    Choices: attention weights are summed over the GQA group before fusion (algorithm 1). The authors' code differs:
+    `aggregation="logits"` (its Llama file: logits summed over the group, then softmax) or "max" (its other models: the
+    largest weight in the group), with `renormalise=True` (softmax over the distant keys only); it stores one entry more.
+
+    Parameters:
+        budget: entries for each layer and KV head, C + R.
+        window: R (32 on LongBench, 200 on LongGenBench, 30 on LongWriter).
+        fusion: how the window's rows are fused, "sum" (eq. 5) or "max" (eq. 6).
+        aggregation: how a GQA group's heads are combined.
+        renormalise: score with weights renormalised over the keys older than the window.
+    """
+
+    name: ClassVar[str] = "morphkv"
+    summary: ClassVar[str] = "recent tokens and the older ones they attend to, constant size while decoding"
+
+    budget: Budget
+    window: Annotated[int, Field(ge=1)] = 32
+    fusion: Literal["sum", "max"] = "sum"
+    aggregation: Literal["sum", "max", "logits"] = "sum"
+    renormalise: bool = False
+
+    @property
+    def minimum(self) -> int:
+        return self.window + 1
+
+    @property
+    def observes(self) -> int:
+        return self.window
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        return self._fuse(self._profile(prompt))
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        return super().choose(prompt, prompt.length)
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        super().compress(store, prompt)
+        # Column r holds the row of the token at position r modulo R, so that a new row replaces the oldest.
+        n = min(self.window, prompt.length)
+        ring = torch.arange(prompt.length - n, prompt.length) % self.window
+        profile = torch.zeros(*store.positions.shape, self.window, device=store.keys.device)
+        profile[..., ring] = self._profile(prompt)
+        store.add_column("profile", profile)
+
+    def step(self, store: LayerStore, weights: Tensor) -> None:
+        profile = store.column("profile")
+        profile[..., (store.seen - 1) % self.window] = self._aggregate(weights[:, :, None], store.positions.shape[1])[..., 0]
+        if store.length > store.budget:
+            store.evict(top_and_last(self._fuse(profile), store.budget - self.window, self.window))
+
+    def _profile(self, prompt: Prompt) -> Tensor:
+        """Rows of the window's tokens over the prompt, `[rows, kv_heads, length, n]`, the oldest first."""
+
+        def rows() -> Tensor:
+            return prompt.window_attention(self.window, lambda w: self._aggregate(w, prompt.kv_heads))
+
+        return prompt.share(("morphkv", self.window, self.aggregation, self.renormalise), rows)
+
+    def _aggregate(self, weights: Tensor, kv_heads: int) -> Tensor:
+        """Attention rows `[..., heads, n, length]` combined over each group: `[..., kv_heads, length, n]`."""
+        *batch, heads, n, length = weights.shape
+        grouped = weights.view(*batch, kv_heads, heads // kv_heads, n, length)
+        match self.aggregation:
+            case "sum":
+                rows = grouped.sum(-3)
+            case "max":
+                rows = grouped.amax(-3)
+            case _:
+                # A log-weight is its logit less a constant of the row, which the softmax takes away again.
+                rows = grouped.log().sum(-3).softmax(-1)
+        if self.renormalise:
+            distant = rows[..., : max(length - self.window, 0)].sum(-1, keepdim=True)
+            rows = rows / distant.clamp_min(torch.finfo(rows.dtype).tiny)
+        return rows.transpose(-1, -2)
+
+    def _fuse(self, profile: Tensor) -> Tensor:
+        return profile.sum(-1) if self.fusion == "sum" else profile.amax(-1)

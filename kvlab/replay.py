@@ -1,0 +1,404 @@
+"""A policy over a trace: what it would keep, read and lose, without running the model again.
+
+The replay is the open loop: every decoding step sees the queries, keys and values that the full cache produced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab import attention, measures
+from kvlab.cache import EMPTY, LayerStore
+from kvlab.errors import KvlabError
+from kvlab.policies import Policy, policy
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvlab.trace import Trace
+
+MEASURES = ("recall", "window_recall", "step_recall", "mass_lost", "output_error", "stored_bytes", "read_bytes")
+# Attention of every step over every key is kept for all policies of a trace while it fits in here.
+KEPT_BYTES = 2 * 2**30
+
+
+class Reference:
+    """What the full cache does on a trace: computed once, compared with by every policy."""
+
+    def __init__(self, trace: Trace):
+        self.trace = trace
+        entries = trace.n_layers * trace.heads * trace.steps * trace.length
+        self._shape = (trace.n_layers, trace.heads, trace.steps, trace.length)
+        self._all = torch.empty(self._shape) if 4 * entries <= KEPT_BYTES else None
+        self._done = [False] * trace.n_layers
+
+    def weights(self, layer: int) -> Tensor:
+        """Attention of the response over all keys, `[heads, steps, length]`; zero on what a step cannot see yet."""
+        if self._done[layer]:
+            return self._all[layer]
+        trace = self.trace
+        visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
+        rows = attention.weights(trace.response_queries[layer], trace.keys[layer], trace.scaling, visible)
+        if self._all is not None:
+            self._all[layer], self._done[layer] = rows, True
+        return rows
+
+    def at(self, step: int) -> Tensor:
+        """Attention of the decoding query `step` (from 1) of all layers, `[layers, heads, prompt + step]`."""
+        trace, seen = self.trace, self.trace.prompt_length + step
+        if self._all is None:
+            query = trace.response_queries[:, :, step - 1 : step]
+            return attention.weights(query, trace.keys[:, :, :seen], trace.scaling)[:, :, 0]
+        for layer in range(trace.n_layers):
+            self.weights(layer)
+        return self._all[:, :, step - 1, :seen]
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """`[layers, heads, steps, head_dim]`."""
+        trace = self.trace
+        return torch.stack([attention.output(self.weights(layer), trace.values[layer]) for layer in range(trace.n_layers)])
+
+    @cached_property
+    def gold_ranks(self) -> Tensor:
+        """Rank of each prompt position by the response's attention over the prompt, `[layers, kv_heads, prompt]`."""
+        trace = self.trace
+        pairs = zip(trace.response_queries, trace.prompt_keys, strict=True)
+        return torch.stack([measures.ranks(measures.gold_scores(q, k, trace.scaling)) for q, k in pairs])
+
+    @cached_property
+    def step_ranks(self) -> Tensor:
+        """Rank of each key at each step by the group's summed attention, `[layers, kv_heads, steps, length]`."""
+        trace = self.trace
+        ranks = torch.empty(trace.n_layers, trace.kv_heads, trace.steps, trace.length, dtype=torch.int32)
+        for layer in range(trace.n_layers):
+            rows = self.weights(layer).transpose(0, 1)
+            ranks[layer] = measures.ranks(attention.sum_over_group(rows, trace.kv_heads)).transpose(0, 1)
+        return ranks
+
+    def share_found(self, ranks: Tensor, positions: Tensor, k: int) -> Tensor:
+        """Share of the top `k` among `positions` `[..., n]` (-1 padded), given ranks `[..., length]`."""
+        hit = (ranks.gather(-1, positions.clamp_min(0)) < k) & (positions != EMPTY)
+        return hit.sum(-1) / k
+
+
+def reference(trace: Trace) -> Reference:
+    """The full cache's side of a trace, made on first use and kept with the trace."""
+    found = trace.__dict__.get("_reference")
+    if found is None:
+        found = trace.__dict__["_reference"] = Reference(trace)
+    return found
+
+
+class Replay:
+    """One policy over one trace.
+
+    Attributes:
+        trace, policy: what was replayed.
+        budget: entries for each layer and KV head that the policy's budget came to.
+        raised: whether a fractional budget had to be raised to what the method needs.
+        mass_lost, output_error: `[layers, heads, steps]`.
+        step_recall: `[layers, kv_heads, steps]`.
+        recall, window_recall: `[layers, kv_heads]`.
+        stored_bytes, read_bytes: `[steps]`, summed over layers.
+    """
+
+    def __init__(self, trace: Trace, policy: Policy):
+        self.trace, self.policy = trace, policy
+        self.budget = policy.entries(trace.prompt_length)
+        self.raised = policy.raised(trace.prompt_length)
+        self._reference = reference(trace)
+        self._read: list[Tensor] = []
+        self._stored: list[Tensor] = []
+        shape = (trace.n_layers, trace.heads, trace.steps)
+        self.mass_lost, self.output_error = torch.zeros(shape), torch.zeros(shape)
+        self.step_recall = torch.zeros(trace.n_layers, trace.kv_heads, trace.steps)
+        self.stored_bytes, self.read_bytes = torch.zeros(trace.steps), torch.zeros(trace.steps)
+        self._run()
+
+    # ------------------------------------------------------------------ the run
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        trace = self.trace
+        store = LayerStore(trace.prompt_keys, trace.prompt_values)
+        self.policy.compress(store, trace.prompt)
+        self._kept = store.positions.clone()
+        k = min(self.budget, trace.prompt_length)
+        ranks = self._reference.gold_ranks
+        self.recall = self._reference.share_found(ranks, self._kept, k)
+        best = measures.top_positions(self.policy.scores(trace.prompt), k)
+        self.window_recall = self._reference.share_found(ranks, best, k)
+        if trace.steps == 0:
+            # Without a response there is no gold set to recall.
+            self.recall, self.window_recall = (torch.full_like(r, torch.nan) for r in (self.recall, self.window_recall))
+        if self.policy.acts_while_decoding or store.merged:
+            for step in range(1, trace.steps + 1):
+                self._decode(store, step)
+        else:
+            self._follow(store)
+
+    def _decode(self, store: LayerStore, step: int) -> None:
+        """One decoding step by the clock: append, attend, update, evict or merge."""
+        trace, now = self.trace, step - 1
+        position = trace.prompt_length + now
+        new = slice(position, position + 1)
+        store.append(trace.keys[:, :, new], trace.values[:, :, new])
+        queries = trace.response_queries[:, :, now : now + 1]
+
+        keys, values, positions, bias = store.keys, store.values, store.positions, self.policy.bias(store)
+        slots = self.policy.select(store, queries)
+        if slots is not None:
+            keys, values, positions, bias = (None if x is None else _take(x, slots) for x in (keys, values, positions, bias))
+            positions = positions.masked_fill(slots == EMPTY, EMPTY)
+        visible = None
+        if slots is not None or store.ragged:
+            visible = attention.to_query_heads(positions != EMPTY, trace.heads)[:, :, None]
+        if bias is not None:
+            bias = attention.to_query_heads(bias, trace.heads)[:, :, None]
+        weights = attention.weights(queries, keys, trace.scaling, visible, bias)
+
+        read = positions.clone()
+        self._read.append(read)
+        self.mass_lost[:, :, now] = measures.mass_lost(self._reference.at(step), read)
+        full = self._reference.outputs[:, :, now]
+        self.output_error[:, :, now] = measures.output_error(full, attention.output(weights, values)[:, :, 0])
+        ranks = self._reference.step_ranks[:, :, now]
+        self.step_recall[:, :, now] = self._reference.share_found(ranks, read, min(self.budget, position + 1))
+
+        per_entry = store.kv_bytes / max(int(store.counts.sum()), 1)
+        self.read_bytes[now] = int((read != EMPTY).sum()) * per_entry + store.aux_bytes
+        self.policy.step(store, weights[:, :, 0])
+        self._stored.append(store.positions.clone())
+        self.stored_bytes[now] = store.kv_bytes + store.aux_bytes
+
+    def _follow(self, store: LayerStore) -> None:
+        """All steps at once, for a policy that does nothing after the prefill: every generated token stays."""
+        trace, prompt = self.trace, self.trace.prompt_length
+        if trace.steps == 0:
+            return
+        everything = self._kept.shape[2] == prompt and not store.ragged
+        for layer in range(trace.n_layers):
+            weights = self._reference.weights(layer)
+            kept = self._kept[layer]
+            response = weights[:, :, prompt:]
+            if not everything:
+                rows = attention.to_query_heads(kept, trace.heads)[:, None].expand(-1, trace.steps, -1)
+                taken = weights.gather(-1, rows.clamp_min(0)).masked_fill(rows == EMPTY, 0)
+                mass = taken.sum(-1) + response.sum(-1)
+                self.mass_lost[layer] = (1 - mass).clamp(0, 1)
+                values = _take(trace.values[layer][None], kept[None])[0]
+                if float(mass.min()) > 1e-20:
+                    mixed = attention.output(taken, values) + attention.output(response, trace.values[layer, :, prompt:])
+                    mixed = mixed / mass[..., None]
+                else:
+                    mixed = self._from_logits(layer, values)
+                self.output_error[layer] = measures.output_error(self._reference.outputs[layer], mixed)
+            ranks = self._reference.step_ranks[layer]
+            for step in range(1, trace.steps + 1):
+                k = min(self.budget, prompt + step)
+                own = (ranks[:, step - 1, prompt : prompt + step] < k).sum(-1)
+                old = ((ranks[:, step - 1].gather(-1, kept.clamp_min(0)) < k) & (kept != EMPTY)).sum(-1)
+                self.step_recall[layer, :, step - 1] = (own + old) / k
+        entry = 2 * trace.keys.shape[-1] * trace.keys.element_size()
+        entries = int((self._kept != EMPTY).sum()) + trace.n_layers * trace.kv_heads * torch.arange(1, trace.steps + 1)
+        self.stored_bytes = (entries * entry + store.aux_bytes).float()
+        self.read_bytes = self.stored_bytes.clone()
+
+    def _from_logits(self, layer: int, values: Tensor) -> Tensor:
+        """Outputs of all steps where what is kept weighs next to nothing in the full softmax, so that shares of it are lost."""
+        trace, prompt, kept = self.trace, self.trace.prompt_length, self._kept[layer]
+        keys = torch.cat([_take(trace.keys[layer][None], kept[None])[0], trace.keys[layer, :, prompt:]], 1)
+        occupied = attention.to_query_heads(kept != EMPTY, trace.heads)[:, None].expand(-1, trace.steps, -1)
+        own = attention.last_visible(trace.steps, trace.steps).expand(trace.heads, -1, -1)
+        weights = attention.weights(trace.response_queries[layer], keys, trace.scaling, torch.cat([occupied, own], -1))
+        return attention.output(weights, torch.cat([values, trace.values[layer, :, prompt:]], 1))
+
+    # ------------------------------------------------------------------ what came out
+
+    def kept(self, layer: int, step: int = 0) -> Tensor:
+        """Positions, int64 `[kv_heads, n]`, -1 padded: at step 0 the retained set after the prefill, at step t those that
+        the t-th decoding query reads."""
+        self._check(layer, step)
+        if step == 0:
+            return self._kept[layer]
+        return self._read[step - 1][layer] if self._read else self._with_response(layer, step)
+
+    def stored(self, layer: int, step: int = 0) -> Tensor:
+        """Positions stored after a step, int64 `[kv_heads, n]`, -1 padded."""
+        self._check(layer, step)
+        if step == 0:
+            return self._kept[layer]
+        return self._stored[step - 1][layer] if self._stored else self._with_response(layer, step)
+
+    def _check(self, layer: int, step: int) -> None:
+        if not 0 <= layer < self.trace.n_layers or not 0 <= step <= self.trace.steps:
+            raise KvlabError(
+                f"layer {layer}, step {step} is outside this replay of {self.trace.n_layers} layers and {self.trace.steps} steps"
+            )
+
+    def _with_response(self, layer: int, step: int) -> Tensor:
+        kept, prompt = self._kept[layer], self.trace.prompt_length
+        new = torch.arange(prompt, prompt + step).expand(kept.shape[0], step)
+        both = torch.cat([kept, new], -1)
+        padded = both.masked_fill(both == EMPTY, torch.iinfo(torch.int64).max).sort(-1).values
+        return padded.masked_fill(padded == torch.iinfo(torch.int64).max, EMPTY)
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """Means over layers, heads and steps of every measure; bytes are summed over layers and averaged over steps."""
+        return {name: float(getattr(self, name).float().mean()) if getattr(self, name).numel() else float("nan") for name in MEASURES}
+
+    @property
+    def signature(self) -> str:
+        """`model@sha|document@sha|policy(params)|seed|kvlab version`."""
+        from kvlab import __version__
+
+        return f"{self.trace.signature}|{self.policy}|{self.trace.meta.get('seed', 0)}|kvlab {__version__}"
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """Tidy: policy, budget, layer, kv_head, head, step, measure, value; what is not of one head has none."""
+        import pandas as pd
+
+        parts = [
+            _tidy(name, getattr(self, name), axes)
+            for name, axes in {
+                "recall": ("layer", "kv_head"),
+                "window_recall": ("layer", "kv_head"),
+                "step_recall": ("layer", "kv_head", "step"),
+                "mass_lost": ("layer", "head", "step"),
+                "output_error": ("layer", "head", "step"),
+                "stored_bytes": ("step",),
+                "read_bytes": ("step",),
+            }.items()
+        ]
+        table = pd.concat(parts, ignore_index=True)
+        group = self.trace.heads // self.trace.kv_heads
+        table["kv_head"] = table["kv_head"].fillna(table["head"] // group)
+        table.insert(0, "policy", pd.Categorical([self.policy.name] * len(table)))
+        table.insert(1, "budget", self.budget)
+        return table
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{k}={v:.4g}" for k, v in self.summary.items())
+        return f"Replay({self.policy}: {values})"
+
+
+class Replays(Sequence):
+    """Several policies, budgets or traces. `result[policy, budget]` is one `Replay` (a list of them over several traces)."""
+
+    def __init__(self, results: Iterable[Replay]):
+        self.results = list(results)
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __getitem__(self, key):
+        if isinstance(key, int | slice):
+            return self.results[key]
+        name, budget = key if isinstance(key, tuple) else (key, None)
+        found = [r for r in self.results if name in (r.policy, r.policy.name, str(r.policy)) and budget in (None, _budget_of(r), r.budget)]
+        if not found:
+            known = ", ".join(sorted({f"{r.policy.name}, {_budget_of(r)}" for r in self.results}))
+            raise KvlabError(f"no replay of {name}{'' if budget is None else f' at budget {budget}'}; there are: {known}")
+        return found[0] if len({id(r.trace) for r in self.results}) == 1 else found
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """One row for each policy, budget and trace."""
+        import pandas as pd
+
+        rows = [
+            {"trace": r.trace.signature, "policy": r.policy.name, "budget": _budget_of(r), "entries": r.budget, "raised": r.raised}
+            | r.summary
+            | {"signature": r.signature}
+            for r in self.results
+        ]
+        return pd.DataFrame(rows)
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """The tidy tables of all, with the trace they come from."""
+        import pandas as pd
+
+        return pd.concat([r.table.assign(trace=r.trace.signature) for r in self.results], ignore_index=True)
+
+
+def replay(
+    trace: Trace | Sequence[Trace],
+    policies: Policy | str | Sequence[Policy | str],
+    budgets: Sequence[int | float] | None = None,
+    progress: bool | None = None,
+) -> Replay | Replays:
+    """Replay policies on traces.
+
+    Args:
+        trace: one, or a list.
+        policies: one policy, or a list of policies and names. A name needs `budgets`.
+        budgets: every policy that has a budget is replayed at each of them.
+        progress: show a progress bar; by default from eight replays on.
+
+    Returns:
+        One `Replay` for one trace and one policy without budgets, else `Replays`.
+
+    Raises:
+        KvlabError: the trace lacks what a policy needs (pseudo-queries, a longer window), or a budget is too small.
+    """
+    single = not isinstance(trace, list | tuple) and isinstance(policies, Policy | str) and budgets is None
+    traces = list(trace) if isinstance(trace, list | tuple) else [trace]
+    wanted = [policies] if isinstance(policies, Policy | str) else list(policies)
+    if not traces or not wanted:
+        raise KvlabError("a replay needs at least one trace and one policy")
+    objects: list[Policy] = []
+    for one in wanted:
+        if budgets is None:
+            objects.append(policy(one))
+        elif _has_budget(one):
+            objects.extend(policy(one, budget=budget) for budget in budgets)
+        else:
+            objects.append(policy(one))
+    if single:
+        return Replay(traces[0], objects[0])
+
+    from tqdm.auto import tqdm
+
+    jobs = [(t, p) for t in traces for p in objects]
+    quiet = len(jobs) < 8 if progress is None else not progress
+    return Replays(Replay(t, p) for t, p in tqdm(jobs, desc="replay", unit="policy", disable=quiet))
+
+
+def _has_budget(one: Policy | str) -> bool:
+    from kvlab.policies import registry
+
+    cls = type(one) if isinstance(one, Policy) else registry().get(one)
+    return cls is None or "budget" in cls.model_fields
+
+
+def _budget_of(result: Replay) -> int | float | None:
+    return getattr(result.policy, "budget", None)
+
+
+def _take(tensor: Tensor, slots: Tensor) -> Tensor:
+    """Slots `[rows, kv_heads, n]` of `[rows, kv_heads, slots, ...]`."""
+    index = slots.clamp_min(0)
+    return tensor.gather(2, index.view(*index.shape, *[1] * (tensor.dim() - 3)).expand(*index.shape, *tensor.shape[3:]))
+
+
+def _tidy(name: str, values: Tensor, axes: tuple[str, ...]) -> pd.DataFrame:
+    import pandas as pd
+
+    grid = np.indices(tuple(values.shape)).reshape(len(axes), -1) if values.numel() else np.empty((len(axes), 0), int)
+    columns = dict(zip(axes, grid, strict=True))
+    if "step" in columns:
+        columns["step"] = columns["step"] + 1
+    frame = pd.DataFrame({axis: pd.array(columns[axis] if axis in columns else [pd.NA] * grid.shape[1], dtype="Int64") for axis in ("layer", "kv_head", "head", "step")})
+    if "step" not in axes:
+        frame["step"] = pd.array([0] * len(frame), dtype="Int64")
+    return frame.assign(measure=name, value=values.reshape(-1).double().numpy())

@@ -1,0 +1,425 @@
+"""Capture once, ask many questions: one forward pass records what attention saw, and a file keeps it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvlab import attention
+from kvlab.cache import LayerStore, StoreCache
+from kvlab.errors import KvlabError
+from kvlab.policies import Policy, Prompt, policy
+
+if TYPE_CHECKING:
+    from kvlab.models import LM
+
+FORMAT = "kvlab-trace-1"
+GIVEN = "given"
+
+
+@dataclass(eq=False)
+class Trace:
+    """What attention saw of one prompt and its response.
+
+    Attributes:
+        queries: `[layers, heads, n, head_dim]`, post-RoPE, of the last n tokens: the end of the prompt, then the response.
+        keys, values: `[layers, kv_heads, prompt + response, head_dim]`.
+        prompt_length: tokens of the prompt.
+        pre_queries: as `queries`, before RoPE (after q-norm); None where not recorded.
+        pseudo: `[layers, heads, m, head_dim]` pseudo-queries by the key that a policy asks for.
+        accumulated: `[layers, heads, prompt]`, attention summed over all prompt queries; None where not asked for.
+        ids: int64 `[prompt + response]` token ids.
+        scaling: factor of the logits.
+        meta: model, document, chat, seed and versions, as they go into a signature.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    prompt_length: int
+    pre_queries: Tensor | None = None
+    pseudo: dict[str, Tensor] = field(default_factory=dict)
+    accumulated: Tensor | None = None
+    ids: Tensor | None = None
+    scaling: float | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        prompt_length: int,
+        *,
+        pseudo: Tensor | dict[str, Tensor] | None = None,
+        accumulated: Tensor | None = None,
+        scaling: float | None = None,
+    ) -> Trace:
+        """A trace from tensors that were captured elsewhere.
+
+        Args:
+            queries: `[layers, heads, n, head_dim]`, post-RoPE; they may cover only the last n tokens.
+            keys, values: `[layers, kv_heads, tokens, head_dim]`.
+            prompt_length: how many of the tokens are prompt.
+            pseudo: `[layers, heads, m, head_dim]`, taken by any policy that needs pseudo-queries; or a dict by key.
+            accumulated: `[layers, heads, prompt]`.
+
+        Raises:
+            KvlabError: shapes that do not fit together.
+        """
+        if queries.dim() != 4 or keys.dim() != 4 or keys.shape != values.shape:
+            raise KvlabError(
+                "a trace needs queries [layers, heads, n, head_dim] and keys, values of one shape [layers, kv_heads, tokens, head_dim]"
+            )
+        (layers, heads, n, head_dim), tokens = queries.shape, keys.shape[2]
+        if layers != keys.shape[0] or heads % keys.shape[1] or head_dim != keys.shape[3]:
+            raise KvlabError(f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} differ in layers, head size, or heads per KV head")
+        if not 0 < prompt_length <= tokens:
+            raise KvlabError(f"prompt_length {prompt_length} is not within 1 .. {tokens} tokens")
+        if not tokens - prompt_length <= n <= tokens:
+            raise KvlabError(f"{n} queries do not cover the response of {tokens - prompt_length} among {tokens} tokens")
+        pseudo = {GIVEN: pseudo} if isinstance(pseudo, Tensor) else dict(pseudo or {})
+        for found in pseudo.values():
+            if found.dim() != 4 or (*found.shape[:2], found.shape[3]) != (layers, heads, head_dim):
+                raise KvlabError(f"pseudo-queries {tuple(found.shape)} are not [{layers}, {heads}, m, {head_dim}]")
+        if accumulated is not None and accumulated.shape != (layers, heads, prompt_length):
+            raise KvlabError(f"accumulated attention {tuple(accumulated.shape)} is not [{layers}, {heads}, {prompt_length}]")
+        return cls(queries, keys, values, prompt_length, pseudo=pseudo, accumulated=accumulated, scaling=scaling)
+
+    # ------------------------------------------------------------------ parts
+
+    @property
+    def n_layers(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.queries.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def length(self) -> int:
+        """Prompt and response together."""
+        return self.keys.shape[2]
+
+    @property
+    def steps(self) -> int:
+        """Decoding steps: the t-th decoding query stands at position prompt_length + t - 1."""
+        return self.length - self.prompt_length
+
+    @property
+    def response_queries(self) -> Tensor:
+        """`[layers, heads, steps, head_dim]`, post-RoPE."""
+        return self.queries[:, :, self.queries.shape[2] - self.steps :]
+
+    @property
+    def response_pre_queries(self) -> Tensor:
+        """`[layers, heads, steps, head_dim]`, before RoPE."""
+        if self.pre_queries is None:
+            raise KvlabError("this trace holds no pre-RoPE queries")
+        return self.pre_queries[:, :, self.pre_queries.shape[2] - self.steps :]
+
+    @property
+    def prompt_keys(self) -> Tensor:
+        return self.keys[:, :, : self.prompt_length]
+
+    @property
+    def prompt_values(self) -> Tensor:
+        return self.values[:, :, : self.prompt_length]
+
+    @cached_property
+    def prompt(self) -> Prompt:
+        """The end of the prefill as policies see it, one row for each layer."""
+        return Prompt(
+            self.queries[:, :, : self.queries.shape[2] - self.steps],
+            self.prompt_keys,
+            self.prompt_values,
+            tuple(range(self.n_layers)),
+            self.n_layers,
+            self._pseudo_for,
+            self.accumulated,
+            self.steps,
+            self.scaling,
+        )
+
+    def _pseudo_for(self, wanted: Policy) -> Tensor | None:
+        return self.pseudo.get(wanted.pseudo_key, self.pseudo.get(GIVEN))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._tensors().values())
+
+    @property
+    def signature(self) -> str:
+        """`model@sha|document@sha`, or `tensors` for a trace that was not captured by kvlab."""
+        return f"{self.meta.get('model', 'tensors')}|{self.meta.get('document', 'tensors')}"
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({self.signature}, {self.prompt_length} + {self.steps} tokens, {self.n_layers} layers, "
+            f"{self.heads}/{self.kv_heads} heads, {self.nbytes / 2**20:.0f} MiB)"
+        )
+
+    # ------------------------------------------------------------------ files
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {"queries": self.queries, "keys": self.keys, "values": self.values}
+        named |= {"pre_queries": self.pre_queries, "accumulated": self.accumulated, "ids": self.ids}
+        named |= {f"pseudo/{key}": tensor for key, tensor in self.pseudo.items()}
+        return {key: tensor for key, tensor in named.items() if tensor is not None}
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file, whose header holds the rest as JSON; under its name only once it is whole."""
+        path = Path(path)
+        header = {"format": FORMAT, "prompt_length": self.prompt_length, "scaling": self.scaling, "meta": self.meta}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        try:
+            save_file({k: t.contiguous().cpu() for k, t in self._tensors().items()}, temporary, {"kvlab": json.dumps(header)})
+            os.replace(temporary, path)
+        except (OSError, SafetensorError) as error:
+            raise KvlabError(f"the trace could not be written to {path}: {error}") from None
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read what `save` wrote.
+
+        Raises:
+            KvlabError: no such file, a damaged one, or one that is no trace.
+        """
+        from safetensors import safe_open
+
+        path = Path(path)
+        try:
+            with safe_open(path, "pt") as file:
+                header = json.loads((file.metadata() or {}).get("kvlab", "{}"))
+            if header.get("format") != FORMAT:
+                raise KvlabError(f"{path} is a safetensors file but no kvlab trace")
+            tensors = load_file(path)
+            pseudo = {k.removeprefix("pseudo/"): tensors.pop(k) for k in list(tensors) if k.startswith("pseudo/")}
+            return cls(prompt_length=header["prompt_length"], scaling=header["scaling"], meta=header["meta"], pseudo=pseudo, **tensors)
+        except FileNotFoundError:
+            raise KvlabError(f"there is no trace at {path}") from None
+        except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise KvlabError(f"{path} is damaged or not a kvlab trace ({type(error).__name__}); capture it again") from None
+
+
+# ---------------------------------------------------------------------------------------------------- capture
+
+
+class _Recorder:
+    """Keeps what one model's attention sees while it prefills and decodes."""
+
+    def __init__(self, lm: LM, prompt: int, steps: int, window: int, extra: int, accumulate: bool):
+        config = lm.model.config.get_text_config(decoder=True)
+        self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        module = attention.layers_of(lm.model)[0]
+        head_dim = getattr(module, "head_dim", None) or config.hidden_size // self.heads
+        make = dict(dtype=lm.dtype, device=lm.device)
+        storage = (self.layers, 1, kv_heads, prompt + max(steps, extra), head_dim)
+        self.keys, self.values = torch.empty(storage, **make), torch.empty(storage, **make)
+        self.stores = [LayerStore.preallocated(k, v) for k, v in zip(self.keys, self.values, strict=True)]
+        self.cache = StoreCache(self.stores)
+        self.queries = torch.empty(self.layers, self.heads, window + steps, head_dim, **make)
+        self.pre_queries = torch.empty_like(self.queries)
+        self.accumulated = torch.zeros(self.layers, self.heads, prompt, device=lm.device) if accumulate else None
+        self.scaling: float | None = None
+        self.filled = 0
+        self.accumulating = accumulate
+
+    def __call__(self, call: attention.Call) -> Tensor:
+        n = min(call.queries.shape[2], self.queries.shape[2] - self.filled)
+        new = slice(self.filled, self.filled + n)
+        self.queries[call.layer, :, new] = call.queries[0, :, call.queries.shape[2] - n :]
+        self.pre_queries[call.layer, :, new] = call.pre_rope[0, :, call.queries.shape[2] - n :]
+        self.scaling = call.scaling
+        if self.accumulating:
+            self.accumulated[call.layer] = attention.accumulate(call.queries[0], call.keys[0], call.scaling)
+        if call.layer == self.layers - 1:
+            self.filled += n
+        return call.attend()
+
+
+def _forward(lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = None) -> Tensor:
+    """Logits of the last token, `[vocabulary]`."""
+    extra = {} if positions is None else {"position_ids": positions[None].to(lm.device)}
+    out = lm.model(input_ids=ids[None].to(lm.device), past_key_values=cache, use_cache=True, logits_to_keep=1, **extra)
+    return out.logits[0, -1]
+
+
+@torch.inference_mode()
+def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries of tokens that run on top of a prefilled cache at any assigned positions, and are cropped off again.
+
+    They see the whole prompt and, causally, those of their own trial; several trials share one forward pass.
+
+    Args:
+        ids, positions: int64 `[m]`, or `[trials, m]`.
+
+    Returns:
+        Post-RoPE and pre-RoPE queries, each `[layers, heads, m, head_dim]`, or `[trials, layers, heads, m, head_dim]`.
+    """
+    trials, m = ids.shape if ids.dim() == 2 else (1, len(ids))
+    post, pre = {}, {}
+    lengths = [layer.store.length for layer in cache.layers]
+    trial = torch.arange(trials * m, device=lm.device) // m
+    own = attention.last_visible(trials * m, trials * m, lm.device) & (trial[:, None] == trial[None])
+    mask = torch.cat([own.new_ones(trials * m, lengths[0]), own], dim=1)
+
+    def record(call: attention.Call) -> Tensor:
+        post[call.layer], pre[call.layer] = call.queries[0], call.pre_rope[0]
+        return call.attend(mask)
+
+    try:
+        with attention.hooked(lm.model, record):
+            _forward(lm, ids.reshape(-1), cache, positions.reshape(-1))
+    finally:
+        for layer, length in zip(cache.layers, lengths, strict=True):
+            layer.store.truncate(length)
+
+    def stacked(found: dict[int, Tensor]) -> Tensor:
+        rows = torch.stack([found[layer] for layer in range(len(lengths))])
+        return rows if ids.dim() == 1 else rows.unflatten(2, (trials, m)).movedim(2, 0)
+
+    return stacked(post), stacked(pre)
+
+
+def prefilled(trace: Trace) -> StoreCache:
+    """A cache that holds a trace's prompt, as after its prefill: pseudo-queries run on it without prefilling again."""
+    pairs = zip(trace.prompt_keys, trace.prompt_values, strict=True)
+    return StoreCache([LayerStore(keys[None], values[None]) for keys, values in pairs])
+
+
+def _ids(lm: LM, text_or_ids: Any, chat: Any) -> tuple[Tensor, str]:
+    from kvlab.corpus import Document
+
+    document = "text"
+    if isinstance(text_or_ids, Document):
+        document, text_or_ids = text_or_ids.signature, text_or_ids.text
+    if isinstance(text_or_ids, str):
+        if not text_or_ids.strip():
+            raise KvlabError("the document is empty; a capture needs at least one token")
+        return lm.encode(text_or_ids, chat=chat)[0].cpu(), document
+    ids = torch.as_tensor(text_or_ids, dtype=torch.int64).reshape(-1).cpu()
+    if not len(ids):
+        raise KvlabError("the prompt is empty; a capture needs at least one token")
+    return ids, "ids"
+
+
+@torch.inference_mode()
+def capture(
+    lm: LM,
+    text_or_ids: Any,
+    new_tokens: int = 64,
+    window: int = 32,
+    *,
+    chat: str | bool = "auto",
+    queries: str | None = None,
+    accumulate: bool = False,
+    pseudo: Sequence[Policy | str] = ("dapq",),
+    progress: bool | None = None,
+) -> Trace | list[Trace]:
+    """Run one prompt and its greedy response on the full cache, and record what attention saw.
+
+    Args:
+        lm: from `kvlab.load` or `kvlab.random_lm`.
+        text_or_ids: a text or `Document` (with `chat="auto"` it becomes a user message where the model has a chat
+            template), token ids (taken as they are), or a list of texts or documents, which gives a list of traces.
+        new_tokens: length of the response, exactly (EOS is no stop); its last token is fed too, so there are as many
+            decoding queries, at positions P .. P + new_tokens - 1.
+        window: how many of the last prompt queries to keep.
+        queries: "all" keeps every prompt query.
+        accumulate: record the attention summed over all prompt queries (H2O-like policies).
+        pseudo: policies whose pseudo-queries to record besides; `()` for none.
+        progress: show a progress bar; by default when more than one document is captured.
+
+    Raises:
+        KvlabError: an empty prompt, one that is too long for the model, or a model that cannot be hooked; nothing has
+            run by then.
+    """
+    if isinstance(text_or_ids, list | tuple) and text_or_ids and not isinstance(text_or_ids[0], int):
+        from tqdm.auto import tqdm
+
+        options = dict(chat=chat, queries=queries, accumulate=accumulate, pseudo=pseudo)
+        bar = tqdm(text_or_ids, desc="capture", unit="doc", disable=progress is False)
+        return [capture(lm, one, new_tokens, window, **options) for one in bar]
+
+    if new_tokens < 0 or window < 0:
+        raise KvlabError(f"new_tokens and window must not be negative, and are {new_tokens} and {window}")
+    if queries not in (None, "all"):
+        raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
+    ids, document = _ids(lm, text_or_ids, chat)
+    length = len(ids)
+    policies = [p if isinstance(p, Policy) else policy(p, budget=1.0) for p in pseudo]
+    extra = {p.pseudo_key: p.pseudo_tokens(ids, lm.model.config.get_text_config(decoder=True).vocab_size, _encoder(lm)) for p in policies if p.pseudo_key}
+    longest = length + max([new_tokens, *map(len, extra.values())])
+    if longest > lm.context_length:
+        raise KvlabError(
+            f"the prompt has {length} tokens and {longest - length} follow it, which is beyond the {lm.context_length} that "
+            f"{lm.name} takes; shorten the document (Document.window) or the response"
+        )
+    attention.check_length(lm.model, longest)
+    window = length if queries == "all" else min(window, length)
+
+    recorder = _Recorder(lm, length, new_tokens, window, max([0, *map(len, extra.values())]), accumulate)
+    # The prefill must not fill the rows that are meant for the response.
+    rows = recorder.queries, recorder.pre_queries
+    recorder.queries, recorder.pre_queries = (r[:, :, :window] for r in rows)
+    with attention.hooked(lm.model, recorder):
+        logits = _forward(lm, ids, recorder.cache)
+    recorder.accumulating = False
+    recorder.queries, recorder.pre_queries = rows
+
+    found = {}
+    for key, tokens in extra.items():
+        found[key], _ = pseudo_queries(lm, recorder.cache, tokens, torch.arange(length, length + len(tokens)))
+    response = []
+    with attention.hooked(lm.model, recorder):
+        for _ in range(new_tokens):
+            response.append(logits.argmax(-1).cpu())
+            logits = _forward(lm, response[-1][None], recorder.cache)
+
+    from kvlab import __version__
+
+    stop = length + new_tokens
+    return Trace(
+        queries=rows[0],
+        pre_queries=rows[1],
+        keys=recorder.keys[:, 0, :, :stop],
+        values=recorder.values[:, 0, :, :stop],
+        prompt_length=length,
+        pseudo=found,
+        accumulated=recorder.accumulated,
+        ids=torch.cat([ids, *[r[None] for r in response]]),
+        scaling=recorder.scaling,
+        meta={"model": lm.signature, "document": document, "chat": str(chat), "kvlab": __version__},
+    )
+
+
+def _encoder(lm: LM):
+    def encode(text: str) -> Tensor:
+        if lm.tokenizer is None:
+            raise KvlabError(f"{lm.name} has no tokenizer, so pseudo-tokens cannot be made from a sentence")
+        return torch.tensor(lm.tokenizer(text, add_special_tokens=False).input_ids)
+
+    return encode
