@@ -1,0 +1,360 @@
+"""Slow second implementations of the measures and the policies, one plain loop for each definition, in float64.
+
+They are written from the papers and the design alone and share no code with the package, so that the fast versions have
+something independent to agree with. One layer at a time: queries are [heads, n, d] (the last n tokens, decoding queries
+at the end), keys and values [kv_heads, prompt_length + T, d]. A policy gives a list over the steps 0 .. T; each entry
+has lists over the KV heads: `read` (step 0: the set retained after prefill), `stored`, `keys`, `values`, `weights` (the
+entries stored after the step), and from step 1 on `output` [heads, d].
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numpy as np
+
+Slot = namedtuple("Slot", "position key value weight score", defaults=(1.0, 0.0))
+
+
+# Attention
+
+def softmax(logits):
+    highest = max(logits)
+    raised = [np.exp(x - highest) for x in logits]
+    total = sum(raised)
+    return np.array([r / total for r in raised])
+
+
+def attention_weights(query, keys, fusion_counts=None, alpha=0.0):
+    """Weights [n] of one query [d] over keys [n, d]; ZSMerge eq. 8 where fusion counts and alpha are given."""
+    logits = [float(query @ key) / np.sqrt(len(query)) for key in keys]
+    if fusion_counts is not None:
+        logits = [x + alpha * np.log(w) for x, w in zip(logits, fusion_counts)]
+    return softmax(logits)
+
+
+def attention_output(weights, values):
+    return sum(w * v for w, v in zip(weights, values))
+
+
+def heads_of(group, heads, kv_heads):
+    """The query heads that share KV head `group`: neighbours, as grouped-query attention repeats its KV heads."""
+    size = heads // kv_heads
+    return range(group * size, (group + 1) * size)
+
+
+def attention_over_prompt(queries, keys, positions=None):
+    """[heads, n, P]: softmax over prompt keys only; a query at position p sees the keys up to p, without one all."""
+    heads, n, _ = queries.shape
+    kv_heads, length, _ = keys.shape
+    result = np.zeros((heads, n, length))
+    for group in range(kv_heads):
+        for head in heads_of(group, heads, kv_heads):
+            for i in range(n):
+                seen = length if positions is None else min(length, positions[i] + 1)
+                result[head, i, :seen] = attention_weights(queries[head, i], keys[group, :seen])
+    return result
+
+
+def window_attention(queries, keys, prompt_length, window):
+    """[heads, w, P] of the last `window` prompt queries (fewer in a shorter prompt), causal, and their positions."""
+    decoded = keys.shape[1] - prompt_length
+    prompt_queries = queries[:, :queries.shape[1] - decoded]
+    window = min(window, prompt_length)
+    assert prompt_queries.shape[1] >= window, "the oracle was given too few prompt queries"
+    positions = list(range(prompt_length - window, prompt_length))
+    chosen = prompt_queries[:, prompt_queries.shape[1] - window:]
+    return attention_over_prompt(chosen, keys[:, :prompt_length], positions), positions
+
+
+def summed_over_group(attention, group, kv_heads):
+    return sum(attention[head] for head in heads_of(group, len(attention), kv_heads))
+
+
+# Measures
+
+def top_positions(scores, k):
+    """The k largest, in ascending order of position; of equal scores the earlier position wins."""
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    return sorted(order[:k])
+
+
+def gold_topk(queries, keys, k):
+    """Per KV head: the top k prompt positions by attention summed over response queries and the group's heads."""
+    attention = attention_over_prompt(queries, keys)
+    kv_heads = len(keys)
+    return [top_positions(summed_over_group(attention, g, kv_heads).sum(axis=0), k) for g in range(kv_heads)]
+
+
+def recall(kept, gold):
+    return [len(set(k) & set(g)) / len(g) for k, g in zip(kept, gold)]
+
+
+def mass_lost(weights, read):
+    """Per head: 1 - the weights [heads, n] at the positions that the head's KV head reads."""
+    heads, kv_heads = len(weights), len(read)
+    lost = np.zeros(heads)
+    for group in range(kv_heads):
+        for head in heads_of(group, heads, kv_heads):
+            lost[head] = 1 - sum(weights[head][p] for p in read[group])
+    return lost
+
+
+def output_error(full, other):
+    return np.array([np.sqrt(((a - b) ** 2).sum()) / np.sqrt((a ** 2).sum()) for a, b in zip(full, other)])
+
+
+def entropy(weights):
+    return -sum(w * np.log(w) for w in weights if w > 0)
+
+
+def query_similarity(a, b):
+    a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    return np.mean([x @ y / (np.sqrt(x @ x) * np.sqrt(y @ y)) for x, y in zip(a, b)])
+
+
+def decoding_weights(queries, keys, prompt_length, step):
+    """[heads, P + step]: the full cache's attention at decoding step 1, 2, ..."""
+    decoded, kv_heads = keys.shape[1] - prompt_length, len(keys)
+    query = queries[:, queries.shape[1] - decoded + step - 1]
+    seen = prompt_length + step
+    return np.array([attention_weights(query[h], keys[h * kv_heads // len(query), :seen]) for h in range(len(query))])
+
+
+def replay_measures(queries, keys, values, prompt_length, steps, budget):
+    """The definitions applied to a policy's steps: arrays [T, heads] or [T, kv_heads], recall [kv_heads]."""
+    heads, kv_heads, total = len(queries), len(keys), keys.shape[1]
+    decoded = total - prompt_length
+    result = {"mass_lost": [], "output_error": [], "step_recall": []}
+    for t in range(1, decoded + 1):
+        weights = decoding_weights(queries, keys, prompt_length, t)
+        seen = prompt_length + t
+        full = [attention_output(weights[h], values[h * kv_heads // heads, :seen]) for h in range(heads)]
+        own = [top_positions(summed_over_group(weights, g, kv_heads), min(budget, seen)) for g in range(kv_heads)]
+        result["mass_lost"].append(mass_lost(weights, steps[t]["read"]))
+        result["output_error"].append(output_error(full, steps[t]["output"]))
+        result["step_recall"].append(recall(steps[t]["read"], own))
+    gold = gold_topk(queries[:, queries.shape[1] - decoded:], keys[:, :prompt_length], min(budget, prompt_length))
+    result["recall"] = recall(steps[0]["read"], gold)
+    return {name: np.array(value) for name, value in result.items()}
+
+
+def window_recall(queries, keys, prompt_length, budget, window=None, pseudo=None):
+    """DapQ eq. 2-3, per KV head: the top k of the raw window scores, nothing forced or pooled, against the gold set."""
+    decoded, k = keys.shape[1] - prompt_length, min(budget, prompt_length)
+    prompt_keys = keys[:, :prompt_length]
+    attention = attention_over_prompt(pseudo, prompt_keys) if pseudo is not None else \
+        window_attention(queries, keys, prompt_length, window)[0]
+    predicted = [top_positions(summed_over_group(attention, g, len(keys)).sum(axis=0), k) for g in range(len(keys))]
+    return recall(predicted, gold_topk(queries[:, queries.shape[1] - decoded:], prompt_keys, k))
+
+
+# The clock: append, attend over what is stored, update, evict or merge
+
+def simulate(queries, keys, values, prompt_length, prefill, after=None, alpha=0.0):
+    """Runs one policy: `prefill(group)` gives the first slots, `after(group, slots, weights, position)` the later ones.
+
+    `weights` [heads of the group, slots] are those of the step just attended, own entry included.
+    """
+    heads, kv_heads, decoded = len(queries), len(keys), keys.shape[1] - prompt_length
+    first = queries.shape[1] - decoded
+    slots = [prefill(group) for group in range(kv_heads)]
+    steps = [dict(read=positions_of(slots), **contents(slots))]
+    for t in range(1, decoded + 1):
+        position = prompt_length + t - 1
+        read, output = [], np.zeros((heads, values.shape[-1]))
+        for group in range(kv_heads):
+            own = Slot(position, keys[group, position], values[group, position])
+            slots[group] = slots[group] + [own]
+            read.append([slot.position for slot in slots[group]])
+            attended = []
+            for head in heads_of(group, heads, kv_heads):
+                weights = attention_weights(queries[head, first + t - 1], [slot.key for slot in slots[group]],
+                                            [slot.weight for slot in slots[group]], alpha)
+                output[head] = attention_output(weights, [slot.value for slot in slots[group]])
+                attended.append(weights)
+            if after is not None:
+                slots[group] = after(group, slots[group], np.array(attended), position)
+        steps.append(dict(read=read, output=output, **contents(slots)))
+    return steps
+
+
+def positions_of(slots):
+    return [[slot.position for slot in group] for group in slots]
+
+
+def contents(slots):
+    return {"stored": positions_of(slots), "keys": [[s.key for s in group] for group in slots],
+            "values": [[s.value for s in group] for group in slots],
+            "weights": [[s.weight for s in group] for group in slots]}
+
+
+def taken(keys, values, group, positions):
+    return [Slot(p, keys[group, p], values[group, p]) for p in positions]
+
+
+# Policies
+
+def oracle_full(queries, keys, values, prompt_length, budget=None):
+    return simulate(queries, keys, values, prompt_length, lambda g: taken(keys, values, g, range(prompt_length)))
+
+
+def oracle_streamingllm(queries, keys, values, prompt_length, budget, sinks=4):
+    def first_and_last(slots):
+        if len(slots) <= budget:
+            return slots
+        return slots[:sinks] + slots[len(slots) - (budget - sinks):]
+
+    return simulate(queries, keys, values, prompt_length,
+                    lambda g: first_and_last(taken(keys, values, g, range(prompt_length))),
+                    lambda g, slots, weights, position: first_and_last(slots))
+
+
+def oracle_snapkv(queries, keys, values, prompt_length, budget, window=32, kernel=7):
+    def kept(group):
+        if budget >= prompt_length or window >= prompt_length:
+            return range(prompt_length)
+        attention, _ = window_attention(queries, keys, prompt_length, window)
+        older = prompt_length - window
+        raw = summed_over_group(attention, group, len(keys)).sum(axis=0)[:older]
+        pooled = []
+        for i in range(older):
+            neighbours = [raw[j] for j in range(i - kernel // 2, i + kernel // 2 + 1) if 0 <= j < older]
+            pooled.append(sum(neighbours) / kernel)
+        return top_positions(pooled, budget - window) + list(range(older, prompt_length))
+
+    return simulate(queries, keys, values, prompt_length, lambda g: taken(keys, values, g, kept(g)))
+
+
+def oracle_dapq(queries, keys, values, prompt_length, budget, pseudo):
+    attention = attention_over_prompt(pseudo, keys[:, :prompt_length])
+
+    def kept(group):
+        return top_positions(summed_over_group(attention, group, len(keys)).sum(axis=0), min(budget, prompt_length))
+
+    return simulate(queries, keys, values, prompt_length, lambda g: taken(keys, values, g, kept(g)))
+
+
+def zsmerge_shares(budget, residual=0.02):
+    """(proximity, context, residual) of eq. 3; a share of what proximity leaves, or slots; 0 is the eviction twin."""
+    proximity = budget // 2
+    slots = max(1, round(residual * (budget - proximity))) if 0 < residual < 1 else residual
+    return proximity, budget - proximity - slots, slots
+
+
+def merged(slot, other, newcomer_score=max):
+    """Both as their mean by fusion counts (eq. 7); the slot that was there keeps its position."""
+    w = slot.weight + other.weight
+    return Slot(slot.position, (slot.weight * slot.key + other.weight * other.key) / w,
+                (slot.weight * slot.value + other.weight * other.value) / w, w, newcomer_score(slot.score, other.score))
+
+
+def most_similar(slots, newcomer):
+    """Index of the slot with the largest dot product of keys (eq. 6)."""
+    return int(np.argmax([float(slot.key @ newcomer.key) for slot in slots]))
+
+
+def oracle_zsmerge(queries, keys, values, prompt_length, budget, residual=0.02, window=8, decay=0.98, alpha=1.0,
+                   initial="runs", newcomer="competes"):
+    share_p, share_c, share_r = zsmerge_shares(budget, residual)
+    residual_positions = [set() for _ in keys]          # per KV head: which slots are residual
+    attention, _ = window_attention(queries, keys, prompt_length, window)
+
+    def prefill(group):
+        rows = summed_over_group(attention, group, len(keys))
+        scores = np.zeros(prompt_length)
+        for row in rows:
+            scores = decay * scores + row
+        slots = [s._replace(score=scores[s.position]) for s in taken(keys, values, group, range(prompt_length))]
+        older, recent = slots[:-share_p], slots[-share_p:]
+        best = top_positions([s.score for s in older], share_c)
+        evicted = [s for s in older if s.position not in best]
+        fused = contiguous_runs(evicted, share_r) if initial == "runs" else one_by_one(evicted, share_r)
+        residual_positions[group].update(slot.position for slot in fused)
+        return sorted([s for s in older if s.position in best] + fused) + recent
+
+    def after(group, slots, weights, position):
+        summed = weights.sum(axis=0)
+        slots = [s._replace(score=decay * s.score + a) for s, a in zip(slots, summed)]
+        fused = [s for s in slots if s.position in residual_positions[group]]
+        plain = [s for s in slots if s.position not in residual_positions[group]]
+        context, recent = plain[:-share_p], plain[-share_p:]
+        if len(context) > share_c:
+            contenders = context if newcomer == "competes" else context[:-1]
+            loser = contenders[lowest([s.score for s in contenders])]
+            context = [s for s in context if s is not loser]
+            if len(fused) + 1 <= share_r:
+                fused = fused + [loser]
+                residual_positions[group].add(loser.position)
+            elif share_r:
+                best = most_similar(fused, loser)
+                fused[best] = merged(fused[best], loser)
+        return sorted(context + fused + recent)
+
+    return simulate(queries, keys, values, prompt_length, prefill, after, alpha)
+
+
+def contiguous_runs(evicted, slots):
+    """As equal as possible, the first ones one longer, each averaged."""
+    fused = []
+    for run in np.array_split(range(len(evicted)), min(slots, len(evicted))) if slots and evicted else []:
+        slot = evicted[run[0]]
+        for i in run[1:]:
+            slot = merged(slot, evicted[i])
+        fused.append(slot)
+    return fused
+
+
+def one_by_one(evicted, slots):
+    """In position order: free slots first, then into the most similar slot."""
+    fused = evicted[:slots]
+    for slot in evicted[slots:] if slots else []:
+        best = most_similar(fused, slot)
+        fused[best] = merged(fused[best], slot)
+    return fused
+
+
+def lowest(scores):
+    """Index of the lowest score; of equal ones the last, since the earlier position is kept."""
+    return max(range(len(scores)), key=lambda i: (-scores[i], i))
+
+
+def combined(rows, aggregation):
+    """One row over the keys from those of a group's heads [heads, n]: summed in the paper."""
+    if aggregation == "logits":
+        seen = (rows > 0).all(axis=0)
+        result = np.zeros(rows.shape[1])
+        result[seen] = softmax(np.log(rows[:, seen]).sum(axis=0))
+        return result
+    return {"sum": np.sum, "max": np.max}[aggregation](rows, axis=0)
+
+
+def oracle_morphkv(queries, keys, values, prompt_length, budget, window=32, fusion="sum", aggregation="sum",
+                   renormalise=False):
+    """budget = C + R, R = window with the current token in it; attention profiles stay as they were attended.
+
+    `renormalise`: a row is divided by what it gave to the entries that were older than the window when it was attended.
+    """
+    attention, positions = window_attention(queries, keys, prompt_length, window)
+    profiles = [{} for _ in keys]                       # per KV head: query position -> {key position: weight}
+    for group in range(len(keys)):
+        for i, p in enumerate(positions):
+            rows = [attention[head, i] for head in heads_of(group, len(queries), len(keys))]
+            row = combined(np.array(rows), aggregation)
+            row = row / row[:prompt_length - window].sum() if renormalise and prompt_length > window else row
+            profiles[group][p] = {k: row[k] for k in range(p + 1)}
+
+    def after(group, slots, weights, position):
+        row = combined(weights, aggregation)
+        row = row / row[:len(slots) - window].sum() if renormalise and len(slots) > window else row
+        profiles[group][position] = {s.position: a for s, a in zip(slots, row)}
+        if len(slots) <= budget:
+            return slots
+        oldest = position - window + 1
+        rows = [profiles[group][p] for p in range(max(oldest, 0), position + 1)]
+        older = [s for s in slots if s.position < oldest]
+        fuse = {"sum": sum, "max": max}[fusion]
+        scores = [fuse(row[s.position] for row in rows) for s in older]
+        return [older[i] for i in top_positions(scores, budget - window)] + [s for s in slots if s.position >= oldest]
+
+    return simulate(queries, keys, values, prompt_length, lambda g: taken(keys, values, g, range(prompt_length)), after)
