@@ -1,8 +1,8 @@
 """The one place where attention is computed, and the seam through which it is seen inside a transformers model.
 
-Shapes: queries `[..., heads, n, head_dim]`, keys and values `[..., kv_heads, length, head_dim]`; query head `h` reads the
-KV head `h // (heads // kv_heads)` (its GQA group). Who may see what is decided by order of arrival, never by lengths or
-by the assigned positions: a pseudo-query may stand at any position and still sees the whole prompt.
+Shapes: queries `[..., heads, n, head_dim]`, keys and values `[..., kv_heads, length, head_dim]`; query head `h` reads
+the KV head `h // (heads // kv_heads)` (its GQA group). Who may see what is decided by order of arrival, never by
+lengths or by the assigned positions: a pseudo-query may stand at any position and still sees the whole prompt.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def exact(x: Tensor) -> Tensor:
 
 
 def logits(queries: Tensor, keys: Tensor, scaling: float | None = None) -> Tensor:
-    """Scaled dot products in float32 (float64 stays), `[..., heads, n, length]`; `scaling` is 1 / sqrt(head_dim) unless given."""
+    """Scaled dot products in float32 (float64 stays), `[..., heads, n, length]`; `scaling` is 1 / sqrt(head_dim)
+    unless given.
+    """
     *batch, heads, n, head_dim = queries.shape
     scaling = 1 / math.sqrt(head_dim) if scaling is None else scaling
     rows = by_group(exact(queries), keys.shape[-3]) * scaling
@@ -72,7 +74,9 @@ def weights(
 
 
 def output(attention: Tensor, values: Tensor) -> Tensor:
-    """Weighted sum of values: `[..., heads, n, length]`, `[..., kv_heads, length, head_dim]` -> `[..., heads, n, head_dim]`."""
+    """Weighted sum of values: `[..., heads, n, length]`, `[..., kv_heads, length, head_dim]` -> `[..., heads, n,
+    head_dim]`.
+    """
     *batch, heads, n, _ = attention.shape
     return (by_group(attention, values.shape[-3]) @ exact(values)).view(*batch, heads, n, values.shape[-1])
 
@@ -117,7 +121,9 @@ def attend(
         mask = last_visible(n, length, queries.device)
     if padding is not None:
         # A padding query sees nothing, and a softmax over nothing is NaN: let it see itself.
-        itself = torch.arange(length, device=mask.device) == torch.arange(length - n, length, device=mask.device)[:, None]
+        itself = (
+            torch.arange(length, device=mask.device) == torch.arange(length - n, length, device=mask.device)[:, None]
+        )
         mask = (mask & padding[:, None, None, :]) | itself
     group = queries.shape[-3] // keys.shape[-3]
     if n == 1 and mask is None and group > 1:
@@ -251,7 +257,8 @@ def check_length(model: nn.Module, length: int) -> None:
             window = getattr(config, "attention_chunk_size", None)
         if window is not None and window < length:
             raise KvlabError(
-                f"layer {layer} of {type(model).__name__} sees a window of {window} tokens, and the sequence has {length}; "
+                f"layer {layer} of {type(model).__name__} sees a window of {window} tokens, and the sequence "
+                f"has {length}; "
                 f"use at most {window} tokens"
             )
 
@@ -266,13 +273,21 @@ def hooked(model: nn.Module, handler: Handler) -> Iterator[None]:
     busy = [m for m in modules if m in _hooked]
     if busy:
         raise KvlabError("this model is already inside a kvlab session; leave that one first")
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")}
+    configs = {
+        id(m.config): m.config
+        for m in model.modules()
+        if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")
+    }
     before = {key: config._attn_implementation for key, config in configs.items()}
     handles = []
     try:
         for layer, module in enumerate(modules):
             entry = _hooked[module] = _Hooked(layer, handler)
-            source = next(getattr(module, n) for n in ("q_norm", "q_proj", "qkv_proj") if isinstance(getattr(module, n, None), nn.Module))
+            source = next(
+                getattr(module, n)
+                for n in ("q_norm", "q_proj", "qkv_proj")
+                if isinstance(getattr(module, n, None), nn.Module)
+            )
             handles.append(source.register_forward_hook(lambda _m, _i, out, entry=entry: entry.projected.append(out)))
         for config in configs.values():
             config._attn_implementation_internal = NAME

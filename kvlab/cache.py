@@ -48,7 +48,9 @@ class LayerStore:
 
     @classmethod
     def preallocated(cls, keys: Tensor, values: Tensor) -> LayerStore:
-        """An empty store that writes into the given storage `[rows, kv_heads, capacity, head_dim]` (growing past it copies)."""
+        """An empty store that writes into the given storage `[rows, kv_heads, capacity, head_dim]` (growing past it
+        copies).
+        """
         store = cls(keys[:, :, :0], values[:, :, :0])
         rows, kv_heads, capacity, _ = keys.shape
         store._keys, store._values = keys, values
@@ -74,7 +76,9 @@ class LayerStore:
 
     @property
     def weights(self) -> Tensor:
-        """Fusion counts `[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never merged."""
+        """Fusion counts `[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never
+        merged.
+        """
         return self._weights[:, :, : self.length]
 
     def column(self, name: str) -> Tensor:
@@ -105,7 +109,9 @@ class LayerStore:
     def kv_bytes(self) -> int:
         """Bytes of the keys and values that hold an entry (original positions are bookkeeping and not counted)."""
         entries = int(self.counts.sum()) if self.ragged else self.positions.numel()
-        return entries * (self._keys.shape[-1] * self._keys.element_size() + self._values.shape[-1] * self._values.element_size())
+        return entries * (
+            self._keys.shape[-1] * self._keys.element_size() + self._values.shape[-1] * self._values.element_size()
+        )
 
     @property
     def aux_bytes(self) -> int:
@@ -122,7 +128,14 @@ class LayerStore:
 
     @property
     def allocated_bytes(self) -> int:
-        tensors = [self._keys, self._values, self._positions, self._weights, *self._columns.values(), *self.memory.values()]
+        tensors = [
+            self._keys,
+            self._values,
+            self._positions,
+            self._weights,
+            *self._columns.values(),
+            *self.memory.values(),
+        ]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     # ------------------------------------------------------------------ the verbs
@@ -216,7 +229,9 @@ class LayerStore:
     @staticmethod
     def _pick(tensor: Tensor, slots: Tensor) -> Tensor:
         slots = slots.clamp_min(0)
-        return tensor.gather(2, slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(*slots.shape, *tensor.shape[3:]))
+        return tensor.gather(
+            2, slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(*slots.shape, *tensor.shape[3:])
+        )
 
     def _moved(self, tensor: Tensor, keep: Tensor, roomy: bool) -> Tensor:
         n = keep.shape[2]

@@ -63,7 +63,9 @@ class Reference:
     def outputs(self) -> Tensor:
         """`[layers, heads, steps, head_dim]`."""
         trace = self.trace
-        return torch.stack([attention.output(self.weights(layer), trace.values[layer]) for layer in range(trace.n_layers)])
+        return torch.stack(
+            [attention.output(self.weights(layer), trace.values[layer]) for layer in range(trace.n_layers)]
+        )
 
     @cached_property
     def gold_ranks(self) -> Tensor:
@@ -155,7 +157,9 @@ class Replay:
         keys, values, positions, bias = store.keys, store.values, store.positions, self.policy.bias(store)
         slots = self.policy.select(store, queries)
         if slots is not None:
-            keys, values, positions, bias = (None if x is None else _take(x, slots) for x in (keys, values, positions, bias))
+            keys, values, positions, bias = (
+                None if x is None else _take(x, slots) for x in (keys, values, positions, bias)
+            )
             positions = positions.masked_fill(slots == EMPTY, EMPTY)
         visible = None
         if slots is not None or store.ragged:
@@ -195,7 +199,9 @@ class Replay:
                 self.mass_lost[layer] = (1 - mass).clamp(0, 1)
                 values = _take(trace.values[layer][None], kept[None])[0]
                 if float(mass.min()) > 1e-20:
-                    mixed = attention.output(taken, values) + attention.output(response, trace.values[layer, :, prompt:])
+                    mixed = attention.output(taken, values) + attention.output(
+                        response, trace.values[layer, :, prompt:]
+                    )
                     mixed = mixed / mass[..., None]
                 else:
                     mixed = self._from_logits(layer, values)
@@ -212,7 +218,9 @@ class Replay:
         self.read_bytes = self.stored_bytes.clone()
 
     def _from_logits(self, layer: int, values: Tensor) -> Tensor:
-        """Outputs of all steps where what is kept weighs next to nothing in the full softmax, so that shares of it are lost."""
+        """Outputs of all steps where what is kept weighs next to nothing in the full softmax, so that shares of it
+        are lost.
+        """
         trace, prompt, kept = self.trace, self.trace.prompt_length, self._kept[layer]
         keys = torch.cat([_take(trace.keys[layer][None], kept[None])[0], trace.keys[layer, :, prompt:]], 1)
         occupied = attention.to_query_heads(kept != EMPTY, trace.heads)[:, None].expand(-1, trace.steps, -1)
@@ -223,7 +231,8 @@ class Replay:
     # ------------------------------------------------------------------ what came out
 
     def kept(self, layer: int, step: int = 0) -> Tensor:
-        """Positions, int64 `[kv_heads, n]`, -1 padded: at step 0 the retained set after the prefill, at step t those that
+        """Positions, int64 `[kv_heads, n]`, -1 padded: at step 0 the retained set after the prefill, at step t those
+        that
         the t-th decoding query reads."""
         self._check(layer, step)
         if step == 0:
@@ -240,7 +249,8 @@ class Replay:
     def _check(self, layer: int, step: int) -> None:
         if not 0 <= layer < self.trace.n_layers or not 0 <= step <= self.trace.steps:
             raise KvlabError(
-                f"layer {layer}, step {step} is outside this replay of {self.trace.n_layers} layers and {self.trace.steps} steps"
+                f"layer {layer}, step {step} is outside this replay of {self.trace.n_layers} layers and "
+                f"{self.trace.steps} steps"
             )
 
     def _with_response(self, layer: int, step: int) -> Tensor:
@@ -253,7 +263,10 @@ class Replay:
     @property
     def summary(self) -> dict[str, float]:
         """Means over layers, heads and steps of every measure; bytes are summed over layers and averaged over steps."""
-        return {name: float(getattr(self, name).float().mean()) if getattr(self, name).numel() else float("nan") for name in MEASURES}
+        return {
+            name: float(getattr(self, name).float().mean()) if getattr(self, name).numel() else float("nan")
+            for name in MEASURES
+        }
 
     @property
     def signature(self) -> str:
@@ -292,7 +305,9 @@ class Replay:
 
 
 class Replays(Sequence):
-    """Several policies, budgets or traces. `result[policy, budget]` is one `Replay` (a list of them over several traces)."""
+    """Several policies, budgets or traces. `result[policy, budget]` is one `Replay` (a list of them over several
+    traces).
+    """
 
     def __init__(self, results: Iterable[Replay]):
         self.results = list(results)
@@ -304,10 +319,16 @@ class Replays(Sequence):
         if isinstance(key, int | slice):
             return self.results[key]
         name, budget = key if isinstance(key, tuple) else (key, None)
-        found = [r for r in self.results if name in (r.policy, r.policy.name, str(r.policy)) and budget in (None, _budget_of(r), r.budget)]
+        found = [
+            r
+            for r in self.results
+            if name in (r.policy, r.policy.name, str(r.policy)) and budget in (None, _budget_of(r), r.budget)
+        ]
         if not found:
             known = ", ".join(sorted({f"{r.policy.name}, {_budget_of(r)}" for r in self.results}))
-            raise KvlabError(f"no replay of {name}{'' if budget is None else f' at budget {budget}'}; there are: {known}")
+            raise KvlabError(
+                f"no replay of {name}{'' if budget is None else f' at budget {budget}'}; there are: {known}"
+            )
         return found[0] if len({id(r.trace) for r in self.results}) == 1 else found
 
     @cached_property
@@ -316,7 +337,13 @@ class Replays(Sequence):
         import pandas as pd
 
         rows = [
-            {"trace": r.trace.signature, "policy": r.policy.name, "budget": _budget_of(r), "entries": r.budget, "raised": r.raised}
+            {
+                "trace": r.trace.signature,
+                "policy": r.policy.name,
+                "budget": _budget_of(r),
+                "entries": r.budget,
+                "raised": r.raised,
+            }
             | r.summary
             | {"signature": r.signature}
             for r in self.results
@@ -398,7 +425,12 @@ def _tidy(name: str, values: Tensor, axes: tuple[str, ...]) -> pd.DataFrame:
     columns = dict(zip(axes, grid, strict=True))
     if "step" in columns:
         columns["step"] = columns["step"] + 1
-    frame = pd.DataFrame({axis: pd.array(columns[axis] if axis in columns else [pd.NA] * grid.shape[1], dtype="Int64") for axis in ("layer", "kv_head", "head", "step")})
+    frame = pd.DataFrame(
+        {
+            axis: pd.array(columns[axis] if axis in columns else [pd.NA] * grid.shape[1], dtype="Int64")
+            for axis in ("layer", "kv_head", "head", "step")
+        }
+    )
     if "step" not in axes:
         frame["step"] = pd.array([0] * len(frame), dtype="Int64")
     return frame.assign(measure=name, value=values.reshape(-1).double().numpy())

@@ -8,7 +8,9 @@ import numpy as np
 from scipy import stats
 
 
-def interval(values: Iterable[float], confidence: float = 0.95, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
+def interval(
+    values: Iterable[float], confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
     """Percentile bootstrap interval of the mean.
 
     Args:
@@ -23,7 +25,12 @@ def interval(values: Iterable[float], confidence: float = 0.95, resamples: int =
         mean = float(sample.mean()) if len(sample) else float("nan")
         return mean, mean
     result = stats.bootstrap(
-        (sample,), np.mean, confidence_level=confidence, n_resamples=resamples, method="percentile", rng=np.random.default_rng(seed)
+        (sample,),
+        np.mean,
+        confidence_level=confidence,
+        n_resamples=resamples,
+        method="percentile",
+        rng=np.random.default_rng(seed),
     )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 

@@ -33,7 +33,8 @@ class Trace:
     """What attention saw of one prompt and its response.
 
     Attributes:
-        queries: `[layers, heads, n, head_dim]`, post-RoPE, of the last n tokens: the end of the prompt, then the response.
+        queries: `[layers, heads, n, head_dim]`, post-RoPE, of the last n tokens: the end of the prompt, then the
+            response.
         keys, values: `[layers, kv_heads, prompt + response, head_dim]`.
         prompt_length: tokens of the prompt.
         pre_queries: as `queries`, before RoPE (after q-norm); None where not recorded.
@@ -81,11 +82,15 @@ class Trace:
         """
         if queries.dim() != 4 or keys.dim() != 4 or keys.shape != values.shape:
             raise KvlabError(
-                "a trace needs queries [layers, heads, n, head_dim] and keys, values of one shape [layers, kv_heads, tokens, head_dim]"
+                "a trace needs queries [layers, heads, n, head_dim] and keys, values of one shape [layers, "
+                "kv_heads, tokens, head_dim]"
             )
         (layers, heads, n, head_dim), tokens = queries.shape, keys.shape[2]
         if layers != keys.shape[0] or heads % keys.shape[1] or head_dim != keys.shape[3]:
-            raise KvlabError(f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} differ in layers, head size, or heads per KV head")
+            raise KvlabError(
+                f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} differ in layers, head size, or "
+                f"heads per KV head"
+            )
         if not 0 < prompt_length <= tokens:
             raise KvlabError(f"prompt_length {prompt_length} is not within 1 .. {tokens} tokens")
         if not tokens - prompt_length <= n <= tokens:
@@ -95,7 +100,9 @@ class Trace:
             if found.dim() != 4 or (*found.shape[:2], found.shape[3]) != (layers, heads, head_dim):
                 raise KvlabError(f"pseudo-queries {tuple(found.shape)} are not [{layers}, {heads}, m, {head_dim}]")
         if accumulated is not None and accumulated.shape != (layers, heads, prompt_length):
-            raise KvlabError(f"accumulated attention {tuple(accumulated.shape)} is not [{layers}, {heads}, {prompt_length}]")
+            raise KvlabError(
+                f"accumulated attention {tuple(accumulated.shape)} is not [{layers}, {heads}, {prompt_length}]"
+            )
         return cls(queries, keys, values, prompt_length, pseudo=pseudo, accumulated=accumulated, scaling=scaling)
 
     # ------------------------------------------------------------------ parts
@@ -191,7 +198,9 @@ class Trace:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
         try:
-            save_file({k: t.contiguous().cpu() for k, t in self._tensors().items()}, temporary, {"kvlab": json.dumps(header)})
+            save_file(
+                {k: t.contiguous().cpu() for k, t in self._tensors().items()}, temporary, {"kvlab": json.dumps(header)}
+            )
             os.replace(temporary, path)
         except (OSError, SafetensorError) as error:
             raise KvlabError(f"the trace could not be written to {path}: {error}") from None
@@ -216,11 +225,19 @@ class Trace:
                 raise KvlabError(f"{path} is a safetensors file but no kvlab trace")
             tensors = load_file(path)
             pseudo = {k.removeprefix("pseudo/"): tensors.pop(k) for k in list(tensors) if k.startswith("pseudo/")}
-            return cls(prompt_length=header["prompt_length"], scaling=header["scaling"], meta=header["meta"], pseudo=pseudo, **tensors)
+            return cls(
+                prompt_length=header["prompt_length"],
+                scaling=header["scaling"],
+                meta=header["meta"],
+                pseudo=pseudo,
+                **tensors,
+            )
         except FileNotFoundError:
             raise KvlabError(f"there is no trace at {path}") from None
         except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise KvlabError(f"{path} is damaged or not a kvlab trace ({type(error).__name__}); capture it again") from None
+            raise KvlabError(
+                f"{path} is damaged or not a kvlab trace ({type(error).__name__}); capture it again"
+            ) from None
 
 
 # ---------------------------------------------------------------------------------------------------- capture
@@ -337,6 +354,7 @@ def capture(
     queries: str | None = None,
     accumulate: bool = False,
     pseudo: Sequence[Policy | str] = ("dapq",),
+    response: Tensor | Sequence[int] | None = None,
     progress: bool | None = None,
 ) -> Trace | list[Trace]:
     """Run one prompt and its greedy response on the full cache, and record what attention saw.
@@ -351,6 +369,8 @@ def capture(
         queries: "all" keeps every prompt query.
         accumulate: record the attention summed over all prompt queries (H2O-like policies).
         pseudo: policies whose pseudo-queries to record besides; `()` for none.
+        response: token ids to feed as the response instead of the greedy one (teacher forcing); `new_tokens` is then
+            how many of them.
         progress: show a progress bar; by default when more than one document is captured.
 
     Raises:
@@ -360,6 +380,8 @@ def capture(
     if isinstance(text_or_ids, list | tuple) and text_or_ids and not isinstance(text_or_ids[0], int):
         from tqdm.auto import tqdm
 
+        if response is not None:
+            raise KvlabError("one response cannot follow several documents; capture them one by one")
         options = dict(chat=chat, queries=queries, accumulate=accumulate, pseudo=pseudo)
         bar = tqdm(text_or_ids, desc="capture", unit="doc", disable=progress is False)
         return [capture(lm, one, new_tokens, window, **options) for one in bar]
@@ -370,12 +392,20 @@ def capture(
         raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
     ids, document = _ids(lm, text_or_ids, chat)
     length = len(ids)
+    if response is not None:
+        response = torch.as_tensor(response, dtype=torch.int64).reshape(-1).cpu()[:new_tokens]
+        new_tokens = len(response)
     policies = [p if isinstance(p, Policy) else policy(p, budget=1.0) for p in pseudo]
-    extra = {p.pseudo_key: p.pseudo_tokens(ids, lm.model.config.get_text_config(decoder=True).vocab_size, _encoder(lm)) for p in policies if p.pseudo_key}
+    extra = {
+        p.pseudo_key: p.pseudo_tokens(ids, lm.model.config.get_text_config(decoder=True).vocab_size, _encoder(lm))
+        for p in policies
+        if p.pseudo_key
+    }
     longest = length + max([new_tokens, *map(len, extra.values())])
     if longest > lm.context_length:
         raise KvlabError(
-            f"the prompt has {length} tokens and {longest - length} follow it, which is beyond the {lm.context_length} that "
+            f"the prompt has {length} tokens and {longest - length} follow it, which is beyond the "
+            f"{lm.context_length} that "
             f"{lm.name} takes; shorten the document (Document.window) or the response"
         )
     attention.check_length(lm.model, longest)
@@ -393,11 +423,11 @@ def capture(
     found = {}
     for key, tokens in extra.items():
         found[key], _ = pseudo_queries(lm, recorder.cache, tokens, torch.arange(length, length + len(tokens)))
-    response = []
+    fed = []
     with attention.hooked(lm.model, recorder):
-        for _ in range(new_tokens):
-            response.append(logits.argmax(-1).cpu())
-            logits = _forward(lm, response[-1][None], recorder.cache)
+        for step in range(new_tokens):
+            fed.append(logits.argmax(-1).cpu() if response is None else response[step])
+            logits = _forward(lm, fed[-1][None], recorder.cache)
 
     from kvlab import __version__
 
@@ -410,9 +440,15 @@ def capture(
         prompt_length=length,
         pseudo=found,
         accumulated=recorder.accumulated,
-        ids=torch.cat([ids, *[r[None] for r in response]]),
+        ids=torch.cat([ids, *[token[None] for token in fed]]),
         scaling=recorder.scaling,
-        meta={"model": lm.signature, "document": document, "chat": str(chat), "kvlab": __version__},
+        meta={
+            "model": lm.signature,
+            "document": document,
+            "chat": str(chat),
+            "response": "greedy" if response is None else "given",
+            "kvlab": __version__,
+        },
     )
 
 

@@ -41,11 +41,14 @@ def similarities(lm: LM, trace: Trace, cache: StoreCache, ids: Tensor, positions
     """
     m = ids.shape[1]
     if trace.steps < m:
-        raise KvlabError(f"{m} pseudo-queries need as many decoding queries to compare with, and the trace has {trace.steps}")
+        raise KvlabError(
+            f"{m} pseudo-queries need as many decoding queries to compare with, and the trace has {trace.steps}"
+        )
     truth = trace.response_queries[:, :, :m].float(), trace.response_pre_queries[:, :, :m].float()
     found = pseudo_queries(lm, cache, ids, positions)
     return tuple(
-        F.cosine_similarity(queries.float(), true[None], dim=-1).mean((1, 2)) for queries, true in zip(found, truth, strict=True)
+        F.cosine_similarity(queries.float(), true[None], dim=-1).mean((1, 2))
+        for queries, true in zip(found, truth, strict=True)
     )
 
 
@@ -68,10 +71,19 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
     for trace in tqdm(traces, desc="table 1", unit="doc", disable=len(traces) < 3):
         true, other = trace.ids[trace.prompt_length :][:n], nonsense(lm, n)
         here, away = torch.arange(n) + trace.prompt_length, torch.arange(n)
-        found = similarities(lm, trace, prefilled(trace), torch.stack([true, other, true, other]), torch.stack([here, here, away, away]))
+        found = similarities(
+            lm, trace, prefilled(trace), torch.stack([true, other, true, other]), torch.stack([here, here, away, away])
+        )
         for rope, values in zip(("post", "pre"), found, strict=True):
             for condition, row in zip(CONDITIONS, values, strict=True):
-                rows.append({"document": trace.meta["document"], "condition": condition, "rope": rope, "similarity": float(row.mean())})
+                rows.append(
+                    {
+                        "document": trace.meta["document"],
+                        "condition": condition,
+                        "rope": rope,
+                        "similarity": float(row.mean()),
+                    }
+                )
     table = pd.DataFrame(rows)
     findings = Findings(table)
     for (rope, condition), group in table.groupby(["rope", "condition"]):
@@ -92,7 +104,10 @@ def figure_2a(lm: LM, trace: Trace, trials: int = 100, n: int = 32, near: int = 
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
-    true, here = trace.ids[trace.prompt_length :][:n].expand(trials, n), torch.arange(n).expand(trials, n) + trace.prompt_length
+    true, here = (
+        trace.ids[trace.prompt_length :][:n].expand(trials, n),
+        torch.arange(n).expand(trials, n) + trace.prompt_length,
+    )
 
     def contents() -> Tensor:
         return torch.randint(vocabulary, (trials, n), generator=generator)
@@ -115,7 +130,8 @@ def figure_2a(lm: LM, trace: Trace, trials: int = 100, n: int = 32, near: int = 
                 for rope, values in zip(("post", "pre"), found, strict=True):
                     means = values.mean(-1).tolist()
                     rows += [
-                        {"condition": condition, "rope": rope, "trial": int(t), "similarity": v} for t, v in zip(some, means, strict=True)
+                        {"condition": condition, "rope": rope, "trial": int(t), "similarity": v}
+                        for t, v in zip(some, means, strict=True)
                     ]
                 bar.update(len(some))
     findings = Findings(pd.DataFrame(rows))
@@ -136,7 +152,11 @@ def figure_2b(lm: LM, traces: Sequence[Trace], points: int = 16, n: int = 32) ->
     for trace in tqdm(traces, desc="figure 2b", unit="context"):
         length = trace.prompt_length
         # Spaced so that small offsets, where the curve is steep, are seen as well.
-        offsets = torch.unique(torch.cat([torch.tensor([0]), torch.logspace(0, torch.log10(torch.tensor(float(length))), points).round().long()]))
+        offsets = torch.unique(
+            torch.cat(
+                [torch.tensor([0]), torch.logspace(0, torch.log10(torch.tensor(float(length))), points).round().long()]
+            )
+        )
         starts = length - offsets
         true, cache = trace.ids[length:][:n], prefilled(trace)
         context = context_name(length)
@@ -149,7 +169,16 @@ def figure_2b(lm: LM, traces: Sequence[Trace], points: int = 16, n: int = 32) ->
             one = Findings(pd.DataFrame())
             one.add("similarity", values)
             low, high = one.intervals["similarity"]
-            rows.append({"context": context, "start": start, "offset": offset, "similarity": float(values.mean()), "low": low, "high": high})
+            rows.append(
+                {
+                    "context": context,
+                    "start": start,
+                    "offset": offset,
+                    "similarity": float(values.mean()),
+                    "low": low,
+                    "high": high,
+                }
+            )
         means = per_token.mean(-1)
         findings.metrics[f"offset/spearman/{context}"] = float(stats.spearmanr(offsets, means).statistic)
         findings.add(f"offset/drop/{context}", per_token[0] - per_token[-1])

@@ -32,11 +32,14 @@ def window_ablation(
 
     Returns:
         Table with columns document, fusion, window, capacity, step, measure, value (means over layers and heads);
-        metrics `mass_lost/sum/w32/c512` and likewise `step_recall/...`, `output_error/...`, with intervals over documents.
+        metrics `mass_lost/sum/w32/c512` and likewise `step_recall/...`, `output_error/...`, with intervals over
+        documents.
     """
     for trace in traces:
         if trace.queries.shape[2] - trace.steps < min(max(windows), trace.prompt_length):
-            raise KvlabError(f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}")
+            raise KvlabError(
+                f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}"
+            )
     settings = [(f, w, c) for c in capacities for f in fusions for w in windows if w < c]
     frames, findings = [], Findings(pd.DataFrame())
     with tqdm(total=len(settings) * len(traces), desc="window ablation", unit="replay") as bar:
@@ -49,7 +52,9 @@ def window_ablation(
                     means[name].append(float(along.mean()))
                     step = range(1, trace.steps + 1)
                     one = pd.DataFrame({"step": step, "measure": name, "value": along.tolist()})
-                    frames.append(one.assign(document=trace.meta["document"], fusion=fusion, window=window, capacity=capacity))
+                    frames.append(
+                        one.assign(document=trace.meta["document"], fusion=fusion, window=window, capacity=capacity)
+                    )
                 bar.update()
             for name in MEASURES:
                 findings.add(f"{name}/{fusion}/w{window}/c{capacity}", means[name])
@@ -86,5 +91,9 @@ def walk_through() -> Findings:
     today_stays = float(1 in kept and 0 not in kept)
     return Findings(
         table,
-        {"walkthrough/today_score": float(scores[1]), "walkthrough/me_score": float(scores[0]), "walkthrough/kept_today": today_stays},
+        {
+            "walkthrough/today_score": float(scores[1]),
+            "walkthrough/me_score": float(scores[0]),
+            "walkthrough/kept_today": today_stays,
+        },
     )

@@ -45,7 +45,14 @@ def figure_4(traces: Sequence[Trace], ratios: Sequence[float] = RATIOS) -> Findi
             result = Replay(trace, one)
             errors, lost = result.output_error.mean((1, 2)), result.mass_lost.mean((1, 2))
             rows += [
-                {"document": trace.meta["document"], "ratio": ratio, "variant": variant, "layer": layer, "error": e, "mass_lost": m}
+                {
+                    "document": trace.meta["document"],
+                    "ratio": ratio,
+                    "variant": variant,
+                    "layer": layer,
+                    "error": e,
+                    "mass_lost": m,
+                }
                 for layer, (e, m) in enumerate(zip(errors.tolist(), lost.tolist(), strict=True))
             ]
     findings = Findings(pd.DataFrame(rows))
@@ -87,10 +94,18 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
         violations += int((margin < -1e-12).sum())
         smallest = margin.amin(-1)
         rows += [
-            {"document": trace.meta.get("document"), "layer": l, "head": h, "smallest_margin": float(smallest[l, h]), "entries": int(unmerged[l, h].sum())}
+            {
+                "document": trace.meta.get("document"),
+                "layer": l,
+                "head": h,
+                "smallest_margin": float(smallest[l, h]),
+                "entries": int(unmerged[l, h].sum()),
+            }
             for l in range(trace.n_layers)
             for h in range(trace.heads)
         ]
     table = pd.DataFrame(rows)
-    return Findings(table, {"theorem1/violations": float(violations), "theorem1/smallest_margin": float(table["smallest_margin"].min())})
-
+    return Findings(
+        table,
+        {"theorem1/violations": float(violations), "theorem1/smallest_margin": float(table["smallest_margin"].min())},
+    )

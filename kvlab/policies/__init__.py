@@ -27,7 +27,9 @@ def registry() -> dict[str, type[Policy]]:
     found = {cls.name: cls for cls in BUILTIN}
     for point in entry_points(group=GROUP):
         if point.name in found:
-            raise KvlabError(f"the entry point {point.value!r} takes the name {point.name!r}, which kvlab's own policy has")
+            raise KvlabError(
+                f"the entry point {point.value!r} takes the name {point.name!r}, which kvlab's own policy has"
+            )
         found[point.name] = point.load()
     return found
 

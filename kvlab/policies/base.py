@@ -1,8 +1,8 @@
 """What a policy sees and may do. One object serves a replay and a live run alike.
 
 A policy may set budgets for each layer, ask for pseudo-tokens, score the prompt, evict or merge once after the prefill,
-and then at every decoding step select what is read, bias the logits, update its scores, and evict or merge. Most override
-one or two of these; whatever is not overridden does nothing.
+and then at every decoding step select what is read, bias the logits, update its scores, and evict or merge. Most
+override one or two of these; whatever is not overridden does nothing.
 
 Rows are the sequences of a batch in a live run and the layers of a model in a replay.
 """
@@ -92,7 +92,8 @@ class Prompt:
         n = min(n, self.length)
         if self.queries.shape[2] < n:
             raise KvlabError(
-                f"the last {n} prompt queries are needed and {self.queries.shape[2]} are at hand; capture with window={n}"
+                f"the last {n} prompt queries are needed and {self.queries.shape[2]} are at hand; capture with "
+                f"window={n}"
             )
         return self.queries[:, :, self.queries.shape[2] - n :]
 
@@ -103,7 +104,10 @@ class Prompt:
         """
         queries = self.window(n)
         return torch.stack(
-            [weigh(measures.attention_over_prompt(q, k, self.scaling, inside=True)) for q, k in zip(queries, self.keys, strict=True)]
+            [
+                weigh(measures.attention_over_prompt(q, k, self.scaling, inside=True))
+                for q, k in zip(queries, self.keys, strict=True)
+            ]
         )
 
     def window_scores(self, n: int) -> Tensor:
@@ -118,14 +122,17 @@ class Prompt:
         found = self._pseudo(policy) if callable(self._pseudo) else self._pseudo
         if found is None:
             raise KvlabError(
-                f"{policy.name} needs pseudo-queries: pass pseudo= to keep(), or capture the trace with pseudo=[{policy}]"
+                f"{policy.name} needs pseudo-queries: pass pseudo= to keep(), or capture the trace with "
+                f"pseudo=[{policy}]"
             )
         return found
 
     def accumulated(self, policy: Policy) -> Tensor:
         """Attention accumulated over all prompt queries, `[rows, heads, length]`."""
         if self._accumulated is None:
-            raise KvlabError(f"{policy.name} needs the attention accumulated over all prompt queries; capture with accumulate=True")
+            raise KvlabError(
+                f"{policy.name} needs the attention accumulated over all prompt queries; capture with accumulate=True"
+            )
         return self._accumulated
 
 
@@ -143,7 +150,9 @@ class Policy(BaseModel):
 
     def __init__(self, **parameters):
         # A sweep over numpy's arange is as good as one over a list.
-        parameters = {key: value.item() if isinstance(value, np.generic) else value for key, value in parameters.items()}
+        parameters = {
+            key: value.item() if isinstance(value, np.generic) else value for key, value in parameters.items()
+        }
         unknown = sorted(set(parameters) - set(type(self).model_fields))
         if unknown:
             raise KvlabError(f"{self.name}: {nearest(unknown[0], type(self).model_fields, 'parameter')}")
@@ -258,7 +267,8 @@ class Policy(BaseModel):
             max_new_tokens: length that the response may reach.
 
         Returns:
-            int64 `[batch, kv_heads, kept]`, original positions in ascending order, -1 at the end where a head keeps fewer.
+            int64 `[batch, kv_heads, kept]`, original positions in ascending order, -1 at the end where a head keeps
+            fewer.
 
         Raises:
             KvlabError: something that the policy needs was not given.
@@ -267,7 +277,9 @@ class Policy(BaseModel):
         if queries.shape[2] < need:
             raise KvlabError(f"{self.name} looks at the last {need} prompt queries and got {queries.shape[2]}")
         layers = (layer,) * keys.shape[0]
-        return self.prefill(Prompt(queries, keys, values, layers, n_layers, pseudo, accumulated, max_new_tokens)).contiguous()
+        return self.prefill(
+            Prompt(queries, keys, values, layers, n_layers, pseudo, accumulated, max_new_tokens)
+        ).contiguous()
 
     # ------------------------------------------------------------------ a decoding step, in this order
 

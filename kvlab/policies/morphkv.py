@@ -13,14 +13,15 @@ from kvlab.policies.base import Budget, Policy, Prompt, top_and_last
 class MorphKV(Policy):
     """Keeps the R most recent tokens and the C older ones that those attended to most, at every decoding step.
 
-    MorphKV, algorithm 1 and eq. 4-7; budget = C + R. The prefill evicts nothing; the first decoding query reads the whole
-    prompt, then eviction goes straight down to the budget. The window at a step is its own token and the R - 1 before it,
-    prompt tokens at first; their attention rows are cached as they were attended (over the entries then stored) and
-    never recomputed. Cost: R cached weights for each entry.
+    MorphKV, algorithm 1 and eq. 4-7; budget = C + R. The prefill evicts nothing; the first decoding query reads the
+    whole prompt, then eviction goes straight down to the budget. The window at a step is its own token and the R - 1
+    before it, prompt tokens at first; their attention rows are cached as they were attended (over the entries then
+    stored) and never recomputed. Cost: R cached weights for each entry.
 
     Choices: attention weights are summed over the GQA group before fusion (algorithm 1). The authors' code differs:
     `aggregation="logits"` (its Llama file: logits summed over the group, then softmax) or "max" (its other models: the
-    largest weight in the group), with `renormalise=True` (softmax over the distant keys only); it stores one entry more.
+    largest weight in the group), with `renormalise=True` (softmax over the distant keys only); it stores one entry
+    more.
 
     Parameters:
         budget: entries for each layer and KV head, C + R.
@@ -64,7 +65,9 @@ class MorphKV(Policy):
 
     def step(self, store: LayerStore, weights: Tensor) -> None:
         profile = store.column("profile")
-        profile[..., (store.seen - 1) % self.window] = self._aggregate(weights[:, :, None], store.positions.shape[1])[..., 0]
+        profile[..., (store.seen - 1) % self.window] = self._aggregate(weights[:, :, None], store.positions.shape[1])[
+            ..., 0
+        ]
         if store.length > store.budget:
             store.evict(top_and_last(self._fuse(profile), store.budget - self.window, self.window))
 

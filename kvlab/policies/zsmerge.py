@@ -1,5 +1,6 @@
 """ZSMerge: recent tokens, tokens of high contribution, and a few slots into which the rest is merged."""
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -14,16 +15,16 @@ from kvlab.policies.base import Budget, Policy, Prompt
 class ZSMerge(Policy):
     """Three parts: proximity (the latest Bp), context (the Bc of largest score), residual (Br slots of merged tokens).
 
-    ZSMerge, algorithm 1 and eq. 3-8. Scores decay and gather attention (eq. 5). The token that leaves the proximity part
-    joins the context; the context's lowest score leaves it, into a free residual slot or merged into the one with the
-    largest dot product (eq. 6-7). Logits of merged entries get alpha x log(count) (eq. 8). Of equal scores the earlier
-    position stays. Cost: one score and one count for each entry.
+    ZSMerge, algorithm 1 and eq. 3-8. Scores decay and gather attention (eq. 5). The token that leaves the proximity
+    part joins the context; the context's lowest score leaves it, into a free residual slot or merged into the one with
+    the largest dot product (eq. 6-7). Logits of merged entries get alpha x log(count) (eq. 8). Of equal scores the
+    earlier position stays. Cost: one score and one count for each entry.
 
-    Choices: scores start from the last `window` prompt queries (appendix B); the group's attention is summed. At the end
-    of the prefill the residual slots are filled with contiguous runs of the evicted tokens in position order, averaged,
-    as in the authors' code; `initial="similarity"` merges them one by one as in decoding. A slot carries the position of
-    its first token. In the authors' code the token leaving the proximity part always displaces the lowest of the others
-    (`newcomer="displaces"`); algorithm 1 compares it too.
+    Choices: scores start from the last `window` prompt queries (appendix B); the group's attention is summed. At the
+    end of the prefill the residual slots are filled with contiguous runs of the evicted tokens in position order,
+    averaged, as in the authors' code; `initial="similarity"` merges them one by one as in decoding. A slot carries the
+    position of its first token. In the authors' code the token leaving the proximity part always displaces the lowest
+    of the others (`newcomer="displaces"`); algorithm 1 compares it too.
 
     Parameters:
         budget: entries for each layer and KV head, B = Bp + Bc + Br.
@@ -34,7 +35,8 @@ class ZSMerge(Policy):
         alpha: strength of the logit bias, in [0, 1] (1).
         initial: how the residual slots are filled after the prefill.
         newcomer: whether the token that leaves the proximity part competes with the context.
-        merged_score: score of a merged entry; it stays in its slot whatever its score, so no retained set depends on it.
+        merged_score: score of a merged entry; it stays in its slot whatever its score, so no retained set depends on
+            it.
     """
 
     name: ClassVar[str] = "zsmerge"
@@ -60,7 +62,10 @@ class ZSMerge(Policy):
     @property
     def minimum(self) -> int:
         """Room for at least one entry in every part."""
-        budget = 2
+        # Enough for Bp >= 1, and for B - Bp to hold the residual slots and one more; at most one off, since Bp is
+        # floored.
+        slots = self.residual if isinstance(self.residual, int) else bool(self.residual)
+        budget = max(math.ceil(1 / self.proximity), math.ceil((slots + 1) / (1 - self.proximity)) - 1)
         while min(self._parts(budget)[:2]) < 1:
             budget += 1
         return budget
@@ -96,13 +101,17 @@ class ZSMerge(Policy):
         recent, context, residual = self._parts(budget)
         older = max(prompt.length - recent, 0)
         order = self.scores(prompt)[..., :older].sort(dim=-1, descending=True, stable=True).indices
-        latest = torch.arange(older, prompt.length, device=order.device).expand(*order.shape[:-1], prompt.length - older)
+        latest = torch.arange(older, prompt.length, device=order.device).expand(
+            *order.shape[:-1], prompt.length - older
+        )
         kept = torch.cat([order[..., :context], latest], -1)
         leaving = order[..., context:] if residual else order[..., :0]
         return kept.sort(-1).values, leaving.sort(-1).values
 
     def _runs(self, leaving: Tensor, budget: int) -> list[Tensor]:
-        """What leaves, as the runs that the residual slots start from, `[rows, kv_heads, m]` each, the slot's own token first."""
+        """What leaves, as the runs that the residual slots start from, `[rows, kv_heads, m]` each, the slot's own
+        token first.
+        """
         residual = self._parts(budget)[2]
         if self.initial == "similarity":
             return list(leaving[..., :residual].split(1, dim=-1)) if residual else []
@@ -161,7 +170,9 @@ def _last_of_lowest(scores: Tensor) -> Tensor:
 
 
 def _most_similar(store: LayerStore, candidates: Tensor, slot: Tensor) -> Tensor:
-    """Of the slots `candidates` `[rows, kv_heads, n]`, the one whose key has the largest dot product with `slot`'s (eq. 6)."""
+    """Of the slots `candidates` `[rows, kv_heads, n]`, the one whose key has the largest dot product with `slot`'s
+    (eq. 6).
+    """
     head_dim = store.keys.shape[-1]
     keys = store.keys.gather(2, candidates[..., None].expand(*candidates.shape, head_dim)).float()
     query = store.keys.gather(2, slot[..., None, None].expand(*slot.shape, 1, head_dim)).float()
