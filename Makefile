@@ -1,0 +1,62 @@
+PYTHON ?= python3
+JOBS ?= 2
+PROFILE ?= quick
+PORT ?= 5000
+
+BIN := .venv/bin
+STAMP := .venv/.stamp
+STORE := sqlite:///$(CURDIR)/mlruns/mlflow.db
+# Sweeps run several processes side by side; one torch thread each is fastest on few cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+# JupyterLab refuses to start for root (as in a container) without being told.
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+
+.DEFAULT_GOAL := help
+.PHONY: help env pull reproduce test test-unit test-notebooks lab clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: $(STAMP)  ## the environment in .venv, with the pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "kvlab needs Python 3.11 or newer, and '$(PYTHON)' is not that; name one with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv" >&2; exit 1; }
+	@echo "installing the pinned packages into .venv (2 to 3 minutes the first time) ..."
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[notebooks,test]'
+	@touch $@
+
+pull: $(STAMP)  ## the default model and the texts, into the user's cache
+	@$(BIN)/kvlab pull
+
+reproduce: pull  ## all experiments, then the table of claims and the report
+	@$(BIN)/kvlab reproduce --profile $(PROFILE) --jobs $(JOBS)
+
+test: test-unit test-notebooks  ## unit tests, the papermill round trip, and every notebook
+
+test-unit: pull
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) tests
+
+# A store of its own for the notebooks' runs, so that tests never write to mlruns/.
+test-notebooks: pull
+	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && \
+	export MLFLOW_TRACKING_URI="sqlite:///$$store/mlflow.db" $(ONE_THREAD) && \
+	$(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
+	  -n $(JOBS) --dist loadfile -p no:cacheprovider notebooks/
+
+lab: $(STAMP)  ## JupyterLab on the notebooks, and the MLflow UI
+	@$(BIN)/python -c 'from kvlab.workbench import tracking; tracking.ensure_store()'
+	@MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --workers 1 --host 127.0.0.1 --port $(PORT) \
+	  --backend-store-uri "$(STORE)" >mlruns/server.log 2>&1 & \
+	server=$$!; trap 'kill $$server 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
+	echo "MLflow UI: http://127.0.0.1:$(PORT) (ready in some seconds; it ends with JupyterLab; its log: mlruns/server.log)"; \
+	$(BIN)/jupyter lab --ip=127.0.0.1 $(AS_ROOT) --ServerApp.root_dir="$(CURDIR)" \
+	  --LabApp.default_url=/lab/tree/notebooks/00_quickstart.ipynb
+
+clean:  ## remove the environment and what runs left behind, but not the store of runs
+	rm -rf .venv build dist report .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
