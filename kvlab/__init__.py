@@ -1,11 +1,22 @@
-"""kvlab: a laboratory for KV-cache compression in LLMs."""
+"""kvlab: a laboratory for KV-cache compression in LLMs.
 
-from kvlab.corpus import Document, document, documents, questions
-from kvlab.errors import KvlabError
-from kvlab.models import LM, home, load, random_lm
-from kvlab.policies import Policy, policies, policy
-from kvlab.replay import replay
-from kvlab.trace import Trace, capture
+The names below are imported when they are first used, so that `kvlab --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlab.corpus import Document, document, documents, questions
+    from kvlab.errors import KvlabError
+    from kvlab.models import LM, home, load, random_lm
+    from kvlab.policies import Policy, policies, policy
+    from kvlab.replay import replay
+    from kvlab.trace import Trace, capture
 
 __version__ = "0.1.0"
 
@@ -26,3 +37,34 @@ __all__ = [
     "random_lm",
     "replay",
 ]
+
+_HOMES = {
+    "corpus": ("Document", "document", "documents", "questions"),
+    "errors": ("KvlabError",),
+    "models": ("LM", "home", "load", "random_lm"),
+    "policies": ("Policy", "policies", "policy"),
+    "replay": ("replay",),
+    "trace": ("Trace", "capture"),
+}
+
+
+class _Package(ModuleType):
+    """Two functions, `policies` and `replay`, share their names with the modules that they live in."""
+
+    def __getattr__(self, name: str) -> Any:
+        for module, names in _HOMES.items():
+            if name in names:
+                return getattr(importlib.import_module(f"kvlab.{module}"), name)
+        raise AttributeError(f"module 'kvlab' has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing a submodule binds it here under its own name, where users expect the function.
+        if isinstance(value, ModuleType) and name in _HOMES.get(name, ()):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

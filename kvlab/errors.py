@@ -18,7 +18,10 @@ def nearest(name: str, options: Iterable[str], what: str = "name", limit: int = 
     """
     options = sorted(set(options))
     lowered = {option.lower(): option for option in options}
-    close = difflib.get_close_matches(str(name).lower(), lowered, n=3, cutoff=0.6)
+    wanted = str(name).lower()
+    close = difflib.get_close_matches(wanted, lowered, n=3, cutoff=0.6)
+    # The start of a longer name is near in every sense but the edit distance.
+    close = close or [option for option in lowered if len(wanted) > 2 and wanted in option][:3]
     if close:
         return f"unknown {what} {name!r}; did you mean {' or '.join(repr(lowered[c]) for c in close)}?"
     known = ", ".join(options[:limit]) + (f", ... ({len(options)} in all)" if len(options) > limit else "")

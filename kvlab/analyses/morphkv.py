@@ -7,6 +7,7 @@ attention along a long response: mass lost, recall of each step's own top-k, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -17,7 +18,11 @@ from kvlab.cache import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.policies import policy
 from kvlab.replay import Replay
-from kvlab.trace import Trace
+from kvlab.trace import Trace, capture
+
+if TYPE_CHECKING:
+    from kvlab.corpus import Document
+    from kvlab.models import LM
 
 MEASURES = ("mass_lost", "step_recall", "output_error")
 
@@ -60,6 +65,54 @@ def window_ablation(
                 findings.add(f"{name}/{fusion}/w{window}/c{capacity}", means[name])
     findings.table = pd.concat(frames, ignore_index=True)
     return findings
+
+
+def long_response(lm: LM, document: Document, tokens: int, new_tokens: int, window: int, response: str) -> Trace:
+    """A trace of a long response to the start of a document.
+
+    Args:
+        tokens: length of the prompt.
+        window: how many prompt queries to keep.
+        response: "document" feeds the document's own continuation, "greedy" what the model generates.
+
+    Raises:
+        KvlabError: the document is too short, or another kind of response.
+    """
+    if response not in ("document", "greedy"):
+        raise KvlabError(f"response={response!r} is neither 'document' nor 'greedy'")
+    ids = lm.encode(document.text, chat=False)[0]
+    if len(ids) < tokens + new_tokens:
+        raise KvlabError(f"{document.name} has {len(ids)} tokens, and {tokens} + {new_tokens} are asked for")
+    given = ids[tokens : tokens + new_tokens] if response == "document" else None
+    trace = capture(lm, ids[:tokens], new_tokens, window, pseudo=(), response=given)
+    trace.meta["document"] = document.signature
+    return trace
+
+
+def repetition(trace: Trace, n: int = 8) -> float:
+    """Share of the response's n-token sequences that had occurred in it before."""
+    response = trace.ids[trace.prompt_length :].tolist()
+    sequences = [tuple(response[i : i + n]) for i in range(len(response) - n + 1)]
+    return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0
+
+
+def by_setting(findings: Findings) -> pd.DataFrame:
+    """The metrics of `window_ablation` as points to draw: measure, fusion, window, capacity, value, low, high."""
+    rows = []
+    for name, value in findings.metrics.items():
+        measure, fusion, window, capacity = name.split("/")
+        low, high = findings.intervals[name]
+        setting = {"measure": measure, "fusion": fusion, "window": int(window[1:]), "capacity": int(capacity[1:])}
+        rows.append(setting | {"value": value, "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def along(findings: Findings, measure: str, fusion: str, capacity: int, over: int = 16) -> pd.DataFrame:
+    """One measure along the response, averaged over documents and `over` neighbouring steps: window, step, value."""
+    table = findings.table
+    chosen = table[(table["measure"] == measure) & (table["fusion"] == fusion) & (table["capacity"] == capacity)]
+    bins = (chosen["step"] - 1) // over * over + over / 2
+    return chosen.groupby(["window", bins.rename("step")], as_index=False)["value"].mean()
 
 
 def walk_through() -> Findings:

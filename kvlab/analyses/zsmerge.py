@@ -65,6 +65,22 @@ def figure_4(traces: Sequence[Trace], ratios: Sequence[float] = RATIOS) -> Findi
     return findings
 
 
+def curves(findings: Findings) -> pd.DataFrame:
+    """The metrics of `figure_4` as points to draw: variant, ratio, value, low, high."""
+    rows = []
+    for name, value in findings.metrics.items():
+        *parts, ratio = name.split("/")
+        low, high = findings.intervals[name]
+        rows.append({"variant": parts[-1], "ratio": float(ratio), "value": value, "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def reduction_by_layer(findings: Findings) -> pd.DataFrame:
+    """Share of eviction's error that merging removes: one row for each layer, one column for each ratio."""
+    errors = findings.table.pivot_table(index="layer", columns=["variant", "ratio"], values="error")
+    return 1 - errors["merge"] / errors["evict"]
+
+
 @torch.inference_mode()
 def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
     """Theorem 1, an identity: with alpha <= 1 no unmerged entry gets less attention than in the full cache.

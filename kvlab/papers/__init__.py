@@ -1,0 +1,14 @@
+"""What the papers say, as data: claims (YAML), printed figures (CSV), and `judge`, which sets our numbers beside them.
+
+A claim carries two tests. The test of *direction* asks whether the effect has the sign that the paper reports; the test
+of *size* asks whether it is as large. Direction and size passed: "holds". Direction alone: "holds in direction only".
+Direction missed: "fails". A number that a test needs and nobody measured: "not measured".
+"""
+
+from __future__ import annotations
+
+from kvlab.papers.claims import VERDICTS, Claim, Paper, Verdict, claims, figure, figures, judge, load_file, papers
+from kvlab.papers.conditions import Condition
+
+__all__ = ["VERDICTS", "Claim", "Condition", "Paper", "Verdict", "claims", "figure", "figures", "judge", "load_file",
+           "papers"]

@@ -1,0 +1,284 @@
+"""Running experiments: each job a papermill process and an MLflow run under its sweep's parent run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from kvlab.errors import KvlabError
+from kvlab.workbench import content, experiments, inputs, project, store, tracking
+from kvlab.workbench.experiments import Job
+from kvlab.workbench.progress import Progress, duration
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+    from rich.console import Console
+
+POLL = 0.2      # seconds between looks at the running processes
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended: "finished", "done earlier", "failed" or "killed"; for a failure why, and where its copy lies."""
+
+    job: Job
+    state: str
+    run_id: str
+    seconds: float = 0.0
+    error: str = ""
+    copy: Path | None = None
+
+
+@dataclass
+class Running:
+    """A job under way."""
+
+    job: Job
+    number: int
+    run: tracking.Run
+    process: subprocess.Popen[bytes]
+    folder: Path
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def output(self) -> Path:
+        return self.folder / self.job.notebook.name
+
+
+def cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run(names: str | Sequence[str], profile: str = "quick", overrides: Mapping[str, Any] | None = None,
+        workers: int | None = None, fresh: bool = False, console: Console | None = None) -> list[Result]:
+    """Run all jobs of the named experiments, `workers` at once (default: 2, or 1 on a single core).
+
+    Everything is checked before anything runs: names, parameters, notebooks, documents, the store. A finished job with
+    the same content key is not run again unless `fresh`. A job that fails does not stop the others; its executed copy
+    stays in mlruns/failed and with its run. Raises KvlabError for what is wrong beforehand.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    loaded = [experiments.load(name) for name in names]
+    if workers is not None and workers < 1:
+        raise KvlabError(f"the number of jobs at once must be 1 or more, not {workers}")
+    queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
+    inputs.prepare([job.parameters for job in queue])
+    # A model pulled just now belongs into the keys.
+    queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
+    connection = store.client()
+    for experiment in loaded:
+        _repair(connection, store.experiment_id(connection, experiment.name))
+    descriptions = {experiment.name: experiment.summary for experiment in loaded}
+    return Sweep(connection, queue, descriptions, workers or min(2, cores()), fresh, console).go()
+
+
+class Sweep:
+    """A queue of jobs, the processes that work on it, and their runs."""
+
+    def __init__(self, connection: MlflowClient, queue: list[Job], descriptions: Mapping[str, str], workers: int,
+                 fresh: bool, console: Console | None) -> None:
+        self.client, self.queue, self.descriptions, self.workers = connection, queue, descriptions, workers
+        self.fresh = fresh
+        self.progress = Progress(queue, workers, console)
+        self.parents: dict[str, tracking.Run] = {}
+        self.running: list[Running] = []
+        self.results: dict[int, Result] = {}
+
+    def go(self) -> list[Result]:
+        """Work through the queue. Interrupted, it stops its processes and marks their runs KILLED."""
+        interrupted = True
+        with self.progress:
+            try:
+                waiting = [number for number in range(len(self.queue)) if not self._done_earlier(number)]
+                while waiting or self.running:
+                    while waiting and len(self.running) < self.workers:
+                        self._begin(waiting.pop(0))
+                    time.sleep(POLL)
+                    for job in [job for job in self.running if self._ended(job)]:
+                        self.running.remove(job)
+                        self._end(job)
+                interrupted = False
+            finally:
+                for job in self.running:
+                    _stop(job.process)
+                    self._close(job, "killed", "interrupted")
+                for name, parent in self.parents.items():
+                    mine = [result for result in self.results.values() if result.job.experiment == name]
+                    failed = any(result.state == "failed" for result in mine)
+                    parent.finish("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
+        return [self.results[number] for number in sorted(self.results)]
+
+    def _done_earlier(self, number: int) -> bool:
+        job = self.queue[number]
+        where = [store.experiment_id(self.client, job.experiment)]
+        kind = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
+        alike = self.client.search_runs(where, f"{kind} and tags.`kvlab.profile` = '{job.profile}'", max_results=1)
+        seconds = alike[0].data.tags.get("kvlab.seconds") if alike else None
+        self.progress.expect(number, float(seconds) if seconds else None)
+        if self.fresh:
+            return False
+        found = self.client.search_runs(where, f"{kind} and tags.`kvlab.key` = '{job.key}'", max_results=1)
+        if not found:
+            return False
+        self.results[number] = Result(job, "done earlier", found[0].info.run_id)
+        self.progress.set(number, "done earlier", f"run {found[0].info.run_id}")
+        return True
+
+    def _begin(self, number: int) -> None:
+        job = self.queue[number]
+        run = tracking.create_run(self.client, job.experiment, job.parameters, {
+            "kvlab.kind": "job", "kvlab.profile": job.profile, "kvlab.key": job.key, "kvlab.job": job.name,
+            "mlflow.parentRunId": self._parent(job).id, **_model_tags(job.parameters),
+        }, name=job.name)
+        try:
+            self.running.append(self._launch(number, job, run))
+        except BaseException:
+            run.finish("FAILED")
+            raise
+        self.progress.set(number, "running")
+
+    def _launch(self, number: int, job: Job, run: tracking.Run) -> Running:
+        folder = project.root() / "mlruns" / "work" / run.id
+        folder.mkdir(parents=True, exist_ok=True)
+        spec = folder / "spec.json"
+        output, result = folder / job.notebook.name, folder / "result.json"
+        spec.write_text(json.dumps({"notebook": str(job.notebook), "output": str(output), "result": str(result),
+                                    "parameters": job.parameters, "cwd": str(job.notebook.parent)}), encoding="utf-8")
+        with (folder / "log.txt").open("wb") as log:
+            process = subprocess.Popen([sys.executable, "-m", "kvlab.workbench.worker", str(spec)], stdout=log,
+                                       stderr=log, stdin=subprocess.DEVNULL, env=self._environment(run.id),
+                                       start_new_session=True)
+        return Running(job, number, run, process, folder)
+
+    def _environment(self, run_id: str) -> dict[str, str]:
+        threads = str(max(1, cores() // self.workers))
+        usual = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false",
+                 "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        mine = {"MLFLOW_RUN_ID": run_id, "MLFLOW_TRACKING_URI": store.store_uri(), "KVLAB_ROOT": str(project.root())}
+        return {**usual, **os.environ, **mine}
+
+    def _parent(self, job: Job) -> tracking.Run:
+        if job.experiment not in self.parents:
+            self.parents[job.experiment] = tracking.create_run(
+                self.client, job.experiment, {}, {"kvlab.kind": "sweep", "kvlab.profile": job.profile,
+                                                  "mlflow.note.content": self.descriptions[job.experiment]},
+                name=f"{job.experiment} {job.profile}")
+        return self.parents[job.experiment]
+
+    def _ended(self, running: Running) -> bool:
+        if running.process.poll() is not None:
+            return True
+        elapsed = time.monotonic() - running.begun
+        if running.job.timeout and elapsed > running.job.timeout:
+            _stop(running.process)
+            (running.folder / "result.json").write_text(json.dumps(
+                {"ok": False, "error": f"took longer than its limit of {duration(running.job.timeout)}", "html": None}))
+            return True
+        self.progress.note(running.number, _cells_done(running.output))
+        return False
+
+    def _end(self, running: Running) -> None:
+        try:
+            result = json.loads((running.folder / "result.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            code = running.process.returncode
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            result = {"ok": False, "error": f"its process died ({how}); {_last_line(running.folder / 'log.txt')}"}
+        self._close(running, "finished" if result["ok"] else "failed", result.get("error") or "")
+
+    def _close(self, running: Running, state: str, error: str) -> None:
+        """Keep the artifacts, set the run's status, drop the work folder. A run that cannot be kept has failed."""
+        seconds = time.monotonic() - running.begun
+        kept = None
+        try:
+            for path in (running.output, running.output.with_suffix(".html")):
+                if path.exists():
+                    self.client.log_artifact(running.run.id, str(path), "notebook")
+            running.run.tag("kvlab.seconds", f"{seconds:.1f}")
+        except Exception as failure:
+            state, error = "failed", f"its artifacts could not be kept: {str(failure).strip().splitlines()[0]}"
+        if state == "failed":
+            kept = _keep_copy(running)
+            running.run.tag("kvlab.error", error)
+            if (running.folder / "log.txt").stat().st_size:
+                self.client.log_artifact(running.run.id, str(running.folder / "log.txt"), "notebook")
+        running.run.finish({"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}[state])
+        self.results[running.number] = Result(running.job, state, running.run.id, seconds, error, kept)
+        self.progress.set(running.number, state, error, seconds)
+        shutil.rmtree(running.folder, ignore_errors=True)
+
+
+def _model_tags(parameters: Mapping[str, Any]) -> dict[str, str]:
+    found = content.model_hash(str(parameters.get("model", "")))
+    return {"model_sha256": found} if found else {}
+
+
+def _keep_copy(running: Running) -> Path | None:
+    """The executed copy of a failed notebook, with its error, where a person finds it."""
+    if not running.output.exists():
+        return None
+    folder = project.root() / "mlruns" / "failed" / running.job.experiment
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(running.output, folder / f"{running.run.id}.ipynb"))
+
+
+def _cells_done(path: Path) -> str:
+    try:
+        cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    except (OSError, json.JSONDecodeError, KeyError):
+        return ""
+    done = sum(cell["metadata"].get("papermill", {}).get("status") == "completed" for cell in cells)
+    return f"cell {min(done + 1, len(cells))} of {len(cells)}"
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    return f"its last words: {lines[-1][:300]}" if lines else "it left no message; it may have run out of memory"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a worker and its kernel, which lives in a session of its own."""
+    try:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        family = []
+    for signal in ("terminate", "kill"):
+        for member in family:
+            try:
+                getattr(member, signal)()
+            except psutil.NoSuchProcess:
+                continue
+        family = psutil.wait_procs(family, timeout=3)[1]
+    process.wait()
+
+
+def _repair(connection: MlflowClient, experiment: str) -> None:
+    """Mark the runs of a driver that died on this host as KILLED."""
+    for left in connection.search_runs([experiment], "attributes.status = 'RUNNING'"):
+        tags = left.data.tags
+        ours = tags.get("kvlab.kind") in ("job", "sweep") and tags.get("kvlab.host") == socket.gethostname()
+        if ours and not _alive(int(tags.get("kvlab.pid", 0)), float(tags.get("kvlab.pid_started", 0))):
+            connection.set_terminated(left.info.run_id, "KILLED")
+            shutil.rmtree(project.root() / "mlruns" / "work" / left.info.run_id, ignore_errors=True)
+
+
+def _alive(pid: int, started: float) -> bool:
+    try:
+        return abs(psutil.Process(pid).create_time() - started) < 2
+    except psutil.Error:
+        return False

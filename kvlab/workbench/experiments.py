@@ -1,0 +1,251 @@
+"""Experiments: YAML files checked against their notebooks, and the jobs that they stand for.
+
+    notebook: notebooks/NAME.ipynb     # relative to the project
+    description: one or two sentences
+    parameters: {model: smollm2-135m, seed: 0}      # as in the notebook's `parameters` cell
+    grid: {window: [8, 32]}                         # one job for each combination
+    timeout: 3600                                   # seconds a job may take; none by default
+    profiles:
+      quick: {parameters: {...}, grid: {...}}       # what the profile changes
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvlab.errors import KvlabError, nearest
+from kvlab.workbench import content, project
+from kvlab.workbench.notebooks import parameters_of
+
+__all__ = ["Experiment", "Job", "Profile", "jobs", "load", "names", "plain", "run"]
+
+
+class Profile(BaseModel):
+    """What a profile changes: parameters by name, grid axes by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+    timeout: int | None = Field(None, gt=0)
+
+
+class Experiment(BaseModel):
+    """A notebook with the parameters it is run with."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    notebook: str
+    description: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+    timeout: int | None = Field(None, gt=0)
+    profiles: dict[str, Profile] = Field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """The notebook's file."""
+        return project.root() / self.notebook
+
+    @property
+    def summary(self) -> str:
+        return " ".join(self.description.split())
+
+
+@dataclass(frozen=True)
+class Job:
+    """One grid point: a notebook with plain JSON parameters. `key` changes whenever its numbers could."""
+
+    experiment: str
+    name: str
+    profile: str
+    notebook: Path
+    parameters: dict[str, Any]
+    key: str
+    timeout: int | None = None
+
+
+def names() -> list[str]:
+    """The experiments of the project, in the order of their files."""
+    return sorted(path.stem for path in (project.root() / "experiments").glob("*.yaml"))
+
+
+def load(name: str) -> Experiment:
+    """The experiment `name`. Raises KvlabError, in one sentence, for an unknown name, broken YAML and unknown keys."""
+    if name not in names():
+        if not names():
+            raise KvlabError(f"there are no experiments in {project.root()}: run kvlab inside a project with a folder "
+                             "`experiments`")
+        raise KvlabError(nearest(name, names(), "experiment"))
+    path = project.root() / "experiments" / f"{name}.yaml"
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise KvlabError(f"{path.name} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise KvlabError(f"{path.name} must be a mapping with the keys {', '.join(_keys(Experiment))}")
+    if "name" in raw:
+        raise KvlabError(f"{path.name}: unknown key 'name': an experiment is called as its file is")
+    for part in ("parameters", "grid", "profiles"):
+        if raw.get(part, 0) is None:
+            del raw[part]
+    try:
+        return Experiment.model_validate({**raw, "name": name})
+    except ValidationError as error:
+        raise KvlabError(f"{path.name}: {_sentence(error.errors()[0])}") from None
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [key for key in model.model_fields if key != "name"]
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    place = [str(part) for part in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        model = Profile if len(place) == 3 and place[0] == "profiles" else Experiment
+        return nearest(place[-1], _keys(model), f"key in {'.'.join(place[:-1])}" if place[:-1] else "key")
+    if error["type"] == "missing":
+        return f"the key '{'.'.join(place)}' is missing"
+    got = repr(error["input"])
+    return f"{'.'.join(place)}: {error['msg'][0].lower()}{error['msg'][1:]} (got {got[:60]})"
+
+
+def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mapping[str, Any] | None = None) -> list[Job]:
+    """The jobs of an experiment in a profile, one for each point of its grid.
+
+    overrides: parameter -> value, which replaces a parameter, or a grid axis (a list of values keeps it an axis).
+    A string among them may still be text from a command line and is read as the notebook's default suggests.
+    Raises KvlabError for an unknown profile or parameter and for a value of the wrong type.
+    """
+    experiment = load(experiment) if isinstance(experiment, str) else experiment
+    if experiment.profiles and profile not in experiment.profiles:
+        raise KvlabError(nearest(profile, experiment.profiles, f"profile of {experiment.name}"))
+    if not experiment.profiles and profile not in ("quick", "full", "gpu"):
+        raise KvlabError(nearest(profile, ("quick", "full", "gpu"), "profile"))
+    changes = experiment.profiles.get(profile, Profile())
+    declared = parameters_of(experiment.path)
+    single = {**experiment.parameters, **changes.parameters}
+    usual = {axis: values for axis, values in experiment.grid.items() if axis not in changes.parameters}
+    grid = {**usual, **changes.grid}
+    for name, value in (overrides or {}).items():
+        _known(name, declared, experiment)
+        value = _read(value, declared[name]) if isinstance(value, str) else value
+        is_axis = name in grid and isinstance(value, list) and not isinstance(declared[name], list)
+        grid.pop(name, None)
+        single.pop(name, None)
+        if is_axis:
+            grid[name] = value
+        else:
+            single[name] = value
+    for name in (*single, *grid):
+        _known(name, declared, experiment)
+    for axis, values in grid.items():
+        single.pop(axis, None)
+        if not values:
+            raise KvlabError(f"the grid of {experiment.name} has no values for {axis!r}")
+    points = []
+    for combination in itertools.product(*grid.values()):
+        point = dict(zip(grid, combination, strict=True))
+        parameters = {name: checked(name, value, declared[name], experiment.name)
+                      for name, value in {**declared, **single, **point}.items()}
+        points.append(Job(experiment.name, _job_name(experiment.name, profile, point), profile, experiment.path,
+                          parameters, content.key(experiment.path, parameters), changes.timeout or experiment.timeout))
+    return points
+
+
+def _known(name: str, declared: Mapping[str, Any], experiment: Experiment) -> None:
+    if name not in declared:
+        raise KvlabError(nearest(name, declared, f"parameter of {experiment.name}"))
+
+
+def _job_name(experiment: str, profile: str, point: Mapping[str, Any]) -> str:
+    shown = " ".join(f"{axis}={value}" for axis, value in point.items())
+    return re.sub(r"\s+", " ", shown)[:120] or profile
+
+
+def _read(text: str, default: Any) -> Any:
+    """The value that a command line's text stands for, where the notebook's default has the type of `default`."""
+    if isinstance(default, str):
+        return text
+    if isinstance(default, float):
+        try:
+            return float(text)
+        except ValueError:
+            pass
+    if isinstance(default, list) and not text.lstrip().startswith("["):
+        text = f"[{text}]"
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(default, list) and isinstance(value, list) and default and isinstance(default[0], str):
+        return [str(entry) for entry in value]
+    return value
+
+
+def checked(name: str, value: Any, default: Any, where: str) -> Any:
+    """`value` as plain JSON, if it is of the type of the notebook's default; KvlabError otherwise."""
+    value = plain(value, f"parameter {name!r} of {where}")
+    if default is None or (value is None and default is None):
+        return value
+    if not _fits(value, default):
+        raise KvlabError(f"parameter {name!r} of {where} must be {_type_name(default)}, such as {default!r}; "
+                         f"got {value!r}")
+    return float(value) if isinstance(default, float) else value
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, (int, float)):
+        kinds = (int, float) if isinstance(default, float) else int
+        return isinstance(value, kinds) and not isinstance(value, bool)
+    if isinstance(default, list):
+        if not isinstance(value, list):
+            return False
+        numeric = any(isinstance(entry, float) for entry in default)
+        return not default or all(_fits(entry, 0.5 if numeric else default[0]) for entry in value)
+    return isinstance(value, type(default))
+
+
+def _type_name(default: Any) -> str:
+    if isinstance(default, list):
+        return "a list"
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
+    return names.get(type(default), type(default).__name__)
+
+
+def plain(value: Any, what: str = "value") -> Any:
+    """`value` in plain JSON types: papermill turns tuples into strings and refuses numpy numbers and paths."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise KvlabError(f"{what} is {value}, which is no plain number")
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry, what) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry, what) for entry in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy and torch, neither of which is imported for this
+        return plain(value.tolist(), what)
+    raise KvlabError(f"{what} has the type {type(value).__name__}, which does not fit into JSON")
+
+
+def run(*args: Any, **kwargs: Any) -> Any:
+    """Run experiments: see `kvlab.workbench.driver.run`, which this hands on to."""
+    from kvlab.workbench import driver
+
+    return driver.run(*args, **kwargs)

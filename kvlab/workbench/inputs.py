@@ -1,0 +1,49 @@
+"""What jobs will read - models and documents - fetched and looked at before the first of them starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvlab.errors import KvlabError
+from kvlab.workbench import content
+
+
+def prepare(parameters: Iterable[Mapping[str, Any]]) -> None:
+    """Pull the models and check the documents that the parameters `model`, `document` and `documents` name.
+
+    Raises KvlabError for one that does not exist or cannot be had, while nothing has been written yet.
+    """
+    models: set[str] = set()
+    documents: set[str] = set()
+    for each in parameters:
+        models.update(_texts(each.get("model")))
+        documents.update(_texts(each.get("document")), _texts(each.get("documents")))
+    for name in sorted(models):
+        _model(name)
+    for name in sorted(documents):
+        _document(name)
+
+
+def _texts(value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    return [text for text in values if isinstance(text, str)]
+
+
+def _model(name: str) -> None:
+    if content.model_hash(name) or name.startswith("random:") or Path(name).expanduser().exists():
+        return
+    from kvlab import models
+    from kvlab.errors import nearest
+
+    if name in models.MODELS:
+        models.pull(name)
+    elif "/" not in name:
+        raise KvlabError(nearest(name, models.MODELS, "model"))
+
+
+def _document(name: str) -> None:
+    from kvlab import corpus
+
+    corpus.document(name)

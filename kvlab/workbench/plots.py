@@ -1,0 +1,141 @@
+"""One look for all notebooks: the style, and the few kinds of figure that they share.
+
+Every helper draws on `ax` if given, else on a new figure, and returns the axes. The paper's figures are always grey,
+ours always coloured (Okabe and Ito's palette, which colour-blind readers can tell apart).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+import seaborn
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+PAPER = "#9aa3ae"
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B5B5B"]
+MAP = "cividis"
+
+
+def style() -> None:
+    """Set the look of every figure that follows. Call once at the top of a notebook."""
+    seaborn.set_theme(context="notebook", style="ticks", palette=COLOURS, rc={
+        "figure.figsize": (7.2, 4.2), "figure.dpi": 110, "savefig.dpi": 144, "figure.constrained_layout.use": True,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
+        "grid.color": "#e6e9ed", "axes.edgecolor": "#566173", "axes.labelcolor": "#1c2430", "axes.titlesize": 12,
+        "axes.titleweight": "semibold", "axes.titlelocation": "left", "axes.labelsize": 11, "xtick.color": "#566173",
+        "ytick.color": "#566173", "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.frameon": False,
+        "legend.fontsize": 10, "lines.linewidth": 2, "lines.markersize": 5, "svg.hashsalt": "kvlab",
+        "svg.fonttype": "none"})
+
+
+def axes(ax: Axes | None = None, size: tuple[float, float] | None = None) -> Axes:
+    """`ax`, or the axes of a new figure of `size` inches."""
+    return ax if ax is not None else plt.subplots(figsize=size)[1]
+
+
+def _finish(ax: Axes, xlabel: str, ylabel: str, title: str) -> Axes:
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.set_title(title)
+    return ax
+
+
+def _bars(low_high: tuple[float, float] | None, value: float) -> tuple[float, float]:
+    return (max(value - low_high[0], 0.0), max(low_high[1] - value, 0.0)) if low_high else (0.0, 0.0)
+
+
+def paper_beside_ours(paper: Mapping[str, float | None], ours: Mapping[str, float],
+                      intervals: Mapping[str, tuple[float, float]] | None = None, *, ylabel: str, title: str = "",
+                      labels: Mapping[str, str] | None = None, ours_label: str = "measured here",
+                      paper_label: str = "paper", value_format: str = "{:.2f}", ax: Axes | None = None) -> Axes:
+    """Grouped bars: the paper's figure in grey, ours in blue with its interval, one group for each key of `ours`.
+
+    paper: key -> printed value (a missing key or None leaves a gap); intervals: key -> (low, high);
+    labels: key -> what stands below the group.
+    """
+    ax = axes(ax)
+    keys, width = list(ours), 0.38
+    for place, key in enumerate(keys):
+        if paper.get(key) is not None:
+            _bar(ax, place - width / 2, float(paper[key]), width, PAPER, value_format)
+        _bar(ax, place + width / 2, float(ours[key]), width, COLOURS[0], value_format, (intervals or {}).get(key))
+    ax.set_xticks(range(len(keys)), [(labels or {}).get(key, key) for key in keys])
+    ax.tick_params(axis="x", length=0)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (PAPER, COLOURS[0])]
+    ax.margins(y=0.14)
+    ax.legend(handles, [paper_label, ours_label], ncols=2, loc="lower right", bbox_to_anchor=(1, 1.0))
+    return _finish(ax, "", ylabel, title)
+
+
+def _bar(ax: Axes, place: float, value: float, width: float, colour: str, value_format: str,
+         interval: tuple[float, float] | None = None) -> None:
+    below, above = _bars(interval, value)
+    ax.bar(place, value, width, color=colour, zorder=2)
+    if interval:
+        ax.errorbar(place, value, yerr=[[below], [above]], color="#1c2430", capsize=3, linewidth=1.2, zorder=3)
+    up = value >= 0
+    ax.annotate(value_format.format(value), (place, value + above if up else value - below), ha="center",
+                va="bottom" if up else "top", xytext=(0, 2 if up else -2), textcoords="offset points", fontsize=9,
+                color="#1c2430")
+
+
+def boxes(frame: pandas.DataFrame, *, x: str, y: str, ylabel: str, xlabel: str = "", title: str = "",
+          order: Sequence[str] | None = None, labels: Mapping[str, str] | None = None, hue: str | None = None,
+          ax: Axes | None = None) -> Axes:
+    """Boxplots of the column `y` for each value of the column `x`: median, quartiles, whiskers at 1.5 IQR, outliers."""
+    ax = axes(ax)
+    order = list(order) if order is not None else list(frame[x].unique())
+    seaborn.boxplot(frame, x=x, y=y, hue=hue or x, order=order, width=0.55, linewidth=1.1, fliersize=2.5, ax=ax,
+                    palette=COLOURS[:frame[hue or x].nunique()], legend=bool(hue), hue_order=None if hue else order)
+    ax.set_xticks(range(len(order)), [(labels or {}).get(key, key) for key in order])
+    return _finish(ax, xlabel, ylabel, title)
+
+
+def lines(frame: pandas.DataFrame, *, x: str, y: str, xlabel: str, ylabel: str, title: str = "", hue: str | None = None,
+          low: str | None = None, high: str | None = None, log: bool = False, names: Mapping[str, str] | None = None,
+          marker: str | None = "o", colours: Mapping[str, str] | None = None, ax: Axes | None = None) -> Axes:
+    """A line of `y` over `x` for each value of `hue`, with the band between the columns `low` and `high` if named.
+
+    One row of `frame` for each point; log=True draws y on a logarithmic scale; names: value of `hue` -> legend.
+    """
+    ax = axes(ax)
+    groups = [(None, frame)] if hue is None else list(frame.groupby(hue, sort=False, observed=True))
+    for number, (value, part) in enumerate(groups):
+        part = part.sort_values(x)
+        colour = (colours or {}).get(value, COLOURS[number % len(COLOURS)])
+        label = None if value is None else (names or {}).get(value, str(value))
+        ax.plot(part[x], part[y], color=colour, label=label, marker=marker, zorder=3)
+        if low and high:
+            ax.fill_between(part[x], part[low], part[high], color=colour, alpha=0.18, linewidth=0, zorder=2)
+    if log:
+        ax.set_yscale("log")
+    if hue is not None:
+        ax.legend()
+    return _finish(ax, xlabel, ylabel, title)
+
+
+def paper_points(ax: Axes, x: Sequence[float], y: Sequence[float], label: str = "paper") -> Axes:
+    """Add the numbers that the paper prints to an existing figure, as grey diamonds."""
+    ax.scatter(x, y, marker="D", s=44, color=PAPER, edgecolor="#566173", linewidth=0.8, zorder=4, label=label)
+    ax.legend()
+    return ax
+
+
+def heatmap(table: pandas.DataFrame, *, xlabel: str, ylabel: str, unit: str, title: str = "", annotate: bool = False,
+            diverging: bool = False, limits: tuple[float, float] | None = None, ax: Axes | None = None) -> Axes:
+    """A matrix such as layer x ratio (index down, columns across), its colour bar labelled with `unit`.
+
+    diverging=True centres the colours on zero, for differences.
+    """
+    ax = axes(ax)
+    low, high = limits or (None, None)
+    seaborn.heatmap(table, cmap="RdBu_r" if diverging else MAP, center=0 if diverging else None, vmin=low, vmax=high,
+                    annot=annotate, fmt=".2f", annot_kws={"size": 8}, cbar_kws={"label": unit}, linewidths=0, ax=ax)
+    ax.grid(False)
+    ax.tick_params(axis="y", rotation=0)
+    return _finish(ax, xlabel, ylabel, title)

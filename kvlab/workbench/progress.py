@@ -1,0 +1,111 @@
+"""What a person sees while jobs run: a live table in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from kvlab.workbench.experiments import Job
+
+MARKS = {"waiting": ("·", "dim"), "running": ("▶", "cyan"), "finished": ("✓", "green"),
+         "done earlier": ("✓", "dim green"), "failed": ("✗", "bold red"), "killed": ("✗", "red")}
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words that fit a table: "8 s", "3 min 05 s", "2 h 10 min"."""
+    seconds = math.ceil(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+
+
+@dataclass
+class Row:
+    """The state of one job on the screen."""
+
+    job: Job
+    state: str = "waiting"
+    begun: float = 0.0
+    seconds: float = 0.0
+    cells: str = ""
+    expected: float | None = None
+
+
+class Progress:
+    """Follows jobs through their states. A context manager; every method may be called from the driver's loop."""
+
+    def __init__(self, jobs: Iterable[Job], workers: int, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.rows = [Row(job) for job in jobs]
+        self.workers = workers
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live:
+            self._live.__exit__(*error)
+            self._live = None
+
+    def expect(self, number: int, seconds: float | None) -> None:
+        """How long a job took when it last ran."""
+        self.rows[number].expected = seconds
+
+    def set(self, number: int, state: str, why: str = "", seconds: float | None = None) -> None:
+        """Move a job to another state; `why` is shown beside it."""
+        row = self.rows[number]
+        if state == "running":
+            row.begun = time.monotonic()
+        else:
+            row.seconds = seconds if seconds is not None else (time.monotonic() - row.begun if row.begun else 0.0)
+        row.state, row.cells = state, why
+        if not self._live:
+            took = f" in {duration(row.seconds)}" if state in ("finished", "failed") else ""
+            left = self.remaining()
+            rest = f" (about {duration(left)} left)" if left and state in ("finished", "failed") else ""
+            self.console.print(f"[{number + 1}/{len(self.rows)}] {row.job.experiment} ({row.job.name}): {state}{took}"
+                               f"{': ' + why if why else ''}{rest}", markup=False, highlight=False, soft_wrap=True)
+
+    def note(self, number: int, cells: str) -> None:
+        """How far a running notebook is."""
+        self.rows[number].cells = cells
+
+    def remaining(self) -> float | None:
+        """Estimated seconds to the end; None while nothing is known."""
+        known = [row.seconds for row in self.rows if row.state == "finished"]
+        known = known or [row.expected for row in self.rows if row.expected]
+        if not known:
+            return None
+        usual = sum(known) / len(known)
+        left = sum(max((row.expected or usual) - (time.monotonic() - row.begun if row.state == "running" else 0), 0)
+                   for row in self.rows if row.state in ("waiting", "running"))
+        return left / self.workers
+
+    def _render(self) -> Group:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for heading in ("", "experiment", "job", "state", "time", ""):
+            table.add_column(heading, overflow="fold")
+        for row in self.rows:
+            mark, style = MARKS[row.state]
+            elapsed = time.monotonic() - row.begun if row.state == "running" else row.seconds
+            table.add_row(Text(mark, style), row.job.experiment, Text(row.job.name, "dim"), Text(row.state, style),
+                          duration(elapsed) if elapsed else "", Text(row.cells, "dim"))
+        done = sum(row.state not in ("waiting", "running") for row in self.rows)
+        left = self.remaining()
+        rest = f", about {duration(left)} left" if left and done < len(self.rows) else ""
+        return Group(table, Text(f"{done} of {len(self.rows)} jobs{rest}", "bold"))

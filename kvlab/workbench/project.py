@@ -1,0 +1,88 @@
+"""Where the project lies, what state its code is in, and small helpers for files."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvlab.errors import KvlabError
+
+PRESENTATION = ("cli.py", "__main__.py", "workbench/report.py", "workbench/progress.py")
+
+
+def root() -> Path:
+    """The nearest folder at or above the working directory with an `experiments/` folder, else the working directory.
+
+    KVLAB_ROOT, if set, is taken instead.
+    """
+    if named := os.environ.get("KVLAB_ROOT"):
+        return Path(named).expanduser().resolve()
+    here = Path.cwd().resolve()
+    return next((folder for folder in (here, *here.parents) if (folder / "experiments").is_dir()), here)
+
+
+def version() -> str:
+    """The version of the installed package; "0+unknown" for a source tree that was never installed."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        return installed("kvlab")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def commit(folder: Path | None = None) -> str | None:
+    """The git commit of the project, with "+changes" if its tracked files differ from it; None without git."""
+    folder = folder or root()
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10)
+        if head.returncode:
+            return None
+        status = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], cwd=folder,
+                                capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+
+
+@functools.cache
+def code_hash() -> str:
+    """sha256 over the package's Python source, less the files that only present results and cannot change a number."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        if name not in PRESENTATION and not name.startswith("papers/"):
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary name beside `path` that takes its place when the block ends well, and vanishes otherwise.
+
+    Raises KvlabError where the file cannot be written (a full disk, no permission).
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-", suffix=path.suffix)
+        os.close(handle)
+    except OSError as error:
+        raise KvlabError(f"cannot write {path}: {error.strerror or error}") from None
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise KvlabError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,137 @@
+"""The command as a user meets it: a mistake is one sentence on stderr, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from projects import EXPERIMENT, experiment, project  # noqa: F401
+
+from kvlab import cli, papers
+from kvlab.errors import KvlabError
+from kvlab.workbench import driver, report
+
+
+def shell(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run `kvlab` in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "kvlab", *arguments], capture_output=True, text=True,
+                          env={**os.environ, **variables})
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    """Run the command in this process: exit code, stdout, stderr."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(list(arguments))
+    said = capsys.readouterr()
+    return left.value.code, said.out, said.err
+
+
+MISTAKES = [
+    (["reprodce"], 2, "did you mean 'reproduce'"),
+    (["run"], 2, "Missing argument"),
+    (["run", EXPERIMENT, "--profil", "quick"], 2, "No such option"),
+    (["run", EXPERIMENT, "--jobs", "many"], 2, "valid integer"),
+    (["run", EXPERIMENT, "--jobs", "0"], 2, "greater than or equal to 1"),
+    (["run", EXPERIMENT, "-p", "seed"], 2, "key=value"),
+    (["run", "zsmerge_error_curve"], 1, "did you mean 'zsmerge_error_curves'"),
+    (["run", EXPERIMENT, "--profile", "quik"], 1, "did you mean 'quick'"),
+    (["run", EXPERIMENT, "-p", "sede=1"], 1, "did you mean 'seed'"),
+    (["run", EXPERIMENT, "-p", "seed=one"], 1, "must be a whole number"),
+    (["list", "claim"], 1, "did you mean 'claims'"),
+    (["list"], 2, "Missing argument"),
+    (["pull", "smollm"], 1, "smollm2-135m"),
+    (["report", "--out", "notebooks/toy.ipynb"], 1, "it is a file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "match"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(
+    value, list) else None)
+def test_a_mistake_is_one_sentence(project, capsys, arguments, code, match):  # noqa: F811
+    left, out, err = call(capsys, *arguments)
+    assert left == code and out == ""
+    assert err.startswith("kvlab: ") and match in err and err.count("\n") == 1
+
+
+def test_a_real_process_too(project):  # noqa: F811
+    wrong = shell("run", EXPERIMENT, "-p", "sede=1")
+    assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
+    unreachable = shell("run", EXPERIMENT, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    assert unreachable.returncode == 1 and "cannot be reached" in unreachable.stderr
+    assert "Traceback" not in unreachable.stderr and unreachable.stderr.count("\n") == 1
+    assert not (project / "mlruns" / "work").exists()
+    seen = shell("list", "nonsense", KVLAB_DEBUG="1")
+    assert "Traceback" in seen.stderr and seen.returncode == 1
+
+
+def test_outside_of_a_project(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["reproduce"], ["run", "anything"]):
+        code, _, err = call(capsys, *arguments)
+        assert code == 1 and "there are no experiments in" in err
+
+
+def test_an_unforeseen_error_is_a_sentence_as_well(project, capsys, monkeypatch):  # noqa: F811
+    def broken(*_, **__):
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(driver, "run", broken)
+    code, _, err = call(capsys, "run", EXPERIMENT)
+    assert code == 1 and err == "kvlab: RuntimeError: first line (KVLAB_DEBUG=1 shows where)\n"
+
+
+@pytest.mark.parametrize("what", cli.LISTS)
+def test_lists_are_objects_with_name_and_summary(capsys, what):
+    code, out, _ = call(capsys, "list", what, "--json")
+    found = json.loads(out)
+    assert code == 0 and isinstance(found, list) and (found or what == "probes")
+    for entry in found:
+        assert entry["name"] and entry["summary"] and "\n" not in entry["summary"]
+
+
+def test_listed_claims_and_plain_lists(capsys):
+    _, out, _ = call(capsys, "list", "claims", "--json")
+    found = {entry["id"]: entry for entry in json.loads(out)}
+    assert set(found) == {claim.id for claim in papers.claims()}
+    entry = found["zsmerge.theorem1"]
+    assert entry["paper"] == "zsmerge" and entry["metric"] == "theorem1/violations" and entry["measured"] is True
+    assert found["morphkv.table6.accuracy"]["measured"] is False
+    code, out, _ = call(capsys, "list", "claims")
+    assert code == 0 and "zsmerge.theorem1" in out and "[theorem 1 and appendix A]" in out
+
+
+def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monkeypatch):  # noqa: F811
+    """The jobs themselves are the round trip's matter; here they are taken as done."""
+    job = driver.experiments.jobs(EXPERIMENT)[0]
+    monkeypatch.setattr(driver, "run", lambda *_: [driver.Result(job, "failed", "abc", error="it broke")])
+    code, out, err = call(capsys, "reproduce")
+    assert code == 1 and "it broke" in err and EXPERIMENT in err
+    assert "not measured" in out and "60.5 %" in out.replace("\n", " ") and f"{project}/report/report.html" in out
+    assert f"sqlite:///{project}/mlruns/mlflow.db" in out
+    assert (project / "report" / "claims.csv").exists()
+
+
+def test_files_named_from_the_shell_are_found_from_the_notebook(project, monkeypatch):  # noqa: F811
+    (project / "mine.txt").write_text("a text")
+    found = cli._overrides(["names=mine.txt", "seed=3", "reduction=a=b"])
+    assert found == {"names": str(project / "mine.txt"), "seed": "3", "reduction": "a=b"}
+
+
+def test_report_command_names_its_files(project, capsys):  # noqa: F811
+    code, out, _ = call(capsys, "report", "--out", str(project / "here"))
+    assert code == 0 and out.split() == [str(project / "here" / name) for name in ("report.html", "claims.csv")]
+
+
+def test_report_errors_pass_through(project, capsys, monkeypatch):  # noqa: F811
+    def refuse(*_):
+        raise KvlabError("the disk is full")
+
+    monkeypatch.setattr(report, "write", refuse)
+    assert call(capsys, "report")[::2] == (1, "kvlab: the disk is full\n")
+
+
+def test_version(capsys):
+    code, out, _ = call(capsys, "--version")
+    assert code == 0 and out.startswith("kvlab ")
