@@ -13,7 +13,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help env pull reproduce test test-unit test-notebooks lab clean
+.PHONY: help env pull reproduce test test-unit test-notebooks notebooks lab clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,11 @@ test-notebooks: pull
 	export MLFLOW_TRACKING_URI="sqlite:///$$store/mlflow.db" $(ONE_THREAD) && \
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
 	  -n $(JOBS) --dist loadfile -p no:cacheprovider notebooks/
+
+notebooks: pull  ## run every notebook where it stands, and keep its outputs in it (before a commit)
+	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && \
+	export MLFLOW_TRACKING_URI="sqlite:///$$store/mlflow.db" && \
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
 lab: $(STAMP)  ## JupyterLab on the notebooks, and the MLflow UI
 	@$(BIN)/python -c 'from kvlab.workbench import tracking; tracking.ensure_store()'

@@ -116,7 +116,7 @@ class LayerStore:
     @property
     def aux_bytes(self) -> int:
         """Bytes that a policy keeps beside the entries: columns (occupied slots), fusion counts once merged, memory."""
-        share = float(self.occupied.float().mean()) if self.ragged else 1.0
+        share = float(self.occupied.float().mean()) if self.ragged and self.length else 1.0
         columns = sum(self.column(name).numel() * c.element_size() for name, c in self._columns.items())
         if self.merged:
             columns += self.weights.numel() * self._weights.element_size()
@@ -177,6 +177,7 @@ class LayerStore:
         self._positions.scatter_(2, slots, positions.expand(slots.shape))
         self._weights.scatter_(2, slots, 1.0)
         for column in self._columns.values():
+            column[:, :, new] = 0
             where = slots.view(*slots.shape, *[1] * (column.dim() - 3)).expand(*slots.shape, *column.shape[3:])
             column.scatter_(2, where, 0)
 
@@ -185,13 +186,15 @@ class LayerStore:
         n = keep.shape[2]
         empty = keep == EMPTY
         self.ragged = bool(empty.any()) or (self.ragged and bool((self._pick(self._positions, keep) == EMPTY).any()))
-        roomy = not self._owned or self.capacity > 2 * n + 64
+        roomy = not self._owned or not n <= self.capacity <= 2 * n + 64
         for name in ("_keys", "_values", "_positions", "_weights"):
             setattr(self, name, self._moved(getattr(self, name), keep, roomy))
         self._columns = {name: self._moved(column, keep, roomy) for name, column in self._columns.items()}
         self.length, self._owned = n, True
         if bool(empty.any()):
             self._positions[:, :, :n].masked_fill_(empty, EMPTY)
+        if self.ragged:
+            self.length = int(self.counts.max())
 
     def drop(self, slot: Tensor) -> None:
         """Evict one slot of every head: `slot` `[rows, kv_heads]`."""
@@ -199,7 +202,14 @@ class LayerStore:
         self.evict(rest + (rest >= slot[..., None]))
 
     def truncate(self, length: int) -> None:
-        """Forget the newest entries beyond `length` slots (pseudo-tokens, rejected drafts)."""
+        """Forget the newest entries of every head, until the fullest has `length` (pseudo-tokens, rejected drafts)."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"a store of {self.length} slots cannot be truncated to {length}")
+        if self.ragged:
+            # A head with fewer entries holds its newest further to the front.
+            left = (self.counts - (self.length - length))[..., None]
+            self._own()
+            self.positions.masked_fill_(torch.arange(self.length, device=left.device) >= left, EMPTY)
         self.seen -= self.length - length
         self.length = length
 
@@ -295,8 +305,9 @@ class StoreLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def crop(self, max_length: int) -> None:
-        self.store.truncate(max_length)
+    def crop(self, tokens_to_remove: int) -> None:
+        # transformers hands a negative number over; 0 crops nothing.
+        self.store.truncate(self.store.length - abs(tokens_to_remove))
 
 
 class StoreCache(Cache):

@@ -62,7 +62,7 @@ MODELS: dict[str, PackedModel] = {
 }
 
 
-@dataclass
+@dataclass(repr=False)
 class LM:
     """A language model in evaluation mode, with its tokenizer (None where it has random weights).
 
@@ -94,6 +94,11 @@ class LM:
     @property
     def signature(self) -> str:
         return f"{self.name}@{self.sha256[:8]}"
+
+    def __repr__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        context = f"up to {self.context_length} tokens"
+        return f"LM({self.signature}, {self.n_layers} layers, {kind} on {self.device}, {context})"
 
     def encode(self, text: str, chat: bool | str = "auto") -> torch.Tensor:
         """The ids of `text`, int64 [1, tokens].

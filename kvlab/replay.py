@@ -398,7 +398,7 @@ def replay(
 
     jobs = [(t, p) for t in traces for p in objects]
     quiet = len(jobs) < 8 if progress is None else not progress
-    return Replays(Replay(t, p) for t, p in tqdm(jobs, desc="replay", unit="policy", disable=quiet))
+    return Replays(Replay(t, p) for t, p in tqdm(jobs, desc="replay", unit="policy", disable=quiet, leave=False))
 
 
 def _has_budget(one: Policy | str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -194,18 +195,18 @@ class Trace:
         """Write one safetensors file, whose header holds the rest as JSON; under its name only once it is whole."""
         path = Path(path)
         header = {"format": FORMAT, "prompt_length": self.prompt_length, "scaling": self.scaling, "meta": self.meta}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
+        temporary = None
         try:
-            save_file(
-                {k: t.contiguous().cpu() for k, t in self._tensors().items()}, temporary, {"kvlab": json.dumps(header)}
-            )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            os.close(handle)
+            save_file(_apart(self._tensors()), temporary, {"kvlab": json.dumps(header)})
             os.replace(temporary, path)
         except (OSError, SafetensorError) as error:
             raise KvlabError(f"the trace could not be written to {path}: {error}") from None
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
         return path
 
     @classmethod
@@ -221,7 +222,7 @@ class Trace:
         try:
             with safe_open(path, "pt") as file:
                 header = json.loads((file.metadata() or {}).get("kvlab", "{}"))
-            if header.get("format") != FORMAT:
+            if not isinstance(header, dict) or header.get("format") != FORMAT:
                 raise KvlabError(f"{path} is a safetensors file but no kvlab trace")
             tensors = load_file(path)
             pseudo = {k.removeprefix("pseudo/"): tensors.pop(k) for k in list(tensors) if k.startswith("pseudo/")}
@@ -238,6 +239,18 @@ class Trace:
             raise KvlabError(
                 f"{path} is damaged or not a kvlab trace ({type(error).__name__}); capture it again"
             ) from None
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous, on the CPU, and no two in one piece of memory, which safetensors refuses."""
+    found: dict[str, Tensor] = {}
+    pieces: set[int] = set()
+    for key, tensor in tensors.items():
+        tensor = tensor.contiguous().cpu()
+        piece = tensor.untyped_storage().data_ptr()
+        found[key] = tensor.clone() if piece in pieces else tensor
+        pieces.add(piece)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- capture
@@ -330,17 +343,41 @@ def prefilled(trace: Trace) -> StoreCache:
 def _ids(lm: LM, text_or_ids: Any, chat: Any) -> tuple[Tensor, str]:
     from kvlab.corpus import Document
 
-    document = "text"
-    if isinstance(text_or_ids, Document):
-        document, text_or_ids = text_or_ids.signature, text_or_ids.text
     if isinstance(text_or_ids, str):
         if not text_or_ids.strip():
-            raise KvlabError("the document is empty; a capture needs at least one token")
-        return lm.encode(text_or_ids, chat=chat)[0].cpu(), document
-    ids = torch.as_tensor(text_or_ids, dtype=torch.int64).reshape(-1).cpu()
-    if not len(ids):
-        raise KvlabError("the prompt is empty; a capture needs at least one token")
-    return ids, "ids"
+            raise KvlabError("the document is empty; it needs at least one token")
+        text_or_ids = Document("text", text_or_ids)
+    if isinstance(text_or_ids, Document):
+        return lm.encode(text_or_ids.text, chat=chat)[0].cpu(), text_or_ids.signature
+    ids = _checked(lm, text_or_ids, "prompt")
+    return ids, f"ids@{hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:8]}"
+
+
+def _several(prompts: Any) -> bool:
+    from kvlab.corpus import Document
+
+    first = prompts[0] if isinstance(prompts, list | tuple) and prompts else 0
+    return isinstance(first, str | Document | list | tuple) or getattr(first, "ndim", 0) > 0
+
+
+def _checked(lm: LM, ids: Any, what: str) -> Tensor:
+    """Token ids of one sequence as int64 `[tokens]`, or an error that says what is wrong with them."""
+    try:
+        ids = torch.as_tensor(ids).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise KvlabError(f"the {what} is a text, a Document or token ids, and not {type(ids).__name__}") from None
+    if not ids.numel():
+        raise KvlabError(f"the {what} is empty; it needs at least one token")
+    if ids.is_floating_point() or ids.dim() > 2 or (ids.dim() == 2 and len(ids) > 1):
+        raise KvlabError(
+            f"the {what} is one sequence of whole token ids, [tokens] or [1, tokens], and not {ids.dtype} of shape "
+            f"{tuple(ids.shape)}; capture several as a list"
+        )
+    ids, vocabulary = ids.reshape(-1).long(), lm.model.get_input_embeddings().num_embeddings
+    beyond = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(beyond):
+        raise KvlabError(f"the {what} has the token id {int(beyond[0])}, and {lm.name} knows 0 .. {vocabulary - 1}")
+    return ids
 
 
 @torch.inference_mode()
@@ -377,13 +414,13 @@ def capture(
         KvlabError: an empty prompt, one that is too long for the model, or a model that cannot be hooked; nothing has
             run by then.
     """
-    if isinstance(text_or_ids, list | tuple) and text_or_ids and not isinstance(text_or_ids[0], int):
+    if _several(text_or_ids):
         from tqdm.auto import tqdm
 
         if response is not None:
             raise KvlabError("one response cannot follow several documents; capture them one by one")
         options = dict(chat=chat, queries=queries, accumulate=accumulate, pseudo=pseudo)
-        bar = tqdm(text_or_ids, desc="capture", unit="doc", disable=progress is False)
+        bar = tqdm(text_or_ids, desc="capture", unit="doc", disable=progress is False, leave=False)
         return [capture(lm, one, new_tokens, window, **options) for one in bar]
 
     if new_tokens < 0 or window < 0:
@@ -393,7 +430,7 @@ def capture(
     ids, document = _ids(lm, text_or_ids, chat)
     length = len(ids)
     if response is not None:
-        response = torch.as_tensor(response, dtype=torch.int64).reshape(-1).cpu()[:new_tokens]
+        response = _checked(lm, response, "response")[:new_tokens]
         new_tokens = len(response)
     policies = [p if isinstance(p, Policy) else policy(p, budget=1.0) for p in pseudo]
     extra = {

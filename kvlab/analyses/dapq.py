@@ -68,7 +68,7 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
         `ratio/post/dc_sp_over_sc_dp` (the paper's 2.2x); intervals over the documents.
     """
     rows = []
-    for trace in tqdm(traces, desc="table 1", unit="doc", disable=len(traces) < 3):
+    for trace in tqdm(traces, desc="table 1", unit="doc", disable=len(traces) < 3, leave=False):
         true, other = trace.ids[trace.prompt_length :][:n], nonsense(lm, n)
         here, away = torch.arange(n) + trace.prompt_length, torch.arange(n)
         found = similarities(
@@ -123,7 +123,7 @@ def figure_2a(lm: LM, trace: Trace, trials: int = 100, n: int = 32, near: int = 
         f"dc_dp_{near}": (contents(), spans(near)),
     }
     cache, rows = prefilled(trace), []
-    with tqdm(total=trials * len(wanted), desc="figure 2a", unit="trial") as bar:
+    with tqdm(total=trials * len(wanted), desc="figure 2a", unit="trial", leave=False) as bar:
         for condition, (ids, positions) in wanted.items():
             for some in torch.arange(trials).split(TOGETHER):
                 found = similarities(lm, trace, cache, ids[some], positions[some])
@@ -149,14 +149,11 @@ def figure_2b(lm: LM, traces: Sequence[Trace], points: int = 16, n: int = 32) ->
         `offset/drop/{context}` (similarity at the right position less that at position 0).
     """
     rows, findings = [], Findings(pd.DataFrame())
-    for trace in tqdm(traces, desc="figure 2b", unit="context"):
+    for trace in tqdm(traces, desc="figure 2b", unit="context", leave=False):
         length = trace.prompt_length
-        # Spaced so that small offsets, where the curve is steep, are seen as well.
-        offsets = torch.unique(
-            torch.cat(
-                [torch.tensor([0]), torch.logspace(0, torch.log10(torch.tensor(float(length))), points).round().long()]
-            )
-        )
+        # Even steps as in the paper's figure, and closer ones at the right position, where the curve is steep.
+        near = 2 ** torch.arange(min(8, length.bit_length() - 1))
+        offsets = torch.cat([torch.linspace(0, length, points).round().long(), near]).unique()
         starts = length - offsets
         true, cache = trace.ids[length:][:n], prefilled(trace)
         context = context_name(length)
@@ -187,5 +184,5 @@ def figure_2b(lm: LM, traces: Sequence[Trace], points: int = 16, n: int = 32) ->
 
 
 def context_name(tokens: int) -> str:
-    """2048 -> "2k": how the paper names a context length."""
-    return f"{round(tokens / 1000)}k" if tokens >= 1000 else str(tokens)
+    """3993 -> "4k": how the paper names a context length."""
+    return f"{tokens / 1000:.1f}".removesuffix(".0") + "k"

@@ -47,7 +47,7 @@ def window_ablation(
             )
     settings = [(f, w, c) for c in capacities for f in fusions for w in windows if w < c]
     frames, findings = [], Findings(pd.DataFrame())
-    with tqdm(total=len(settings) * len(traces), desc="window ablation", unit="replay") as bar:
+    with tqdm(total=len(settings) * len(traces), desc="window ablation", unit="replay", leave=False) as bar:
         for fusion, window, capacity in settings:
             means = {name: [] for name in MEASURES}
             for trace in traces:

@@ -40,7 +40,7 @@ def figure_4(traces: Sequence[Trace], ratios: Sequence[float] = RATIOS) -> Findi
     """
     rows = []
     jobs = [(trace, ratio) for trace in traces for ratio in ratios]
-    for trace, ratio in tqdm(jobs, desc="figure 4", unit="ratio"):
+    for trace, ratio in tqdm(jobs, desc="figure 4", unit="ratio", leave=False):
         for variant, one in variants(ratio).items():
             result = Replay(trace, one)
             errors, lost = result.output_error.mean((1, 2)), result.mass_lost.mean((1, 2))

@@ -242,10 +242,3 @@ def plain(value: Any, what: str = "value") -> Any:
     if hasattr(value, "tolist"):  # numpy and torch, neither of which is imported for this
         return plain(value.tolist(), what)
     raise KvlabError(f"{what} has the type {type(value).__name__}, which does not fit into JSON")
-
-
-def run(*args: Any, **kwargs: Any) -> Any:
-    """Run experiments: see `kvlab.workbench.driver.run`, which this hands on to."""
-    from kvlab.workbench import driver
-
-    return driver.run(*args, **kwargs)

@@ -27,7 +27,7 @@ def style() -> None:
         "figure.figsize": (7.2, 4.2), "figure.dpi": 110, "savefig.dpi": 144, "figure.constrained_layout.use": True,
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
         "grid.color": "#e6e9ed", "axes.edgecolor": "#566173", "axes.labelcolor": "#1c2430", "axes.titlesize": 12,
-        "axes.titleweight": "semibold", "axes.titlelocation": "left", "axes.labelsize": 11, "xtick.color": "#566173",
+        "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 11, "xtick.color": "#566173",
         "ytick.color": "#566173", "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.frameon": False,
         "legend.fontsize": 10, "lines.linewidth": 2, "lines.markersize": 5, "svg.hashsalt": "kvlab",
         "svg.fonttype": "none"})
@@ -68,7 +68,7 @@ def paper_beside_ours(paper: Mapping[str, float | None], ours: Mapping[str, floa
     ax.tick_params(axis="x", length=0)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (PAPER, COLOURS[0])]
     ax.margins(y=0.14)
-    ax.legend(handles, [paper_label, ours_label], ncols=2, loc="lower right", bbox_to_anchor=(1, 1.0))
+    ax.legend(handles, [paper_label, ours_label], ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     return _finish(ax, "", ylabel, title)
 
 
