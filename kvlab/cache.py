@@ -16,6 +16,13 @@ from kvlab.errors import KvlabError
 EMPTY = -1
 
 
+def pick(tensor: Tensor, slots: Tensor) -> Tensor:
+    """Slots `[rows, kv_heads, n]` of `[rows, kv_heads, slots, ...]`; where `slots` is -1, whatever lies first."""
+    slots = slots.clamp_min(0)
+    index = slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(*slots.shape, *tensor.shape[3:])
+    return tensor.gather(2, index)
+
+
 class LayerStore:
     """Entries of one layer.
 
@@ -38,6 +45,8 @@ class LayerStore:
             positions = torch.arange(length, device=keys.device).expand(rows, kv_heads, length)
         self._keys, self._values, self._positions = keys, values, positions
         self._weights = torch.ones(rows, kv_heads, length, device=keys.device)
+        # Entries lie from here on; what is evicted near the front moves the few before it up instead of all after it.
+        self._start = 0
         self._columns: dict[str, Tensor] = {}
         self.memory: dict[str, Tensor] = {}
         self.budget: int | None = None
@@ -61,35 +70,38 @@ class LayerStore:
 
     # ------------------------------------------------------------------ what is stored
 
+    def _used(self, tensor: Tensor) -> Tensor:
+        return tensor[:, :, self._start : self._start + self.length]
+
     @property
     def keys(self) -> Tensor:
-        return self._keys[:, :, : self.length]
+        return self._used(self._keys)
 
     @property
     def values(self) -> Tensor:
-        return self._values[:, :, : self.length]
+        return self._used(self._values)
 
     @property
     def positions(self) -> Tensor:
         """`[rows, kv_heads, slots]` int64, -1 in empty slots."""
-        return self._positions[:, :, : self.length]
+        return self._used(self._positions)
 
     @property
     def weights(self) -> Tensor:
         """Fusion counts `[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never
         merged.
         """
-        return self._weights[:, :, : self.length]
+        return self._used(self._weights)
 
     def column(self, name: str) -> Tensor:
-        return self._columns[name][:, :, : self.length]
+        return self._used(self._columns[name])
 
     def add_column(self, name: str, values: Tensor) -> None:
         """Keep `values` `[rows, kv_heads, slots, ...]` beside the entries; entries appended later start at zero."""
         if values.shape[:3] != self.positions.shape:
             raise ValueError(f"column {name!r} is {tuple(values.shape[:3])}, the store {tuple(self.positions.shape)}")
         column = values.new_zeros(*values.shape[:2], self.capacity, *values.shape[3:])
-        column[:, :, : self.length] = values
+        self._used(column).copy_(values)
         self._columns[name] = column
 
     @property
@@ -150,56 +162,67 @@ class LayerStore:
         n = keys.shape[2]
         if positions is None:
             positions = torch.arange(self.seen, self.seen + n, device=keys.device)
-        self._reserve(self.length + n)
-        new = slice(self.length, self.length + n)
-        if self.ragged:
-            self._append_ragged(keys, values, positions)
-        else:
-            self._keys[:, :, new], self._values[:, :, new], self._positions[:, :, new] = keys, values, positions
-            self._weights[:, :, new] = 1
-            for column in self._columns.values():
-                column[:, :, new] = 0
+        self._reserve(n)
+        # The new slots are in use from here on: an empty slot holds zeros, since 0 x whatever lies there may be NaN.
         self.length += n
         self.seen += n
         if self.ragged:
-            self.length = int(self.counts.max())
+            self._append_ragged(keys, values, positions)
+            return
+        for tensor, new in ((self.keys, keys), (self.values, values), (self.positions, positions), (self.weights, 1)):
+            tensor[:, :, self.length - n :] = new
+        for name in self._columns:
+            self.column(name)[:, :, self.length - n :] = 0
 
     def _append_ragged(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         n = keys.shape[2]
-        new = slice(self.length, self.length + n)
-        # A head with fewer entries has an empty slot there: zeros, since 0 x whatever lies in fresh memory may be NaN.
-        self._keys[:, :, new], self._values[:, :, new], self._weights[:, :, new] = 0, 0, 1
-        self._positions[:, :, self.length :] = EMPTY
+        blank = {"keys": 0, "values": 0, "positions": EMPTY, "weights": 1}
+        for name, value in blank.items():
+            getattr(self, name)[:, :, self.length - n :] = value
         slots = self.counts[..., None] + torch.arange(n, device=keys.device)
-        wide = slots[..., None].expand(*slots.shape, keys.shape[-1])
-        self._keys.scatter_(2, wide, keys.to(self._keys.dtype))
-        self._values.scatter_(2, slots[..., None].expand(*slots.shape, values.shape[-1]), values.to(self._values.dtype))
-        self._positions.scatter_(2, slots, positions.expand(slots.shape))
-        self._weights.scatter_(2, slots, 1.0)
-        for column in self._columns.values():
-            column[:, :, new] = 0
+        self.keys.scatter_(2, slots[..., None].expand_as(keys), keys.to(self._keys.dtype))
+        self.values.scatter_(2, slots[..., None].expand_as(values), values.to(self._values.dtype))
+        self.positions.scatter_(2, slots, positions.expand(slots.shape))
+        self.weights.scatter_(2, slots, 1.0)
+        for name in self._columns:
+            column = self.column(name)
+            column[:, :, self.length - n :] = 0
             where = slots.view(*slots.shape, *[1] * (column.dim() - 3)).expand(*slots.shape, *column.shape[3:])
             column.scatter_(2, where, 0)
+        self.length = int(self.counts.max())
 
     def evict(self, keep: Tensor) -> None:
         """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
+        if not self.length:
+            return
         n = keep.shape[2]
         empty = keep == EMPTY
-        self.ragged = bool(empty.any()) or (self.ragged and bool((self._pick(self._positions, keep) == EMPTY).any()))
-        roomy = not self._owned or not n <= self.capacity <= 2 * n + 64
-        for name in ("_keys", "_values", "_positions", "_weights"):
-            setattr(self, name, self._moved(getattr(self, name), keep, roomy))
-        self._columns = {name: self._moved(column, keep, roomy) for name, column in self._columns.items()}
+        self.ragged = bool(empty.any()) or (self.ragged and bool((pick(self.positions, keep) == EMPTY).any()))
+        roomy = not self._owned or not self._start + n <= self.capacity <= 2 * n + 64
+        moved = {name: self._moved(tensor, keep, roomy) for name, tensor in self._everything().items()}
+        self._replace(moved)
         self.length, self._owned = n, True
+        if roomy:
+            self._start = 0
         if bool(empty.any()):
-            self._positions[:, :, :n].masked_fill_(empty, EMPTY)
+            self.positions.masked_fill_(empty, EMPTY)
         if self.ragged:
             self.length = int(self.counts.max())
 
-    def drop(self, slot: Tensor) -> None:
-        """Evict one slot of every head: `slot` `[rows, kv_heads]`."""
-        rest = torch.arange(self.length - 1, device=slot.device).expand(*slot.shape, self.length - 1)
-        self.evict(rest + (rest >= slot[..., None]))
+    def drop(self, slot: Tensor | int) -> None:
+        """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
+        if isinstance(slot, Tensor):
+            rest = torch.arange(self.length - 1, device=slot.device).expand(*slot.shape, self.length - 1)
+            self.evict(rest + (rest >= slot[..., None]))
+            return
+        self._own()
+        for tensor in map(self._used, self._everything().values()):
+            if slot < self.length // 2:
+                tensor[:, :, 1 : slot + 1] = tensor[:, :, :slot].clone()
+            else:
+                tensor[:, :, slot:-1] = tensor[:, :, slot + 1 :].clone()
+        self._start += slot < self.length // 2
+        self.length -= 1
 
     def truncate(self, length: int) -> None:
         """Forget the newest entries of every head, until the fullest has `length` (pseudo-tokens, rejected drafts)."""
@@ -223,59 +246,63 @@ class LayerStore:
         self._own()
         into = target[..., None]
         slots = torch.cat([into, source], -1)
-        counts = self._pick(self._weights, slots)
+        counts = pick(self.weights, slots)
         total = counts.sum(-1, keepdim=True)
-        for tensor in (self._keys, self._values):
-            mean = (self._pick(tensor, slots) * counts[..., None]).sum(2, keepdim=True) / total[..., None]
+        for tensor in (self.keys, self.values):
+            mean = (pick(tensor, slots) * counts[..., None]).sum(2, keepdim=True) / total[..., None]
             tensor.scatter_(2, into[..., None].expand_as(mean), mean.to(tensor.dtype))
-        self._weights.scatter_(2, into, total)
+        self.weights.scatter_(2, into, total)
         for name, how in (columns or {}).items():
-            column = self._pick(self._columns[name], slots)
+            column = pick(self.column(name), slots)
             combined = column.amax(2, keepdim=True) if how == "max" else column.sum(2, keepdim=True)
-            self._columns[name].scatter_(2, into, combined)
+            self.column(name).scatter_(2, into, combined)
 
     # ------------------------------------------------------------------ storage
 
-    @staticmethod
-    def _pick(tensor: Tensor, slots: Tensor) -> Tensor:
-        slots = slots.clamp_min(0)
-        return tensor.gather(
-            2, slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(*slots.shape, *tensor.shape[3:])
-        )
+    def _everything(self) -> dict[str, Tensor]:
+        core = {"keys": self._keys, "values": self._values, "positions": self._positions, "weights": self._weights}
+        return core | {f"column {name}": column for name, column in self._columns.items()}
+
+    def _replace(self, tensors: dict[str, Tensor]) -> None:
+        self._keys, self._values = tensors["keys"], tensors["values"]
+        self._positions, self._weights = tensors["positions"], tensors["weights"]
+        self._columns = {name: tensors[f"column {name}"] for name in self._columns}
 
     def _moved(self, tensor: Tensor, keep: Tensor, roomy: bool) -> Tensor:
-        n = keep.shape[2]
-        out = tensor.new_empty(*tensor.shape[:2], n + max(16, n // 8), *tensor.shape[3:]) if roomy else tensor
+        n, used = keep.shape[2], self._used(tensor)
+        whole = tensor.new_empty(*tensor.shape[:2], n + max(16, n // 8), *tensor.shape[3:]) if roomy else tensor
+        start = 0 if roomy else self._start
+        out = whole[:, :, start : start + n]
         if tensor.dim() == 3 or tensor.is_cuda:
-            out[:, :, :n] = self._pick(tensor, keep)
-            return out
+            out.copy_(pick(used, keep))
+            return whole
         # On a CPU, copying whole rows of one head at a time is ten times faster than one gather, and needs no second
         # store: each head's entries pass through a buffer that stays in the processor's cache.
         slots = keep.clamp_min(0)
         for row in range(tensor.shape[0]):
             for head in range(tensor.shape[1]):
-                out[row, head, :n] = tensor[row, head].index_select(0, slots[row, head])
-        return out
+                out[row, head] = used[row, head].index_select(0, slots[row, head])
+        return whole
 
     def _own(self) -> None:
         if not self._owned:
-            self._reserve(self.length + 1)
+            self._reserve(1)
 
-    def _reserve(self, capacity: int) -> None:
-        """Own storage for `capacity` slots, growing by an eighth so that appending costs amortised constant time."""
-        if self._owned and capacity <= self.capacity:
+    def _reserve(self, n: int) -> None:
+        """Own storage with room for `n` more slots, growing by an eighth: appending costs amortised constant time."""
+        if self._owned and self._start + self.length + n <= self.capacity:
             return
-        room = capacity + max(16, capacity // 8)
+        fits = self._owned and self.length + n <= self.capacity
+        room = self.length + n + max(16, (self.length + n) // 8)
 
-        def grown(tensor: Tensor) -> Tensor:
-            out = tensor.new_zeros(*tensor.shape[:2], room, *tensor.shape[3:])
-            out[:, :, : self.length] = tensor[:, :, : self.length]
+        def moved(tensor: Tensor) -> Tensor:
+            out = tensor if fits else tensor.new_zeros(*tensor.shape[:2], room, *tensor.shape[3:])
+            used = self._used(tensor)
+            out[:, :, : self.length] = used.clone() if fits else used
             return out
 
-        for name in ("_keys", "_values", "_positions", "_weights"):
-            setattr(self, name, grown(getattr(self, name)))
-        self._columns = {name: grown(column) for name, column in self._columns.items()}
-        self._owned = True
+        self._replace({name: moved(tensor) for name, tensor in self._everything().items()})
+        self._start, self._owned = 0, True
 
 
 class StoreLayer(CacheLayerMixin):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvlab import attention, measures
-from kvlab.cache import EMPTY, LayerStore
+from kvlab.cache import EMPTY, LayerStore, pick
+from kvlab.decoding import decode
 from kvlab.errors import KvlabError
 from kvlab.policies import Policy, policy
 
@@ -147,38 +148,25 @@ class Replay:
             self._follow(store)
 
     def _decode(self, store: LayerStore, step: int) -> None:
-        """One decoding step by the clock: append, attend, update, evict or merge."""
+        """One decoding step by the clock: append, attend, measure, update, evict or merge."""
         trace, now = self.trace, step - 1
         position = trace.prompt_length + now
         new = slice(position, position + 1)
-        store.append(trace.keys[:, :, new], trace.values[:, :, new])
         queries = trace.response_queries[:, :, now : now + 1]
+        entry = trace.keys[:, :, new], trace.values[:, :, new]
+        attended = decode(self.policy, store, queries, *entry, trace.scaling, weigh=True)
 
-        keys, values, positions, bias = store.keys, store.values, store.positions, self.policy.bias(store)
-        slots = self.policy.select(store, queries)
-        if slots is not None:
-            keys, values, positions, bias = (
-                None if x is None else _take(x, slots) for x in (keys, values, positions, bias)
-            )
-            positions = positions.masked_fill(slots == EMPTY, EMPTY)
-        visible = None
-        if slots is not None or store.ragged:
-            visible = attention.to_query_heads(positions != EMPTY, trace.heads)[:, :, None]
-        if bias is not None:
-            bias = attention.to_query_heads(bias, trace.heads)[:, :, None]
-        weights = attention.weights(queries, keys, trace.scaling, visible, bias)
-
-        read = positions.clone()
+        read = attended.read(store)
         self._read.append(read)
         self.mass_lost[:, :, now] = measures.mass_lost(self._reference.at(step), read)
         full = self._reference.outputs[:, :, now]
-        self.output_error[:, :, now] = measures.output_error(full, attention.output(weights, values)[:, :, 0])
+        self.output_error[:, :, now] = measures.output_error(full, attended.output[:, :, 0])
         ranks = self._reference.step_ranks[:, :, now]
         self.step_recall[:, :, now] = self._reference.share_found(ranks, read, min(self.budget, position + 1))
 
         per_entry = store.kv_bytes / max(int(store.counts.sum()), 1)
         self.read_bytes[now] = int((read != EMPTY).sum()) * per_entry + store.aux_bytes
-        self.policy.step(store, weights[:, :, 0])
+        self.policy.step(store, attended.weights)
         self._stored.append(store.positions.clone())
         self.stored_bytes[now] = store.kv_bytes + store.aux_bytes
 
@@ -197,7 +185,7 @@ class Replay:
                 taken = weights.gather(-1, rows.clamp_min(0)).masked_fill(rows == EMPTY, 0)
                 mass = taken.sum(-1) + response.sum(-1)
                 self.mass_lost[layer] = (1 - mass).clamp(0, 1)
-                values = _take(trace.values[layer][None], kept[None])[0]
+                values = pick(trace.values[layer][None], kept[None])[0]
                 if float(mass.min()) > 1e-20:
                     mixed = attention.output(taken, values) + attention.output(
                         response, trace.values[layer, :, prompt:]
@@ -222,7 +210,7 @@ class Replay:
         are lost.
         """
         trace, prompt, kept = self.trace, self.trace.prompt_length, self._kept[layer]
-        keys = torch.cat([_take(trace.keys[layer][None], kept[None])[0], trace.keys[layer, :, prompt:]], 1)
+        keys = torch.cat([pick(trace.keys[layer][None], kept[None])[0], trace.keys[layer, :, prompt:]], 1)
         occupied = attention.to_query_heads(kept != EMPTY, trace.heads)[:, None].expand(-1, trace.steps, -1)
         own = attention.last_visible(trace.steps, trace.steps).expand(trace.heads, -1, -1)
         weights = attention.weights(trace.response_queries[layer], keys, trace.scaling, torch.cat([occupied, own], -1))
@@ -410,12 +398,6 @@ def _has_budget(one: Policy | str) -> bool:
 
 def _budget_of(result: Replay) -> int | float | None:
     return getattr(result.policy, "budget", None)
-
-
-def _take(tensor: Tensor, slots: Tensor) -> Tensor:
-    """Slots `[rows, kv_heads, n]` of `[rows, kv_heads, slots, ...]`."""
-    index = slots.clamp_min(0)
-    return tensor.gather(2, index.view(*index.shape, *[1] * (tensor.dim() - 3)).expand(*index.shape, *tensor.shape[3:]))
 
 
 def _tidy(name: str, values: Tensor, axes: tuple[str, ...]) -> pd.DataFrame:

@@ -7,7 +7,9 @@ import os
 
 import pytest
 import torch
+from texts import FERRY
 
+import kvlab
 from kvlab import models
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -40,3 +42,9 @@ def own_home(tmp_path, monkeypatch):
     home = tmp_path / "home"
     monkeypatch.setenv("KVLAB_HOME", str(home))
     return home
+
+
+@pytest.fixture(scope="session")
+def trace(lm):
+    """One capture of the real model, of a text of about 400 tokens with 24 more; nobody may change it."""
+    return kvlab.capture(lm, FERRY, new_tokens=24, window=64)

@@ -145,7 +145,7 @@ class LastFive(kvlab.Policy):
     def entries(self, prompt_length):
         return 5
 
-    def select(self, store, queries):
+    def select(self, store, queries, scaling):
         return torch.arange(store.length - 5, store.length).expand(*store.positions.shape[:2], 5)
 
     def choose(self, prompt, budget):

@@ -40,16 +40,22 @@ def similarities(lm: LM, trace: Trace, cache: StoreCache, ids: Tensor, positions
         Post-RoPE and pre-RoPE similarity, each `[trials, m]`.
     """
     m = ids.shape[1]
-    if trace.steps < m:
-        raise KvlabError(
-            f"{m} pseudo-queries need as many decoding queries to compare with, and the trace has {trace.steps}"
-        )
+    response(trace, m)
     truth = trace.response_queries[:, :, :m].float(), trace.response_pre_queries[:, :, :m].float()
     found = pseudo_queries(lm, cache, ids, positions)
     return tuple(
         F.cosine_similarity(queries.float(), true[None], dim=-1).mean((1, 2))
         for queries, true in zip(found, truth, strict=True)
     )
+
+
+def response(trace: Trace, n: int) -> Tensor:
+    """The first `n` tokens of the response, whose decoding queries are what pseudo-queries are compared with."""
+    if trace.steps < n:
+        raise KvlabError(
+            f"{n} pseudo-queries need as many decoding queries to compare with, and the trace has {trace.steps}"
+        )
+    return trace.ids[trace.prompt_length :][:n]
 
 
 def nonsense(lm: LM, n: int) -> Tensor:
@@ -69,7 +75,7 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
     """
     rows = []
     for trace in tqdm(traces, desc="table 1", unit="doc", disable=len(traces) < 3, leave=False):
-        true, other = trace.ids[trace.prompt_length :][:n], nonsense(lm, n)
+        true, other = response(trace, n), nonsense(lm, n)
         here, away = torch.arange(n) + trace.prompt_length, torch.arange(n)
         found = similarities(
             lm, trace, prefilled(trace), torch.stack([true, other, true, other]), torch.stack([here, here, away, away])
@@ -105,7 +111,7 @@ def figure_2a(lm: LM, trace: Trace, trials: int = 100, n: int = 32, near: int = 
     generator = torch.Generator().manual_seed(seed)
     vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
     true, here = (
-        trace.ids[trace.prompt_length :][:n].expand(trials, n),
+        response(trace, n).expand(trials, n),
         torch.arange(n).expand(trials, n) + trace.prompt_length,
     )
 
@@ -155,7 +161,7 @@ def figure_2b(lm: LM, traces: Sequence[Trace], points: int = 16, n: int = 32) ->
         near = 2 ** torch.arange(min(8, length.bit_length() - 1))
         offsets = torch.cat([torch.linspace(0, length, points).round().long(), near]).unique()
         starts = length - offsets
-        true, cache = trace.ids[length:][:n], prefilled(trace)
+        true, cache = response(trace, n), prefilled(trace)
         context = context_name(length)
         similarity = []
         for some in starts.split(TOGETHER):

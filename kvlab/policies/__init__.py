@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from kvlab.errors import KvlabError, nearest
 from kvlab.policies.base import Budget, Policy, Prompt
 from kvlab.policies.dapq import DapQ
+from kvlab.policies.exact_topk import ExactTopK
 from kvlab.policies.full import Full
 from kvlab.policies.morphkv import MorphKV
 from kvlab.policies.random import Random
@@ -17,7 +18,7 @@ from kvlab.policies.zsmerge import ZSMerge
 
 __all__ = ["Budget", "Policy", "Prompt", "policies", "policy", "registry"]
 
-BUILTIN = (Full, Random, StreamingLLM, SnapKV, MorphKV, ZSMerge, DapQ)
+BUILTIN = (Full, Random, StreamingLLM, SnapKV, MorphKV, ZSMerge, DapQ, ExactTopK)
 GROUP = "kvlab.policies"
 
 

@@ -147,6 +147,8 @@ class Policy(BaseModel):
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    weighs: ClassVar[bool] = True
+    """Whether `step` looks at the attention weights; without them a live run can use a fused kernel."""
 
     def __init__(self, **parameters):
         # A sweep over numpy's arange is as good as one over a list.
@@ -283,11 +285,12 @@ class Policy(BaseModel):
 
     # ------------------------------------------------------------------ a decoding step, in this order
 
-    def select(self, store: LayerStore, queries: Tensor) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
         """Slots that this step reads, int64 `[rows, kv_heads, n]`, -1 padded; None reads everything stored.
 
         Args:
             queries: `[rows, heads, 1, head_dim]`; the step's own entry is already the store's last.
+            scaling: factor of the logits, 1 / sqrt(head_dim) if None.
         """
         return None
 
@@ -295,17 +298,23 @@ class Policy(BaseModel):
         """What is added to the logits of stored entries, `[rows, kv_heads, slots]`; None for nothing."""
         return None
 
-    def step(self, store: LayerStore, weights: Tensor) -> None:
+    def step(self, store: LayerStore, weights: Tensor | None) -> None:
         """After a step has attended: update scores, then evict or merge down to the budget.
 
         Args:
-            weights: the attention `[rows, heads, slots]` over the entries then stored, bias included, own entry last.
+            weights: the attention `[rows, heads, slots]` over the entries then stored, bias included, own entry last;
+                None where the policy says that it does not look at it (`weighs`).
         """
+
+    @property
+    def steps(self) -> bool:
+        """Whether it does anything after a step has attended."""
+        return type(self).step is not Policy.step
 
     @property
     def acts_while_decoding(self) -> bool:
         """Whether anything after the prefill is overridden; if not, every generated token stays and is read."""
-        return any(getattr(type(self), verb) is not getattr(Policy, verb) for verb in ("select", "bias", "step"))
+        return self.steps or any(getattr(type(self), verb) is not getattr(Policy, verb) for verb in ("select", "bias"))
 
 
 def _everything(prompt: Prompt) -> Tensor:

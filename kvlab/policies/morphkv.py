@@ -51,9 +51,6 @@ class MorphKV(Policy):
     def scores(self, prompt: Prompt) -> Tensor:
         return self._fuse(self._profile(prompt))
 
-    def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        return super().choose(prompt, prompt.length)
-
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         super().compress(store, prompt)
         # Column r holds the row of the token at position r modulo R, so that a new row replaces the oldest.

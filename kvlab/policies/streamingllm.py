@@ -24,6 +24,8 @@ class StreamingLLM(Policy):
     name: ClassVar[str] = "streamingllm"
     summary: ClassVar[str] = "attention sinks and the most recent tokens, rolling"
 
+    weighs: ClassVar[bool] = False
+
     budget: Budget
     sinks: Annotated[int, Field(ge=0)] = 4
 
@@ -42,7 +44,6 @@ class StreamingLLM(Policy):
         kept = torch.cat([positions[: self.sinks], positions[prompt.length - (budget - self.sinks) :]])
         return kept.expand(prompt.rows, prompt.kv_heads, budget)
 
-    def step(self, store: LayerStore, weights: Tensor) -> None:
-        if store.length > store.budget:
-            oldest = torch.full(store.positions.shape[:2], self.sinks, device=weights.device)
-            store.drop(oldest)
+    def step(self, store: LayerStore, weights: Tensor | None) -> None:
+        while store.length > store.budget:
+            store.drop(self.sinks)

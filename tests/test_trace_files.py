@@ -1,0 +1,156 @@
+"""Traces from tensors and on disk: the same when read back, one clear error when damaged, nothing left by a failure."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+import kvlab
+from kvlab import models
+from kvlab import trace as module
+from kvlab.errors import KvlabError
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def small(request):
+    lm = models.random_lm("tiny-llama-gqa", device="cpu", dtype=request.param)
+    return kvlab.capture(lm, range(3, 30), 5, 9, accumulate=True, pseudo=["dapq"])
+
+
+@pytest.fixture
+def saved(small, tmp_path):
+    return small.save(tmp_path / "a.trace")
+
+
+def same(a, b):
+    ours, theirs = a._tensors(), b._tensors()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+    assert (a.prompt_length, a.scaling, a.meta) == (b.prompt_length, b.scaling, b.meta)
+
+
+def test_what_is_read_back_is_what_was_written(small, tmp_path):
+    path = small.save(tmp_path / "new" / "folder" / "a.trace")
+    assert [p.name for p in path.parent.iterdir()] == ["a.trace"]
+    found = kvlab.Trace.load(path)
+    same(small, found)
+    assert found.signature == small.signature and found.pseudo.keys() == {"first_last/4/32"}
+    assert path.stat().st_size == pytest.approx(small.nbytes, rel=0.1)
+    if small.keys.dtype == torch.float32:
+        policies = ["snapkv", "dapq", "zsmerge"]
+        results = [kvlab.replay(t, [kvlab.policy(p, budget=9, **({"window": 4} if p == "snapkv" else {}))
+                                    for p in policies]).summary for t in (small, found)]
+        assert results[0].equals(results[1])
+    same(found, kvlab.Trace.load(found.save(path)))       # over the file it came from
+
+
+def test_traces_of_shared_and_strided_tensors_are_saved(tmp_path):
+    keys = torch.randn(2, 7, 2, 4).transpose(1, 2)
+    trace = kvlab.Trace.from_tensors(torch.randn(2, 4, 7, 4)[:, :, 2:], keys, keys, 5)
+    same(trace, kvlab.Trace.load(trace.save(tmp_path / "shared")))
+
+
+def test_a_missing_file_and_a_folder(tmp_path):
+    with pytest.raises(KvlabError, match="there is no trace at .*none"):
+        kvlab.Trace.load(tmp_path / "none")
+    with pytest.raises(KvlabError, match="is damaged or not a kvlab trace"):
+        kvlab.Trace.load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", {
+    "empty": lambda b: b"",
+    "random": lambda b: bytes(range(256)) * 20,
+    "a short header": lambda b: b[:5],
+    "half a header": lambda b: b[:200],
+    "half": lambda b: b[: len(b) // 2],
+    "one byte less": lambda b: b[:-1],
+    "one byte more": lambda b: b + b"x",
+    "text": lambda b: b"This is a letter and no trace at all.\n" * 9,
+}.items(), ids=lambda item: item[0])
+def test_damaged_files_get_a_sentence(saved, damage):
+    saved.write_bytes(damage[1](saved.read_bytes()))
+    with pytest.raises(KvlabError, match=r"a\.trace is damaged or not a kvlab trace \(\w+\); capture") as caught:
+        kvlab.Trace.load(saved)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("metadata, message", [
+    (None, "is a safetensors file but no kvlab trace"),
+    ({"format": "pt"}, "is a safetensors file but no kvlab trace"),
+    ({"kvlab": "{}"}, "is a safetensors file but no kvlab trace"),
+    ({"kvlab": "[1]"}, "is a safetensors file but no kvlab trace"),
+    ({"kvlab": '{"format": "kvlab-trace-0"}'}, "is a safetensors file but no kvlab trace"),
+    ({"kvlab": "{"}, "is damaged"),
+    ({"kvlab": '{"format": "kvlab-trace-1"}'}, "is damaged"),
+    ({"kvlab": '{"format": "kvlab-trace-1", "prompt_length": 3, "scaling": 1.0, "meta": {}}'}, "is damaged"),
+])
+def test_foreign_safetensors_files_get_a_sentence(tmp_path, metadata, message):
+    safetensors.torch.save_file({"weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors", metadata)
+    with pytest.raises(KvlabError, match=message):
+        kvlab.Trace.load(tmp_path / "model.safetensors")
+
+
+def full_disk(*_args, **_more):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_disk_in_rust(tensors, path, metadata):
+    with open(path, "wb") as file:
+        file.write(b"half of it")
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("where, name, failure", [(os, "replace", full_disk), (module, "save_file", full_disk_in_rust)])
+def test_a_save_that_fails_leaves_what_was_there_before(small, saved, monkeypatch, where, name, failure):
+    before = saved.read_bytes()
+    monkeypatch.setattr(where, name, failure)
+    for path in (saved, saved.with_name("b.trace")):
+        with pytest.raises(KvlabError, match=rf"could not be written to .*{path.name}.*No space left"):
+            small.save(path)
+    assert [p.name for p in saved.parent.iterdir()] == ["a.trace"] and saved.read_bytes() == before
+
+
+def test_an_interrupted_save_leaves_nothing(small, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        small.save(tmp_path / "a.trace")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_to(small, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for path in (tmp_path / "file" / "a.trace", tmp_path):
+        with pytest.raises(KvlabError, match="could not be written"):
+            small.save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(queries=torch.zeros(4, 7, 8)), r"needs queries \[layers, heads, n, head_dim\]"),
+    (dict(values=torch.zeros(2, 2, 8, 8)), "keys, values of one shape"),
+    (dict(queries=torch.zeros(1, 4, 7, 8)), "differ in layers, head size, or heads per KV head"),
+    (dict(queries=torch.zeros(2, 3, 7, 8)), "differ in layers"),
+    (dict(queries=torch.zeros(2, 4, 7, 6)), "differ in layers"),
+    (dict(prompt_length=0), r"prompt_length 0 is not within 1 \.\. 9 tokens"),
+    (dict(prompt_length=10), "prompt_length 10"),
+    (dict(prompt_length=1), "7 queries do not cover the response of 8 among 9 tokens"),
+    (dict(queries=torch.zeros(2, 4, 10, 8)), "10 queries do not cover"),
+    (dict(pseudo=torch.zeros(2, 2, 5, 8)), r"pseudo-queries \(2, 2, 5, 8\) are not \[2, 4, m, 8\]"),
+    (dict(pseudo={"mine": torch.zeros(4, 5, 8)}), "pseudo-queries"),
+    (dict(accumulated=torch.zeros(2, 4, 9)), r"accumulated attention \(2, 4, 9\) is not \[2, 4, 6\]"),
+])
+def test_tensors_that_do_not_fit_together(change, message):
+    fit = dict(queries=torch.zeros(2, 4, 7, 8), keys=torch.zeros(2, 2, 9, 8), values=torch.zeros(2, 2, 9, 8),
+               prompt_length=6)
+    assert kvlab.Trace.from_tensors(**fit).steps == 3
+    with pytest.raises(KvlabError, match=message):
+        kvlab.Trace.from_tensors(**fit | change)
