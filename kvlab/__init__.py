@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvlab.corpus import Document, document, documents, questions
     from kvlab.errors import KvlabError
+    from kvlab.fidelity import closed_against_open, fidelity
+    from kvlab.live import compress
     from kvlab.models import LM, home, load, random_lm
     from kvlab.policies import Policy, policies, policy
     from kvlab.replay import replay
@@ -27,8 +29,11 @@ __all__ = [
     "Policy",
     "Trace",
     "capture",
+    "closed_against_open",
+    "compress",
     "document",
     "documents",
+    "fidelity",
     "home",
     "load",
     "policies",
@@ -41,6 +46,8 @@ __all__ = [
 _HOMES = {
     "corpus": ("Document", "document", "documents", "questions"),
     "errors": ("KvlabError",),
+    "fidelity": ("closed_against_open", "fidelity"),
+    "live": ("compress",),
     "models": ("LM", "home", "load", "random_lm"),
     "policies": ("Policy", "policies", "policy"),
     "replay": ("replay",),
@@ -49,7 +56,7 @@ _HOMES = {
 
 
 class _Package(ModuleType):
-    """Two functions, `policies` and `replay`, share their names with the modules that they live in."""
+    """Some functions, such as `policies` and `replay`, share their names with the modules that they live in."""
 
     def __getattr__(self, name: str) -> Any:
         for module, names in _HOMES.items():

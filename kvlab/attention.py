@@ -245,21 +245,33 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [found[layer] for layer in range(expected)]
 
 
-def check_length(model: nn.Module, length: int) -> None:
-    """Refuse a sequence that some layer would not see as a whole (a shorter sliding window or attention chunk)."""
+def _windows(model: nn.Module) -> list[int | None]:
+    """How far back each layer sees; None where it sees everything."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    for layer, (kind, module) in enumerate(zip(kinds, layers_of(model), strict=True)):
+    windows = []
+    for kind, module in zip(kinds, layers_of(model), strict=True):
         window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
         if kind == "full_attention" or (kind is None and getattr(config, "use_sliding_window", True) is False):
             window = None
         elif kind == "chunked_attention":
             window = getattr(config, "attention_chunk_size", None)
+        windows.append(window)
+    return windows
+
+
+def shortest_window(model: nn.Module) -> int | None:
+    """The longest sequence that every layer sees as a whole; None if there is no bound."""
+    return min((window for window in _windows(model) if window is not None), default=None)
+
+
+def check_length(model: nn.Module, length: int) -> None:
+    """Refuse a sequence that some layer would not see as a whole (a shorter sliding window or attention chunk)."""
+    for layer, window in enumerate(_windows(model)):
         if window is not None and window < length:
             raise KvlabError(
-                f"layer {layer} of {type(model).__name__} sees a window of {window} tokens, and the sequence "
-                f"has {length}; "
-                f"use at most {window} tokens"
+                f"layer {layer} of {type(model).__name__} sees a window of {window} tokens, and the sequence has "
+                f"{length}; use at most {window} tokens"
             )
 
 

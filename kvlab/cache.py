@@ -120,10 +120,12 @@ class LayerStore:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values that hold an entry (original positions are bookkeeping and not counted)."""
-        entries = int(self.counts.sum()) if self.ragged else self.positions.numel()
-        return entries * (
-            self._keys.shape[-1] * self._keys.element_size() + self._values.shape[-1] * self._values.element_size()
-        )
+        return (int(self.counts.sum()) if self.ragged else self.positions.numel()) * self.entry_bytes
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry's key and value."""
+        return sum(tensor.shape[-1] * tensor.element_size() for tensor in (self._keys, self._values))
 
     @property
     def aux_bytes(self) -> int:
@@ -256,6 +258,12 @@ class LayerStore:
             column = pick(self.column(name), slots)
             combined = column.amax(2, keepdim=True) if how == "max" else column.sum(2, keepdim=True)
             self.column(name).scatter_(2, into, combined)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Take the sequences `rows` in place of the present ones (beam search)."""
+        self._replace({name: tensor.index_select(0, rows) for name, tensor in self._everything().items()})
+        self.memory = {name: tensor.index_select(0, rows) for name, tensor in self.memory.items()}
+        self._owned = True
 
     # ------------------------------------------------------------------ storage
 

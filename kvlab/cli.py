@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,8 +70,6 @@ def list_(what: Annotated[str, typer.Argument(metavar="WHAT", help=", ".join(LIS
 
     found = entries(what)
     if as_json:
-        import json
-
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
     elif not found:
         typer.echo(f"There are no {what} yet.")
@@ -128,6 +128,79 @@ def report(out: Annotated[Path | None, typer.Option("--out", help="Folder (defau
 
     page = ledger.write(out, model, profile)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
+
+
+@app.command(epilog="Examples:   kvlab bench decode   |   kvlab bench decode --policies all --budget 256,512 "
+                    "--contexts 4000   |   kvlab bench decode --policies snapkv --probes entropy,bytes   |   "
+                    "kvlab bench prefill --out prefill.csv   |   "
+                    "kvlab bench memory --shape llama-3.1-8b --layers 2 --contexts 1000,16000")
+def bench(task: Annotated[str, typer.Argument(help="decode, prefill or memory.")],
+          model: Annotated[str, typer.Option("--model", help="As for kvlab.load.")] = "smollm2-135m",
+          shape: Annotated[str | None, typer.Option("--shape", help="Random weights of a published shape instead.",
+                                                    show_default=False)] = None,
+          layers: Annotated[int | None, typer.Option("--layers", min=1, help="Cut the shape to this depth.",
+                                                     show_default=False)] = None,
+          policies: Annotated[str, typer.Option("--policies", help="Names between commas, or all.")]
+          = "snapkv,streamingllm",
+          budget: Annotated[str, typer.Option("--budget", help="Entries, or fractions of the prompt (0.2).")] = "512",
+          probes: Annotated[str, typer.Option("--probes", help="Also with these probes: what they cost.")] = "",
+          contexts: Annotated[str, typer.Option("--contexts", help="Prompt lengths in tokens.")] = "1000,4000",
+          new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Decoding steps that are timed.")] = 64,
+          repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds of timed runs.")] = 3,
+          batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
+          device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto",
+          dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")] = "auto",
+          out: Annotated[Path | None, typer.Option("--out", help="A CSV file for the table.",
+                                                   show_default=False)] = None,
+          as_json: Annotated[bool, typer.Option("--json", help="The table and what it was measured on.")] = False,
+          ) -> None:
+    """Speed, time to first token and memory of policies, beside transformers' own full cache."""
+    from rich.console import Console
+
+    lengths, budgets = _numbers(contexts, "--contexts", int), _numbers(budget, "--budget", _entries)
+    if out is not None and not out.absolute().parent.is_dir():
+        raise KvlabError(f"there is no folder {out.absolute().parent} to write {out.name} into")
+    from kvlab import bench as benchmark
+
+    chosen = benchmark.contenders(_names(policies), budgets, _names(probes))
+    subject = benchmark.Subject(model, shape, layers, device, dtype)
+    runs = {"decode": repeats, "prefill": repeats + 1}.get(task, 2) * len(chosen)
+    with _progress(runs * sum(lengths) * batch) as advance:
+        table = benchmark.measure(task, subject, chosen, lengths, new_tokens, repeats, batch, advance)
+    if out is not None:
+        benchmark.write_csv(table, out)
+    if as_json:
+        typer.echo(f'{{"measured_on": {json.dumps(table.attrs)}, "rows": {table.to_json(orient="records")}}}')
+    else:
+        benchmark.show(table, Console(width=None if sys.stdout.isatty() else 160))
+
+
+@contextmanager
+def _progress(tokens: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr, with the time left, that moves by the tokens that were fed."""
+    from rich.console import Console
+    from rich.progress import Progress, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = *Progress.get_default_columns(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        work = bar.add_task("loading the model", total=tokens)
+        yield lambda what, fed: bar.update(work, description=what, advance=fed)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _entries(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+def _numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in _names(text)]
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes numbers with commas between them, not {text!r}") from None
 
 
 def _overrides(pairs: Iterable[str]) -> dict[str, str]:

@@ -50,7 +50,9 @@ def _measures() -> list[dict[str, Any]]:
 
 
 def _probes() -> list[dict[str, Any]]:
-    return []
+    from kvlab.probes import PROBES
+
+    return [{"name": name, "summary": probe.summary} for name, probe in PROBES.items()]
 
 
 def _models() -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from kvlab.cache import EMPTY, LayerStore, pick
 from kvlab.decoding import decode
 from kvlab.errors import KvlabError
 from kvlab.policies import Policy, policy
+from kvlab.probes import Probe, Records, Seen, probe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,8 +113,9 @@ class Replay:
         stored_bytes, read_bytes: `[steps]`, summed over layers.
     """
 
-    def __init__(self, trace: Trace, policy: Policy):
-        self.trace, self.policy = trace, policy
+    def __init__(self, trace: Trace, policy: Policy, probes: Sequence[Probe] = ()):
+        self.trace, self.policy, self.probes = trace, policy, list(probes)
+        self.records = Records(policy.name, getattr(policy, "budget", None), rows="layer")
         self.budget = policy.entries(trace.prompt_length)
         self.raised = policy.raised(trace.prompt_length)
         self._reference = reference(trace)
@@ -141,7 +143,7 @@ class Replay:
         if trace.steps == 0:
             # Without a response there is no gold set to recall.
             self.recall, self.window_recall = (torch.full_like(r, torch.nan) for r in (self.recall, self.window_recall))
-        if self.policy.acts_while_decoding or store.merged:
+        if self.policy.acts_while_decoding or store.merged or self.probes:
             for step in range(1, trace.steps + 1):
                 self._decode(store, step)
         else:
@@ -158,14 +160,18 @@ class Replay:
 
         read = attended.read(store)
         self._read.append(read)
-        self.mass_lost[:, :, now] = measures.mass_lost(self._reference.at(step), read)
-        full = self._reference.outputs[:, :, now]
+        all_weights, full = self._reference.at(step), self._reference.outputs[:, :, now]
+        self.mass_lost[:, :, now] = measures.mass_lost(all_weights, read)
         self.output_error[:, :, now] = measures.output_error(full, attended.output[:, :, 0])
         ranks = self._reference.step_ranks[:, :, now]
         self.step_recall[:, :, now] = self._reference.share_found(ranks, read, min(self.budget, position + 1))
 
-        per_entry = store.kv_bytes / max(int(store.counts.sum()), 1)
-        self.read_bytes[now] = int((read != EMPTY).sum()) * per_entry + store.aux_bytes
+        if self.probes:
+            seen = Seen(self.policy, store, queries, attended, trace.scaling, full=(all_weights, full))
+            for one in self.probes:
+                one.look(seen, self.records, dict(step=step, layer=None, rows=list(range(trace.n_layers))))
+
+        self.read_bytes[now] = int((read != EMPTY).sum()) * store.entry_bytes + store.aux_bytes
         self.policy.step(store, attended.weights)
         self._stored.append(store.positions.clone())
         self.stored_bytes[now] = store.kv_bytes + store.aux_bytes
@@ -351,6 +357,7 @@ def replay(
     policies: Policy | str | Sequence[Policy | str],
     budgets: Sequence[int | float] | None = None,
     progress: bool | None = None,
+    probes: Sequence[Probe | str] = (),
 ) -> Replay | Replays:
     """Replay policies on traces.
 
@@ -359,6 +366,7 @@ def replay(
         policies: one policy, or a list of policies and names. A name needs `budgets`.
         budgets: every policy that has a budget is replayed at each of them.
         progress: show a progress bar; by default from eight replays on.
+        probes: instruments besides the replay's own measures, as in a live run; their numbers are in `records`.
 
     Returns:
         One `Replay` for one trace and one policy without budgets, else `Replays`.
@@ -379,14 +387,17 @@ def replay(
             objects.extend(policy(one, budget=budget) for budget in budgets)
         else:
             objects.append(policy(one))
+    instruments = [probe(one) for one in probes]
     if single:
-        return Replay(traces[0], objects[0])
+        return Replay(traces[0], objects[0], instruments)
 
     from tqdm.auto import tqdm
 
     jobs = [(t, p) for t in traces for p in objects]
     quiet = len(jobs) < 8 if progress is None else not progress
-    return Replays(Replay(t, p) for t, p in tqdm(jobs, desc="replay", unit="policy", disable=quiet, leave=False))
+    return Replays(
+        Replay(t, p, instruments) for t, p in tqdm(jobs, desc="replay", unit="policy", disable=quiet, leave=False)
+    )
 
 
 def _has_budget(one: Policy | str) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +18,7 @@ from torch import Tensor
 from kvlab import attention
 from kvlab.cache import LayerStore, StoreCache
 from kvlab.errors import KvlabError
+from kvlab.files import replacing
 from kvlab.policies import Policy, Prompt, policy
 
 if TYPE_CHECKING:
@@ -195,18 +194,11 @@ class Trace:
         """Write one safetensors file, whose header holds the rest as JSON; under its name only once it is whole."""
         path = Path(path)
         header = {"format": FORMAT, "prompt_length": self.prompt_length, "scaling": self.scaling, "meta": self.meta}
-        temporary = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            os.close(handle)
-            save_file(_apart(self._tensors()), temporary, {"kvlab": json.dumps(header)})
-            os.replace(temporary, path)
-        except (OSError, SafetensorError) as error:
-            raise KvlabError(f"the trace could not be written to {path}: {error}") from None
-        finally:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
+            with replacing(path) as temporary:
+                save_file(_apart(self._tensors()), temporary, {"kvlab": json.dumps(header)})
+        except SafetensorError as error:
+            raise KvlabError(f"cannot write {path}: {error}") from None
         return path
 
     @classmethod
@@ -340,7 +332,12 @@ def prefilled(trace: Trace) -> StoreCache:
     return StoreCache([LayerStore(keys[None], values[None]) for keys, values in pairs])
 
 
-def _ids(lm: LM, text_or_ids: Any, chat: Any) -> tuple[Tensor, str]:
+def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Tensor, str]:
+    """Token ids `[tokens]` of a text, a `Document` or ids, and a name for them with a hash.
+
+    Raises:
+        KvlabError: nothing in it, not of one sequence, or ids that the model does not have.
+    """
     from kvlab.corpus import Document
 
     if isinstance(text_or_ids, str):
@@ -353,7 +350,8 @@ def _ids(lm: LM, text_or_ids: Any, chat: Any) -> tuple[Tensor, str]:
     return ids, f"ids@{hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:8]}"
 
 
-def _several(prompts: Any) -> bool:
+def several(prompts: Any) -> bool:
+    """Whether these are several prompts rather than one."""
     from kvlab.corpus import Document
 
     first = prompts[0] if isinstance(prompts, list | tuple) and prompts else 0
@@ -414,7 +412,7 @@ def capture(
         KvlabError: an empty prompt, one that is too long for the model, or a model that cannot be hooked; nothing has
             run by then.
     """
-    if _several(text_or_ids):
+    if several(text_or_ids):
         from tqdm.auto import tqdm
 
         if response is not None:
@@ -427,7 +425,7 @@ def capture(
         raise KvlabError(f"new_tokens and window must not be negative, and are {new_tokens} and {window}")
     if queries not in (None, "all"):
         raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
-    ids, document = _ids(lm, text_or_ids, chat)
+    ids, document = prompt_ids(lm, text_or_ids, chat)
     length = len(ids)
     if response is not None:
         response = _checked(lm, response, "response")[:new_tokens]

@@ -86,7 +86,7 @@ def test_an_unforeseen_error_is_a_sentence_as_well(project, capsys, monkeypatch)
 def test_lists_are_objects_with_name_and_summary(capsys, what):
     code, out, _ = call(capsys, "list", what, "--json")
     found = json.loads(out)
-    assert code == 0 and isinstance(found, list) and (found or what == "probes")
+    assert code == 0 and isinstance(found, list) and found
     for entry in found:
         assert entry["name"] and entry["summary"] and "\n" not in entry["summary"]
 

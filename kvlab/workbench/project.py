@@ -1,17 +1,12 @@
-"""Where the project lies, what state its code is in, and small helpers for files."""
+"""Where the project lies, what state its code is in, and how it was made."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-
-from kvlab.errors import KvlabError
 
 PRESENTATION = ("cli.py", "__main__.py", "workbench/report.py", "workbench/progress.py")
 
@@ -62,27 +57,3 @@ def code_hash() -> str:
         if name not in PRESENTATION and not name.startswith("papers/"):
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary name beside `path` that takes its place when the block ends well, and vanishes otherwise.
-
-    Raises KvlabError where the file cannot be written (a full disk, no permission).
-    """
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-", suffix=path.suffix)
-        os.close(handle)
-    except OSError as error:
-        raise KvlabError(f"cannot write {path}: {error.strerror or error}") from None
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise KvlabError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)

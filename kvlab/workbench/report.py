@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab import papers
 from kvlab.errors import KvlabError
+from kvlab.files import replacing
 from kvlab.workbench import project, store
 
 if TYPE_CHECKING:
@@ -124,9 +125,9 @@ def write(out: str | Path | None = None, model: str | None = None, profile: str 
         raise KvlabError(f"cannot write the report into {folder}: it is a file, not a folder")
     found = entries(model, profile)
     page = render(found, evidence(found))
-    with project.replacing(folder / "claims.csv") as path:
+    with replacing(folder / "claims.csv") as path:
         _frame(found).to_csv(path, index=False)
-    with project.replacing(folder / "report.html") as path:
+    with replacing(folder / "report.html") as path:
         path.write_text(page, encoding="utf-8")
     return folder / "report.html"
 

@@ -1,0 +1,105 @@
+"""What it costs to replay all policies at five budgets on one trace, beside running the model again for each.
+
+\b
+python benchmarks/replay.py
+python benchmarks/replay.py --tokens 1024 --budgets 64 --budgets 256 --out replay.csv
+
+The prompt is random token ids. A tool that runs the model for each policy and budget needs at least one prefill each,
+so the plain SDPA prefill times the number of replays is what the replays are compared with. The time of the replays
+includes the full cache's side of the comparison, which is computed once for a trace; that of the capture is shown too.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from common import bar, prefill, prompt, seconds, write_csv
+from rich.console import Console
+from rich.table import Table
+
+import kvlab
+from kvlab.policies import registry
+
+
+def possible(budgets: list[int], console: Console) -> list:
+    """Every policy at every budget that it can work with; one without a budget stands once."""
+    found = []
+    for name in kvlab.policies():
+        if "budget" not in registry()[name].model_fields:
+            found.append(kvlab.policy(name))
+            continue
+        for budget in budgets:
+            try:
+                found.append(kvlab.policy(name, budget=budget))
+            except kvlab.KvlabError as error:
+                console.print(f"left out: {error}")
+    return found
+
+
+def measure(lm, ids, new_tokens: int, policies: list, repeats: int, console: Console) -> tuple[list, float, float]:
+    """One row for each replay; seconds of one prefill, taken before and after them; seconds of the capture."""
+    rows, traces = [], []
+    pseudo = [p for p in policies if p.pseudo_key]
+
+    def capture() -> None:
+        traces.append(kvlab.capture(lm, ids, new_tokens, window=256, accumulate=True, pseudo=pseudo))
+
+    with bar(console) as progress:
+        task = progress.add_task("", total=2 * repeats + 1 + len(policies))
+
+        def timed(what: str, run) -> float:
+            progress.update(task, description=what)
+            taken = seconds(run)
+            progress.advance(task)
+            return taken
+
+        prefill(lm, ids[:64])
+        plain = [timed("plain prefill", lambda: prefill(lm, ids)) for _ in range(repeats)]
+        capturing = timed("capture", capture)
+        for policy in policies:
+            taken = timed(str(policy), lambda policy=policy: kvlab.replay(traces[0], policy).summary)
+            rows.append(dict(policy=policy.name, budget=policy.entries(len(ids)), seconds=taken))
+        plain += [timed("plain prefill", lambda: prefill(lm, ids)) for _ in range(repeats)]
+    return rows, statistics.median(plain), capturing
+
+
+def main(
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 4096,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Length of the response.")] = 64,
+    budgets: Annotated[list[int], typer.Option(min=1, help="May be given several times.")]
+    = [128, 256, 512, 1024, 2048],
+    model: Annotated[str, typer.Option(help="As for kvlab.load.")] = "smollm2-135m",
+    repeats: Annotated[int, typer.Option(min=1, help="Prefills before and as many after the replays.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="A CSV file for the time of each replay.")] = None,
+) -> None:
+    console = Console(highlight=False)
+    try:
+        lm, policies = kvlab.load(model, device="cpu"), possible(budgets, console)
+        rows, one, capturing = measure(lm, prompt(lm, tokens), new_tokens, policies, repeats, console)
+        if out:
+            write_csv(out, rows)
+    except (kvlab.KvlabError, OSError) as error:
+        typer.echo(f"benchmark: {error}", err=True)
+        raise typer.Exit(1) from None
+
+    table = Table(title=f"{model}, {tokens} + {new_tokens} tokens, {torch.get_num_threads()} threads")
+    for name in ("policy", "replays", "median", "longest"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        took = [row["seconds"] for row in rows if row["policy"] == name]
+        table.add_row(name, str(len(took)), f"{statistics.median(took):.2f} s", f"{max(took):.2f} s")
+    console.print(table)
+    n, total = len(rows), sum(row["seconds"] for row in rows)
+    console.print(f"one prefill {one:.2f} s, the capture with its response {capturing:.2f} s")
+    console.print(f"{n} replays {total:.2f} s, {n} prefills {n * one:.2f} s: ratio {total / n / one:.4f}")
+    console.print(f"replays and capture together: ratio {(total + capturing) / n / one:.4f}")
+
+
+if __name__ == "__main__":
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    app.command(help=__doc__)(main)
+    app()

@@ -1,0 +1,650 @@
+"""A policy inside transformers' own `generate()`: a cache that really shrinks.
+
+`with compress(model, policy) as session:` swaps the attention of every layer and the cache of every forward pass.
+While a prompt comes in, whole or in pieces, everything is stored. At the first single-token step the prompt has ended:
+the policy compresses it, what it evicts is freed, and from then on every step goes by the same clock as a replay
+(`decoding.py`).
+
+Sequences of a batch whose prompts have different lengths (left padding) do not share a store: each group of equal
+length has its own, so that no padding is ever stored and all rows of a store keep in step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from kvlab import attention
+from kvlab.cache import LayerStore
+from kvlab.decoding import decode
+from kvlab.errors import KvlabError
+from kvlab.policies import Policy, Prompt, policy
+from kvlab.probes import Probe, Records, Seen, Shadow, probe
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass
+class Group:
+    """Sequences of a batch that share a length, and their entries in one layer."""
+
+    rows: Tensor | None  # which of the batch; None for all of them
+    store: LayerStore
+    padded: bool = True  # whether padding may still be stored: until the first prompt has ended
+    shadow: Shadow | None = None
+    kept: Tensor | None = None  # positions after the prefill
+    lossy: bool = False  # whether the store ever lost or merged an entry
+    entries_read: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        return x if self.rows is None else x[self.rows]
+
+    def numbers(self, batch: int) -> list[int]:
+        return list(range(batch)) if self.rows is None else self.rows.tolist()
+
+    def take(self, rows: Tensor) -> None:
+        """The sequences `rows` of this group in place of the present ones, with all that is known of them."""
+        self.store.reorder(rows.to(self.store.keys.device))
+        if self.shadow is not None:
+            self.shadow.store.reorder(rows.to(self.shadow.store.keys.device))
+        if self.kept is not None:
+            self.kept = self.kept[rows.to(self.kept.device)]
+
+
+class LiveLayer(CacheLayerMixin):
+    """One layer of a `LiveCache`."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: LiveCache):
+        super().__init__()
+        self.is_initialized = True
+        self._cache = cache
+        self.groups: list[Group] = []
+        self._observed: list[Tensor] = []  # the last queries, [batch, heads, n, head_dim] in pieces
+
+    def observe(self, queries: Tensor, n: int | None) -> None:
+        """Remember the last `n` queries (all for None): of a prompt, and of a response that becomes part of one."""
+        if n == 0:
+            return
+        # A copy, so that the queries of a long prompt are not kept alive by a window on them.
+        whole = n is None or queries.shape[2] <= n
+        self._observed.append(queries if whole else queries[:, :, queries.shape[2] - n :].clone())
+        if n is not None and len(self._observed) > 2 * n:
+            del self._observed[:n]
+
+    def forget(self) -> None:
+        self._observed = []
+
+    @property
+    def observed(self) -> Tensor | None:
+        """`[batch, heads, n, head_dim]`, at least the last that `observe` was asked for."""
+        if len(self._observed) > 1:
+            self._observed = [torch.cat(self._observed, 2)]
+        return self._observed[0] if self._observed else None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        # The session's attention stores them: it knows the phase, and which rows go together.
+        if not self._cache.session.running(self._cache):
+            raise KvlabError("this cache belongs to a kvlab session; go on with it inside `with kvlab.compress(...)`")
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self._cache.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for group in self.groups:
+            wanted = group.of(beam_idx.to(group.store.keys.device))
+            if group.rows is not None:
+                place = {int(row): i for i, row in enumerate(group.rows)}
+                if any(int(row) not in place for row in wanted):
+                    raise KvlabError("beams cannot change places between prompts of different length")
+                wanted = torch.tensor([place[int(row)] for row in wanted], device=wanted.device)
+            group.take(wanted)
+        self._select(beam_idx)
+
+    def _select(self, rows: Tensor) -> None:
+        if self.observed is not None:
+            self._observed = [self.observed[rows.to(self.observed.device)]]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove == 0:
+            return
+        if self._cache.ended and self._cache.session.policy.acts_while_decoding:
+            raise KvlabError(
+                f"{self._cache.session.policy.name} cannot take tokens back, as assisted decoding asks for"
+            )
+        n = abs(tokens_to_remove)
+        for group in self.groups:
+            group.store.truncate(group.store.length - n)
+            if group.shadow is not None:
+                group.shadow.store.truncate(group.shadow.store.length - n)
+        if self.observed is not None:
+            self._observed = [self.observed[:, :, : max(self.observed.shape[2] - n, 0)]]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if len(self.groups) > 1:
+            raise KvlabError("a batch of prompts of different length cannot be cut or repeated while it is generated")
+        for group in self.groups:
+            group.take(indices)
+        self._select(indices)
+
+
+class LiveCache(Cache):
+    """What a session hands to the model in place of a `DynamicCache`."""
+
+    def __init__(self, session: Session, n_layers: int):
+        self.session = session
+        self.seen = 0  # tokens fed, padding included
+        self.ended = False  # whether the prompt has ended
+        self.steps = 0  # single-token steps since
+        self.number = 0  # which prompt of its session this is, from 1; 0 before the prompt has ended
+        self.padding: Tensor | None = None  # [batch] left padding of each row
+        self.ids: list[Tensor] = []
+        super().__init__(layers=[LiveLayer(self) for _ in range(n_layers)])
+
+    @classmethod
+    def of(cls, session: Session, n_layers: int, given: DynamicCache) -> LiveCache:
+        """What a plain cache holds, taken as the beginning of a prompt."""
+        cache = cls(session, n_layers)
+        cache.seen = given.get_seq_length()
+        if cache.seen:
+            for live, layer in zip(cache.layers, given.layers, strict=True):
+                if layer.keys.shape[2] != cache.seen:
+                    raise KvlabError("the cache handed in has lost entries already (a sliding window?)")
+                live.groups = [Group(None, LayerStore(layer.keys, layer.values))]
+        return cache
+
+    def start_over(self) -> None:
+        """Before another policy takes over: all that is stored is a prompt again, and the first one's scores go."""
+        self.ended = False
+        for layer in self.layers:
+            layer.forget()
+            for group in layer.groups:
+                group.store._columns, group.store.memory, group.store.budget = {}, {}, None
+
+    @property
+    def batch(self) -> int:
+        return sum(group.store.keys.shape[0] for group in self.layers[0].groups)
+
+    @torch.inference_mode()
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.seen -= abs(tokens_to_remove)
+        if self.ids:
+            self.ids = [torch.cat(self.ids, 1)[:, : self.seen]]
+
+    @torch.inference_mode()
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
+
+    @torch.inference_mode()
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for layer in self.layers:
+            layer.batch_select_indices(indices)
+        self._select(indices)
+
+    def _select(self, rows: Tensor) -> None:
+        if self.ids:
+            ids = torch.cat(self.ids, 1)
+            self.ids = [ids[rows.to(ids.device)]]
+        if self.padding is not None:
+            self.padding = self.padding[rows.to(self.padding.device)]
+
+    def note_padding(self, mask: Tensor | None, fed: int) -> None:
+        """Left padding of each row, from the attention mask of a chunk of the prompt."""
+        if mask is None:
+            return
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            raise KvlabError("an attention mask of a kvlab session is [batch, tokens]: who sees whom follows from that")
+        if bool(mask.all()):
+            return
+        visible = mask[:, : self.seen + fed].bool()
+        padding = (~visible).sum(1)
+        where = torch.arange(visible.shape[1], device=mask.device)
+        if bool((visible != (where >= padding[:, None])).any()):
+            raise KvlabError("only left padding can be compressed; set tokenizer.padding_side = 'left'")
+        if any(not group.padded for group in self.layers[0].groups):
+            if self.padding is None or bool((padding != self.padding).any()):
+                raise KvlabError(
+                    "a later turn of a batch cannot bring padding of its own; give all rows turns of one length"
+                )
+            return
+        self.padding = padding
+
+    def split_by_length(self) -> None:
+        """Strip the padding: sequences of one length share a store from here on."""
+        lengths = None if self.padding is None else self.padding.unique().tolist()
+        for layer in self.layers:
+            first = layer.groups[0]
+            if first.padded and lengths:
+                store = first.store
+                layer.groups = []
+                for pad in lengths:
+                    rows = (self.padding == pad).nonzero().flatten()
+                    layer.groups.append(Group(rows, LayerStore(store.keys[rows, :, pad:], store.values[rows, :, pad:])))
+            for group in layer.groups:
+                group.padded = False
+
+
+class Session:
+    """What `compress` hands to its block: what is stored now, and what the probes saw.
+
+    Attributes:
+        model, policy: as given.
+        records: numbers of the probes; `table` is its tidy form.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        probes: Sequence[Probe],
+        turns: str,
+        encode: Callable[[str], Tensor] | None,
+        shadow_bytes: int,
+    ):
+        self.model, self.policy, self.turns = model, policy, turns
+        self.probes = list(probes)
+        self.records = Records(policy.name, getattr(policy, "budget", None))
+        self._encode, self._shadow_bytes = encode, shadow_bytes
+        self._n_layers = len(attention.layers_of(model))
+        self._window = attention.shortest_window(model)
+        self._adopted: WeakKeyDictionary[Cache, LiveCache] = WeakKeyDictionary()
+        self._cache: LiveCache | None = None
+        self._pseudo: Pseudo | None = None
+        self._weigh = any(p.needs_weights for p in self.probes)
+        self._shadowed = any(p.needs_shadow for p in self.probes)
+        self._scaling: float | None = None
+        self._fed = 0
+        self._prompts = 0
+        self._passing = False  # whether a forward pass of the model is under way
+        self._arguments = list(inspect.signature(model.forward).parameters)
+        self._stack = ExitStack()
+
+    # ------------------------------------------------------------------ entering and leaving
+
+    def __enter__(self) -> Session:
+        with ExitStack() as stack:
+            stack.enter_context(attention.hooked(self.model, self._attend))
+            stack.callback(self.model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+            stack.callback(self.model.register_forward_hook(self._after).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._passing = False
+        self._stack.close()
+
+    def __deepcopy__(self, memo: dict) -> Session:
+        # A copied cache (a prefix that several prompts share) goes on in the same session.
+        return self
+
+    def running(self, cache: LiveCache) -> bool:
+        """Whether a forward pass on `cache` is under way."""
+        return (self._passing or self._pseudo is not None) and self._cache is cache
+
+    # ------------------------------------------------------------------ around a forward pass
+
+    def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if self._pseudo is not None:
+            return args, kwargs
+        self._passing = False
+        kwargs.update(zip(self._arguments, args, strict=False))
+        if kwargs.get("use_cache") is False:
+            raise KvlabError("use_cache=False leaves nothing to compress; drop it, or leave the kvlab session")
+        cache = self._cache = self._adopt(kwargs.get("past_key_values"))
+        kwargs["past_key_values"], kwargs["use_cache"] = cache, True
+        tokens = kwargs.get("input_ids")
+        self._fed = (tokens if tokens is not None else kwargs["inputs_embeds"]).shape[1]
+        if self._window is not None and cache.seen + self._fed > self._window:
+            attention.check_length(self.model, cache.seen + self._fed)
+        if self._fed == 1 and cache.seen and not cache.ended:
+            self.end_prompt()
+        elif self._fed > 1 and cache.ended and self.turns == "recompress":
+            cache.ended = False
+        if not cache.ended:
+            cache.note_padding(kwargs.get("attention_mask"), self._fed)
+        elif self._fed == 1:
+            cache.steps += 1
+            self.records.start(cache.number)
+        if tokens is not None:
+            cache.ids.append(tokens)
+        self._passing = True
+        return (), kwargs
+
+    def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
+        if self._pseudo is not None:
+            return
+        self._passing = False
+        self._cache.seen += self._fed
+        if self._cache.ended and self._fed == 1:
+            seconds = self.records.stop()
+            for one in self.probes:
+                one.after_step(self.records, self._cache.steps, seconds)
+
+    def _adopt(self, given: Cache | None) -> LiveCache:
+        if given is None:
+            return LiveCache(self, self._n_layers)
+        if isinstance(given, LiveCache):
+            if len(given.layers) != self._n_layers:
+                raise KvlabError(f"the cache has {len(given.layers)} layers, and the model {self._n_layers}")
+            if given.session is not self:
+                if given.session.policy != self.policy:
+                    given.start_over()
+                given.session, given.number = self, 0
+                if given.ended:
+                    self._begin(given)
+            return given
+        if type(given) is not DynamicCache or not all(isinstance(layer, DynamicLayer) for layer in given.layers):
+            raise KvlabError(
+                f"a {type(given).__name__} cannot be compressed; hand over a DynamicCache, a cache that a kvlab "
+                f"session "
+                "returned, or none"
+            )
+        if given not in self._adopted:
+            self._adopted[given] = LiveCache.of(self, self._n_layers, given)
+        return self._adopted[given]
+
+    # ------------------------------------------------------------------ attention
+
+    def _attend(self, call: attention.Call) -> Tensor:
+        # Storage that was made in inference mode can only be written to in inference mode; so all of it is.
+        with torch.inference_mode():
+            out = self._attended(call)
+        return out.clone() if torch.is_grad_enabled() else out
+
+    def _attended(self, call: attention.Call) -> Tensor:
+        if not self._passing and self._pseudo is None:
+            raise KvlabError(f"inside a kvlab session call the {type(self.model).__name__} itself, not a part of it")
+        layer = self._cache.layers[call.layer]
+        self._scaling = call.scaling
+        if self._pseudo is not None:
+            return self._pseudo.attend(call, layer.groups[self._pseudo.group].store)
+        if not layer.groups:
+            layer.groups = [Group(None, LayerStore(call.keys, call.values))]
+            layer.observe(call.queries, self.policy.observes)
+            return call.attend()
+        if self._cache.ended and call.queries.shape[2] == 1:
+            if self.turns == "recompress" and self.policy.observes is not None:
+                layer.observe(call.queries, self.policy.observes)
+            return self._each(layer, call, self._step)
+        if not self._cache.ended:
+            layer.observe(call.queries, self.policy.observes)
+        return self._each(layer, call, self._feed)
+
+    def _each(self, layer: LiveLayer, call: attention.Call, attend: Callable[..., Tensor]) -> Tensor:
+        if len(layer.groups) == 1:
+            return attend(layer.groups[0], call, call.queries, call.keys, call.values)
+        out = torch.empty_like(call.queries)
+        for group in layer.groups:
+            out[group.rows] = attend(group, call, *map(group.of, (call.queries, call.keys, call.values)))
+        return out
+
+    def _feed(self, group: Group, call: attention.Call, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """More of a prompt, or a later turn, on top of what is stored."""
+        store = group.store
+        store.append(keys, values)
+        if group.shadow is not None:
+            group.shadow.append(keys, values)
+        bias = self.policy.bias(store) if store.budget is not None else None
+        if bias is None and not store.ragged:
+            return attention.attend(
+                queries, store.keys, store.values, call.scaling, call.padding if group.padded else None
+            )
+        # Slots of one head lie in order of arrival, but heads may hold different numbers: compare positions instead.
+        heads, n = queries.shape[1], queries.shape[2]
+        now = torch.arange(store.seen - n, store.seen, device=queries.device)
+        positions = attention.to_query_heads(store.positions, heads)[:, :, None]
+        visible = (positions <= now[:, None]) & (positions >= 0)
+        if bias is not None:
+            bias = attention.to_query_heads(bias, heads)[:, :, None]
+        weights = attention.weights(queries, store.keys, call.scaling, visible, bias)
+        return attention.output(weights, store.values).to(queries.dtype)
+
+    def _step(self, group: Group, call: attention.Call, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        store = group.store
+        attended = decode(self.policy, store, queries, keys, values, call.scaling, weigh=self._weigh)
+        if attended.slots is not None:
+            group.entries_read = int((attended.slots >= 0).sum())
+        else:
+            group.entries_read = int(store.counts.sum()) if store.ragged else store.positions.numel()
+        if self.probes:
+            if group.shadow is not None:
+                group.shadow.append(keys, values)
+            pre_queries = None if call.pre_rope is None else group.of(call.pre_rope)
+            seen = Seen(self.policy, store, queries, attended, call.scaling, group.shadow, pre_queries)
+            where = dict(step=self._cache.steps, layer=call.layer, rows=group.numbers(self._cache.batch))
+            for one in self.probes:
+                one.look(seen, self.records, where)
+        self.policy.step(store, attended.weights)
+        group.lossy = group.lossy or store.length < store.seen
+        for one in self.probes:
+            one.look_after(seen, self.records, where)
+        return attended.output
+
+    # ------------------------------------------------------------------ the end of a prompt
+
+    @torch.inference_mode()
+    def end_prompt(self) -> None:
+        """Compress now what has been fed. Called by itself at the first single-token step."""
+        cache = self._cache
+        if cache is None or not cache.seen:
+            raise KvlabError("no prompt has been fed yet")
+        if cache.ended:
+            return
+        cache.split_by_length()
+        self._begin(cache)
+        for number in range(len(cache.layers[0].groups)):
+            judged = self._judges(cache.layers[0].groups[number].store.length)
+            found = self._run_pseudo(cache, number) if judged and self.policy.pseudo_key else None
+            for index, layer in enumerate(cache.layers):
+                group = layer.groups[number]
+                store = group.store
+                window = layer.observed
+                window = store.keys[:, :, :0] if window is None else group.of(window)
+                window = window[:, :, max(window.shape[2] - store.length, 0) :]
+                self._check_window(window.shape[2], store.length)
+                layers = (index,) * store.keys.shape[0]
+                pseudo = None if found is None else found[index]
+                prompt = Prompt(window, store.keys, store.values, layers, self._n_layers, pseudo, scaling=self._scaling)
+                self.policy.compress(store, prompt)
+                group.kept = store.positions.clone()
+                group.lossy = group.lossy or store.length < store.seen or store.merged
+        for layer in cache.layers:
+            if self.turns == "leave" or self.policy.observes is None:
+                layer.forget()
+        cache.ended = True
+
+    def _begin(self, cache: LiveCache) -> None:
+        """Number a prompt for the tables, and begin to keep what is going to be evicted, if a probe asks."""
+        if not cache.number:
+            self._prompts += 1
+            cache.number = self._prompts
+        if not self._shadowed:
+            return
+        for group in (group for layer in cache.layers for group in layer.groups if group.shadow is None):
+            if group.lossy:
+                raise KvlabError(
+                    "the cache handed in has lost entries already, so its full attention is not known; leave out the "
+                    "probes that compare with it, or have them from the first prompt on"
+                )
+            rows = group.store.keys.shape[0]
+            group.shadow = Shadow.of(group.store, self._n_layers * cache.batch / rows, self._shadow_bytes)
+
+    def _judges(self, length: int) -> bool:
+        """Whether the policy looks at a prompt of this length, or keeps it whole unseen."""
+        return self.policy.steps or length > self.policy.entries(length)
+
+    def _check_window(self, known: int, length: int) -> None:
+        need = length if self.policy.observes is None else min(self.policy.observes, length)
+        if known < need and self._judges(length):
+            raise KvlabError(
+                f"{self.policy.name} looks at the last {need} queries, and only {known} were fed inside the session "
+                "after the cache that was handed in; feed the end of the prompt there"
+            )
+
+    def _run_pseudo(self, cache: LiveCache, number: int) -> dict[int, Tensor]:
+        """Post-RoPE pseudo-queries `[rows, heads, m, head_dim]` of one group, by layer."""
+        if not cache.ids or sum(chunk.shape[1] for chunk in cache.ids) != cache.seen:
+            raise KvlabError(
+                f"{self.policy.name} makes pseudo-tokens from the prompt's token ids, and not all are known; feed the "
+                "whole prompt as input_ids inside the session"
+            )
+        group = cache.layers[0].groups[number]
+        length = group.store.seen
+        prompts = group.of(torch.cat(cache.ids, 1))[:, cache.seen - length :].cpu()
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        encode = self._encode or _no_tokenizer
+        ids = torch.stack([self.policy.pseudo_tokens(row, vocabulary, encode) for row in prompts])
+        device = group.store.keys.device
+        positions = torch.arange(length, length + ids.shape[1], device=device).expand_as(ids)
+        self._pseudo = pseudo = Pseudo(number)
+        try:
+            self.model.base_model(
+                input_ids=ids.to(device), position_ids=positions, past_key_values=cache, use_cache=True
+            )
+        finally:
+            self._pseudo = None
+            for layer in cache.layers:
+                store = layer.groups[number].store
+                store.truncate(store.length - (store.seen - length))
+        return pseudo.found
+
+    # ------------------------------------------------------------------ what is there
+
+    def _stores(self) -> list[LayerStore]:
+        return [] if self._cache is None else [g.store for layer in self._cache.layers for g in layer.groups]
+
+    def kept(self, layer: int, sequence: int = 0) -> Tensor:
+        """Positions stored now, int64 `[kv_heads, n]`, -1 padded, of one sequence of the batch."""
+        group, row = self._find(layer, sequence)
+        return group.store.positions[row].clone()
+
+    def kept_after_prefill(self, layer: int, sequence: int = 0) -> Tensor:
+        """Positions that the policy kept of the prompt, int64 `[kv_heads, n]`, -1 padded."""
+        group, row = self._find(layer, sequence)
+        if group.kept is None:
+            raise KvlabError("the prompt has not ended yet, so nothing was compressed; see end_prompt")
+        return group.kept[row]
+
+    def _find(self, layer: int, sequence: int) -> tuple[Group, int]:
+        if self._cache is None or not self._cache.layers[0].groups:
+            raise KvlabError("nothing has been fed in this session yet")
+        if not 0 <= layer < self._n_layers:
+            raise KvlabError(f"layer {layer} is outside 0 .. {self._n_layers - 1}")
+        for group in self._cache.layers[layer].groups:
+            rows = group.numbers(self._cache.batch)
+            if sequence in rows:
+                return group, rows.index(sequence)
+        raise KvlabError(f"sequence {sequence} is outside this batch of {self._cache.batch}")
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that hold an entry, over all layers."""
+        return sum(store.kv_bytes for store in self._stores())
+
+    @property
+    def aux_bytes(self) -> int:
+        """Bytes that the policy keeps beside them (scores, profiles, fusion counts)."""
+        return sum(store.aux_bytes for store in self._stores())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all storage, what is merely preallocated and the original positions included."""
+        return sum(store.allocated_bytes for store in self._stores())
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that the last decoding step loaded."""
+        groups = [] if self._cache is None else [g for layer in self._cache.layers for g in layer.groups]
+        return sum(g.entries_read * g.store.entry_bytes + g.store.aux_bytes for g in groups)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """What the probes saw, tidy: policy, budget, sequence, layer, kv_head, head, step, measure, value."""
+        return self.records.table
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Mean of every measure over sequences, layers, heads and steps."""
+        return self.records.means
+
+
+class Pseudo:
+    """A pass of pseudo-tokens over one group's prompt."""
+
+    def __init__(self, group: int):
+        self.group = group
+        self.found: dict[int, Tensor] = {}
+
+    def attend(self, call: attention.Call, store: LayerStore) -> Tensor:
+        self.found[call.layer] = call.queries
+        store.append(call.keys, call.values)
+        return attention.attend(call.queries, store.keys, store.values, call.scaling)
+
+
+def _no_tokenizer(text: str) -> Tensor:
+    raise KvlabError("pseudo-tokens from a sentence need a tokenizer: compress(model, policy, tokenizer=...)")
+
+
+def compress(
+    model: nn.Module,
+    policy_or_name: Policy | str,
+    probes: Sequence[Probe | str] = (),
+    *,
+    turns: Literal["recompress", "leave"] = "recompress",
+    tokenizer: Any = None,
+    shadow_bytes: int = 8 * 2**30,
+) -> Session:
+    """Run `model` with a cache that `policy` compresses, as a context manager.
+
+    ```python
+    with kvlab.compress(lm.model, kvlab.policy("snapkv", budget=256), probes=["mass_lost"]) as session:
+        lm.model.generate(ids, max_new_tokens=64)
+    session.kv_bytes, session.kept(layer=10), session.table
+    ```
+
+    Args:
+        probes: what to record (`kvlab list probes`), by name or as objects.
+        turns: what a prompt does that follows a response in the same cache: "recompress" takes all that is stored,
+            the new turn included, as the prompt to compress; "leave" stores the new turn whole.
+        tokenizer: needed by pseudo-tokens that are made from a sentence.
+        shadow_bytes: how much evicted keys and values may take (on the CPU) for probes that compare with the full
+            cache.
+
+    Raises:
+        KvlabError: the model cannot be hooked, or an unknown probe; nothing has run by then.
+    """
+    if turns not in ("recompress", "leave"):
+        raise KvlabError(f"turns={turns!r} is neither 'recompress' nor 'leave'")
+    encode = None
+    if tokenizer is not None:
+
+        def encode(text: str) -> Tensor:
+            return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+
+    return Session(model, policy(policy_or_name), [probe(p) for p in probes], turns, encode, shadow_bytes)
