@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -143,7 +144,9 @@ def peak_bytes(lm: models.LM, subject: Subject, contender: Contender, context: i
         return _peak_here(lm, contender, context, batch, steps)
     chosen = None if contender.policy is None else [contender.policy.name, dict(contender.policy)]
     order = json.dumps([asdict(subject), chosen, contender.probes, context, batch, steps])
-    done = subprocess.run([sys.executable, "-m", "kvlab.bench", order], capture_output=True, text=True)
+    # Left to itself, glibc keeps freed blocks for later, and the same run peaks at once or twice its need.
+    variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, "-m", "kvlab.bench", order], capture_output=True, text=True, env=variables)
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         why = "it was killed, perhaps for want of memory" if done.returncode < 0 else last
