@@ -168,11 +168,14 @@ class Replay:
 
         if self.probes:
             seen = Seen(self.policy, store, queries, attended, trace.scaling, full=(all_weights, full))
+            where = dict(step=step, layer=None, rows=list(range(trace.n_layers)))
             for one in self.probes:
-                one.look(seen, self.records, dict(step=step, layer=None, rows=list(range(trace.n_layers))))
+                one.look(seen, self.records, where)
 
         self.read_bytes[now] = int((read != EMPTY).sum()) * store.entry_bytes + store.aux_bytes
         self.policy.step(store, attended.weights)
+        for one in self.probes:
+            one.look_after(seen, self.records, where)
         self._stored.append(store.positions.clone())
         self.stored_bytes[now] = store.kv_bytes + store.aux_bytes
 

@@ -49,11 +49,12 @@ def steps_after(model, name, prompts, orders):
     with kvlab.compress(model, small(name)) as session, torch.no_grad():
         past, new = model(prompts).past_key_values, prompt(60, seed=4)[0]
         for round_, order in enumerate([*orders, None]):
-            for token in new[10 * round_ : 10 * round_ + 10]:
+            for token in new[10 * round_ : 10 * round_ + (1 if order is None else 10)]:
                 found.append(model(token.expand(past.batch, 1), past_key_values=past).logits[:, -1])
             if order is not None:
                 past.reorder_cache(torch.tensor(order))
-        model(new[None, -9:].expand(past.batch, 9), past_key_values=past)
+        # Shorter than the observation windows, which reach back over the response.
+        model(new[None, -3:].expand(past.batch, 3), past_key_values=past)
         found.append(model(new[None, :1].expand(past.batch, 1), past_key_values=past).logits[:, -1])
         kept = [sets(session.kept(1, row)) + sets(session.kept_after_prefill(0, row)) for row in range(past.batch)]
     return torch.stack(found), kept

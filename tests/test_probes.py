@@ -103,13 +103,15 @@ def test_bytes_are_the_sessions_and_positions_those_read(run, name):
 
 
 def test_read_bytes_by_hand(run):
-    """StreamingLLM reads its budget and its own entry from the second step on; exact top-k its budget."""
+    """A budget and the own entry, with MorphKV's profiles of 6 weights in each slot; exact top-k its budget alone."""
     read = {}
-    for name in ("streamingllm", "exact_topk"):
+    for name in ("streamingllm", "exact_topk", "morphkv"):
         session = run(name)[0]
         rows = session.table[session.table.measure == "read_bytes"]
-        read[name] = rows.groupby("step").value.sum().unique().tolist()
-    assert read == {"streamingllm": [13 * ENTRY * 4], "exact_topk": [8 * ENTRY * 4]}
+        read[name] = rows[rows.step > 1].groupby("step").value.sum().unique().tolist()
+    profiles = 15 * 6 * 4
+    assert read == {
+        "streamingllm": [13 * ENTRY * 4], "exact_topk": [8 * ENTRY * 4], "morphkv": [4 * (15 * ENTRY + profiles)]}
 
 
 @pytest.mark.parametrize("name", SMALL)

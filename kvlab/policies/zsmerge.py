@@ -145,23 +145,30 @@ class ZSMerge(Policy):
         score = store.column("score")
         score.mul_(self.decay).add_(attention.sum_over_group(weights, kv_heads))
 
+        # One token leaves at a step, and more only after a turn of a chat that was stored whole.
+        while self._one_leaves(store):
+            pass
+
+    def _one_leaves(self, store: LayerStore) -> bool:
+        """Lines 7-18 of algorithm 1: whether the context part was over its budget and gave up a token."""
         recent, context, residual = self._parts(store.budget)
         older = store.length - recent
         is_residual = store.column("residual")
         slots_taken = int(is_residual[0, 0].sum())
         if older - slots_taken <= context:
-            return
-        contenders = score[..., :older].masked_fill(is_residual[..., :older], torch.inf)
+            return False
+        contenders = store.column("score")[..., :older].masked_fill(is_residual[..., :older], torch.inf)
         if self.newcomer == "displaces" and older - slots_taken > 1:
             contenders[..., -1] = torch.inf
         leaves = _last_of_lowest(contenders)
         if slots_taken < residual:
             is_residual.scatter_(-1, leaves[..., None], True)
-            return
+            return True
         if residual:
             firsts = measures.top_positions(is_residual.float(), slots_taken)
             store.merge(leaves[..., None], _most_similar(store, firsts, leaves), {"score": self.merged_score})
         store.drop(leaves)
+        return True
 
 
 def _last_of_lowest(scores: Tensor) -> Tensor:
