@@ -145,9 +145,11 @@ def accumulate(queries: Tensor, keys: Tensor, scaling: float | None = None, chun
     for start in range(0, n, chunk):
         stop = min(start + chunk, n)
         seen = length - n + stop
-        visible = last_visible(stop - start, seen, queries.device)
-        rows = weights(queries[..., start:stop, :], keys[..., :seen, :], scaling, visible)
-        total[..., :seen] += rows.sum(-2)
+        scores = logits(queries[..., start:stop, :], keys[..., :seen, :], scaling)
+        # Only the newest keys are hidden from some of these queries: masking them in place spares a pass over all.
+        hidden = ~last_visible(stop - start, stop - start, queries.device)
+        scores[..., seen - (stop - start) :].masked_fill_(hidden, -torch.inf)
+        total[..., :seen] += scores.softmax(-1).sum(-2)
     return total
 
 
