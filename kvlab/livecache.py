@@ -7,7 +7,7 @@ length has its own, so that no padding is ever stored and all rows of a store ke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from kvlab.cache import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.probes import Shadow
+from kvlab.policies import Policy
 
-if TYPE_CHECKING:
-    from kvlab.live import Session
+
+class Host(Protocol):
+    """What a cache needs to know of the session that it belongs to."""
+
+    policy: Policy
+
+    def running(self, cache: LiveCache) -> bool:
+        """Whether a forward pass on `cache` is under way."""
 
 
 @dataclass
@@ -140,7 +147,7 @@ class LiveLayer(CacheLayerMixin):
 class LiveCache(Cache):
     """What a session hands to the model in place of a `DynamicCache`."""
 
-    def __init__(self, session: Session, n_layers: int):
+    def __init__(self, session: Host, n_layers: int):
         self.session = session
         self.seen = 0  # tokens fed, padding included
         self.ended = False  # whether the prompt has ended
@@ -151,7 +158,7 @@ class LiveCache(Cache):
         super().__init__(layers=[LiveLayer(self) for _ in range(n_layers)])
 
     @classmethod
-    def of(cls, session: Session, n_layers: int, given: DynamicCache) -> LiveCache:
+    def of(cls, session: Host, n_layers: int, given: DynamicCache) -> LiveCache:
         """What a plain cache holds, taken as the beginning of a prompt."""
         cache = cls(session, n_layers)
         cache.seen = given.get_seq_length()

@@ -172,9 +172,14 @@ class Trace:
         return sum(t.numel() * t.element_size() for t in self._tensors().values())
 
     @property
+    def document(self) -> str:
+        """`document@sha`, or `tensors` for a trace that was not captured by kvlab."""
+        return self.meta.get("document", "tensors")
+
+    @property
     def signature(self) -> str:
-        """`model@sha|document@sha`, or `tensors` for a trace that was not captured by kvlab."""
-        return f"{self.meta.get('model', 'tensors')}|{self.meta.get('document', 'tensors')}"
+        """`model@sha|document@sha`."""
+        return f"{self.meta.get('model', 'tensors')}|{self.document}"
 
     def __repr__(self) -> str:
         return (

@@ -19,7 +19,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each layer may import only those that stand before it.
 LAYERS = ("errors files packs shapes models corpus attention cache measures spread policies decoding trace probes "
-          "replay livecache live fidelity compile analyses tasks evaluate papers workbench meters bench listing cli").split()
+          "replay livecache live fidelity compile analyses tasks evaluate papers workbench meters bench listing "
+          "cli").split()
 
 
 def canonical(name: str) -> str:

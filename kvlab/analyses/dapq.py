@@ -84,7 +84,7 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
             for condition, row in zip(CONDITIONS, values, strict=True):
                 rows.append(
                     {
-                        "document": trace.meta["document"],
+                        "document": trace.document,
                         "condition": condition,
                         "rope": rope,
                         "similarity": float(row.mean()),

@@ -58,7 +58,7 @@ def window_ablation(
                     step = range(1, trace.steps + 1)
                     one = pd.DataFrame({"step": step, "measure": name, "value": along.tolist()})
                     frames.append(
-                        one.assign(document=trace.meta["document"], fusion=fusion, window=window, capacity=capacity)
+                        one.assign(document=trace.document, fusion=fusion, window=window, capacity=capacity)
                     )
                 bar.update()
             for name in MEASURES:

@@ -46,7 +46,7 @@ def figure_4(traces: Sequence[Trace], ratios: Sequence[float] = RATIOS) -> Findi
             errors, lost = result.output_error.mean((1, 2)), result.mass_lost.mean((1, 2))
             rows += [
                 {
-                    "document": trace.meta["document"],
+                    "document": trace.document,
                     "ratio": ratio,
                     "variant": variant,
                     "layer": layer,
@@ -111,7 +111,7 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
         smallest = margin.amin(-1)
         rows += [
             {
-                "document": trace.meta.get("document"),
+                "document": trace.document,
                 "layer": l,
                 "head": h,
                 "smallest_margin": float(smallest[l, h]),
