@@ -23,12 +23,13 @@ from typing import Annotated
 import psutil
 import torch
 import typer
-from common import Peak, bar, prefill, prompt, seconds, tidy, write_csv
+from common import bar, prefill, prompt, seconds, write_csv
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import kvlab
+from kvlab.meters import Peak
 
 PLAIN, EAGER, MIB = "plain prefill", "output_attentions", 2**20
 
@@ -47,8 +48,7 @@ def peak_of(method: str, model: str, tokens: int, pseudo: bool) -> dict:
     """In this process: bytes above the loaded model, and those of the trace."""
     lm, run = kvlab.load(model, device="cpu"), methods(pseudo)[method]
     run(lm, prompt(lm, 32))  # what is set up once is not the prompt's
-    tidy()
-    with Peak() as peak:
+    with Peak(lm.device) as peak:
         result = run(lm, prompt(lm, tokens))
     return {"bytes": peak.bytes, "trace": getattr(result, "nbytes", None)}
 

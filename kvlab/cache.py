@@ -142,14 +142,7 @@ class LayerStore:
 
     @property
     def allocated_bytes(self) -> int:
-        tensors = [
-            self._keys,
-            self._values,
-            self._positions,
-            self._weights,
-            *self._columns.values(),
-            *self.memory.values(),
-        ]
+        tensors = [*self._everything().values(), *self.memory.values()]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     # ------------------------------------------------------------------ the verbs
@@ -264,6 +257,10 @@ class LayerStore:
         self._replace({name: tensor.index_select(0, rows) for name, tensor in self._everything().items()})
         self.memory = {name: tensor.index_select(0, rows) for name, tensor in self.memory.items()}
         self._owned = True
+
+    def forget_policy(self) -> None:
+        """Drop what a policy kept beside the entries, and its budget: what is stored is as good as a new prompt."""
+        self._columns, self.memory, self.budget = {}, {}, None
 
     # ------------------------------------------------------------------ storage
 

@@ -142,8 +142,7 @@ class Session:
         if type(given) is not DynamicCache or not all(isinstance(layer, DynamicLayer) for layer in given.layers):
             raise KvlabError(
                 f"a {type(given).__name__} cannot be compressed; hand over a DynamicCache, a cache that a kvlab "
-                f"session "
-                "returned, or none"
+                "session returned, or none"
             )
         if given not in self._adopted:
             self._adopted[given] = LiveCache.of(self, self._n_layers, given)

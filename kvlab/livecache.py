@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from kvlab.cache import LayerStore
 from kvlab.errors import KvlabError
-from kvlab.probes import Shadow
 from kvlab.policies import Policy
+from kvlab.probes import Shadow
 
 
 class Host(Protocol):
@@ -175,7 +175,7 @@ class LiveCache(Cache):
         for layer in self.layers:
             layer.forget()
             for group in layer.groups:
-                group.store._columns, group.store.memory, group.store.budget = {}, {}, None
+                group.store.forget_policy()
 
     @property
     def batch(self) -> int:
