@@ -135,10 +135,19 @@ def attend(
     )
 
 
-def accumulate(queries: Tensor, keys: Tensor, scaling: float | None = None, chunk: int = CHUNK) -> Tensor:
+def accumulate(
+    queries: Tensor,
+    keys: Tensor,
+    scaling: float | None = None,
+    chunk: int = CHUNK,
+    padding: Tensor | None = None,
+) -> Tensor:
     """Attention that each key gathers from all queries, `[..., heads, length]`, without a length x length matrix.
 
     The queries are the last arrivals among the keys. H2O's accumulated score (its eq. 3) over the whole prompt.
+
+    Args:
+        padding: `[batch, length]` bool, False for padding, which neither gives nor gathers; None when there is none.
     """
     n, length = queries.shape[-2], keys.shape[-2]
     total = torch.zeros(*queries.shape[:-2], length, dtype=torch.float32, device=queries.device)
@@ -149,7 +158,12 @@ def accumulate(queries: Tensor, keys: Tensor, scaling: float | None = None, chun
         # Only the newest keys are hidden from some of these queries: masking them in place spares a pass over all.
         hidden = ~last_visible(stop - start, stop - start, queries.device)
         scores[..., seen - (stop - start) :].masked_fill_(hidden, -torch.inf)
-        total[..., :seen] += scores.softmax(-1).sum(-2)
+        if padding is None:
+            total[..., :seen] += scores.softmax(-1).sum(-2)
+            continue
+        scores.masked_fill_(~padding[:, None, None, :seen], -torch.inf)
+        asking = padding[:, None, length - n + start : length - n + stop, None]
+        total[..., :seen] += scores.softmax(-1).masked_fill_(~asking, 0).sum(-2)
     return total
 
 

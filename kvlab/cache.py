@@ -34,7 +34,10 @@ class LayerStore:
     Attributes:
         columns: named per-slot tensors `[rows, kv_heads, slots, ...]` that a policy keeps beside the entries (scores,
             attention profiles); they move with their entries, and count as storage.
-        memory: anything else a policy keeps for this layer; counts as storage.
+        memory: anything else a policy keeps for this layer, `[rows, ...]` each; counts as storage.
+        scratch: what a policy hands from one verb of a step to the next; not counted, and not kept across steps.
+        numbers: plain numbers that a policy remembers for this layer (a page size, the prompt's length).
+        layers: the layer of each row.
         budget: entries that each head may hold once the prompt is compressed; None before.
         seen: how many tokens were ever appended, which is also the next token's position by default.
     """
@@ -44,16 +47,21 @@ class LayerStore:
         if positions is None:
             positions = torch.arange(length, device=keys.device).expand(rows, kv_heads, length)
         self._keys, self._values, self._positions = keys, values, positions
-        self._weights = torch.ones(rows, kv_heads, length, device=keys.device)
+        # Fusion counts are made when something is first merged: until then they are all 1.
+        self._weights: Tensor | None = None
         # Entries lie from here on; what is evicted near the front moves the few before it up instead of all after it.
         self._start = 0
         self._columns: dict[str, Tensor] = {}
         self.memory: dict[str, Tensor] = {}
+        self.scratch: dict[str, Tensor] = {}
+        self.numbers: dict[str, int | float] = {}
+        self.layers: tuple[int, ...] = (0,) * rows
         self.budget: int | None = None
         self.length = length
         self.seen = length
         self.ragged = bool((positions == EMPTY).any())
         self._owned = False
+        self._repeats = 1
 
     @classmethod
     def preallocated(cls, keys: Tensor, values: Tensor) -> LayerStore:
@@ -64,7 +72,6 @@ class LayerStore:
         rows, kv_heads, capacity, _ = keys.shape
         store._keys, store._values = keys, values
         store._positions = torch.full((rows, kv_heads, capacity), EMPTY, device=keys.device)
-        store._weights = torch.ones(rows, kv_heads, capacity, device=keys.device)
         store._owned = True
         return store
 
@@ -91,7 +98,12 @@ class LayerStore:
         """Fusion counts `[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never
         merged.
         """
+        if self._weights is None:
+            return torch.ones(1, 1, 1, device=self._keys.device).expand(self.positions.shape)
         return self._used(self._weights)
+
+    def has_column(self, name: str) -> bool:
+        return name in self._columns
 
     def column(self, name: str) -> Tensor:
         return self._used(self._columns[name])
@@ -103,6 +115,18 @@ class LayerStore:
         column = values.new_zeros(*values.shape[:2], self.capacity, *values.shape[3:])
         self._used(column).copy_(values)
         self._columns[name] = column
+
+    def remove_column(self, name: str) -> Tensor:
+        """Forget a column, and give its last values `[rows, kv_heads, slots, ...]`."""
+        return self._used(self._columns.pop(name))
+
+    def part(self, rows: Tensor, start: int) -> LayerStore:
+        """A store of its own of some sequences from slot `start` on, with their columns; their positions begin at 0."""
+        store = LayerStore(self.keys[rows, :, start:], self.values[rows, :, start:])
+        store.layers = self.layers[:1] * len(rows)
+        for name in self._columns:
+            store.add_column(name, self.column(name)[rows, :, start:])
+        return store
 
     @property
     def occupied(self) -> Tensor:
@@ -138,7 +162,10 @@ class LayerStore:
 
     @property
     def merged(self) -> bool:
-        return bool(((self.weights != 1) & self.occupied).any()) if self.ragged else bool((self.weights != 1).any())
+        """Whether any entry stands for several tokens."""
+        if self._weights is None:
+            return False
+        return bool(((self.weights != 1) & self.occupied).any())
 
     @property
     def allocated_bytes(self) -> int:
@@ -155,30 +182,38 @@ class LayerStore:
             positions: `[n]`, `[rows, 1, n]` or `[rows, kv_heads, n]`; the next `n` positions unless given.
         """
         n = keys.shape[2]
-        if positions is None:
-            positions = torch.arange(self.seen, self.seen + n, device=keys.device)
-        self._reserve(n)
+        if self._repeats > 1:
+            keys, values = (x.repeat_interleave(self._repeats, dim=1) for x in (keys, values))
+        if not self._owned or self._start + self.length + n > self.capacity:
+            self._reserve(n)
         # The new slots are in use from here on: an empty slot holds zeros, since 0 x whatever lies there may be NaN.
+        first = self._start + self.length
         self.length += n
         self.seen += n
+        if self.ragged or (positions is None and n > 1):
+            positions = torch.arange(self.seen - n, self.seen, device=keys.device) if positions is None else positions
         if self.ragged:
             self._append_ragged(keys, values, positions)
             return
-        for tensor, new in ((self.keys, keys), (self.values, values), (self.positions, positions), (self.weights, 1)):
-            tensor[:, :, self.length - n :] = new
-        for name in self._columns:
-            self.column(name)[:, :, self.length - n :] = 0
+        self._keys[:, :, first : first + n] = keys
+        self._values[:, :, first : first + n] = values
+        self._positions[:, :, first : first + n] = self.seen - 1 if positions is None else positions
+        if self._weights is not None:
+            self._weights[:, :, first : first + n] = 1
+        for column in self._columns.values():
+            column[:, :, first : first + n] = 0
 
     def _append_ragged(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         n = keys.shape[2]
-        blank = {"keys": 0, "values": 0, "positions": EMPTY, "weights": 1}
-        for name, value in blank.items():
-            getattr(self, name)[:, :, self.length - n :] = value
+        for tensor, value in ((self.keys, 0), (self.values, 0), (self.positions, EMPTY)):
+            tensor[:, :, self.length - n :] = value
         slots = self.counts[..., None] + torch.arange(n, device=keys.device)
         self.keys.scatter_(2, slots[..., None].expand_as(keys), keys.to(self._keys.dtype))
         self.values.scatter_(2, slots[..., None].expand_as(values), values.to(self._values.dtype))
         self.positions.scatter_(2, slots, positions.expand(slots.shape))
-        self.weights.scatter_(2, slots, 1.0)
+        if self._weights is not None:
+            self.weights[:, :, self.length - n :] = 1
+            self.weights.scatter_(2, slots, 1.0)
         for name in self._columns:
             column = self.column(name)
             column[:, :, self.length - n :] = 0
@@ -239,6 +274,8 @@ class LayerStore:
         Evicting the sources is the caller's.
         """
         self._own()
+        if self._weights is None:
+            self._weights = torch.ones(self._positions.shape, device=self._keys.device)
         into = target[..., None]
         slots = torch.cat([into, source], -1)
         counts = pick(self.weights, slots)
@@ -252,25 +289,42 @@ class LayerStore:
             combined = column.amax(2, keepdim=True) if how == "max" else column.sum(2, keepdim=True)
             self.column(name).scatter_(2, into, combined)
 
+    def expand(self, heads: int) -> None:
+        """Give every query head a set of its own: keys and values are repeated for each head of a GQA group, and so is
+        what is appended from here on.
+
+        Raises:
+            ValueError: the KV heads do not divide `heads`.
+        """
+        if heads % self._keys.shape[1]:
+            raise ValueError(f"{self._keys.shape[1]} KV heads cannot be repeated to {heads} query heads")
+        repeats = heads // self._keys.shape[1]
+        self._replace({name: x.repeat_interleave(repeats, dim=1) for name, x in self._everything().items()})
+        self._repeats *= repeats
+        self._owned = True
+
     def reorder(self, rows: Tensor) -> None:
         """Take the sequences `rows` in place of the present ones (beam search)."""
         self._replace({name: tensor.index_select(0, rows) for name, tensor in self._everything().items()})
         self.memory = {name: tensor.index_select(0, rows) for name, tensor in self.memory.items()}
+        self.layers = self.layers[:1] * len(rows)
         self._owned = True
 
     def forget_policy(self) -> None:
         """Drop what a policy kept beside the entries, and its budget: what is stored is as good as a new prompt."""
-        self._columns, self.memory, self.budget = {}, {}, None
+        self._columns, self.memory, self.scratch, self.numbers, self.budget = {}, {}, {}, {}, None
 
     # ------------------------------------------------------------------ storage
 
     def _everything(self) -> dict[str, Tensor]:
-        core = {"keys": self._keys, "values": self._values, "positions": self._positions, "weights": self._weights}
+        core = {"keys": self._keys, "values": self._values, "positions": self._positions}
+        if self._weights is not None:
+            core["weights"] = self._weights
         return core | {f"column {name}": column for name, column in self._columns.items()}
 
     def _replace(self, tensors: dict[str, Tensor]) -> None:
         self._keys, self._values = tensors["keys"], tensors["values"]
-        self._positions, self._weights = tensors["positions"], tensors["weights"]
+        self._positions, self._weights = tensors["positions"], tensors.get("weights")
         self._columns = {name: tensors[f"column {name}"] for name in self._columns}
 
     def _moved(self, tensor: Tensor, keep: Tensor, roomy: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""One decoding step of one layer by the clock: append, select, bias, attend. Replays and live runs share it.
+"""One decoding step of one layer by the clock: append, select, bias, attend, amend. Replays and live runs share it.
 
 What follows, `policy.step` (update, evict or merge), is the caller's, who may want to look in between.
 """
@@ -68,7 +68,8 @@ def decode(
         if bias is not None:
             bias = attention.to_query_heads(bias, heads)[:, :, None]
         weights = attention.weights(queries, keys, scaling, visible, bias)
-        return Step(attention.output(weights, values).to(queries.dtype), weights[:, :, 0], slots)
+        out = policy.amend(store, attention.output(weights, values).to(queries.dtype))
+        return Step(out, weights[:, :, 0], slots)
     mask = None if bias is None else bias[:, :, None].to(queries.dtype)
     if visible is not None:
         blank = torch.zeros_like(visible[:, :, None], dtype=queries.dtype)
@@ -77,4 +78,4 @@ def decode(
     out = F.scaled_dot_product_attention(
         attention.by_group(queries, keys.shape[1]), keys, values, attn_mask=mask, scale=scaling
     )
-    return Step(out.reshape(queries.shape), None, slots)
+    return Step(policy.amend(store, out.reshape(queries.shape)), None, slots)

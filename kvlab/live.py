@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+ACCUMULATED = "accumulated"
+
+
 class Session:
     """What `compress` hands to its block: what is stored now, and what the probes saw.
 
@@ -46,11 +49,13 @@ class Session:
         turns: str,
         encode: Callable[[str], Tensor] | None,
         shadow_bytes: int,
+        max_new_tokens: int = 0,
     ):
         self.model, self.policy, self.turns = model, policy, turns
         self.probes = list(probes)
         self.records = Records(policy.name, getattr(policy, "budget", None))
         self._encode, self._shadow_bytes = encode, shadow_bytes
+        self.max_new_tokens = max_new_tokens
         self._n_layers = len(attention.layers_of(model))
         self._window = attention.shortest_window(model)
         self._adopted: WeakKeyDictionary[Cache, LiveCache] = WeakKeyDictionary()
@@ -60,6 +65,7 @@ class Session:
         self._shadowed = any(p.needs_shadow for p in self.probes)
         self._scaling: float | None = None
         self._fed = 0
+        self._told: tuple[Tensor | None, int | Tensor] = None, 0  # the ids fed, and how many logits were asked for
         self._prompts = 0
         self._passing = False  # whether a forward pass of the model is under way
         self._arguments = list(inspect.signature(model.forward).parameters)
@@ -113,6 +119,11 @@ class Session:
             self.records.start(cache.number)
         if tokens is not None:
             cache.ids.append(tokens)
+        if self.policy.reads_perplexity and "logits_to_keep" in self._arguments:
+            asked = kwargs.get("logits_to_keep", 0)
+            self._told = tokens, asked
+            if isinstance(asked, int) and asked:
+                kwargs["logits_to_keep"] = max(asked, self.policy.reads_perplexity + 1)
         self._passing = True
         return (), kwargs
 
@@ -120,11 +131,23 @@ class Session:
         if self._pseudo is not None:
             return
         self._passing = False
+        self._note_likelihood(output)
         self._cache.seen += self._fed
         if self._cache.ended and self._fed == 1:
             seconds = self.records.stop()
             for one in self.probes:
                 one.after_step(self.records, self._cache.steps, seconds)
+
+    def _note_likelihood(self, output: Any) -> None:
+        most = self.policy.reads_perplexity
+        logits = getattr(output, "logits", None) if most else None
+        if logits is None:
+            return
+        tokens, asked = self._told
+        if isinstance(asked, int):
+            self._cache.likelihood.add(tokens, logits[:, -(most + 1) :], most)
+            if asked:
+                output.logits = logits[:, -asked:]
 
     def _adopt(self, given: Cache | None) -> LiveCache:
         if given is None:
@@ -164,8 +187,11 @@ class Session:
         if self._pseudo is not None:
             return self._pseudo.attend(call, layer.groups[self._pseudo.group].store)
         if not layer.groups:
-            layer.groups = [Group(None, LayerStore(call.keys, call.values))]
+            store = LayerStore(call.keys, call.values)
+            store.layers = (call.layer,) * len(call.keys)
+            layer.groups = [Group(None, store)]
             layer.observe(call.queries, self.policy.observes)
+            self._accumulate(store, call.queries, call.scaling, call.padding)
             return call.attend()
         if self._cache.ended and call.queries.shape[2] == 1:
             if self.turns == "recompress" and self.policy.observes is not None:
@@ -191,9 +217,9 @@ class Session:
             group.shadow.append(keys, values)
         bias = self.policy.bias(store) if store.budget is not None else None
         if bias is None and not store.ragged:
-            return attention.attend(
-                queries, store.keys, store.values, call.scaling, call.padding if group.padded else None
-            )
+            padding = call.padding if group.padded else None
+            self._accumulate(store, queries, call.scaling, padding)
+            return attention.attend(queries, store.keys, store.values, call.scaling, padding)
         # Slots of one head lie in order of arrival, but heads may hold different numbers: compare positions instead.
         heads, n = queries.shape[1], queries.shape[2]
         now = torch.arange(store.seen - n, store.seen, device=queries.device)
@@ -203,6 +229,18 @@ class Session:
             bias = attention.to_query_heads(bias, heads)[:, :, None]
         weights = attention.weights(queries, store.keys, call.scaling, visible, bias)
         return attention.output(weights, store.values).to(queries.dtype)
+
+    def _accumulate(self, store: LayerStore, queries: Tensor, scaling: float, padding: Tensor | None) -> None:
+        """Add up the attention that a policy wants of every prompt query, in a column of the store's."""
+        if not self.policy.accumulates or self._cache.ended:
+            return
+        kv_heads = store.keys.shape[1]
+        gathered = attention.accumulate(queries, store.keys, scaling, padding=padding)
+        gathered = gathered.unflatten(1, (kv_heads, -1)).transpose(2, 3)
+        if store.has_column(ACCUMULATED):
+            store.column(ACCUMULATED).add_(gathered)
+        else:
+            store.add_column(ACCUMULATED, gathered)
 
     def _step(self, group: Group, call: attention.Call, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         store = group.store
@@ -239,24 +277,53 @@ class Session:
         self._begin(cache)
         for number in range(len(cache.layers[0].groups)):
             judged = self._judges(cache.layers[0].groups[number].store.length)
-            found = self._run_pseudo(cache, number) if judged and self.policy.pseudo_key else None
+            found = self._run_pseudo(cache, number) if judged and self.policy.pseudo_key else {}
+            plan = self._plan(cache, number) if self.policy.surveys and judged else None
             for index, layer in enumerate(cache.layers):
                 group = layer.groups[number]
-                store = group.store
-                window = layer.observed
-                window = store.keys[:, :, :0] if window is None else group.of(window)
-                window = window[:, :, max(window.shape[2] - store.length, 0) :]
-                self._check_window(window.shape[2], store.length)
-                layers = (index,) * store.keys.shape[0]
-                pseudo = None if found is None else found[index]
-                prompt = Prompt(window, store.keys, store.values, layers, self._n_layers, pseudo, scaling=self._scaling)
-                self.policy.compress(store, prompt)
-                group.kept = store.positions.clone()
-                group.lossy = group.lossy or store.length < store.seen or store.merged
+                prompt = self._prompt(cache, index, number, found.get(index))
+                prompt.plan = None if plan is None else plan[index]
+                self.policy.compress(group.store, prompt)
+                group.kept = group.store.positions.clone()
+                group.lossy = group.lossy or group.store.length < group.store.seen or group.store.merged
         for layer in cache.layers:
             if self.turns == "leave" or self.policy.observes is None:
                 layer.forget()
         cache.ended = True
+
+    def _prompt(self, cache: LiveCache, index: int, number: int, pseudo: Tensor | None = None) -> Prompt:
+        """The end of one layer's and one group's prefill, as the policy sees it."""
+        layer = cache.layers[index]
+        group = layer.groups[number]
+        store = group.store
+        window = layer.observed
+        window = store.keys[:, :, :0] if window is None else group.of(window)
+        window = window[:, :, max(window.shape[2] - store.length, 0) :]
+        self._check_window(window.shape[2], store.length)
+        accumulated = None
+        if store.has_column(ACCUMULATED):
+            accumulated = store.remove_column(ACCUMULATED).transpose(2, 3).flatten(1, 2)
+
+        def perplexity(n: int) -> Tensor | None:
+            return cache.likelihood.perplexity(min(n, cache.seen - 1), group.rows)
+
+        return Prompt(
+            window,
+            store.keys,
+            store.values,
+            store.layers,
+            self._n_layers,
+            pseudo,
+            accumulated,
+            self.max_new_tokens,
+            self._scaling,
+            perplexity,
+        )
+
+    def _plan(self, cache: LiveCache, number: int) -> Tensor:
+        """What the policy plans for all layers of one group, `[layers, rows, ...]`."""
+        surveys = [self.policy.survey(self._prompt(cache, index, number)) for index in range(self._n_layers)]
+        return self.policy.plan(torch.stack(surveys), self._prompt(cache, 0, number))
 
     def _begin(self, cache: LiveCache) -> None:
         """Number a prompt for the tables, and begin to keep what is going to be evicted, if a probe asks."""
@@ -360,7 +427,7 @@ class Session:
     def read_bytes(self) -> int:
         """Bytes that the last decoding step loaded."""
         groups = [] if self._cache is None else [g for layer in self._cache.layers for g in layer.groups]
-        return sum(g.entries_read * g.store.entry_bytes + g.store.aux_bytes for g in groups)
+        return sum(g.entries_read * g.store.entry_bytes + self.policy.overhead_bytes(g.store) for g in groups)
 
     @property
     def table(self) -> pd.DataFrame:
@@ -398,6 +465,7 @@ def compress(
     turns: Literal["recompress", "leave"] = "recompress",
     tokenizer: Any = None,
     shadow_bytes: int = 8 * 2**30,
+    max_new_tokens: int = 0,
 ) -> Session:
     """Run `model` with a cache that `policy` compresses, as a context manager.
 
@@ -414,6 +482,8 @@ def compress(
         tokenizer: needed by pseudo-tokens that are made from a sentence.
         shadow_bytes: how much evicted keys and values may take (on the CPU) for probes that compare with the full
             cache.
+        max_new_tokens: how long the response may grow, for methods whose budgets depend on it (rocketkv, keyformer);
+            0 where it is not known.
 
     Raises:
         KvlabError: the model cannot be hooked, or an unknown probe; nothing has run by then.
@@ -426,4 +496,5 @@ def compress(
         def encode(text: str) -> Tensor:
             return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
 
-    return Session(model, policy(policy_or_name), [probe(p) for p in probes], turns, encode, shadow_bytes)
+    instruments = [probe(p) for p in probes]
+    return Session(model, policy(policy_or_name), instruments, turns, encode, shadow_bytes, max_new_tokens)

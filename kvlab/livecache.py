@@ -55,6 +55,43 @@ class Group:
             self.kept = self.kept[rows.to(self.kept.device)]
 
 
+class Likelihood:
+    """What the model thought of the last tokens that it was fed: negative log-likelihoods `[batch, n]`, in nats."""
+
+    def __init__(self):
+        self.nll: Tensor | None = None
+        self._next: Tensor | None = None  # log-probabilities of the next token, [batch, vocabulary]
+
+    def add(self, ids: Tensor | None, logits: Tensor, most: int) -> None:
+        """Of tokens `[batch, fed]` whose last `n` gave these logits `[batch, n, vocabulary]`; keeps the last `most`."""
+        if ids is None:
+            self.nll = self._next = None
+            return
+        known = logits.float().log_softmax(-1)
+        before = known[:, :-1] if self._next is None or known.shape[1] < ids.shape[1] else None
+        if before is None:
+            before = torch.cat([self._next[:, None], known[:, :-1]], 1)
+        told = ids[:, ids.shape[1] - before.shape[1] :, None]
+        new = -before.gather(-1, told)[..., 0]
+        whole = before.shape[1] == ids.shape[1] and self.nll is not None
+        self.nll = (torch.cat([self.nll, new], 1) if whole else new)[:, -most:]
+        self._next = known[:, -1]
+
+    def perplexity(self, n: int, rows: Tensor | None) -> Tensor | None:
+        """exp of the mean over the last `n` tokens, `[rows]`; None where too few are known."""
+        if self.nll is None or self.nll.shape[1] < n:
+            return None
+        found = self.nll[:, self.nll.shape[1] - n :].mean(-1).exp()
+        return found if rows is None else found[rows]
+
+    def select(self, rows: Tensor) -> None:
+        if self.nll is not None:
+            self.nll, self._next = (x[rows.to(x.device)] for x in (self.nll, self._next))
+
+    def crop(self, n: int) -> None:
+        self.nll = self._next = None
+
+
 class LiveLayer(CacheLayerMixin):
     """One layer of a `LiveCache`."""
 
@@ -155,6 +192,7 @@ class LiveCache(Cache):
         self.number = 0  # which prompt of its session this is, from 1; 0 before the prompt has ended
         self.padding: Tensor | None = None  # [batch] left padding of each row
         self.ids: list[Tensor] = []
+        self.likelihood = Likelihood()
         super().__init__(layers=[LiveLayer(self) for _ in range(n_layers)])
 
     @classmethod
@@ -187,6 +225,7 @@ class LiveCache(Cache):
         self.seen -= abs(tokens_to_remove)
         if self.ids:
             self.ids = [torch.cat(self.ids, 1)[:, : self.seen]]
+        self.likelihood.crop(abs(tokens_to_remove))
 
     @torch.inference_mode()
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -208,6 +247,7 @@ class LiveCache(Cache):
             self.ids = [ids[rows.to(ids.device)]]
         if self.padding is not None:
             self.padding = self.padding[rows.to(self.padding.device)]
+        self.likelihood.select(rows)
 
     def note_padding(self, mask: Tensor | None, fed: int) -> None:
         """Left padding of each row, from the attention mask of a chunk of the prompt."""
@@ -240,6 +280,6 @@ class LiveCache(Cache):
                 layer.groups = []
                 for pad in lengths:
                     rows = (self.padding == pad).nonzero().flatten()
-                    layer.groups.append(Group(rows, LayerStore(store.keys[rows, :, pad:], store.values[rows, :, pad:])))
+                    layer.groups.append(Group(rows, store.part(rows, pad)))
             for group in layer.groups:
                 group.padded = False

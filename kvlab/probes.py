@@ -226,7 +226,7 @@ class Bytes(Probe):
     def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
         store, slots = seen.store, seen.step.slots
         entries = int((slots >= 0).sum()) if slots is not None else store.kv_bytes // store.entry_bytes
-        self._add("read_bytes", entries * store.entry_bytes + store.aux_bytes, records, where)
+        self._add("read_bytes", entries * store.entry_bytes + seen.policy.overhead_bytes(store), records, where)
 
     def look_after(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
         self._add("stored_bytes", seen.store.kv_bytes + seen.store.aux_bytes, records, where)

@@ -17,7 +17,7 @@ from kvlab import attention, measures
 from kvlab.cache import EMPTY, LayerStore, pick
 from kvlab.decoding import decode
 from kvlab.errors import KvlabError
-from kvlab.policies import Policy, policy
+from kvlab.policies import Policy, Prompt, policy
 from kvlab.probes import Probe, Records, Seen, probe
 
 if TYPE_CHECKING:
@@ -87,9 +87,20 @@ class Reference:
         return ranks
 
     def share_found(self, ranks: Tensor, positions: Tensor, k: int) -> Tensor:
-        """Share of the top `k` among `positions` `[..., n]` (-1 padded), given ranks `[..., length]`."""
+        """Share of the top `k` among `positions`, given ranks: averaged over a KV head's sets where it has several.
+
+        Args:
+            ranks: `[..., kv_heads, length]`.
+            positions: `[..., kv_heads or heads, n]`, -1 padded.
+
+        Returns:
+            `[..., kv_heads]`.
+        """
+        *_, kv_heads, length = ranks.shape
+        sets = positions.shape[-2]
+        ranks = ranks if sets == kv_heads else attention.to_query_heads(ranks, sets)
         hit = (ranks.gather(-1, positions.clamp_min(0)) < k) & (positions != EMPTY)
-        return hit.sum(-1) / k
+        return (hit.sum(-1) / k).unflatten(-1, (kv_heads, -1)).mean(-1)
 
 
 def reference(trace: Trace) -> Reference:
@@ -133,12 +144,14 @@ class Replay:
     def _run(self) -> None:
         trace = self.trace
         store = LayerStore(trace.prompt_keys, trace.prompt_values)
-        self.policy.compress(store, trace.prompt)
+        store.layers = trace.prompt.layers
+        prompt = self._planned(trace.prompt)
+        self.policy.compress(store, prompt)
         self._kept = store.positions.clone()
         k = min(self.budget, trace.prompt_length)
         ranks = self._reference.gold_ranks
         self.recall = self._reference.share_found(ranks, self._kept, k)
-        best = measures.top_positions(self.policy.scores(trace.prompt), k)
+        best = measures.top_positions(self.policy.scores(prompt), k)
         self.window_recall = self._reference.share_found(ranks, best, k)
         if trace.steps == 0:
             # Without a response there is no gold set to recall.
@@ -148,6 +161,13 @@ class Replay:
                 self._decode(store, step)
         else:
             self._follow(store)
+
+    def _planned(self, prompt: Prompt) -> Prompt:
+        """The prompt with what the policy plans for all layers together, where it does."""
+        if not self.policy.surveys or prompt.length <= self.budget:
+            return prompt
+        plan = self.policy.plan(self.policy.survey(prompt)[:, None], prompt)
+        return prompt.with_plan(plan[:, 0])
 
     def _decode(self, store: LayerStore, step: int) -> None:
         """One decoding step by the clock: append, attend, measure, update, evict or merge."""
@@ -172,7 +192,8 @@ class Replay:
             for one in self.probes:
                 one.look(seen, self.records, where)
 
-        self.read_bytes[now] = int((read != EMPTY).sum()) * store.entry_bytes + store.aux_bytes
+        self.read_bytes[now] = int((read != EMPTY).sum()) * store.entry_bytes
+        self.read_bytes[now] += self.policy.overhead_bytes(store)
         self.policy.step(store, attended.weights)
         for one in self.probes:
             one.look_after(seen, self.records, where)
@@ -188,42 +209,43 @@ class Replay:
         for layer in range(trace.n_layers):
             weights = self._reference.weights(layer)
             kept = self._kept[layer]
+            # One set for each KV head, or for each query head, whose keys and values are then repeated.
+            all_values = attention.to_query_heads(trace.values[layer].transpose(0, 1), len(kept)).transpose(0, 1)
             response = weights[:, :, prompt:]
             if not everything:
                 rows = attention.to_query_heads(kept, trace.heads)[:, None].expand(-1, trace.steps, -1)
                 taken = weights.gather(-1, rows.clamp_min(0)).masked_fill(rows == EMPTY, 0)
                 mass = taken.sum(-1) + response.sum(-1)
                 self.mass_lost[layer] = (1 - mass).clamp(0, 1)
-                values = pick(trace.values[layer][None], kept[None])[0]
+                values = pick(all_values[None], kept[None])[0]
                 if float(mass.min()) > 1e-20:
-                    mixed = attention.output(taken, values) + attention.output(
-                        response, trace.values[layer, :, prompt:]
-                    )
+                    mixed = attention.output(taken, values) + attention.output(response, all_values[:, prompt:])
                     mixed = mixed / mass[..., None]
                 else:
-                    mixed = self._from_logits(layer, values)
+                    mixed = self._from_logits(layer, values, all_values[:, prompt:])
                 self.output_error[layer] = measures.output_error(self._reference.outputs[layer], mixed)
             ranks = self._reference.step_ranks[layer]
             for step in range(1, trace.steps + 1):
                 k = min(self.budget, prompt + step)
-                own = (ranks[:, step - 1, prompt : prompt + step] < k).sum(-1)
-                old = ((ranks[:, step - 1].gather(-1, kept.clamp_min(0)) < k) & (kept != EMPTY)).sum(-1)
-                self.step_recall[layer, :, step - 1] = (own + old) / k
+                own = (ranks[:, step - 1, prompt : prompt + step] < k).sum(-1) / k
+                self.step_recall[layer, :, step - 1] = own + self._reference.share_found(ranks[:, step - 1], kept, k)
         entry = 2 * trace.keys.shape[-1] * trace.keys.element_size()
-        entries = int((self._kept != EMPTY).sum()) + trace.n_layers * trace.kv_heads * torch.arange(1, trace.steps + 1)
+        generated = trace.n_layers * self._kept.shape[1] * torch.arange(1, trace.steps + 1)
+        entries = int((self._kept != EMPTY).sum()) + generated
         self.stored_bytes = (entries * entry + store.aux_bytes).float()
         self.read_bytes = self.stored_bytes.clone()
 
-    def _from_logits(self, layer: int, values: Tensor) -> Tensor:
+    def _from_logits(self, layer: int, values: Tensor, response_values: Tensor) -> Tensor:
         """Outputs of all steps where what is kept weighs next to nothing in the full softmax, so that shares of it
         are lost.
         """
         trace, prompt, kept = self.trace, self.trace.prompt_length, self._kept[layer]
-        keys = torch.cat([pick(trace.keys[layer][None], kept[None])[0], trace.keys[layer, :, prompt:]], 1)
+        all_keys = attention.to_query_heads(trace.keys[layer].transpose(0, 1), len(kept)).transpose(0, 1)
+        keys = torch.cat([pick(all_keys[None], kept[None])[0], all_keys[:, prompt:]], 1)
         occupied = attention.to_query_heads(kept != EMPTY, trace.heads)[:, None].expand(-1, trace.steps, -1)
         own = attention.last_visible(trace.steps, trace.steps).expand(trace.heads, -1, -1)
         weights = attention.weights(trace.response_queries[layer], keys, trace.scaling, torch.cat([occupied, own], -1))
-        return attention.output(weights, torch.cat([values, trace.values[layer, :, prompt:]], 1))
+        return attention.output(weights, torch.cat([values, response_values], 1))
 
     # ------------------------------------------------------------------ what came out
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 FORMAT = "kvlab-trace-1"
 GIVEN = "given"
+# Logits are wide; the likelihoods of more tokens than this are not recorded, even where all queries are.
+NLL_TOKENS = 256
 
 
 @dataclass(eq=False)
@@ -41,6 +44,7 @@ class Trace:
         pseudo: `[layers, heads, m, head_dim]` pseudo-queries by the key that a policy asks for.
         accumulated: `[layers, heads, prompt]`, attention summed over all prompt queries; None where not asked for.
         ids: int64 `[prompt + response]` token ids.
+        nll: `[n]`, what the model thought of the prompt's last n tokens: their negative log-likelihoods, in nats.
         scaling: factor of the logits.
         meta: model, document, chat, seed and versions, as they go into a signature.
     """
@@ -53,6 +57,7 @@ class Trace:
     pseudo: dict[str, Tensor] = field(default_factory=dict)
     accumulated: Tensor | None = None
     ids: Tensor | None = None
+    nll: Tensor | None = None
     scaling: float | None = None
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -162,7 +167,17 @@ class Trace:
             self.accumulated,
             self.steps,
             self.scaling,
+            self._perplexity,
         )
+
+    def _perplexity(self, n: int) -> Tensor | None:
+        n = min(n, self.prompt_length - 1)
+        if self.nll is None:
+            return None
+        if not 0 < n <= len(self.nll):
+            raise KvlabError(f"the likelihood of the last {n} prompt tokens is needed and {len(self.nll)} are at hand; "
+                             f"capture with window={n}")
+        return self.nll[len(self.nll) - n :].mean().exp().expand(self.n_layers)
 
     def _pseudo_for(self, wanted: Policy) -> Tensor | None:
         return self.pseudo.get(wanted.pseudo_key, self.pseudo.get(GIVEN))
@@ -191,7 +206,7 @@ class Trace:
 
     def _tensors(self) -> dict[str, Tensor]:
         named = {"queries": self.queries, "keys": self.keys, "values": self.values}
-        named |= {"pre_queries": self.pre_queries, "accumulated": self.accumulated, "ids": self.ids}
+        named |= {"pre_queries": self.pre_queries, "accumulated": self.accumulated, "ids": self.ids, "nll": self.nll}
         named |= {f"pseudo/{key}": tensor for key, tensor in self.pseudo.items()}
         return {key: tensor for key, tensor in named.items() if tensor is not None}
 
@@ -287,11 +302,15 @@ class _Recorder:
         return call.attend()
 
 
-def _forward(lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = None) -> Tensor:
-    """Logits of the last token, `[vocabulary]`."""
+def _forward(
+    lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = None, logits_of: int = 1
+) -> Tensor:
+    """Logits of the last tokens, `[logits_of, vocabulary]`."""
     extra = {} if positions is None else {"position_ids": positions[None].to(lm.device)}
-    out = lm.model(input_ids=ids[None].to(lm.device), past_key_values=cache, use_cache=True, logits_to_keep=1, **extra)
-    return out.logits[0, -1]
+    out = lm.model(
+        input_ids=ids[None].to(lm.device), past_key_values=cache, use_cache=True, logits_to_keep=logits_of, **extra
+    )
+    return out.logits[0, -logits_of:]
 
 
 @torch.inference_mode()
@@ -456,7 +475,10 @@ def capture(
     rows = recorder.queries, recorder.pre_queries
     recorder.queries, recorder.pre_queries = (r[:, :, :window] for r in rows)
     with attention.hooked(lm.model, recorder):
-        logits = _forward(lm, ids, recorder.cache)
+        known = min(window, length - 1, NLL_TOKENS)
+        logits = _forward(lm, ids, recorder.cache, logits_of=known + 1)
+    nll = F.cross_entropy(logits[:-1].float(), ids[length - known :].to(logits.device), reduction="none")
+    logits = logits[-1]
     recorder.accumulating = False
     recorder.queries, recorder.pre_queries = rows
 
@@ -467,7 +489,7 @@ def capture(
     with attention.hooked(lm.model, recorder):
         for step in range(new_tokens):
             fed.append(logits.argmax(-1).cpu() if response is None else response[step])
-            logits = _forward(lm, fed[-1][None], recorder.cache)
+            logits = _forward(lm, fed[-1][None], recorder.cache)[-1]
 
     from kvlab import __version__
 
@@ -481,6 +503,7 @@ def capture(
         pseudo=found,
         accumulated=recorder.accumulated,
         ids=torch.cat([ids, *[token[None] for token in fed]]),
+        nll=nll,
         scaling=recorder.scaling,
         meta={
             "model": lm.signature,

@@ -9,6 +9,7 @@ Rows are the sequences of a batch in a live run and the layers of a model in a r
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Annotated, ClassVar
@@ -47,8 +48,13 @@ class Prompt:
         n_layers: how many layers the model has.
         pseudo: `[rows, heads, m, head_dim]` pseudo-queries, or a function that finds them for a policy.
         accumulated: `[rows, heads, length]`, attention summed over every prompt query.
-        max_new_tokens: what the response may grow to.
+        max_new_tokens: what the response may grow to; 0 where nobody knows.
         scaling: factor of the logits, 1 / sqrt(head_dim) unless given.
+        perplexity: `[rows]`, or a function that gives it for the last n tokens.
+
+    Attributes:
+        plan: these rows' share of what the policy planned over all layers, `[rows, ...]`; None before, and for
+            policies that plan nothing.
     """
 
     def __init__(
@@ -62,11 +68,13 @@ class Prompt:
         accumulated: Tensor | None = None,
         max_new_tokens: int = 0,
         scaling: float | None = None,
+        perplexity: Tensor | Callable[[int], Tensor] | None = None,
     ):
         self.queries, self.keys, self.values = queries, keys, values
         self.layers, self.n_layers = layers, n_layers
-        self._pseudo, self._accumulated = pseudo, accumulated
+        self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
         self.max_new_tokens, self.scaling = max_new_tokens, scaling
+        self.plan: Tensor | None = None
         self._shared: dict[tuple, Tensor] = {}
 
     @property
@@ -80,6 +88,12 @@ class Prompt:
     @property
     def length(self) -> int:
         return self.keys.shape[2]
+
+    def with_plan(self, plan: Tensor) -> Prompt:
+        """The same prompt, its shared work included, with a policy's plan `[rows, ...]`."""
+        planned = copy.copy(self)
+        planned.plan = plan
+        return planned
 
     def share(self, key: tuple, compute: Callable[[], Tensor]) -> Tensor:
         """What `compute` gives, computed once for all policies that look at this prompt."""
@@ -134,6 +148,17 @@ class Prompt:
                 f"{policy.name} needs the attention accumulated over all prompt queries; capture with accumulate=True"
             )
         return self._accumulated
+
+    def perplexity(self, policy: Policy) -> Tensor:
+        """Of the model on the prompt's last tokens, as many as `policy` reads: exp of their mean NLL, `[rows]`."""
+        found = self._perplexity
+        found = found(policy.reads_perplexity) if callable(found) else found
+        if found is None:
+            raise KvlabError(
+                f"{policy.name} needs the perplexity of the prompt's last {policy.reads_perplexity} tokens, which is "
+                "not known here; a captured trace and a live run have it"
+            )
+        return found
 
 
 class Policy(BaseModel):
@@ -192,6 +217,16 @@ class Policy(BaseModel):
         return 0
 
     @property
+    def accumulates(self) -> bool:
+        """Whether it needs the attention summed over all prompt queries (`Prompt.accumulated`)."""
+        return False
+
+    @property
+    def reads_perplexity(self) -> int:
+        """Of how many of the last prompt tokens it needs the model's perplexity (`Prompt.perplexity`)."""
+        return 0
+
+    @property
     def pseudo_key(self) -> str | None:
         """Under which name a trace keeps the pseudo-queries that this policy asks for; None if it asks for none."""
         return None
@@ -217,6 +252,25 @@ class Policy(BaseModel):
         """Whether a fraction had to be raised to `minimum`."""
         budget = getattr(self, "budget", None)
         return isinstance(budget, float) and math.floor(budget * prompt_length) < self.minimum
+
+    # ------------------------------------------------------------------ before the layers are compressed
+
+    def survey(self, prompt: Prompt) -> Tensor:
+        """What a layer tells the others, `[rows, ...]`, for a method that shares out budgets among all of them."""
+        raise NotImplementedError(f"{self.name} decides for each layer by itself")
+
+    def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
+        """What the surveys of all layers `[n_layers, batch, ...]` come to: `[n_layers, batch, ...]`.
+
+        Args:
+            prompt: that of any layer; its length and its head counts are those of all.
+        """
+        raise NotImplementedError(f"{self.name} decides for each layer by itself")
+
+    @property
+    def surveys(self) -> bool:
+        """Whether it must see all layers before it compresses any."""
+        return type(self).survey is not Policy.survey
 
     # ------------------------------------------------------------------ the prefill
 
@@ -273,8 +327,15 @@ class Policy(BaseModel):
             fewer.
 
         Raises:
-            KvlabError: something that the policy needs was not given.
+            KvlabError: something that the policy needs was not given, shapes that do not fit together, values that are
+                not finite, or a policy that must see all layers first.
         """
+        if self.surveys:
+            raise KvlabError(
+                f"{self.name} shares its budget out among all layers, so one layer alone decides nothing; use "
+                "kvlab.replay(trace, policy) and result.kept(layer)"
+            )
+        _check(queries, keys, values, pseudo, accumulated)
         need = keys.shape[2] if self.observes is None else min(self.observes, keys.shape[2])
         if queries.shape[2] < need:
             raise KvlabError(f"{self.name} looks at the last {need} prompt queries and got {queries.shape[2]}")
@@ -298,6 +359,14 @@ class Policy(BaseModel):
         """What is added to the logits of stored entries, `[rows, kv_heads, slots]`; None for nothing."""
         return None
 
+    def amend(self, store: LayerStore, output: Tensor) -> Tensor:
+        """What the step puts out, given its attention output `[rows, heads, 1, head_dim]`."""
+        return output
+
+    def overhead_bytes(self, store: LayerStore) -> int:
+        """Bytes that the step loads besides the entries it reads: all that is kept beside them, unless overridden."""
+        return store.aux_bytes
+
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         """After a step has attended: update scores, then evict or merge down to the budget.
 
@@ -314,11 +383,46 @@ class Policy(BaseModel):
     @property
     def acts_while_decoding(self) -> bool:
         """Whether anything after the prefill is overridden; if not, every generated token stays and is read."""
-        return self.steps or any(getattr(type(self), verb) is not getattr(Policy, verb) for verb in ("select", "bias"))
+        verbs = ("select", "bias", "amend")
+        return self.steps or any(getattr(type(self), verb) is not getattr(Policy, verb) for verb in verbs)
 
 
 def _everything(prompt: Prompt) -> Tensor:
     return torch.arange(prompt.length, device=prompt.keys.device).expand(prompt.rows, prompt.kv_heads, prompt.length)
+
+
+def _check(queries: Tensor, keys: Tensor, values: Tensor, pseudo: Tensor | None, accumulated: Tensor | None) -> None:
+    """Refuse tensors of one layer that do not fit together, naming the one that is wrong."""
+    shapes = {"queries": "[batch, heads, n, head_dim]", "keys": "[batch, kv_heads, length, head_dim]"}
+    shapes |= {"values": shapes["keys"], "pseudo": "[batch, heads, m, head_dim]"}
+    given = {"queries": queries, "keys": keys, "values": values, "pseudo": pseudo}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.dim() != 4:
+            raise KvlabError(f"{name} must be {shapes[name]}, and is {list(tensor.shape)}")
+    batch, kv_heads, length, head_dim = keys.shape
+    heads, n = queries.shape[1:3]
+    if values.shape != keys.shape:
+        raise KvlabError(f"values must have the shape of the keys, {list(keys.shape)}, and is {list(values.shape)}")
+    for name in ("queries", "pseudo"):
+        tensor = given[name]
+        if tensor is not None and (tensor.shape[0], tensor.shape[3]) != (batch, head_dim):
+            raise KvlabError(
+                f"{name} must be {shapes[name]} with the keys' batch of {batch} and head_dim of {head_dim}, and is "
+                f"{list(tensor.shape)}"
+            )
+    if not kv_heads or heads % kv_heads:
+        raise KvlabError(f"queries have {heads} heads, which {kv_heads} KV heads cannot share evenly; use a multiple")
+    if n > length:
+        raise KvlabError(f"queries are those of the last {n} tokens, but keys hold {length}; give at most {length}")
+    if pseudo is not None and pseudo.shape[1] != heads:
+        raise KvlabError(f"pseudo must have the {heads} heads of the queries, and has {pseudo.shape[1]}")
+    if accumulated is not None and tuple(accumulated.shape) != (batch, heads, length):
+        raise KvlabError(
+            f"accumulated must be [batch, heads, length] = {[batch, heads, length]}, and is {list(accumulated.shape)}"
+        )
+    for name, tensor in (given | {"accumulated": accumulated}).items():
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            raise KvlabError(f"{name} holds values that are not finite (NaN or infinity); they must all be numbers")
 
 
 def _first_problem(error: ValidationError) -> str:

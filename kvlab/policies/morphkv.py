@@ -59,9 +59,15 @@ class MorphKV(Policy):
         profile = torch.zeros(*store.positions.shape, self.window, device=store.keys.device)
         profile[..., ring] = self._profile(prompt)
         store.add_column("profile", profile)
+        store.numbers["rows"] = store.seen
 
     def step(self, store: LayerStore, weights: Tensor) -> None:
         profile = store.column("profile")
+        # A turn of a chat that was stored whole has no attention rows: those of older tokens must not stand for them.
+        unseen = range(max(store.numbers["rows"], store.seen - self.window), store.seen - 1)
+        if unseen:
+            profile[..., [position % self.window for position in unseen]] = 0
+        store.numbers["rows"] = store.seen
         profile[..., (store.seen - 1) % self.window] = self._aggregate(weights[:, :, None], store.positions.shape[1])[
             ..., 0
         ]
