@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from kvlab import attention, measures
 from kvlab.cache import LayerStore
 from kvlab.decoding import Step
 from kvlab.errors import KvlabError, nearest
+from kvlab.files import replacing
 from kvlab.policies import Policy
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ class Records:
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, int] = defaultdict(int)
         self._started, self._prompt = 0.0, 0
-        self.positions: dict[tuple[int, int], Tensor] = {}
+        self._positions: dict[tuple[int, int, int, int], Tensor] = {}  # by prompt, sequence, layer and step
 
     def start(self, prompt: int) -> None:
         """A decoding step begins, of the prompt with this number (from 1) in its session."""
@@ -130,8 +132,42 @@ class Records:
         self._sums[measure] += float(values.sum())
         self._counts[measure] += values.numel()
 
+    def add_positions(self, positions: Tensor, *, step: int, layer: int | None, rows: list[int]) -> None:
+        """What a step read, `[rows, kv_heads, n]`, -1 padded."""
+        for row, found in zip(rows, positions, strict=True):
+            self._positions[self._prompt, *self._place(row, layer), step] = found
+
+    def positions(self, layer: int, step: int, sequence: int = 0, prompt: int | None = None) -> Tensor:
+        """Positions that a step read, int64 `[kv_heads, n]`, -1 padded, as the probe `positions` wrote them down.
+
+        Args:
+            prompt: which of the session's, from 1; the last one unless given.
+
+        Raises:
+            KvlabError: nothing was written down there.
+        """
+        wanted = (self._prompt if prompt is None else prompt, sequence, layer, step)
+        if wanted not in self._positions:
+            raise KvlabError(
+                f"no positions are known of prompt {wanted[0]}, sequence {sequence}, layer {layer}, step {step}; attach "
+                "the probe 'positions', and count steps from 1"
+            )
+        return self._positions[wanted]
+
+    def _place(self, row: int, layer: int | None) -> tuple[int, int | None]:
+        """Sequence and layer of a row."""
+        return (row, layer) if self._rows_are == "sequence" else (0, row)
+
+    def save(self, path: str | Path) -> Path:
+        """Write `table` as one parquet file, under its name only once it is whole."""
+        path = Path(path)
+        with replacing(path) as part:
+            self.table.to_parquet(part, index=False)
+        return path
+
     @property
     def means(self) -> dict[str, float]:
+        """Of every measure, over everything it was recorded for."""
         return {measure: total / self._counts[measure] for measure, total in self._sums.items()}
 
     @property
@@ -146,7 +182,7 @@ class Records:
             for sequence, per_head in zip(sequences, values.view(len(sequences), -1).tolist(), strict=True):
                 for head, value in zip(heads, per_head, strict=True):
                     place = (head, None) if axis == "kv_head" else (None, head)
-                    where = (sequence, layer) if self._rows_are == "sequence" else (0, sequence)
+                    where = self._place(sequence, layer)
                     rows.append((self._policy, self._budget, prompt, *where, *place, step, measure, value))
         table = pd.DataFrame(rows, columns=columns)
         return table.astype({column: "Int64" for column in ("prompt", "sequence", "layer", "kv_head", "head", "step")})
@@ -210,12 +246,12 @@ class Entropy(Probe):
 
 
 class Positions(Probe):
-    """Which positions each step read: `session.records.positions[layer, step]`, int64 `[rows, kv_heads, n]`."""
+    """Which positions each step read: `session.records.positions(layer, step)`, int64 `[kv_heads, n]`."""
 
     name, summary = "positions", "the positions that each step read"
 
     def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
-        records.positions[where["layer"], where["step"]] = seen.read
+        records.add_positions(seen.read, **where)
 
 
 class Bytes(Probe):

@@ -302,3 +302,26 @@ def test_drafted_tokens_are_taken_back(tiny, name):
                 generate(model, ids, 20, **options)
         else:
             assert generate(model, ids, 20, **options).sequences.tolist() == expected.sequences.tolist()
+
+
+def test_a_turn_left_whole_leaves_morphkv_no_stale_attention(tiny):
+    """None of the window's tokens but the last was seen attending, so its row alone decides."""
+    class Weights(kvlab.probes.Probe):
+        name, needs_weights, last = "weights", True, {}
+
+        def look(self, seen, records, where):
+            self.last[where["layer"]] = seen.step.weights[0].clone(), seen.store.positions[0].clone()
+
+    lm, ids = tiny("tiny-llama-gqa"), prompt(60, seed=8)
+    policy, probe = kvlab.policy("morphkv", budget=14, window=6), Weights()
+    with kvlab.compress(lm.model, policy, probes=[probe], turns="leave") as session, torch.inference_mode():
+        cache = lm.model(ids[:, :40]).past_key_values
+        for piece in (ids[:, 40:41], ids[:, 41:42], ids[:, 42:52], ids[:, 52:53]):
+            lm.model(piece, past_key_values=cache)
+    for layer in range(2):
+        weights, positions = probe.last[layer]
+        assert positions.shape[1] == 14 + 11
+        for group, summed in enumerate(weights.unflatten(0, (len(positions), -1)).sum(1)):
+            best = summed[:-6].topk(8).indices.sort().values
+            expected = positions[group][best].tolist() + list(range(47, 53))
+            assert session.kept(layer)[group].tolist() == expected

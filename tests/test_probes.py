@@ -99,7 +99,7 @@ def test_bytes_are_the_sessions_and_positions_those_read(run, name):
         assert by_step.tolist() == [read for _, read in sizes]
     for layer in range(2):
         for t in range(1, STEPS + 1):
-            assert sets(session.records.positions[layer, t][0]) == layers[layer][3][t]["read"]
+            assert sets(session.records.positions(layer, t)) == layers[layer][3][t]["read"]
 
 
 def test_read_bytes_by_hand(run):
@@ -262,3 +262,26 @@ def test_every_name_makes_a_probe():
         probe("query_similarity")
     with pytest.raises(KvlabError, match="unknown probe 'entropi'; did you mean 'entropy'"):
         probe("entropi")
+
+
+def test_the_table_is_written_as_parquet(run, tmp_path):
+    import pandas
+
+    records = run("snapkv")[0].records
+    assert records.save(tmp_path / "new" / "probes.parquet").exists()
+    pandas.testing.assert_frame_equal(pandas.read_parquet(tmp_path / "new" / "probes.parquet"), records.table)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["probes.parquet"]
+
+
+def test_positions_of_every_prompt_and_every_sequence_stay_apart(tiny):
+    lm = tiny("tiny-llama-gqa")
+    ids, mask = left_padded(prompt(50, seed=1)[0], prompt(30, seed=2)[0])
+    with kvlab.compress(lm.model, kvlab.policy("streamingllm", budget=8), probes=["positions"]) as session:
+        generate(lm.model, ids, 5, attention_mask=mask)
+        generate(lm.model, prompt(20, seed=3), 5)
+    found = session.records.positions
+    assert sets(found(1, 2, sequence=0, prompt=1))[0] == [0, 1, 2, 3, 47, 48, 49, 50, 51]
+    assert sets(found(1, 2, sequence=1, prompt=1))[0] == [0, 1, 2, 3, 27, 28, 29, 30, 31]
+    assert sets(found(1, 2))[0] == sets(found(1, 2, prompt=2))[0] == [0, 1, 2, 3, 17, 18, 19, 20, 21]
+    with pytest.raises(KvlabError, match="step 9.*positions"):
+        found(0, 9)

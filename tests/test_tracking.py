@@ -184,3 +184,19 @@ def test_a_server_that_answers_is_taken(monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: asked.append(url) or Answer())
     store._ready_server("http://server/")
     assert asked == ["http://server/health"]
+
+
+def test_what_probes_saw_is_a_table_and_its_means(run, tmp_path):
+    import torch
+
+    import kvlab
+
+    queries, keys, values = (torch.randn(2, 2, 40, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    trace = kvlab.Trace.from_tensors(queries, keys, values, 36)
+    records = kvlab.replay(trace, kvlab.policy("streamingllm", budget=12), probes=["mass_lost", "bytes"]).records
+    run.probes("streaming", records)
+    kept = fetched(run).data.metrics
+    assert kept == pytest.approx({f"streaming/{measure}": mean for measure, mean in records.means.items()})
+    assert set(records.means) == {"mass_lost", "read_bytes", "stored_bytes"}
+    folder = run.client.download_artifacts(run.id, "tables", str(tmp_path))
+    pandas.testing.assert_frame_equal(pandas.read_parquet(Path(folder) / "streaming.parquet"), records.table)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
     from pandas.io.formats.style import Styler
 
+    from kvlab.probes import Records
+
 __all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri"]
 
 BATCH = 1000        # what MLflow's log_batch takes at once
@@ -107,6 +109,13 @@ class Run:
             path = Path(folder) / f"{_file_name(name)}.parquet"
             frame.to_parquet(path, index=False)
             self.client.log_artifact(self.id, str(path), "tables")
+
+    def probes(self, name: str, records: Records) -> None:
+        """Keep what probes saw in a live session or a replay (its `records`): the tidy table as tables/NAME.parquet,
+        and the mean of every measure as a metric NAME/measure.
+        """
+        self.table(name, records.table)
+        self.log({f"{name}/{measure}": value for measure, value in records.means.items()})
 
     @_one_sentence
     def figure(self, name: str, figure: Figure) -> None:
