@@ -347,6 +347,11 @@ class Session:
 
     def _check_window(self, known: int, length: int) -> None:
         need = length if self.policy.observes is None else min(self.policy.observes, length)
+        if known < need and self._judges(length) and self.policy.observes is None:
+            raise KvlabError(
+                f"{self.policy.name} looks at every query of its prompt, and after an earlier turn or a cache that was "
+                f"handed in only {known} of {length} are known; store later turns whole (turns='leave'), or begin anew"
+            )
         if known < need and self._judges(length):
             raise KvlabError(
                 f"{self.policy.name} looks at the last {need} queries, and only {known} were fed inside the session "

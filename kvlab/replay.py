@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab import attention, measures
+from kvlab import attention, measures, spread
 from kvlab.cache import EMPTY, LayerStore, pick
 from kvlab.decoding import decode
 from kvlab.errors import KvlabError
@@ -367,6 +367,28 @@ class Replays(Sequence):
             | {"signature": r.signature}
             for r in self.results
         ]
+        return pd.DataFrame(rows)
+
+    @cached_property
+    def intervals(self) -> pd.DataFrame:
+        """Tidy, over the traces: policy, budget, parameters, measure, traces, value, low, high.
+
+        `value` is the mean over the traces (documents), `low` and `high` its 95 % bootstrap interval; with one trace
+        they are the value itself.
+        """
+        import pandas as pd
+
+        by_policy: dict[Policy, list[Replay]] = {}
+        for result in self.results:
+            by_policy.setdefault(result.policy, []).append(result)
+        rows = []
+        for policy, results in by_policy.items():
+            summaries = [result.summary for result in results]
+            marks = {"policy": policy.name, "budget": getattr(policy, "budget", None), "parameters": str(policy)}
+            for measure in MEASURES:
+                value, (low, high) = spread.summarise([summary[measure] for summary in summaries])
+                found = {"measure": measure, "traces": len(results), "value": value, "low": low, "high": high}
+                rows.append(marks | found)
         return pd.DataFrame(rows)
 
     @cached_property

@@ -198,3 +198,16 @@ def test_theorem_1_on_real_slots():
             weights = oracles.attention_weights(query, slots, counts, alpha)
             for position, weight, count in zip(step["stored"][group] + [PROMPT + t - 1], weights, counts):
                 assert count > 1 or weight >= full[head, position] - 1e-12
+
+
+def test_several_traces_give_means_with_intervals():
+    traces = [trace(seed) for seed in (21, 22, 23)]
+    several = kvlab.replay(traces, ["streamingllm", "zsmerge"], budgets=[12, 20])
+    found = several.intervals.set_index(["policy", "budget", "measure"])
+    assert len(found) == 2 * 2 * 7 and set(found.traces) == {3}
+    for (name, budget), rows in several.summary.groupby(["policy", "budget"]):
+        for measure in ("recall", "mass_lost", "stored_bytes"):
+            row = found.loc[name, budget, measure]
+            assert row.value == pytest.approx(rows[measure].mean())
+            assert rows[measure].min() <= row.low <= row.value <= row.high <= rows[measure].max()
+            assert (row.low < row.high) == (rows[measure].nunique() > 1)
