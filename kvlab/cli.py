@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -173,6 +174,29 @@ def bench(task: Annotated[str, typer.Argument(help="decode, prefill or memory.")
         typer.echo(f'{{"measured_on": {json.dumps(table.attrs)}, "rows": {table.to_json(orient="records")}}}')
     else:
         benchmark.show(table, Console(width=None if sys.stdout.isatty() else 160))
+
+
+@app.command(epilog="Examples:   kvlab heads   |   kvlab heads smollm2-135m --context 2000 --needles 16   |   "
+                    "kvlab heads ./my-model --out my-heads.json")
+def heads(model: Annotated[str, typer.Argument(help="As for kvlab.load.")] = "smollm2-135m",
+          out: Annotated[Path | None, typer.Option("--out", help="The JSON file (default: MODEL-heads.json here).",
+                                                   show_default=False)] = None,
+          context: Annotated[int, typer.Option("--context", min=32, help="Tokens of hay in each prompt.")] = 1000,
+          needles: Annotated[int, typer.Option("--needles", min=1, help="Needles, at as many depths.")] = 8,
+          seed: Annotated[int, typer.Option("--seed", help="Of the needles and their hay.")] = 0) -> None:
+    """Measure which attention heads look at a needle while the model answers; duoattention keeps what these need."""
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise KvlabError(f"there is no folder {out.absolute().parent} to write {out.name} into" if not out.is_dir()
+                         else f"--out {out} is a folder; name a file in it")
+    from kvlab import models
+    from kvlab.heads import measure
+
+    lm = models.load(model)
+    scores = measure(lm, context, needles, seed)
+    path = scores.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-heads.json"))
+    for layer, head, score in scores.best(5):
+        typer.echo(f"layer {layer:2}, head {head:2}: {score:.1%} of the answer's attention on the needle")
+    typer.echo(path)
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def fidelity(
     for document in tqdm(many, desc="fidelity", unit="doc", disable=len(many) < 2, leave=False):
         ids, name = prompt_ids(lm, document, chat)
         full, response = _run(lm, ids, new_tokens, nullcontext())
-        session = compress(lm.model, one, tokenizer=lm.tokenizer)
+        session = compress(lm.model, one, tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
         compressed, _ = _run(lm, ids, new_tokens, session, forced=response)
         values = {
             "nll": F.cross_entropy(compressed, response, reduction="none"),
@@ -152,10 +152,11 @@ def closed_against_open(
     one = policy(policy_or_name)
     ids, _ = prompt_ids(lm, document, chat)
     window = len(ids) if one.observes is None else one.observes
-    trace = capture(lm, ids, new_tokens, window, pseudo=(one,) if one.pseudo_key else ())
+    pseudo = (one,) if one.pseudo_key else ()
+    trace = capture(lm, ids, new_tokens, max(window, one.reads_perplexity), accumulate=one.accumulates, pseudo=pseudo)
     opened = replay(trace, one)
     full, response = _run(lm, ids, new_tokens + 1, nullcontext())
-    session = compress(lm.model, one, probes=["mass_lost"], tokenizer=lm.tokenizer)
+    session = compress(lm.model, one, probes=["mass_lost"], tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
     closed, generated = _run(lm, ids, new_tokens + 1, session)
     response, generated = response[:new_tokens], generated[:new_tokens]
     different = (response != generated).nonzero().flatten()

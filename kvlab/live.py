@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
@@ -276,13 +277,19 @@ class Session:
         cache.split_by_length()
         self._begin(cache)
         for number in range(len(cache.layers[0].groups)):
-            judged = self._judges(cache.layers[0].groups[number].store.length)
+            stores = [layer.groups[number].store for layer in cache.layers]
+            judged = any(self._judges(store.length) for store in stores)
+            if any(store.ragged for store in stores) and not self.policy.takes_ragged:
+                raise KvlabError(
+                    f"{self.policy.name} left sequences or heads with different numbers of entries, which cannot be "
+                    "one prompt again; store later turns whole (turns='leave')"
+                )
             found = self._run_pseudo(cache, number) if judged and self.policy.pseudo_key else {}
-            plan = self._plan(cache, number) if self.policy.surveys and judged else None
+            planned = self._planned(cache, number) if self.policy.surveys and judged else []
             for index, layer in enumerate(cache.layers):
                 group = layer.groups[number]
-                prompt = self._prompt(cache, index, number, found.get(index))
-                prompt.plan = None if plan is None else plan[index]
+                # What a layer's prompt holds on to is freed before the next layer is compressed.
+                prompt = planned.pop(0) if planned else self._prompt(cache, index, number, found.get(index))
                 self.policy.compress(group.store, prompt)
                 group.kept = group.store.positions.clone()
                 group.lossy = group.lossy or group.store.length < group.store.seen or group.store.merged
@@ -307,7 +314,7 @@ class Session:
         def perplexity(n: int) -> Tensor | None:
             return cache.likelihood.perplexity(min(n, cache.seen - 1), group.rows)
 
-        return Prompt(
+        prompt = Prompt(
             window,
             store.keys,
             store.values,
@@ -319,11 +326,18 @@ class Session:
             self._scaling,
             perplexity,
         )
+        prompt.lossy = group.lossy
+        return prompt
 
-    def _plan(self, cache: LiveCache, number: int) -> Tensor:
-        """What the policy plans for all layers of one group, `[layers, rows, ...]`."""
-        surveys = [self.policy.survey(self._prompt(cache, index, number)) for index in range(self._n_layers)]
-        return self.policy.plan(torch.stack(surveys), self._prompt(cache, 0, number))
+    def _planned(self, cache: LiveCache, number: int) -> list[Prompt]:
+        """One group's prompt in each layer, with what the policy plans over all of them."""
+        prompts = [self._prompt(cache, index, number) for index in range(self._n_layers)]
+        surveys = [self.policy.survey(prompt) for prompt in prompts]
+        # In a later turn layers hold different numbers of entries; what is not there scores least.
+        widest = max(survey.shape[-1] for survey in surveys)
+        surveys = [F.pad(survey, (0, widest - survey.shape[-1]), value=-torch.inf) for survey in surveys]
+        plan = self.policy.plan(torch.stack(surveys), prompts[0])
+        return [prompt.with_plan(layer) for prompt, layer in zip(prompts, plan, strict=True)]
 
     def _begin(self, cache: LiveCache) -> None:
         """Number a prompt for the tables, and begin to keep what is going to be evicted, if a probe asks."""

@@ -149,8 +149,8 @@ class Records:
         wanted = (self._prompt if prompt is None else prompt, sequence, layer, step)
         if wanted not in self._positions:
             raise KvlabError(
-                f"no positions are known of prompt {wanted[0]}, sequence {sequence}, layer {layer}, step {step}; attach "
-                "the probe 'positions', and count steps from 1"
+                f"no positions are known of prompt {wanted[0]}, sequence {sequence}, layer {layer}, step {step}; "
+                "attach the probe 'positions', and count steps from 1"
             )
         return self._positions[wanted]
 

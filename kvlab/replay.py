@@ -208,7 +208,8 @@ class Replay:
         everything = self._kept.shape[2] == prompt and not store.ragged
         for layer in range(trace.n_layers):
             weights = self._reference.weights(layer)
-            kept = self._kept[layer]
+            # Other layers may keep more: no need to look at this one's padding.
+            kept = self._kept[layer][:, : int((self._kept[layer] != EMPTY).sum(-1).max())]
             # One set for each KV head, or for each query head, whose keys and values are then repeated.
             all_values = attention.to_query_heads(trace.values[layer].transpose(0, 1), len(kept)).transpose(0, 1)
             response = weights[:, :, prompt:]
@@ -382,9 +383,9 @@ class Replays(Sequence):
         for result in self.results:
             by_policy.setdefault(result.policy, []).append(result)
         rows = []
-        for policy, results in by_policy.items():
+        for one, results in by_policy.items():
             summaries = [result.summary for result in results]
-            marks = {"policy": policy.name, "budget": getattr(policy, "budget", None), "parameters": str(policy)}
+            marks = {"policy": one.name, "budget": getattr(one, "budget", None), "parameters": str(one)}
             for measure in MEASURES:
                 value, (low, high) = spread.summarise([summary[measure] for summary in summaries])
                 found = {"measure": measure, "traces": len(results), "value": value, "low": low, "high": high}

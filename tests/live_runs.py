@@ -13,11 +13,25 @@ from kvlab.probes import Probe
 SMALL = {
     "random": dict(budget=12),
     "streamingllm": dict(budget=12),
+    "scissorhands": dict(budget=16),
+    "h2o": dict(budget=12),
+    "keyformer": dict(budget=12),
     "snapkv": dict(budget=14, window=6, kernel=3),
-    "dapq": dict(budget=12, window=6),
-    "zsmerge": dict(budget=16, window=4),
+    "pyramidkv": dict(budget=14, window=6, kernel=3),
+    "zigzagkv": dict(budget=14, window=6, kernel=3),
+    "dynamickv": dict(budget=14, window=6, kernel=3),
+    "lacache": dict(budget=14),
+    "duoattention": dict(budget=30, sinks=4, recent=8),
     "morphkv": dict(budget=14, window=6),
+    "zsmerge": dict(budget=16, window=4),
+    "dapq": dict(budget=12, window=6),
+    "quest": dict(budget=20, page=2),
+    "sparq": dict(budget=12),
+    "hybrid": dict(budget=16),
     "exact_topk": dict(budget=8),
+    "snapkv_pp": dict(budget=14, window=6, kernel=3),
+    "rocketkv": dict(budget=12, window=6, kernel=3),
+    "compilerkv": dict(budget=12, window=8, utility_window=4),
 }
 EVERYTHING = {name: dict(parameters, budget=2000) for name, parameters in SMALL.items()} | {"full": {}}
 
@@ -57,9 +71,12 @@ class Witness(Probe):
         self.steps = {}
 
     def look(self, seen, records, where):
+        own = (seen.store.counts - 1)[:, :, None, None]
+        key, value = (x.gather(2, own.expand(*own.shape[:3], x.shape[-1]))[:, :, 0]
+                      for x in (seen.store.keys, seen.store.values))
         self.steps[where["layer"], where["step"]] = dict(
-            queries=seen.queries[:, :, 0].clone(), key=seen.store.keys[:, :, -1].clone(),
-            value=seen.store.values[:, :, -1].clone(), read=seen.read.clone(), output=seen.step.output[:, :, 0].clone())
+            queries=seen.queries[:, :, 0].clone(), key=key, value=value, read=seen.read.clone(),
+            output=seen.step.output[:, :, 0].clone())
 
     def look_after(self, seen, records, where):
         self.steps[where["layer"], where["step"]]["stored"] = seen.store.positions.clone()
@@ -71,7 +88,7 @@ def witnessed(lm_of, name, length=60, steps=200):
     lm = lm_of("tiny-llama-gqa")
     ids, policy = prompt(length, seed=3), kvlab.policy(name, **SMALL[name])
     witness = Witness()
-    with kvlab.compress(lm.model, policy, probes=[witness]) as session:
+    with kvlab.compress(lm.model, policy, probes=[witness], max_new_tokens=steps) as session:
         out = generate(lm.model, ids, steps + 1)
-    trace = kvlab.capture(lm, ids, new_tokens=0, window=32, pseudo=[policy] if name == "dapq" else ())
+    trace = kvlab.capture(lm, ids, new_tokens=0, queries="all", pseudo=[policy] if name == "dapq" else ())
     return session, witness, trace, out

@@ -62,7 +62,9 @@ def test_the_real_model_says_the_same_at_full_budget(lm, name):
 # --- step by step against the plain loops ---
 
 
-@pytest.mark.parametrize("name", ["streamingllm", "snapkv", "dapq", "zsmerge", "morphkv"])
+@pytest.mark.parametrize("name", [
+    "streamingllm", "scissorhands", "h2o", "keyformer", "snapkv", "morphkv", "zsmerge", "dapq", "quest", "sparq",
+    "hybrid", "snapkv_pp", "rocketkv"])
 def test_what_is_read_and_stored_follows_the_simulation_for_200_steps(tiny, name):
     session, witness, trace, _ = witnessed(tiny, name)
     for layer in range(2):
@@ -74,6 +76,8 @@ def test_what_is_read_and_stored_follows_the_simulation_for_200_steps(tiny, name
         more = dict(SMALL[name])
         if name == "dapq":
             more = dict(budget=12, pseudo=exact(next(iter(trace.pseudo.values()))[layer]))
+        if name == "keyformer":
+            more["gumbel"] = exact(session.policy.gumbel((layer,), 4, 0, 260)[0])
         expected = getattr(oracles, f"oracle_{name}")(*exact(queries, keys, values), trace.prompt_length, **more)
         assert sets(session.kept_after_prefill(layer)) == [list(p) for p in expected[0]["stored"]]
         for t, step in enumerate(steps, 1):
@@ -98,7 +102,10 @@ def test_exact_topk_reads_the_top_of_each_step_and_stores_all(tiny):
     assert session.kv_bytes == 2 * 260 * 2 * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("name", ["random", "snapkv", "dapq"])
+PREFILL_ONLY = ["random", "snapkv", "pyramidkv", "zigzagkv", "dynamickv", "lacache", "dapq", "snapkv_pp", "compilerkv"]
+
+
+@pytest.mark.parametrize("name", PREFILL_ONLY)
 def test_prefill_policies_keep_what_a_replay_keeps(tiny, name):
     lm, policy = tiny("tiny-qwen3"), kvlab.policy(name, **SMALL[name])
     ids = prompt(70, seed=5)
@@ -167,7 +174,7 @@ def test_a_turn_at_once_is_a_turn_token_by_token(tiny, policy):
 # --- memory ---
 
 
-@pytest.mark.parametrize("name", ["streamingllm", "zsmerge", "morphkv"])
+@pytest.mark.parametrize("name", ["streamingllm", "scissorhands", "h2o", "keyformer", "zsmerge", "morphkv"])
 def test_a_constant_cache_stays_constant_over_a_thousand_steps(tiny, name):
     lm, budget = tiny("tiny-llama-gqa"), SMALL[name]["budget"]
     entries, allocated, aux = [], set(), set()
@@ -188,7 +195,7 @@ def test_a_constant_cache_stays_constant_over_a_thousand_steps(tiny, name):
     assert max(allocated) <= 4 * slot * (2 * budget + 80)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "random", "dapq"])
+@pytest.mark.parametrize("name", PREFILL_ONLY)
 def test_a_prefill_policy_stores_its_budget_and_every_generated_token(tiny, name):
     lm, budget = tiny("tiny-llama-gqa"), SMALL[name]["budget"]
     with kvlab.compress(lm.model, kvlab.policy(name, **SMALL[name])) as session, torch.inference_mode():
@@ -198,6 +205,20 @@ def test_a_prefill_policy_stores_its_budget_and_every_generated_token(tiny, name
             out = lm.model(out.logits[:, -1:].argmax(-1), past_key_values=past)
             assert session.kv_bytes == session.read_bytes == (budget + step) * 2 * 2 * 2 * 16 * 4
             assert session.aux_bytes == 0
+
+
+@pytest.mark.parametrize("name, least", [("quest", 0.8), ("sparq", 0.6), ("hybrid", 0.7), ("exact_topk", 1.0)])
+def test_a_selection_policy_stores_all_and_reads_its_budget_with_what_finding_costs(tiny, name, least):
+    lm, budget = tiny("tiny-llama-gqa"), SMALL[name]["budget"]
+    policy = kvlab.policy(name, **SMALL[name])
+    with kvlab.compress(lm.model, policy, max_new_tokens=40) as session, torch.inference_mode():
+        out = lm.model(prompt(60))
+        for step in range(1, 41):
+            past = out.past_key_values
+            out = lm.model(out.logits[:, -1:].argmax(-1), past_key_values=past)
+            assert session.kv_bytes == (60 + step) * 2 * 2 * 2 * 16 * 4
+            # Less where the next page no longer fits, or a dimension more would be too much.
+            assert least <= session.read_bytes / (budget * 2 * 2 * 2 * 16 * 4) <= 1
 
 
 def tensors_alive(length):

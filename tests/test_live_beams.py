@@ -43,8 +43,8 @@ def test_beam_search_finds_the_same_in_a_padded_batch(tiny, name):
     assert session.table.value.max() < 1e-4
 
 
-def steps_after(model, name, prompts, orders):
-    """Logits of forced tokens; after every ten steps, rows are taken in another order; then comes a second turn."""
+def steps_after(model, name, prompts, orders, again=True):
+    """Logits of forced tokens; after every ten steps, rows are taken in another order; `again`: then a second turn."""
     found = []
     with kvlab.compress(model, small(name)) as session, torch.no_grad():
         past, new = model(prompts).past_key_values, prompt(60, seed=4)[0]
@@ -53,6 +53,8 @@ def steps_after(model, name, prompts, orders):
                 found.append(model(token.expand(past.batch, 1), past_key_values=past).logits[:, -1])
             if order is not None:
                 past.reorder_cache(torch.tensor(order))
+        if not again:
+            return torch.stack(found), [sets(session.kept(1, row)) for row in range(past.batch)]
         # Shorter than the observation windows, which reach back over the response.
         model(new[None, -3:].expand(past.batch, 3), past_key_values=past)
         found.append(model(new[None, :1].expand(past.batch, 1), past_key_values=past).logits[:, -1])
@@ -63,8 +65,10 @@ def steps_after(model, name, prompts, orders):
 @pytest.mark.parametrize("name", SMALL)
 def test_all_that_is_kept_of_a_beam_moves_with_it(tiny, name):
     model, prompts = tiny().model, torch.cat([prompt(50, seed=seed) for seed in (1, 2, 3)])
-    moved, kept = steps_after(model, name, prompts, [[2, 2, 0], [1, 2, 0]])
+    # The prompt of these is that of the first turn, or leaves sequences with different numbers of entries.
+    again = name not in ("keyformer", "compilerkv", "zigzagkv", "dynamickv")
+    moved, kept = steps_after(model, name, prompts, [[2, 2, 0], [1, 2, 0]], again)
     for row, origin in enumerate([2, 0, 2]):
-        alone, kept_alone = steps_after(model, name, prompts[origin][None], [[0], [0]])
+        alone, kept_alone = steps_after(model, name, prompts[origin][None], [[0], [0]], again)
         torch.testing.assert_close(moved[20:, row], alone[20:, 0], atol=1e-4, rtol=0)
         assert kept[row] == kept_alone[0]

@@ -17,6 +17,12 @@ from kvlab import models
 from kvlab.errors import KvlabError
 
 
+STORE_ALL = ("quest", "sparq", "hybrid", "exact_topk")
+STORE_MORE = ("duoattention", "rocketkv")            # than their budget, but not all
+NEED_WHOLE_PROMPT = ("keyformer", "compilerkv")      # which only a first turn is
+LOOK_FAR_BACK = ("keyformer", "scissorhands")        # at a budget of 2,000, beyond what was fed inside the session
+
+
 def small(name):
     return kvlab.policy(name, **SMALL[name])
 
@@ -77,8 +83,10 @@ def test_prompts_in_one_session_do_not_see_each_other(tiny, name):
     assert first.equals(last)
 
 
-@pytest.mark.parametrize("turns", ["recompress", "leave"])
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("name, turns", [
+    # Keyformer scores with every query of a prompt, and those of a response are not kept.
+    (name, turns) for name in EVERYTHING for turns in ("recompress", "leave")
+    if (name, turns) != ("keyformer", "recompress")])
 def test_a_second_turn_at_full_budget_goes_on_as_plain_generation(tiny, name, turns):
     model = tiny().model
     ids, mask = left_padded(prompt(40, seed=1)[0], prompt(29, seed=2)[0])
@@ -108,10 +116,17 @@ def test_a_second_turn_is_recompressed_or_left(tiny, name):
             longer = torch.cat([first.sequences, prompt(20, seed=8)], 1)
             model(longer[:, 61:], past_key_values=first.past_key_values)
             assert session.kv_bytes == after_first + 21 * 2 * 2 * 2 * 16 * 4
-            second = continued(model, first.past_key_values, torch.cat([longer, prompt(2, seed=9)], 1), 9)
+            last = torch.cat([longer, prompt(2, seed=9)], 1)
+            if turns == "recompress" and name in NEED_WHOLE_PROMPT:
+                with pytest.raises(KvlabError, match="turns='leave'"):
+                    continued(model, first.past_key_values, last, 9)
+                continue
+            second = continued(model, first.past_key_values, last, 9)
             stored = session.kv_bytes // (2 * 2 * 2 * 16 * 4)
-            if name == "exact_topk":
+            if name in STORE_ALL:
                 assert stored == 50 + 12 + 20 + 2 + 8
+            elif name in STORE_MORE:
+                assert budget < stored <= 50 + 12 + 20 + 2 + 8
             elif turns == "recompress":
                 assert stored == (budget if once else budget + 8)
             elif not once:
@@ -138,6 +153,10 @@ def test_a_plain_cache_with_content_is_continued(tiny, name, turns):
     past = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :30], past_key_values=past)
+    if name in LOOK_FAR_BACK:
+        with kvlab.compress(model, everything(name)), pytest.raises(KvlabError, match="only 30"):
+            continued(model, past, ids)
+        return
     with kvlab.compress(model, everything(name), turns=turns):
         agree(continued(model, past, ids), expected)
     assert past.get_seq_length() == 30

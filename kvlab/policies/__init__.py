@@ -7,18 +7,35 @@ from importlib.metadata import entry_points
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.policies.base import Budget, Policy, Prompt
+from kvlab.policies.compilerkv import CompilerKV
 from kvlab.policies.dapq import DapQ
+from kvlab.policies.duoattention import DuoAttention
+from kvlab.policies.dynamickv import DynamicKV
 from kvlab.policies.exact_topk import ExactTopK
 from kvlab.policies.full import Full
+from kvlab.policies.h2o import H2O
+from kvlab.policies.hybrid import Hybrid
+from kvlab.policies.keyformer import Keyformer
+from kvlab.policies.lacache import LaCache
 from kvlab.policies.morphkv import MorphKV
+from kvlab.policies.pyramidkv import PyramidKV
+from kvlab.policies.quest import Quest
 from kvlab.policies.random import Random
+from kvlab.policies.rocketkv import RocketKV
+from kvlab.policies.scissorhands import Scissorhands
 from kvlab.policies.snapkv import SnapKV
+from kvlab.policies.snapkv_pp import SnapKVPlusPlus
+from kvlab.policies.sparq import SparQ
 from kvlab.policies.streamingllm import StreamingLLM
+from kvlab.policies.zigzagkv import ZigZagKV
 from kvlab.policies.zsmerge import ZSMerge
 
 __all__ = ["Budget", "Policy", "Prompt", "policies", "policy", "registry"]
 
-BUILTIN = (Full, Random, StreamingLLM, SnapKV, MorphKV, ZSMerge, DapQ, ExactTopK)
+BUILTIN = (
+    Full, Random, StreamingLLM, Scissorhands, H2O, Keyformer, SnapKV, PyramidKV, ZigZagKV, DynamicKV, LaCache,
+    DuoAttention, MorphKV, ZSMerge, DapQ, Quest, SparQ, Hybrid, ExactTopK, SnapKVPlusPlus, RocketKV, CompilerKV,
+)
 GROUP = "kvlab.policies"
 
 

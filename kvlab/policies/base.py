@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, Val
 from torch import Tensor
 
 from kvlab import attention, measures
-from kvlab.cache import LayerStore
+from kvlab.cache import EMPTY, LayerStore
 from kvlab.errors import KvlabError, nearest
 
 
@@ -55,6 +55,8 @@ class Prompt:
     Attributes:
         plan: these rows' share of what the policy planned over all layers, `[rows, ...]`; None before, and for
             policies that plan nothing.
+        lossy: whether these are the entries that an earlier turn of a chat left, with what came since, so that slots
+            are not positions.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Prompt:
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
         self.max_new_tokens, self.scaling = max_new_tokens, scaling
         self.plan: Tensor | None = None
+        self.lossy = False
         self._shared: dict[tuple, Tensor] = {}
 
     @property
@@ -124,12 +127,13 @@ class Prompt:
             ]
         )
 
+    def window_sums(self, n: int) -> Tensor:
+        """Attention of the last `n` queries, summed over the window: `[rows, heads, length]`."""
+        return self.share(("window by head", n), lambda: self.window_attention(n, lambda rows: rows.sum(-2)))
+
     def window_scores(self, n: int) -> Tensor:
         """Attention of the last `n` queries, summed over the window and the GQA group: `[rows, kv_heads, length]`."""
-        return self.share(
-            ("window", n),
-            lambda: attention.sum_over_group(self.window_attention(n, lambda rows: rows.sum(-2)), self.kv_heads),
-        )
+        return self.share(("window", n), lambda: attention.sum_over_group(self.window_sums(n), self.kv_heads))
 
     def pseudo(self, policy: Policy) -> Tensor:
         """The pseudo-queries that `policy` asks for, `[rows, heads, m, head_dim]`."""
@@ -174,6 +178,8 @@ class Policy(BaseModel):
     summary: ClassVar[str] = ""
     weighs: ClassVar[bool] = True
     """Whether `step` looks at the attention weights; without them a live run can use a fused kernel."""
+    takes_ragged: ClassVar[bool] = False
+    """Whether `compress` can deal with a store whose heads hold different numbers of entries (a later turn)."""
 
     def __init__(self, **parameters):
         # A sweep over numpy's arange is as good as one over a list.
@@ -297,7 +303,8 @@ class Policy(BaseModel):
         """Bring the store, which holds the whole prompt, down to what the prefill stage keeps."""
         store.budget = self.entries(prompt.length)
         kept = self.prefill(prompt)
-        if kept.shape[2] < prompt.length:
+        # The widest row may keep the whole prompt where others keep less of it.
+        if kept.shape[2] < prompt.length or bool((kept == EMPTY).any()):
             store.evict(kept)
 
     def keep(
@@ -397,10 +404,15 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, pseudo: Tensor | None,
     shapes |= {"values": shapes["keys"], "pseudo": "[batch, heads, m, head_dim]"}
     given = {"queries": queries, "keys": keys, "values": values, "pseudo": pseudo}
     for name, tensor in given.items():
-        if tensor is not None and tensor.dim() != 4:
+        optional = name == "pseudo" and tensor is None
+        if not optional and not isinstance(tensor, Tensor):
+            raise KvlabError(f"{name} must be a tensor {shapes[name]}, and is a {type(tensor).__name__}")
+        if not optional and tensor.dim() != 4:
             raise KvlabError(f"{name} must be {shapes[name]}, and is {list(tensor.shape)}")
     batch, kv_heads, length, head_dim = keys.shape
     heads, n = queries.shape[1:3]
+    if not length:
+        raise KvlabError("keys hold no token; a prompt has at least one")
     if values.shape != keys.shape:
         raise KvlabError(f"values must have the shape of the keys, {list(keys.shape)}, and is {list(values.shape)}")
     for name in ("queries", "pseudo"):

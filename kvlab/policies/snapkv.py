@@ -1,11 +1,14 @@
 """SnapKV (Li et al., 2024): what the last prompt tokens attend to."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import Tensor
 
+from kvlab import attention, measures
+from kvlab.cache import LayerStore
 from kvlab.policies.base import Budget, Policy, Prompt, top_and_last
 
 
@@ -14,7 +17,8 @@ class SnapKV(Policy):
 
     SnapKV, section 4 and listing 1: attention of the last `window` queries over all keys, causal inside the window,
     summed over the window; the window's own columns dropped; average-pooled with zeros as padding; top (budget -
-    window). Every generated token is kept besides. Cost: one window x prompt attention for each layer.
+    window). Every generated token is kept besides. Cost: one window x prompt attention for each layer; with
+    `sets="head"` the heads of a GQA group each store their own entries, which multiplies the cache by the group's size.
 
     Choices where the paper is silent: on GQA the group's scores are summed and its heads share one set.
 
@@ -22,6 +26,8 @@ class SnapKV(Policy):
         budget: entries for each layer and KV head, the window included.
         window: last prompt tokens that observe and always stay (32 in most published runs).
         kernel: width of the pooling, odd (7).
+        sets: "group" for one set for each KV head; "head" for one set for each query head, as in the authors' code,
+            where `budget` is that of each query head.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -30,6 +36,7 @@ class SnapKV(Policy):
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32
     kernel: Annotated[int, Field(ge=1)] = 7
+    sets: Literal["group", "head"] = "group"
 
     @field_validator("kernel")
     @classmethod
@@ -47,11 +54,31 @@ class SnapKV(Policy):
         return self.window
 
     def scores(self, prompt: Prompt) -> Tensor:
-        return prompt.window_scores(self.window)
+        """Attention of the window, summed over it: `[rows, sets, length]`, a set for each KV head or query head."""
+        return prompt.window_sums(self.window) if self.sets == "head" else prompt.window_scores(self.window)
 
-    def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        scores = self.scores(prompt)
-        older = prompt.length - self.window
-        scores = scores.clone()
-        scores[..., :older] = F.avg_pool1d(scores[..., :older], self.kernel, stride=1, padding=self.kernel // 2)
+    def pooled(self, prompt: Prompt) -> Tensor:
+        """Pooled scores of the tokens older than the window, `[rows, sets, older]`."""
+
+        def pool() -> Tensor:
+            older = self.scores(prompt)[..., : prompt.length - self.window]
+            return F.avg_pool1d(older, self.kernel, stride=1, padding=self.kernel // 2)
+
+        return prompt.share(("snapkv", self.window, self.kernel, self.sets), pool)
+
+    def choose(self, prompt: Prompt, budget: int | Tensor) -> Tensor:
+        """The window and the best of the older tokens: `budget` in all, the same or one for each row `[rows]`."""
+        scores = F.pad(self.pooled(prompt), (0, self.window), value=torch.inf)
+        if isinstance(budget, Tensor):
+            return measures.top_positions(scores, budget[:, None].expand(scores.shape[:2]))
         return top_and_last(scores, budget - self.window, self.window)
+
+    def prefill(self, prompt: Prompt) -> Tensor:
+        kept = super().prefill(prompt)
+        # A prompt within the budget is kept whole by every set.
+        return attention.to_query_heads(kept, prompt.queries.shape[1]) if self.sets == "head" else kept
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        if self.sets == "head":
+            store.expand(prompt.queries.shape[1])
+        super().compress(store, prompt)

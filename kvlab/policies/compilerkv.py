@@ -1,0 +1,167 @@
+"""CompilerKV: token utility weighted by a table of heads, gated by a table of prompt risks."""
+
+import os
+import warnings
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
+from torch import Tensor
+
+from kvlab import measures
+from kvlab.errors import KvlabError
+from kvlab.policies.base import Budget, Policy, Prompt
+from kvlab.tables import DecisionTables, read
+
+
+class CompilerKV(Policy):
+    """Keeps the tokens of largest weighted utility that pass a threshold for the prompt's risk; prefill only.
+
+    CompilerKV, section 4. A_i is the attention of the last `utility_window` queries to token i, averaged over layers
+    and heads (eq. 6); times the relative norm of the value (eq. 7) it is the utility of each head (eq. 8). The score of
+    a layer's token is the largest over its heads, each weighted by the head table (eq. 10). Candidates reach, in scores
+    relative to the largest, the threshold that the risk table has for the layer, the entropy of the mean attention over
+    the last `window` queries (eq. 11-12) and the perplexity of their tokens (eq. 13; eq. 15). All candidates are kept
+    if they fit the budget, else the best of them (eq. 16). One set for each layer, shared by its heads; nothing is
+    forced. Every generated token is kept besides. All layers are seen before any is compressed. Cost: SnapKV's, and the
+    norms of all values.
+
+    Choices where the paper is silent: the norm is the Euclidean one; a query head's value is that of its KV head. The
+    authors' runs differ: scores are average-pooled (`kernel=7`) and sets are filled up to the budget (`pad="budget"`),
+    which leaves the thresholds without effect.
+
+    Parameters:
+        budget: entries for each layer and KV head.
+        window: last prompt tokens whose attention and perplexity tell the risk (64).
+        utility_window: last prompt tokens whose attention makes the utility (32).
+        kernel: width of the average pooling of scores, odd (1: none).
+        pad: "none" keeps the candidates alone; "budget" fills up to the budget with the best of the others.
+        tables: JSON file of both tables (`kvlab.tables.DecisionTables`); without one all heads weigh 1 and every token
+            passes, which a warning says.
+    """
+
+    name: ClassVar[str] = "compilerkv"
+    summary: ClassVar[str] = "weighted utility, gated by the prompt's risk, from tables learnt offline"
+
+    budget: Budget
+    window: Annotated[int, Field(ge=1)] = 64
+    utility_window: Annotated[int, Field(ge=1)] = 32
+    kernel: Annotated[int, Field(ge=1)] = 1
+    pad: Literal["none", "budget"] = "none"
+    tables: Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)] | None = None
+
+    _tables: DecisionTables = PrivateAttr(DecisionTables(heads=None, risk=None))
+
+    @field_validator("kernel")
+    @classmethod
+    def _odd(cls, kernel: int) -> int:
+        if kernel % 2 == 0:
+            raise ValueError(f"kernel {kernel} is even; pooling that keeps the length needs an odd one")
+        return kernel
+
+    @model_validator(mode="after")
+    def _windows(self) -> Self:
+        if self.utility_window > self.window:
+            raise ValueError(f"utility_window {self.utility_window} must lie within the window of {self.window}")
+        return self
+
+    @model_validator(mode="after")
+    def _read(self) -> Self:
+        if self.tables is not None:
+            self._tables = read(self.tables, DecisionTables)
+        return self
+
+    @property
+    def observes(self) -> int:
+        return self.window
+
+    @property
+    def gates(self) -> bool:
+        """Whether a threshold can turn a token away that would fit the budget."""
+        return self._tables.gates and self.pad == "none"
+
+    @property
+    def reads_perplexity(self) -> int:
+        return self.window if self.gates else 0
+
+    def survey(self, prompt: Prompt) -> Tensor:
+        """Attention of the utility window and of the whole window, averaged over heads, `[rows, 2, length]`."""
+        if prompt.lossy:
+            raise KvlabError(
+                "compilerkv weighs every token by the attention of all layers, and after an earlier turn they hold "
+                "different ones; store later turns whole (turns='leave')"
+            )
+        if prompt.lossy:
+            raise KvlabError(
+                "compilerkv averages attention over layers, position by position, and an earlier turn left each layer "
+                "other positions; store later turns whole (turns='leave')"
+            )
+        risk, utility = (prompt.window_sums(n).mean(1) for n in (self.window, self.utility_window))
+        return torch.stack([utility, risk], 1)
+
+    def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
+        """The same averaged over layers, `[n_layers, batch, 2, length]` (eq. 6 and 11)."""
+        if self.tables is None:
+            warnings.warn(
+                "compilerkv runs with neutral tables: all heads weigh the same and no token is turned away; pass "
+                "tables=FILE",
+                stacklevel=2,
+            )
+        return surveys.mean(0).expand_as(surveys)
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """Weighted utility of each layer's tokens before pooling, the same for all KV heads (eq. 10)."""
+        return self._weighted(prompt)[:, None].expand(-1, prompt.kv_heads, -1)
+
+    def _weighted(self, prompt: Prompt) -> Tensor:
+        """`[rows, length]`."""
+        norms = prompt.share(("relative value norms",), lambda: _relative_norms(prompt.values))
+        weights = self._head_weights(prompt)
+        # The heads of a group share their utility, so the largest weight decides among them.
+        best = norms if weights is None else norms * weights.view(*norms.shape[:2], -1).amax(-1, keepdim=True)
+        # Nothing was planned for a prompt within the budget, whose scores decide nothing.
+        attended = 1 if prompt.plan is None else prompt.plan[:, 0]
+        return best.amax(1) * attended
+
+    def _head_weights(self, prompt: Prompt) -> Tensor | None:
+        """Of the query heads, `[rows, heads]`."""
+        table, heads = self._tables.heads, prompt.queries.shape[1]
+        if table is None:
+            return None
+        if (len(table), len(table[0])) != (prompt.n_layers, heads):
+            raise KvlabError(
+                f"the head table in {self.tables} is for {len(table)} layers of {len(table[0])} query heads, and this "
+                f"model has {prompt.n_layers} of {heads}; learn the tables on this model"
+            )
+        return torch.tensor([table[layer] for layer in prompt.layers], device=prompt.keys.device)
+
+    def _thresholds(self, prompt: Prompt) -> Tensor:
+        """Of each row, `[rows]` (eq. 15)."""
+        if len(self._tables.risk) != prompt.n_layers:
+            raise KvlabError(
+                f"the risk table in {self.tables} is for {len(self._tables.risk)} layers, and this model has "
+                f"{prompt.n_layers}; learn the tables on this model"
+            )
+        spread = prompt.plan[:, 1].double()
+        entropy = measures.entropy(spread / spread.sum(-1, keepdim=True))
+        perplexity = prompt.perplexity(self).to(entropy.device)
+        rows = zip(prompt.layers, entropy, perplexity, strict=True)
+        return torch.stack([self._tables.thresholds(*row) for row in rows])
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        scores = self._weighted(prompt)
+        if self.kernel > 1:
+            scores = F.avg_pool1d(scores, self.kernel, stride=1, padding=self.kernel // 2)
+        kept = budget
+        if self.gates:
+            relative = scores / scores.amax(-1, keepdim=True)
+            candidates = (relative >= self._thresholds(prompt)[:, None]).sum(-1)
+            kept = candidates.clamp_max(budget)
+        return measures.top_positions(scores, kept)[:, None].expand(-1, prompt.kv_heads, -1)
+
+
+def _relative_norms(values: Tensor) -> Tensor:
+    """Norm of each value over its mean along the sequence (eq. 7), `[rows, kv_heads, length]`."""
+    norms = torch.stack([row.float().norm(dim=-1) for row in values])
+    return norms / norms.mean(-1, keepdim=True)
