@@ -61,13 +61,11 @@ def top_positions(scores: Tensor, k: int | Tensor) -> Tensor:
     length = scores.shape[-1]
     widest = min(int(k.max()) if isinstance(k, Tensor) else int(k), length)
     if 0 < widest < length and not isinstance(k, Tensor):
-        # A partial selection is several times cheaper than a sort; it is exact unless equal scores meet at the cut.
-        values, best = scores.topk(min(widest + 1, length), dim=-1)
-        if bool((values[..., widest - 1] == values[..., -1]).any()):
-            best = scores.sort(dim=-1, descending=True, stable=True).indices
-        best = best[..., :widest]
-    else:
-        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :widest]
+        # All that reaches the k-th score is several times cheaper than a sort, and exact unless others equal it.
+        reached = scores >= scores.topk(widest, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+        if int(reached.sum()) == scores[..., :widest].numel():
+            return reached.nonzero()[:, -1].view(*scores.shape[:-1], widest)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :widest]
     if isinstance(k, Tensor) and widest:
         beyond = torch.arange(widest, device=scores.device) >= k[..., None]
         best = torch.where(beyond, length, best)
