@@ -1,8 +1,8 @@
-"""What it costs to replay all policies at five budgets on one trace, beside running the model again for each.
+"""What it costs to replay twelve policies at five budgets on one trace, beside running the model again for each.
 
 \b
 python benchmarks/replay.py
-python benchmarks/replay.py --tokens 1024 --budgets 64 --budgets 256 --out replay.csv
+python benchmarks/replay.py --policies all --tokens 1024 --budgets 64 --budgets 256 --out replay.csv
 
 The prompt is random token ids. A tool that runs the model for each policy and budget needs at least one prefill each,
 so the plain SDPA prefill times the number of replays is what the replays are compared with. The time of the replays
@@ -11,10 +11,12 @@ includes the full cache's side of the comparison, which is computed once for a t
 
 from __future__ import annotations
 
+import resource
 import statistics
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import torch
 import typer
 from common import bar, prefill, prompt, seconds, write_csv
@@ -25,10 +27,14 @@ import kvlab
 from kvlab.policies import registry
 
 
-def possible(budgets: list[int], console: Console) -> list:
-    """Every policy at every budget that it can work with; one without a budget stands once."""
+TWELVE = ("streamingllm,h2o,snapkv,pyramidkv,dynamickv,duoattention,morphkv,zsmerge,dapq,quest,rocketkv,"
+          "compilerkv")
+
+
+def possible(names: str, budgets: list[int], console: Console) -> list:
+    """The named policies at every budget that they can work with; one without a budget stands once."""
     found = []
-    for name in kvlab.policies():
+    for name in kvlab.policies() if names == "all" else names.split(","):
         if "budget" not in registry()[name].model_fields:
             found.append(kvlab.policy(name))
             continue
@@ -43,10 +49,9 @@ def possible(budgets: list[int], console: Console) -> list:
 def measure(lm, ids, new_tokens: int, policies: list, repeats: int, console: Console) -> tuple[list, float, float]:
     """One row for each replay; seconds of one prefill, taken before and after them; seconds of the capture."""
     rows, traces = [], []
-    pseudo = [p for p in policies if p.pseudo_key]
 
     def capture() -> None:
-        traces.append(kvlab.capture(lm, ids, new_tokens, window=256, accumulate=True, pseudo=pseudo))
+        traces.append(kvlab.capture(lm, ids, new_tokens, policies=policies))
 
     with bar(console) as progress:
         task = progress.add_task("", total=2 * repeats + 1 + len(policies))
@@ -72,14 +77,16 @@ def main(
     new_tokens: Annotated[int, typer.Option(min=1, help="Length of the response.")] = 64,
     budgets: Annotated[list[int], typer.Option(min=1, help="May be given several times.")]
     = [128, 256, 512, 1024, 2048],
+    policies: Annotated[str, typer.Option(help="Names between commas, or all.")] = TWELVE,
     model: Annotated[str, typer.Option(help="As for kvlab.load.")] = "smollm2-135m",
     repeats: Annotated[int, typer.Option(min=1, help="Prefills before and as many after the replays.")] = 2,
     out: Annotated[Path | None, typer.Option(help="A CSV file for the time of each replay.")] = None,
 ) -> None:
     console = Console(highlight=False)
     try:
-        lm, policies = kvlab.load(model, device="cpu"), possible(budgets, console)
-        rows, one, capturing = measure(lm, prompt(lm, tokens), new_tokens, policies, repeats, console)
+        lm, chosen = kvlab.load(model, device="cpu"), possible(policies, budgets, console)
+        before = psutil.Process().memory_info().rss
+        rows, one, capturing = measure(lm, prompt(lm, tokens), new_tokens, chosen, repeats, console)
         if out:
             write_csv(out, rows)
     except (kvlab.KvlabError, OSError) as error:
@@ -97,6 +104,8 @@ def main(
     console.print(f"one prefill {one:.2f} s, the capture with its response {capturing:.2f} s")
     console.print(f"{n} replays {total:.2f} s, {n} prefills {n * one:.2f} s: ratio {total / n / one:.4f}")
     console.print(f"replays and capture together: ratio {(total + capturing) / n / one:.4f}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    console.print(f"peak memory {peak / 2**20:,.0f} MiB, {(peak - before) / 2**20:,.0f} MiB above the loaded model")
 
 
 if __name__ == "__main__":

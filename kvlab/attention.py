@@ -292,10 +292,13 @@ def check_length(model: nn.Module, length: int) -> None:
 
 
 @contextmanager
-def hooked(model: nn.Module, handler: Handler) -> Iterator[None]:
+def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterator[None]:
     """While the block runs, every attention layer of `model` hands its `Call` to `handler` and uses what that returns.
 
     The model leaves the block as it came, also after an exception.
+
+    Args:
+        pre_rope: whether calls hold the queries before RoPE too, which costs a forward hook in each layer.
     """
     modules = layers_of(model)
     busy = [m for m in modules if m in _hooked]
@@ -311,6 +314,8 @@ def hooked(model: nn.Module, handler: Handler) -> Iterator[None]:
     try:
         for layer, module in enumerate(modules):
             entry = _hooked[module] = _Hooked(layer, handler)
+            if not pre_rope:
+                continue
             source = next(
                 getattr(module, n)
                 for n in ("q_norm", "q_proj", "qkv_proj")

@@ -158,7 +158,12 @@ class LayerStore:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values that hold an entry (original positions are bookkeeping and not counted)."""
-        return (int(self.counts.sum()) if self.ragged else self.positions.numel()) * self.entry_bytes
+        return (int(self.counts.sum()) if self.ragged else self.entries) * self.entry_bytes
+
+    @property
+    def entries(self) -> int:
+        """Slots of all heads, empty ones included."""
+        return self._keys.shape[0] * self._keys.shape[1] * self.length
 
     @property
     def entry_bytes(self) -> int:
@@ -257,7 +262,11 @@ class LayerStore:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
         if isinstance(slot, Tensor):
             rest = torch.arange(self.length - 1, device=slot.device).expand(*slot.shape, self.length - 1)
-            self.evict(rest + (rest >= slot[..., None]))
+            rest = rest + (rest >= slot[..., None])
+            if self.ragged or not self._owned or self._keys.is_cuda:
+                self.evict(rest)
+            else:
+                self._close(slot, rest)
             return
         self._own()
         for tensor in map(self._used, self._everything().values()):
@@ -266,6 +275,19 @@ class LayerStore:
             else:
                 tensor[:, :, slot:-1] = tensor[:, :, slot + 1 :].clone()
         self._start += slot < self.length // 2
+        self.length -= 1
+
+    def _close(self, slot: Tensor, rest: Tensor) -> None:
+        """Move up what lies behind `slot` of each head; of keys and values nothing else is touched."""
+        gaps = slot.tolist()
+        for tensor in map(self._used, self._everything().values()):
+            if tensor.dim() == 3:
+                tensor[:, :, :-1] = pick(tensor, rest)
+                continue
+            for row, gaps_of_row in enumerate(gaps):
+                for head, gap in enumerate(gaps_of_row):
+                    entries = tensor[row, head]
+                    entries[gap:-1] = entries[gap + 1 :].clone()
         self.length -= 1
 
     def truncate(self, length: int) -> None:

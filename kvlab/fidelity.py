@@ -151,9 +151,7 @@ def closed_against_open(
 
     one = policy(policy_or_name)
     ids, _ = prompt_ids(lm, document, chat)
-    window = len(ids) if one.observes is None else one.observes
-    pseudo = (one,) if one.pseudo_key else ()
-    trace = capture(lm, ids, new_tokens, max(window, one.reads_perplexity), accumulate=one.accumulates, pseudo=pseudo)
+    trace = capture(lm, ids, new_tokens, pseudo=(), policies=[one])
     opened = replay(trace, one)
     full, response = _run(lm, ids, new_tokens + 1, nullcontext())
     session = compress(lm.model, one, probes=["mass_lost"], tokenizer=lm.tokenizer, max_new_tokens=new_tokens)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -76,7 +76,8 @@ class Session:
 
     def __enter__(self) -> Session:
         with ExitStack() as stack:
-            stack.enter_context(attention.hooked(self.model, self._attend))
+            pre_rope = any(p.needs_pre_rope for p in self.probes)
+            stack.enter_context(attention.hooked(self.model, self._attend, pre_rope))
             stack.callback(self.model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(self.model.register_forward_hook(self._after).remove)
             self._stack = stack.pop_all()
@@ -176,6 +177,8 @@ class Session:
 
     def _attend(self, call: attention.Call) -> Tensor:
         # Storage that was made in inference mode can only be written to in inference mode; so all of it is.
+        if torch.is_inference_mode_enabled():
+            return self._attended(call)
         with torch.inference_mode():
             out = self._attended(call)
         return out.clone() if torch.is_grad_enabled() else out
@@ -249,7 +252,7 @@ class Session:
         if attended.slots is not None:
             group.entries_read = int((attended.slots >= 0).sum())
         else:
-            group.entries_read = int(store.counts.sum()) if store.ragged else store.positions.numel()
+            group.entries_read = int(store.counts.sum()) if store.ragged else store.entries
         if self.probes:
             if group.shadow is not None:
                 group.shadow.append(keys, values)
@@ -399,6 +402,21 @@ class Session:
                 store.truncate(store.length - (store.seen - length))
         return pseudo.found
 
+    # ------------------------------------------------------------------ one prefill for several policies
+
+    def branch(self, prefilled: LiveCache) -> LiveCache:
+        """A cache of this session's that begins with what another one holds, before its prompt has ended.
+
+        Nothing is copied until one of them changes: several policies can start from one prefill (see `gather`).
+
+        Raises:
+            KvlabError: its prompt has ended, so that its policy may have changed it.
+        """
+        if prefilled.ended:
+            raise KvlabError("this prompt has been compressed already; branch off before it ends")
+        self._cache = prefilled.branch(self, columns=[ACCUMULATED] if self.policy.accumulates else [])
+        return self._cache
+
     # ------------------------------------------------------------------ what is there
 
     def _stores(self) -> list[LayerStore]:
@@ -457,6 +475,51 @@ class Session:
     def means(self) -> dict[str, float]:
         """Mean of every measure over sequences, layers, heads and steps."""
         return self.records.means
+
+
+class Gather(Policy):
+    """Keeps everything, and gathers while a prompt comes in what other policies will want to know of it."""
+
+    name: ClassVar[str] = "gather"
+
+    looks_back: int | None = 0
+    sums_up: bool = False
+    reads: int = 0
+
+    @classmethod
+    def for_all(cls, policies: Sequence[Policy]) -> Gather:
+        windows = [one.observes for one in policies]
+        return cls(
+            looks_back=None if None in windows else max(windows, default=0),
+            sums_up=any(one.accumulates for one in policies),
+            reads=max((one.reads_perplexity for one in policies), default=0),
+        )
+
+    @property
+    def observes(self) -> int | None:
+        return self.looks_back
+
+    @property
+    def accumulates(self) -> bool:
+        return self.sums_up
+
+    @property
+    def reads_perplexity(self) -> int:
+        return self.reads
+
+
+def gather(model: nn.Module, policies: Sequence[Policy]) -> Session:
+    """A session that prefills for several policies at once.
+
+    ```python
+    with kvlab.live.gather(model, policies):
+        prefilled = model(ids, use_cache=True).past_key_values
+    for policy in policies:
+        with kvlab.compress(model, policy) as session:
+            past = session.branch(prefilled)          # go on from here as after a prefill of its own
+    ```
+    """
+    return compress(model, Gather.for_all(policies))
 
 
 class Pseudo:

@@ -6,6 +6,7 @@ length has its own, so that no padding is ever stored and all rows of a store ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,6 +84,11 @@ class Likelihood:
             return None
         found = self.nll[:, self.nll.shape[1] - n :].mean(-1).exp()
         return found if rows is None else found[rows]
+
+    def copy(self) -> Likelihood:
+        found = Likelihood()
+        found.nll, found._next = self.nll, self._next
+        return found
 
     def select(self, rows: Tensor) -> None:
         if self.nll is not None:
@@ -205,6 +211,25 @@ class LiveCache(Cache):
                 if layer.keys.shape[2] != cache.seen:
                     raise KvlabError("the cache handed in has lost entries already (a sliding window?)")
                 live.groups = [Group(None, LayerStore(layer.keys, layer.values))]
+        return cache
+
+    def branch(self, session: Host, columns: Sequence[str]) -> LiveCache:
+        """Another cache that begins with the same entries, borrowed until one of the two changes.
+
+        Args:
+            columns: what of the stores' columns goes along.
+        """
+        cache = LiveCache(session, len(self.layers))
+        cache.seen, cache.padding, cache.ids = self.seen, self.padding, list(self.ids)
+        cache.likelihood = self.likelihood.copy()
+        for new, old in zip(cache.layers, self.layers, strict=True):
+            new._observed = list(old._observed)
+            for group in old.groups:
+                store = LayerStore(group.store.keys, group.store.values)
+                store.layers = group.store.layers
+                for name in columns:
+                    store.add_column(name, group.store.column(name))
+                new.groups.append(Group(group.rows, store, group.padded))
         return cache
 
     def start_over(self) -> None:

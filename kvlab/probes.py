@@ -195,6 +195,7 @@ class Probe:
     summary: ClassVar[str] = ""
     needs_weights: ClassVar[bool] = False
     needs_shadow: ClassVar[bool] = False
+    needs_pre_rope: ClassVar[bool] = False
 
     def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
         """One layer of one step; `where` has its step, layer and rows, to hand on to `records.add`."""
@@ -288,7 +289,7 @@ class QuerySimilarity(Probe):
         reference: a trace of the same prompt.
     """
 
-    name, summary = "query_similarity", "cosine of the queries with a reference run's"
+    name, summary, needs_pre_rope = "query_similarity", "cosine of the queries with a reference run's", True
 
     def __init__(self, reference: Trace):
         self.reference = reference

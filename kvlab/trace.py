@@ -20,7 +20,7 @@ from kvlab import attention
 from kvlab.cache import LayerStore, StoreCache
 from kvlab.errors import KvlabError
 from kvlab.files import replacing
-from kvlab.policies import Policy, Prompt, policy
+from kvlab.policies import Policy, Prompt, policy, registry
 
 if TYPE_CHECKING:
     from kvlab.models import LM
@@ -413,6 +413,7 @@ def capture(
     queries: str | None = None,
     accumulate: bool = False,
     pseudo: Sequence[Policy | str] = ("dapq",),
+    policies: Sequence[Policy | str] = (),
     response: Tensor | Sequence[int] | None = None,
     progress: bool | None = None,
 ) -> Trace | list[Trace]:
@@ -428,6 +429,8 @@ def capture(
         queries: "all" keeps every prompt query.
         accumulate: record the attention summed over all prompt queries (H2O-like policies).
         pseudo: policies whose pseudo-queries to record besides; `()` for none.
+        policies: those that the trace is for: whatever they need of `window`, `queries`, `accumulate` and `pseudo` is
+            recorded besides.
         response: token ids to feed as the response instead of the greedy one (teacher forcing); `new_tokens` is then
             how many of them.
         progress: show a progress bar; by default when more than one document is captured.
@@ -441,7 +444,7 @@ def capture(
 
         if response is not None:
             raise KvlabError("one response cannot follow several documents; capture them one by one")
-        options = dict(chat=chat, queries=queries, accumulate=accumulate, pseudo=pseudo)
+        options = dict(chat=chat, queries=queries, accumulate=accumulate, pseudo=pseudo, policies=policies)
         bar = tqdm(text_or_ids, desc="capture", unit="doc", disable=progress is False, leave=False)
         return [capture(lm, one, new_tokens, window, **options) for one in bar]
 
@@ -449,16 +452,19 @@ def capture(
         raise KvlabError(f"new_tokens and window must not be negative, and are {new_tokens} and {window}")
     if queries not in (None, "all"):
         raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
+    served = [_whole(one) for one in policies]
+    window = max([window, *(one.observes or 0 for one in served), *(one.reads_perplexity for one in served)])
+    queries = "all" if any(one.observes is None for one in served) else queries
+    accumulate = accumulate or any(one.accumulates for one in served)
+    asking = [one for one in (*map(_whole, pseudo), *served) if one.pseudo_key]
     ids, document = prompt_ids(lm, text_or_ids, chat)
     length = len(ids)
     if response is not None:
         response = _checked(lm, response, "response")[:new_tokens]
         new_tokens = len(response)
-    policies = [p if isinstance(p, Policy) else policy(p, budget=1.0) for p in pseudo]
     extra = {
         p.pseudo_key: p.pseudo_tokens(ids, lm.model.config.get_text_config(decoder=True).vocab_size, _encoder(lm))
-        for p in policies
-        if p.pseudo_key
+        for p in asking
     }
     longest = length + max([new_tokens, *map(len, extra.values())])
     if longest > lm.context_length:
@@ -513,6 +519,13 @@ def capture(
             "kvlab": __version__,
         },
     )
+
+
+def _whole(one: Policy | str) -> Policy:
+    """A policy by name, with room for the whole prompt."""
+    if isinstance(one, Policy):
+        return one
+    return policy(one, budget=1.0) if one not in registry() or "budget" in registry()[one].model_fields else policy(one)
 
 
 def _encoder(lm: LM):

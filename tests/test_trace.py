@@ -387,3 +387,15 @@ def test_a_list_of_prompts_gives_a_list_of_traces(tiny, several):
 def test_token_ids_come_in_any_dress(tiny, ids):
     trace = kvlab.capture(tiny(), ids, 0)
     assert trace.ids.tolist() == [3, 4, 5] and trace.ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", kvlab.policies())
+def test_a_trace_captured_for_a_policy_has_what_it_needs(tiny, name):
+    lm = tiny("tiny-llama-gqa")
+    one = kvlab.policy(name) if name == "full" else kvlab.policy(name, budget=70)
+    trace = kvlab.capture(lm, torch.arange(3, 120), new_tokens=3, window=1, pseudo=(), policies=[one])
+    assert 0 <= kvlab.replay(trace, one).summary["mass_lost"] < 1
+    assert (trace.accumulated is not None) == one.accumulates
+    assert (trace.queries.shape[2] == 117 + 3) == (one.observes is None)
+    by_name = kvlab.capture(lm, torch.arange(3, 120), new_tokens=3, window=1, pseudo=(), policies=[name])
+    assert kvlab.replay(by_name, one).kept(0).equal(kvlab.replay(trace, one).kept(0))

@@ -7,7 +7,8 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.cache import LayerStore
-from kvlab.policies.base import Budget, Policy, Prompt, top_and_last
+from kvlab.policies.base import Budget, Policy, Prompt
+from kvlab.policies.eviction import evict_lowest
 
 
 class MorphKV(Policy):
@@ -72,7 +73,7 @@ class MorphKV(Policy):
             ..., 0
         ]
         if store.length > store.budget:
-            store.evict(top_and_last(self._fuse(profile), store.budget - self.window, self.window))
+            evict_lowest(store, self._fuse(profile), self.window)
 
     def _profile(self, prompt: Prompt) -> Tensor:
         """Rows of the window's tokens over the prompt, `[rows, kv_heads, length, n]`, the oldest first."""

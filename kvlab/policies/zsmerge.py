@@ -10,6 +10,7 @@ from torch import Tensor
 from kvlab import attention, measures
 from kvlab.cache import LayerStore
 from kvlab.policies.base import Budget, Policy, Prompt
+from kvlab.policies.eviction import last_of_lowest
 
 
 class ZSMerge(Policy):
@@ -160,7 +161,7 @@ class ZSMerge(Policy):
         contenders = store.column("score")[..., :older].masked_fill(is_residual[..., :older], torch.inf)
         if self.newcomer == "displaces" and older - slots_taken > 1:
             contenders[..., -1] = torch.inf
-        leaves = _last_of_lowest(contenders)
+        leaves = last_of_lowest(contenders)
         if slots_taken < residual:
             is_residual.scatter_(-1, leaves[..., None], True)
             return True
@@ -169,11 +170,6 @@ class ZSMerge(Policy):
             store.merge(leaves[..., None], _most_similar(store, firsts, leaves), {"score": self.merged_score})
         store.drop(leaves)
         return True
-
-
-def _last_of_lowest(scores: Tensor) -> Tensor:
-    """Index of the lowest score, the last one among equals, so that the earlier position stays."""
-    return scores.shape[-1] - 1 - scores.flip(-1).argmin(-1)
 
 
 def _most_similar(store: LayerStore, candidates: Tensor, slot: Tensor) -> Tensor:
