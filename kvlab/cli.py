@@ -19,7 +19,7 @@ HELP = """A laboratory for KV-cache compression: what a paper claims, measured a
 
 A first run, from nothing to a report:   kvlab reproduce
 """
-LISTS = ("policies", "experiments", "claims", "measures", "probes", "models", "packs")
+LISTS = ("policies", "experiments", "claims", "measures", "probes", "models", "packs", "tasks")
 PROFILES = "quick: minutes on two cores; full: hours on a CPU; gpu: an 8B model"
 
 app = typer.Typer(name="kvlab", help=HELP, add_completion=False, no_args_is_help=True, rich_markup_mode="rich",
@@ -197,6 +197,101 @@ def heads(model: Annotated[str, typer.Argument(help="As for kvlab.load.")] = "sm
     for layer, head, score in scores.best(5):
         typer.echo(f"layer {layer:2}, head {head:2}: {score:.1%} of the answer's attention on the needle")
     typer.echo(path)
+
+
+@app.command("eval", epilog="Examples:   kvlab eval needle --policies snapkv,streamingllm --budgets 64,256   |   "
+                         "kvlab eval ruler --limit 13 -p lengths=[1000]   |   "
+                         "kvlab eval longbench -p folder=data --policies all --budgets 0.2 --compress-at context")
+def eval_(names: Annotated[str, typer.Argument(metavar="TASK", help="Or several with commas between them: needle, "
+                                               "ruler, longbench, longgen, icl, arithmetic.")],
+          policies: Annotated[str, typer.Option("--policies", help="Names between commas, or all; the full cache is "
+                                                "always there.")] = "streamingllm,snapkv,dapq",
+          budgets: Annotated[str, typer.Option("--budgets", help="Entries, or fractions of the prompt (0.2).")]
+          = "64,256",
+          model: Annotated[str, typer.Option("--model", help="As for kvlab.load.")] = "smollm2-135m",
+          limit: Annotated[int | None, typer.Option("--limit", min=1, help="Examples of each task (default: all).",
+                                                    show_default=False)] = None,
+          compress_at: Annotated[str, typer.Option("--compress-at", help="prompt: after the question; context: before "
+                                                   "it is known.")] = "prompt",
+          parameters: Annotated[list[str] | None, typer.Option(
+              "--parameter", "-p", metavar="KEY=VALUE", help="Set a parameter of the task; may be repeated.")] = None,
+          out: Annotated[Path | None, typer.Option("--out", help="The JSONL file of answers (default: eval/TASK.jsonl "
+                                                   "in the project).", show_default=False)] = None,
+          device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto",
+          dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")] = "auto",
+          log: Annotated[bool, typer.Option("--log/--no-log", help="Log a run to MLflow.")] = True) -> None:
+    """Run tasks with policies and budgets on a live model; a run that was cut off goes on where it stopped."""
+    from rich.console import Console
+
+    from kvlab import evaluate, models, tasks
+    from kvlab.policies import registry
+    from kvlab.workbench import evaluation, project
+
+    chosen = [one for one in registry() if one not in ("full", "random")] if policies == "all" else _names(policies)
+    given = _task_parameters(parameters or [])
+    plans = [evaluate.plan(tasks.task(name, **given), chosen, _numbers(budgets, "--budgets", _entries), compress_at,
+                           limit) for name in _names(names)]
+    if not plans:
+        raise typer.BadParameter("name at least one task")
+    lm, found = models.load(model, device, dtype), []
+    for plan in plans:
+        path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
+        with _counting(plan.task.name) as advance:
+            found += evaluate.run(lm, plan, path, advance)
+        typer.echo(path, err=True)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    evaluation.show(evaluate.summary(found), console)
+    if len({answer.marks.get("kind") for answer in found}) > 1:
+        evaluation.show_kinds(evaluate.summary(found, by="kind"), console)
+    if log:
+        kept = {"tasks": names, "policies": chosen, "budgets": budgets, "model": lm.signature, "limit": limit,
+                "compress_at": compress_at, **given}
+        typer.echo(f"MLflow run {evaluation.log(found, kept)}", err=True)
+
+
+def _task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
+    """Parameters of a task, read as YAML: numbers, lists, true and false, or text."""
+    import yaml
+
+    found = {}
+    for key, value in _overrides(pairs).items():
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise typer.BadParameter(f"the value of {key} is no YAML: {value!r}") from None
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+
+
+@contextmanager
+def _counting(label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr, with the time left, that moves by answers."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        work = bar.add_task(label, total=None)
+        yield lambda what, done, total: bar.update(work, description=f"{label}: {what}"[:60], completed=done,
+                                                   total=total)
+
+
+@app.command("score", epilog="Example:   kvlab score qasper predictions/qasper.jsonl")
+def score_(task: Annotated[str, typer.Argument(help="A LongBench task, such as qasper or trec.")],
+           file: Annotated[Path, typer.Argument(help='JSONL with {"pred", "answers", "all_classes"} on each line.')],
+           ) -> None:
+    """Score anybody's LongBench predictions with LongBench's metric; JSON on stdout, scores in percent."""
+    from kvlab import scores
+
+    rule = scores.convention(task)
+    found = scores.score_each(task, scores.read_predictions(file))
+    from kvlab import __version__
+    from kvlab.spread import interval
+
+    low, high = (round(100 * end, 2) for end in interval(found))
+    typer.echo(json.dumps({"task": task, "score": scores.percent(found), "n": len(found), "low": low, "high": high,
+                           "metric": rule.metric.__name__, "first_line": rule.first_line, "file": str(file),
+                           "kvlab": __version__}, ensure_ascii=False))
 
 
 @contextmanager

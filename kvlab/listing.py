@@ -68,6 +68,14 @@ def _packs() -> list[dict[str, Any]]:
              "licence": pack.licence} for name, pack in packs.PACKS.items()]
 
 
+def _tasks() -> list[dict[str, Any]]:
+    from kvlab import tasks
+
+    return [{"name": name, "summary": cls.summary, "metric": cls.metric,
+             "parameters": {key: field.default for key, field in cls.model_fields.items()}}
+            for name, cls in tasks.registry().items()]
+
+
 _LISTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "policies": _policies, "experiments": _experiments, "claims": _claims, "measures": _measures, "probes": _probes,
-    "models": _models, "packs": _packs}
+    "models": _models, "packs": _packs, "tasks": _tasks}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import matplotlib.pyplot as plt
+import numpy
 import pandas
 import pytest
 
+from kvlab.errors import KvlabError
 from kvlab.workbench import plots
 
 
@@ -51,3 +53,34 @@ def test_boxes_keep_the_order_and_heatmaps_name_the_unit():
 
 def test_the_palette_is_distinct_from_the_papers_grey():
     assert len(set(plots.COLOURS)) == len(plots.COLOURS) and plots.PAPER not in plots.COLOURS
+
+
+def needles():
+    return pandas.DataFrame([
+        {"policy": policy, "budget": budget, "length": length, "depth": depth, "score": score}
+        for policy, budget, best in (("full", None, 1.0), ("snapkv", 64, 0.5), ("snapkv", 128, 0.75))
+        for length in (1024, 256) for depth in (1.0, 0.0, 0.5) for score in (best, best / 2)])
+
+
+def test_needle_heatmaps_have_a_panel_for_each_policy_and_budget_and_average_a_cell():
+    panels = plots.needle_heatmap(needles(), names={"full": "full cache"}, columns=2, title="needles")
+    assert [ax.get_title(loc="left") for ax in panels] == ["full cache: 0.75", "snapkv, 64: 0.38", "snapkv, 128: 0.56"]
+    for ax, value in zip(panels, (0.75, 0.375, 0.5625), strict=True):
+        cells = ax.images[0].get_array()
+        assert cells.shape == (3, 2) and (cells == value).all()
+        assert ax.images[0].get_clim() == (0, 1) and ax.images[0].get_cmap().name == "cividis"
+    assert [text.get_text() for text in panels[2].get_xticklabels()] == ["256", "1,024"]
+    assert [text.get_text() for text in panels[0].get_yticklabels()] == ["0", "50", "100"]
+    assert panels[2].get_xlabel() == "prompt (tokens)" and "%" in panels[0].get_ylabel()
+    panels[0].figure.canvas.draw()
+
+
+def test_needle_heatmaps_leave_gaps_and_refuse_other_tables():
+    table = needles()
+    few = table[(table["length"] == 256) | (table["depth"] == 0)]
+    (ax,) = plots.needle_heatmap(few, policies=["full"])
+    assert numpy.isnan(ax.images[0].get_array().filled(numpy.nan)).sum() == 2
+    with pytest.raises(KvlabError, match="needs the columns depth, score"):
+        plots.needle_heatmap(table[["policy", "budget", "length"]])
+    with pytest.raises(KvlabError, match="no scores"):
+        plots.needle_heatmap(table, policies=["quest"])

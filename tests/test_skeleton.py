@@ -18,9 +18,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What is imported under another name than that of its distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each layer may import only those that stand before it.
-LAYERS = ("errors files tables packs shapes models corpus attention cache measures spread policies decoding trace "
-          "heads probes replay livecache live fidelity compile analyses tasks evaluate papers workbench meters bench "
-          "listing cli").split()
+LAYERS = ("errors files tables packs shapes models corpus attention cache measures spread policies decoding "
+          "trace heads probes replay livecache live fidelity compile analyses scores tasks evaluate papers "
+          "workbench meters bench listing cli").split()
 
 
 def canonical(name: str) -> str:

@@ -7,10 +7,13 @@ ours always coloured (Okabe and Ito's palette, which colour-blind readers can te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 import seaborn
+
+from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
     import pandas
@@ -139,3 +142,51 @@ def heatmap(table: pandas.DataFrame, *, xlabel: str, ylabel: str, unit: str, tit
     ax.grid(False)
     ax.tick_params(axis="y", rotation=0)
     return _finish(ax, xlabel, ylabel, title)
+
+
+def needle_heatmap(table: pandas.DataFrame, *, policies: Sequence[str] | None = None, columns: int = 3,
+                   names: Mapping[str, str] | None = None, title: str = "") -> list[Axes]:
+    """One panel of depth by length for each policy and budget: what was found of the needles (RocketKV figures 12-14,
+    DapQ figure 5).
+
+    table: tidy, with the columns policy, budget (tokens, or a share of the prompt; missing for the full cache), length
+    (tokens), depth (0 .. 1) and score (0 .. 1); scores of one cell are averaged, a cell without any stays empty.
+    policies: which, and in what order; names: policy -> its title. A panel's title ends with its mean.
+    """
+    lacking = {"policy", "budget", "length", "depth", "score"} - set(table.columns)
+    if lacking:
+        raise KvlabError(f"a needle heatmap needs the columns {', '.join(sorted(lacking))}, which the table lacks")
+    order = list(policies) if policies is not None else list(table["policy"].unique())
+    table = table[table["policy"].isin(order)]
+    if table.empty:
+        raise KvlabError("there are no scores of these policies to draw a needle heatmap of")
+    parts = {key: part for key, part in table.groupby(["policy", "budget"], sort=False, dropna=False)}
+    groups = [(policy, budget, part) for policy in order for (of, budget), part in parts.items() if of == policy]
+    across = min(columns, len(groups))
+    down = -(-len(groups) // across)
+    figure, grid = plt.subplots(down, across, figsize=(0.9 + 3.1 * across, 0.4 + 2.5 * down), squeeze=False,
+                                sharex=True, sharey=True)
+    lengths, depths = sorted(table["length"].unique()), sorted(table["depth"].unique())
+    drawn = list(grid.flat)[:len(groups)]
+    for number, (ax, (policy, budget, part)) in enumerate(zip(drawn, groups, strict=True)):
+        cells = part.pivot_table(index="depth", columns="length", values="score").reindex(index=depths, columns=lengths)
+        image = ax.imshow(cells.to_numpy(dtype=float), cmap=MAP, vmin=0, vmax=1, aspect="auto")
+        ax.grid(False)
+        ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        ax.set_yticks(range(len(depths)), [f"{100 * depth:g}" for depth in depths])
+        _finish(ax, "prompt (tokens)" if number + across >= len(groups) else "",
+                "depth of the needle (%)" if number % across == 0 else "",
+                f"{(names or {}).get(policy, policy)}{_budget(budget)}: {part['score'].mean():.2f}")
+        ax.tick_params(labelbottom=number + across >= len(groups))
+    for ax in list(grid.flat)[len(groups):]:
+        ax.set_visible(False)
+    figure.colorbar(image, ax=drawn, label="score (1: found)", shrink=0.9)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left")
+    return drawn
+
+
+def _budget(budget: object) -> str:
+    if budget is None or budget != budget:      # pandas' missing values equal nothing, themselves included
+        return ""
+    return f", {budget:g}" if isinstance(budget, Real) else f", {budget}"

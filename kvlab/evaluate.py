@@ -1,0 +1,387 @@
+"""Tasks x policies x budgets on a live model: one prefill for each prompt, every answer on disk as soon as it is there.
+
+Results are a JSONL file with one line for each example, policy and budget. A run that was cut off goes on where it
+stopped: a line is recognised by its key, and half a line at the end of the file is written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvlab.errors import KvlabError
+from kvlab.live import Session, compress, gather
+from kvlab.policies import Policy, policy
+from kvlab.policies.full import Full
+from kvlab.spread import summarise
+from kvlab.tasks.base import Example, Task
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvlab.models import LM
+
+CompressAt = Literal["prompt", "context"]
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is evaluated: every example of a task with the full cache and with every policy.
+
+    Attributes:
+        compress_at: "prompt" compresses after the whole prompt (question-aware), "context" before the question comes.
+        limit: how many examples; None for all.
+    """
+
+    task: Task
+    policies: tuple[Policy, ...]
+    compress_at: CompressAt = "prompt"
+    limit: int | None = None
+
+    def signature(self, lm: LM, one: Policy) -> str:
+        """`model@sha|task(params)|policy(params)|compress-at|kvlab version`: the prompt format is the task's."""
+        from kvlab import __version__
+
+        return f"{lm.signature}|{self.task}|{one}|compress at {self.compress_at}|kvlab {__version__}"
+
+
+def plan(
+    task: Task,
+    policies: Sequence[Policy | str],
+    budgets: Sequence[int | float] = (),
+    compress_at: CompressAt = "prompt",
+    limit: int | None = None,
+) -> Plan:
+    """A plan from names; the full cache always comes first.
+
+    Raises:
+        KvlabError: an unknown policy, a budget that it cannot work with, or none for a policy that needs one.
+    """
+    if compress_at not in ("prompt", "context"):
+        raise KvlabError(f"compress_at={compress_at!r} is neither 'prompt' nor 'context'")
+    found: list[Policy] = [Full()]
+    for one in policies:
+        if isinstance(one, Policy) and not budgets:
+            found.append(one)
+        elif one == FULL or isinstance(one, Full):
+            continue
+        elif not budgets:
+            raise KvlabError(f"{one} needs a budget: entries for each head (256), or a share of the prompt (0.2)")
+        else:
+            found += [policy(one, budget=budget) for budget in budgets]
+    return Plan(task, tuple(dict.fromkeys(found)), compress_at, limit)
+
+
+@dataclass
+class Answer:
+    """One line of the results. Times in seconds, sizes in bytes; `prefill_seconds` is that of the shared prefill."""
+
+    key: str
+    task: str
+    example: str
+    policy: str
+    budget: int | float | None
+    compress_at: str
+    prediction: str
+    answers: list[str]
+    scores: dict[str, float]
+    metric: str
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_seconds: float
+    seconds: float
+    kv_bytes: int
+    aux_bytes: int
+    marks: dict[str, Any] = field(default_factory=dict)
+    signature: str = ""
+
+
+# ---------------------------------------------------------------------------------------------------- one example
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A prompt as the model is fed it: ids `[1, tokens]`, of which the first `context` may be compressed before the
+    rest comes.
+    """
+
+    ids: Tensor
+    context: int
+
+
+def feed(lm: LM, example: Example, compress_at: CompressAt) -> Fed:
+    """An example's prompt with its chat template and the beginning of its answer.
+
+    Raises:
+        KvlabError: too long for the model, or no question to hold back.
+    """
+    ids = lm.encode(example.prompt, chat="auto" if example.chat else False)
+    context = ids.shape[1]
+    if compress_at == "context":
+        if not example.question:
+            raise KvlabError(
+                f"{example.id} does not tell its context from its question, so it can only be compressed at the prompt"
+            )
+        context = _tokens_of_context(lm, example)
+    if example.prefix:
+        ids = torch.cat([ids, lm.tokenizer(example.prefix, add_special_tokens=False, return_tensors="pt").input_ids
+                         .to(ids.device)], 1)
+    if ids.shape[1] + example.max_new_tokens > lm.context_length:
+        raise KvlabError(
+            f"{example.id} has {ids.shape[1]} tokens and asks for {example.max_new_tokens} more, which is beyond the "
+            f"{lm.context_length} that {lm.name} takes"
+        )
+    return Fed(ids, context)
+
+
+def _tokens_of_context(lm: LM, example: Example) -> int:
+    """How many tokens lie wholly before the question."""
+    text = example.prompt
+    templated = example.chat and getattr(lm.tokenizer, "chat_template", None)
+    if templated:
+        text = lm.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+    # Templates trim what they are given, so the question is looked for, and not counted from the front.
+    question = example.question.rstrip()
+    start = text.rfind(question)
+    if start < 0:
+        raise KvlabError(f"the chat template of {lm.name} changes the question of {example.id}, so it cannot be found")
+    offsets = lm.tokenizer(
+        text, add_special_tokens=not templated, return_offsets_mapping=True, verbose=False
+    )["offset_mapping"]
+    return sum(1 for _, end in offsets if end <= start)
+
+
+@torch.inference_mode()
+def _generate(lm: LM, session: Session, past: Any, logits: Tensor, limit: int) -> tuple[list[int], float]:
+    """Greedy tokens until the model stops or the limit comes, and the seconds that they took."""
+    stops = _stops(lm)
+    start, tokens = time.perf_counter(), []
+    for step in range(limit):
+        token = int(logits.argmax(-1))
+        if token in stops:
+            break
+        tokens.append(token)
+        if step < limit - 1:
+            ids = torch.tensor([[token]], device=lm.device)
+            logits = lm.model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
+    return tokens, time.perf_counter() - start
+
+
+def _stops(lm: LM) -> set[int]:
+    configured = getattr(lm.model.generation_config, "eos_token_id", None)
+    found = configured if isinstance(configured, list) else [configured]
+    return {one for one in [*found, getattr(lm.tokenizer, "eos_token_id", None)] if one is not None}
+
+
+@torch.inference_mode()
+def answers(lm: LM, example: Example, wanted: Sequence[Policy], compress_at: CompressAt) -> Iterator[dict[str, Any]]:
+    """Answer one example with every policy, from one prefill: prediction, tokens, seconds and bytes of each."""
+    fed = feed(lm, example, compress_at)
+    start = time.perf_counter()
+    with gather(lm.model, wanted):
+        out = lm.model(fed.ids[:, : fed.context], use_cache=True, logits_to_keep=1)
+        prefilled, logits = out.past_key_values, out.logits[0, -1]
+    prefill_seconds = time.perf_counter() - start
+    for one in wanted:
+        start = time.perf_counter()
+        with compress(
+            lm.model, one, turns="leave", tokenizer=lm.tokenizer, max_new_tokens=example.max_new_tokens
+        ) as session:
+            past = session.branch(prefilled)
+            first = logits
+            if fed.context < fed.ids.shape[1]:
+                if compress_at == "context":
+                    session.end_prompt()
+                rest = fed.ids[:, fed.context :]
+                first = lm.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
+            tokens, _ = _generate(lm, session, past, first, example.max_new_tokens)
+            yield {
+                "prediction": lm.decode(tokens) if tokens else "",
+                "prompt_tokens": fed.ids.shape[1],
+                "generated_tokens": len(tokens),
+                "prefill_seconds": prefill_seconds,
+                "seconds": time.perf_counter() - start,
+                "kv_bytes": session.kv_bytes,
+                "aux_bytes": session.aux_bytes,
+            }
+
+
+# ---------------------------------------------------------------------------------------------------- a whole run
+
+
+def run(
+    lm: LM, wanted: Plan, path: str | Path, advance: Callable[[str, int, int], None] = lambda *_: None
+) -> list[Answer]:
+    """Evaluate, appending every answer to the JSONL at `path` as soon as it is there; what is in it is not run again.
+
+    Args:
+        advance: called with a label, how many answers are done and how many there will be.
+
+    Returns:
+        The answers of this plan, in the order of examples and policies.
+    """
+    from filelock import FileLock, Timeout
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path.with_name(f".{path.name}.lock"), timeout=0):
+            return _run(lm, wanted, path, advance)
+    except Timeout:
+        raise KvlabError(f"another evaluation is writing {path}; wait for it, or name another file") from None
+
+
+def _run(lm: LM, wanted: Plan, path: Path, advance: Callable[[str, int, int], None]) -> list[Answer]:
+    known = {answer.key: answer for answer in read(path, mend=True)}
+    examples = list(wanted.task.examples(lm, wanted.limit))
+    total, done = len(examples) * len(wanted.policies), 0
+    signatures = {one: wanted.signature(lm, one) for one in wanted.policies}
+    found: list[Answer] = []
+    with path.open("a", encoding="utf-8") as file:
+        for example in examples:
+            keys = {one: _key(signatures[one], example) for one in wanted.policies}
+            missing = [one for one in wanted.policies if keys[one] not in known]
+            produced = zip(missing, answers(lm, example, missing, wanted.compress_at), strict=True) if missing else ()
+            for one, made in produced:
+                answer = _answer(wanted, example, one, keys[one], signatures[one], made)
+                known[answer.key] = answer
+                file.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+                advance(f"{example.id}, {one.name}", done + missing.index(one) + 1, total)
+            found += [known[keys[one]] for one in wanted.policies]
+            done += len(wanted.policies)
+            advance(example.id, done, total)
+    return found
+
+
+def _answer(
+    wanted: Plan, example: Example, one: Policy, key: str, signature: str, made: dict[str, Any]
+) -> Answer:
+    return Answer(
+        key=key,
+        task=wanted.task.name,
+        example=example.id,
+        policy=one.name,
+        budget=getattr(one, "budget", None),
+        compress_at=wanted.compress_at,
+        answers=list(example.answers),
+        scores=wanted.task.score(example, made["prediction"]),
+        metric=wanted.task.metric,
+        marks=dict(example.marks),
+        signature=signature,
+        **made,
+    )
+
+
+def _key(signature: str, example: Example) -> str:
+    text = json.dumps([signature, example.id, example.prompt, example.prefix, example.chat, example.max_new_tokens])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def read(path: str | Path, mend: bool = False) -> list[Answer]:
+    """The answers in a results file; of a line that was cut off at its end nothing is known.
+
+    Args:
+        mend: take such a half line out of the file.
+
+    Raises:
+        KvlabError: a line that is no answer, with its number.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if mend and whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    found = []
+    for number, line in enumerate(content[:whole].decode("utf-8", "replace").splitlines(), 1):
+        try:
+            found.append(Answer(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError) as error:
+            why = f"{path}, line {number} is no answer of an evaluation ({error})"
+            raise KvlabError(f"{why}; name another file") from None
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- what came out
+
+
+def table(found: Sequence[Answer]) -> pd.DataFrame:
+    """Tidy: one row for each answer, with its marks and its score."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        {
+            "task": answer.task,
+            "example": answer.example,
+            "policy": answer.policy,
+            "budget": answer.budget,
+            "compress_at": answer.compress_at,
+            "score": answer.scores[answer.metric],
+            "prediction": answer.prediction,
+            "prompt_tokens": answer.prompt_tokens,
+            "generated_tokens": answer.generated_tokens,
+            "seconds": answer.seconds,
+            "kv_bytes": answer.kv_bytes,
+            "aux_bytes": answer.aux_bytes,
+            **answer.marks,
+        }
+        for answer in found
+    )
+
+
+def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
+    """One row for each task, policy and budget: mean score with its 95 % bootstrap interval over examples, the paired
+    difference from the full cache on the same examples with its own, bytes and seconds.
+
+    Args:
+        by: a mark ("kind", "length", "depth") whose values get rows of their own.
+    """
+    import pandas as pd
+
+    groups: dict[tuple, list[Answer]] = {}
+    for answer in found:
+        value = answer.marks.get(by) if by else None
+        groups.setdefault((answer.task, value, answer.policy, answer.budget, answer.compress_at), []).append(answer)
+    rows = []
+    for (task, value, name, budget, at), members in groups.items():
+        full = {a.example: a.scores[a.metric] for a in groups.get((task, value, FULL, None, at), [])}
+        scores = [a.scores[a.metric] for a in members]
+        score, (low, high) = summarise(scores)
+        pairs = [a.scores[a.metric] - full[a.example] for a in members if a.example in full]
+        difference, (least, most) = summarise(pairs) if pairs else (float("nan"), (float("nan"),) * 2)
+        rows.append(
+            {
+                "task": task,
+                **({by: value} if by else {}),
+                "policy": name,
+                "budget": budget,
+                "compress_at": at,
+                "n": len(members),
+                "score": score,
+                "low": low,
+                "high": high,
+                "difference": difference,
+                "difference_low": least,
+                "difference_high": most,
+                "kv_bytes": sum(a.kv_bytes for a in members) / len(members),
+                "seconds": sum(a.seconds for a in members) / len(members),
+                "prefill_seconds": sum(a.prefill_seconds for a in members) / len(members),
+            }
+        )
+    return pd.DataFrame(rows)

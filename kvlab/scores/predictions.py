@@ -1,0 +1,61 @@
+"""Predictions in LongBench's output format, as anybody's run of the benchmark leaves them, read from a JSONL file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from kvlab.errors import KvlabError
+
+
+def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The predictions of a file with {"pred": text, "answers": [text], "all_classes": [text] or null} on each line.
+
+    Empty lines are passed over, further fields are let through. Raises KvlabError, with file and line number, for
+    anything else, and for a file without predictions.
+    """
+    path = Path(path).expanduser()
+    try:
+        # Not splitlines: JSON allows U+2028 and its like inside a text, and they end no line of JSONL.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise KvlabError(f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it") from error
+    except OSError as error:
+        raise KvlabError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    found = [_prediction(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise KvlabError(f"{path} is empty: there are no predictions in it to score")
+    return found
+
+
+def _prediction(line: str, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise KvlabError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise KvlabError(f"{where}: JSON that cannot be read ({error})") from error
+    if not isinstance(fields, dict):
+        raise KvlabError(f"{where}: a prediction is a JSON object, not {_shown(fields)}")
+    if not isinstance(fields.get("pred"), str):
+        raise KvlabError(f"{where}: 'pred' must be a text, {_is(fields, 'pred')}")
+    if not _texts(fields.get("answers")):
+        raise KvlabError(f"{where}: 'answers' must be a list of texts, {_is(fields, 'answers')}")
+    if fields.get("all_classes") is not None and not _texts(fields["all_classes"]):
+        raise KvlabError(f"{where}: 'all_classes' must be a list of texts or null, {_is(fields, 'all_classes')}")
+    return fields
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is(fields: dict[str, Any], key: str) -> str:
+    return f"and is {_shown(fields[key])}" if key in fields else "and is missing"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:40] + "..."

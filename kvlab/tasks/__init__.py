@@ -1,0 +1,40 @@
+"""Tasks by name: benchmarks that make examples for a model and score its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlab.errors import KvlabError, nearest
+from kvlab.tasks.base import Example, Task
+
+__all__ = ["Example", "Task", "registry", "task", "tasks"]
+
+
+def registry() -> dict[str, type[Task]]:
+    """Every named task class."""
+    from kvlab.tasks.arithmetic import Arithmetic
+    from kvlab.tasks.icl import ManyShot
+    from kvlab.tasks.longbench import LongBench
+    from kvlab.tasks.longgen import LongGen
+    from kvlab.tasks.needle import Needle
+    from kvlab.tasks.ruler import Ruler
+
+    return {cls.name: cls for cls in (Needle, Ruler, LongBench, LongGen, ManyShot, Arithmetic)}
+
+
+def tasks() -> list[str]:
+    """Names that `task` takes."""
+    return list(registry())
+
+
+def task(name: str | Task, **parameters: Any) -> Task:
+    """A task by name, with its parameters.
+
+    Raises:
+        KvlabError: an unknown name or parameter, with the nearest ones.
+    """
+    if isinstance(name, Task):
+        return name
+    if name not in registry():
+        raise KvlabError(nearest(name, registry(), "task"))
+    return registry()[name](**parameters)

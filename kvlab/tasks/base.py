@@ -1,0 +1,84 @@
+"""What a task is: it makes examples, seeded and of a wanted length for a model's own tokenizer, and scores answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvlab.errors import KvlabError, nearest
+
+if TYPE_CHECKING:
+    from kvlab.models import LM
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and what a right answer would be.
+
+    Attributes:
+        id: unique within its task and the task's parameters, and stable: a rerun recognises what is done by it.
+        context: the long part of the prompt, which may be compressed before the question is known.
+        question: what follows; empty where a benchmark does not tell the two apart. The prompt is both, joined as they
+            stand.
+        answers: reference answers; how they are used is the task's.
+        max_new_tokens: the longest answer.
+        chat: whether the prompt goes through the model's chat template, where it has one.
+        prefix: how the answer begins; fed after the prompt and not part of the prediction.
+        marks: what the result tables shall know of it: length, depth, kind, all_classes, ...
+    """
+
+    id: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    chat: bool = True
+    prefix: str = ""
+    marks: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> str:
+        return self.context + self.question
+
+
+class Task(BaseModel):
+    """A benchmark with its parameters: a frozen pydantic model, so that it can name itself in a signature."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    metric: ClassVar[str] = "score"
+    """Which of the scores stands for an answer in tables and figures."""
+
+    seed: int = 0
+
+    def __init__(self, **parameters: Any):
+        unknown = sorted(set(parameters) - set(type(self).model_fields))
+        if unknown:
+            raise KvlabError(f"{self.name}: {nearest(unknown[0], type(self).model_fields, 'parameter')}")
+        try:
+            super().__init__(**parameters)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"])) or "parameters"
+            message = problem["msg"].removeprefix("Value error, ")
+            raise KvlabError(f"{self.name}: {where}: {message}, and is {problem['input']!r}") from None
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self)})"
+
+    def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
+        """The examples for a model, at most `limit` of them (spread over the task's kinds, not its first ones).
+
+        Raises:
+            KvlabError: a length that the model does not take, or material that is missing.
+        """
+        raise NotImplementedError
+
+    def score(self, example: Example, prediction: str) -> dict[str, float]:
+        """Scores of one answer, each in [0, 1], `metric` among them."""
+        raise NotImplementedError

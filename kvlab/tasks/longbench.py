@@ -1,0 +1,195 @@
+"""LongBench (Bai et al., 2023): 21 real tasks in English, Chinese and code, from JSONL files in its format."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from kvlab import corpus, packs, scores
+from kvlab.errors import KvlabError
+from kvlab.tasks.base import Example, Task
+from kvlab.tasks.longbench_prompts import PROMPTS
+
+if TYPE_CHECKING:
+    from kvlab.models import LM
+
+HUB = ("THUDM/LongBench", "data.zip")
+LEAST = 64
+"""Fewer tokens than this for a prompt are refused."""
+
+
+class LongBench(Task):
+    """LongBench's records with its conventions: prompts, middle truncation, longest answers, metrics.
+
+    A record has a context and an input, which go into `longbench_prompts`, or brings its ready `prompt`, whose question
+    is told apart where it begins as in LongBench's own prompts. A prompt that is too long loses its middle: the first
+    and the last half of the tokens that fit stay (whole characters of the text itself, where LongBench decodes token
+    ids). Six tasks (few-shot and code) go without the chat template. LongBench ends an answer to samsum at its first
+    line; here it is cut there when it is scored. The order is fixed and `seed` changes nothing.
+
+    Attributes:
+        folder: a folder of .jsonl files, or one file.
+        hub: fetch LongBench itself from the hub (114 MB, once, into the cache); nothing is fetched otherwise.
+        tasks: names of the tasks wanted; empty for all that are there.
+        length: longest prompt in tokens, chat template included; None for the model's context less the answer.
+        longer: what becomes of longer prompts: "cut" in the middle, or "skip".
+    """
+
+    name: ClassVar[str] = "longbench"
+    summary: ClassVar[str] = "LongBench's 21 tasks with its prompts, truncation and metrics; needs folder= or hub=true"
+
+    folder: str | None = None
+    hub: bool = False
+    tasks: tuple[str, ...] = ()
+    length: int | None = Field(None, ge=LEAST)
+    longer: Literal["cut", "skip"] = "cut"
+
+    @field_validator("folder", mode="before")
+    @classmethod
+    def _path(cls, folder: str | os.PathLike | None) -> str | None:
+        return os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _names(cls, tasks: str | Iterable[str]) -> tuple[str, ...]:
+        return tuple(part.strip() for part in tasks.split(",")) if isinstance(tasks, str) else tuple(tasks)
+
+    def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
+        """One task's example after another's, in turn, until there are `limit` or no more.
+
+        Raises KvlabError where no data was named or can be had, a task is unknown or not there, or the model has no
+        tokenizer.
+        """
+        made = {task: self._made(lm, task, records) for task, records in self._records().items()}
+        waiting, given = _order(list(made), limit), 0
+        while waiting:
+            for task in list(waiting):
+                if limit is not None and given >= limit:
+                    return
+                example = next(made[task], None)
+                if example is None:
+                    waiting.remove(task)
+                    continue
+                given += 1
+                yield example
+        if not given:
+            raise KvlabError(f"longbench: every prompt is longer than {self.length or lm.context_length} tokens, and "
+                             "longer='skip' leaves them out")
+
+    def score(self, example: Example, prediction: str) -> dict[str, float]:
+        """LongBench's metric of the example's task, the best over its answers."""
+        return {"score": scores.score(example.marks["kind"], prediction, example.answers,
+                                      example.marks.get("all_classes"))}
+
+    def _records(self) -> dict[str, list[corpus.Record]]:
+        """The records of each wanted task, in LongBench's order of tasks."""
+        for task in self.tasks:
+            scores.convention(task)
+        if self.folder is None and not self.hub:
+            raise KvlabError("longbench needs data: folder=... names JSONL files in LongBench's format, and hub=true "
+                             "fetches LongBench from the hub")
+        found: dict[str, list[corpus.Record]] = {}
+        for record in corpus.longbench(self.folder if self.folder is not None else fetch()):
+            scores.convention(record.task)
+            found.setdefault(record.task, []).append(record)
+        missing = [task for task in self.tasks if task not in found]
+        if missing:
+            raise KvlabError(f"longbench: there are no records of {missing[0]}, only of {', '.join(sorted(found))}")
+        return {task: found[task] for task in PROMPTS if task in found and (not self.tasks or task in self.tasks)}
+
+    def _made(self, lm: LM, task: str, records: list[corpus.Record]) -> Iterator[Example]:
+        rule, seen = scores.convention(task), set()
+        room = min(self.length or lm.context_length, lm.context_length - rule.new_tokens)
+        if room < LEAST:
+            raise KvlabError(f"{lm.name} takes {lm.context_length} tokens: too few for a prompt of {task} and its "
+                             f"answer of up to {rule.new_tokens}")
+        for record in records:
+            context, question = parts(record)
+            tokens = _tokens(lm, context + question, rule.chat)
+            if tokens > room:
+                if self.longer == "skip":
+                    continue
+                context, question, tokens = _cut(lm, context, question, rule.chat, tokens, room)
+            name = f"{task}/{record.id}" + (f"#{record.line}" if record.id in seen else "")
+            seen.add(record.id)
+            marks = {"kind": task, "tokens": tokens}
+            if record.all_classes is not None:
+                marks["all_classes"] = list(record.all_classes)
+            yield Example(name, context, question, record.answers, rule.new_tokens, rule.chat, marks=marks)
+
+
+def parts(record: corpus.Record) -> tuple[str, str]:
+    """The context and the question of a record's prompt, which joined are the prompt.
+
+    Of a ready prompt the question is what follows the last place where LongBench's prompts of that task begin it, and
+    empty where there is no such place.
+    """
+    prompt = PROMPTS[record.task]
+    if record.prompt is None:
+        return prompt.before + record.context, prompt.question(record.input)
+    at = record.prompt.rfind(prompt.starts)
+    return (record.prompt[:at], record.prompt[at:]) if at > 0 else (record.prompt, "")
+
+
+def fetch() -> Path:
+    """The folder of LongBench's JSONL files, fetched from the hub once; raises KvlabError where that cannot be."""
+    return packs.build_once(packs.home() / "longbench", _unpack, "fetching LongBench from the hub (114 MB)")
+
+
+def _unpack(folder: Path) -> None:
+    from huggingface_hub import hf_hub_download
+
+    repository, file = HUB
+    try:
+        fetched = hf_hub_download(repository, file, repo_type="dataset")
+        with zipfile.ZipFile(fetched) as archive:
+            for task in PROMPTS:
+                with archive.open(f"data/{task}.jsonl") as source, (folder / f"{task}.jsonl").open("wb") as target:
+                    shutil.copyfileobj(source, target)
+    except Exception as error:  # the hub's client raises a dozen unrelated kinds, all of which mean "cannot be had"
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise KvlabError(f"cannot get {file} of the dataset {repository} from the hub ({first}); give folder=... with "
+                         "LongBench's JSONL files instead") from error
+
+
+def _order(tasks: list[str], limit: int | None) -> list[str]:
+    """`limit` tasks spread over all of them come first."""
+    if limit is None or limit >= len(tasks):
+        return tasks
+    first = [tasks[i * len(tasks) // limit] for i in range(limit)]
+    return first + [task for task in tasks if task not in first]
+
+
+def _tokens(lm: LM, prompt: str, chat: bool) -> int:
+    return lm.encode(prompt, chat="auto" if chat else False).shape[1]
+
+
+def _cut(lm: LM, context: str, question: str, chat: bool, tokens: int, room: int) -> tuple[str, str, int]:
+    """Context, question and tokens of a prompt without its middle, so that `room` tokens hold it."""
+    text = context + question
+    spans = _spans(lm, text)
+    keep = len(spans) - (tokens - room)
+    while keep > 1:
+        head = spans[(keep + 1) // 2 - 1][1]
+        tail = max(head, spans[len(spans) - keep // 2][0])      # two tokens may share one character
+        split = len(context)
+        shorter = text[:min(head, split)] + text[tail:split], text[split:head] + text[max(tail, split):]
+        now = _tokens(lm, "".join(shorter), chat)
+        if now <= room:
+            return *shorter, now
+        keep -= now - room
+    raise KvlabError(f"{room} tokens are too few for a prompt: {lm.name}'s chat template alone takes nearly as many")
+
+
+def _spans(lm: LM, text: str) -> list[tuple[int, int]]:
+    """Where each token begins and ends in the text."""
+    if not getattr(lm.tokenizer, "is_fast", False):
+        raise KvlabError(f"{type(lm.tokenizer).__name__} does not tell where its tokens lie; longer='skip' leaves out "
+                         "the prompts that would have to be cut")
+    return lm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]

@@ -1,0 +1,221 @@
+"""LongGenBench (Wu et al., 2024): a long response of numbered entries, some of which must hold what was asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from kvlab.errors import KvlabError
+from kvlab.tasks.base import Example, Task
+from kvlab.tasks.longgen_prompts import SHORT
+
+if TYPE_CHECKING:
+    from kvlab.models import LM
+
+CHECKS = ("once", "range", "periodic")
+SEPARATOR, END = "#*#", "*** finished"
+_FILLER = frozenset("a an the and or of in on at to for with by from my your his her our their featuring".split())
+
+
+class LongGen(Task):
+    """LongGenBench's four kinds (diary, menu, skyscraper, city), from its JSONL or made here for small models.
+
+    Without a `file`, prompts of the same four kinds are made that ask for `entries` short entries: two or more things
+    in one entry each (once), one over neighbouring entries (range), one at equal distances (periodic). The chat
+    template is used where the model has one, and the answer begins with the first entry's heading.
+
+    Scores, each in [0, 1] (section 3 of the paper; MorphKV's table 2):
+        completion: entries that are there, with a text, among those wanted.
+        once, range, periodic: checks that are met, a missing entry counting as one that is not (the paper's STIC-2).
+        accuracy: the mean of these three.
+        accuracy_written: checks that are met among those whose entry is there (STIC-1, pooled over the three; 0 if
+            none is).
+
+    The paper lets a language model judge whether an entry holds what was asked for. Here an entry does if it has at
+    least `share` of the words of the wanted phrase, without filler words, endings and what stands in brackets: cheap
+    and always the same, but a figure to compare policies by, not with the paper's own.
+
+    Attributes:
+        file: LongGenBench's JSONL; None makes prompts.
+        entries: entries of a made prompt.
+        words: about how many words each of its entries shall have.
+        number: made prompts of each kind.
+        new_tokens: the longest answer; shortened to what the model's context leaves. None for 8,192 (MorphKV's cap)
+            with a file, else half as much again as `entries` and `words` ask for.
+        share: of a phrase's words, for a check to be met.
+        chat: whether to use the chat template.
+    """
+
+    name: ClassVar[str] = "longgen"
+    summary: ClassVar[str] = "LongGenBench: long responses of numbered entries, checked for what had to be in which"
+    metric: ClassVar[str] = "accuracy"
+
+    file: str | None = None
+    entries: int = Field(8, ge=6, le=1000)
+    words: int = Field(20, ge=1)
+    number: int = Field(10, ge=1)
+    new_tokens: int | None = Field(None, ge=1)
+    share: float = Field(0.75, gt=0, le=1)
+    chat: bool = True
+
+    @field_validator("file", mode="before")
+    @classmethod
+    def _path(cls, file: str | os.PathLike | None) -> str | None:
+        return os.fspath(file) if isinstance(file, os.PathLike) else file
+
+    def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
+        """One example of each kind after another, in turn, until there are `limit` or no more.
+
+        Raises KvlabError for a file that is none of LongGenBench's, and a prompt that leaves no room for an answer.
+        """
+        found = self._made() if self.file is None else _in_turn(read(self.file, self.chat))
+        longest = self.new_tokens or (8192 if self.file else 50 + self.entries * (12 + 2 * self.words))
+        for example in found[:limit]:
+            tokens = lm.encode(example.prompt, chat="auto" if self.chat else False).shape[1]
+            tokens += len(lm.tokenizer(example.prefix, add_special_tokens=False)["input_ids"]) if example.prefix else 0
+            if tokens >= lm.context_length:
+                raise KvlabError(f"{example.id} has {tokens} tokens, and {lm.name} takes {lm.context_length}: no room "
+                                 "for an answer")
+            fields = vars(example) | {"max_new_tokens": min(longest, lm.context_length - tokens),
+                                      "marks": example.marks | {"tokens": tokens}}
+            yield Example(**fields)
+
+    def score(self, example: Example, prediction: str) -> dict[str, float]:
+        """Completion, accuracy of the three kinds of checks (a kind that was not asked for is left out), and means."""
+        written = entries(example.prefix + prediction, example.marks["type"], example.marks["entries"])
+        met: dict[str, list[bool | None]] = {}
+        for check in example.answers:
+            kind, number, phrase = _check(check)
+            entry = written.get(number)
+            met.setdefault(kind, []).append(None if entry is None else holds(entry, phrase, self.share))
+        shares = {kind: sum(map(bool, met[kind])) / len(met[kind]) for kind in CHECKS if kind in met}
+        judged = [one for kind in met.values() for one in kind if one is not None]
+        return {"completion": len(written) / example.marks["entries"], **shares,
+                "accuracy": sum(shares.values()) / len(shares) if shares else 0.0,
+                "accuracy_written": sum(judged) / len(judged) if judged else 0.0}
+
+    def _made(self) -> list[Example]:
+        return [self._make(kind, index) for index in range(self.number) for kind in SHORT]
+
+    def _make(self, kind: str, index: int) -> Example:
+        """A prompt whose demands fall on different entries."""
+        rng, short = random.Random(f"{self.seed} {kind} {index} {self.entries}"), SHORT[kind]
+        period = max(3, self.entries // 4)
+        start = rng.randint(1, period)
+        periodic = list(range(start, self.entries + 1, period))
+        free = [entry for entry in range(1, self.entries + 1) if entry not in periodic]
+        span = rng.randint(2, period - 1)
+        first = rng.choice([entry for entry in free if set(range(entry, entry + span)) <= set(free)])
+        between = range(first, first + span)
+        free = [entry for entry in free if entry not in between]
+        singles = sorted(rng.sample(free, min(len(free), len(short.once), max(2, self.entries // 5))))
+        things = dict(zip(singles, rng.sample(short.once, len(singles)), strict=True))
+        over, again = rng.choice(short.range), rng.choice(short.periodic)
+        unit = short.type
+        demands = [f"- {unit} {entry}: {thing}." for entry, thing in things.items()]
+        demands.append(f"- From {unit} {first} to {unit} {between[-1]}: {over}.")
+        demands.append(f"- Every {period} {short.units}, starting from {unit} {start}: {again}.")
+        text = (f"{short.opening.format(entries=self.entries)}\n" + "\n".join(demands) +
+                f"\nWrite all {self.entries} entries in order, about {self.words} words each. Begin every entry with "
+                f"'{SEPARATOR} {unit} N:', N being its number, and mention in it what is planned for it. After "
+                f"{unit} {self.entries} write '{END} ***'.")
+        checks = [f"once {entry}: {thing}" for entry, thing in things.items()]
+        checks += [f"range {entry}: {over}" for entry in between]
+        checks += [f"periodic {entry}: {again}" for entry in periodic]
+        return Example(f"{kind}/{self.entries}-{self.seed}-{index}", text, "", tuple(checks), 1, self.chat,
+                       f"{SEPARATOR} {unit} 1:", {"kind": kind, "type": unit, "entries": self.entries})
+
+
+def entries(text: str, unit: str, number: int) -> dict[int, str]:
+    """The entries 1 to `number` of a response by their number; one that is there twice counts as last written.
+
+    An entry follows the separator and begins with its unit and number ("Week 3"), which are not part of it, and perhaps
+    a bracket; where no words come after these, it is not there.
+    """
+    found = {}
+    heading = re.compile(rf"\s*{re.escape(unit)}\s+(\d{{1,9}})\b\s*(\([^)]*\))?", re.IGNORECASE)
+    for block in text.split(END)[0].split(SEPARATOR):
+        match = heading.match(block)
+        if match and 1 <= int(match[1]) <= number and re.search(r"\w", block[match.end():]):
+            found[int(match[1])] = block[match.end(1):].strip()
+    return found
+
+
+def holds(entry: str, phrase: str, share: float = 0.75) -> bool:
+    """Whether an entry has at least `share` of the phrase's words, whatever their endings and order."""
+    wanted = _stems(re.sub(r"\([^)]*\)", " ", phrase)) or _stems(phrase)
+    return bool(wanted) and len(wanted & _stems(entry)) >= math.ceil(share * len(wanted) - 1e-9)
+
+
+def read(path: str | os.PathLike, chat: bool = True) -> list[Example]:
+    """The examples of a LongGenBench JSONL file; raises KvlabError, with file and line number, for anything else.
+
+    Fields: prompt, checks_once, checks_range, checks_periodic (number of an entry -> what it shall hold), type (what
+    entries are called), prefix (the first entry's heading, which the prompt ends with) and number (of entries).
+    """
+    path, found = Path(path).expanduser(), []
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise KvlabError(f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it") from error
+    except OSError as error:
+        raise KvlabError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    for line, text in enumerate(lines, 1):
+        if text.strip():
+            try:
+                found.append(_example(json.loads(text), f"{path.stem}-{line}", chat))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                lacks = f"{error} is missing" if isinstance(error, KeyError) else error
+                raise KvlabError(f"{path}, line {line} is no record of LongGenBench: {lacks}") from error
+    if not found:
+        raise KvlabError(f"{path} is empty: there are no records of LongGenBench in it")
+    return found
+
+
+def _example(record: dict[str, Any], name: str, chat: bool) -> Example:
+    prefix, unit = str(record.get("prefix") or ""), record["type"]
+    prompt = record["prompt"].rstrip()
+    if prefix and prompt.endswith(prefix):      # it begins the answer, so it comes after the chat template
+        prompt = prompt[:-len(prefix)].rstrip()
+    checks = tuple(f"{kind} {int(number)}: {phrase}" for kind in CHECKS
+                   for number, phrase in (record.get(f"checks_{kind}") or {}).items())
+    kind = {short.type.lower(): kind for kind, short in SHORT.items()}.get(unit.lower(), unit)
+    return Example(f"{kind}/{name}", prompt, "", checks, 1, chat, prefix,
+                   {"kind": kind, "type": unit, "entries": int(record["number"])})
+
+
+def _in_turn(examples: list[Example]) -> list[Example]:
+    """The first of each kind, then the second of each, and so on."""
+    rank, seen = [], dict.fromkeys((example.marks["kind"] for example in examples), 0)
+    for example in examples:
+        rank.append(seen[example.marks["kind"]])
+        seen[example.marks["kind"]] += 1
+    return [example for _, _, example in sorted(zip(rank, range(len(examples)), examples, strict=True))]
+
+
+def _check(answer: str) -> tuple[str, int, str]:
+    kind, number, phrase = re.fullmatch(r"(\w+) (\d+): (.*)", answer, re.DOTALL).groups()
+    return kind, int(number), phrase
+
+
+def _stems(text: str) -> set[str]:
+    words = re.findall(r"[^\W\d_]+", re.sub(r"['’]s\b", "", text.lower()))
+    return {_stem(word) for word in words if word not in _FILLER}
+
+
+def _stem(word: str) -> str:
+    for ending in ("ings", "ing", "ed", "es", "s"):
+        if word.endswith(ending) and len(word) > len(ending) + 2:
+            word = word.removesuffix(ending)
+            break
+    while len(word) > 3 and word[-1] in "yie":     # galleries, gallery
+        word = word[:-1]
+    return word

@@ -1,0 +1,85 @@
+"""What `kvlab eval` shows and keeps: a table on the screen, and one MLflow run with metrics, intervals and tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvlab.evaluate import Answer, summary, table
+from kvlab.workbench import tracking
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+EXPERIMENT = "eval"
+KINDS_ABREAST = 7
+
+
+def log(found: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
+    """Log an evaluation as one run; returns its id.
+
+    Metrics are TASK/POLICY/BUDGET/score with its interval, /difference from the full cache with its own, and /kv_bytes.
+    """
+    rows = summary(found)
+    with tracking.start(EXPERIMENT, parameters) as run:
+        metrics: dict[str, float] = {}
+        intervals: dict[str, tuple[float, float]] = {}
+        for row in rows.itertuples():
+            name = "/".join(str(part) for part in (row.task, row.policy, row.budget) if not _missing(part))
+            metrics |= {f"{name}/score": row.score, f"{name}/kv_bytes": row.kv_bytes, f"{name}/seconds": row.seconds}
+            intervals[f"{name}/score"] = row.low, row.high
+            if not math.isnan(row.difference):
+                metrics[f"{name}/difference"] = row.difference
+                intervals[f"{name}/difference"] = row.difference_low, row.difference_high
+        run.log(metrics, intervals)
+        run.table("answers", table(found))
+        run.table("summary", rows)
+        run.table("by_kind", summary(found, by="kind"))
+        run.json("signatures", sorted({answer.signature for answer in found}))
+    return run.id
+
+
+def show(rows: pd.DataFrame, console: Console) -> None:
+    """Print what `kvlab.evaluate.summary` gave."""
+    from rich.table import Table
+
+    at = ", ".join(sorted(set(rows["compress_at"])))
+    grid = Table("task", "policy", "budget", title=f"compressed at the {at}'s end", title_justify="left",
+                 header_style="dim", pad_edge=False)
+    for heading in ("n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"):
+        grid.add_column(heading, justify="right")
+    for row in rows.itertuples():
+        budget = "" if _missing(row.budget) else f"{row.budget:g}"
+        paired = f"{100 * row.difference:+.1f} ({100 * row.difference_low:+.1f} to {100 * row.difference_high:+.1f})"
+        grid.add_row(row.task, row.policy, budget, str(row.n), f"{100 * row.score:.1f}",
+                     f"{100 * row.low:.1f}-{100 * row.high:.1f}",
+                     "" if row.policy == "full" or math.isnan(row.difference) else paired,
+                     f"{row.kv_bytes / 2**20:.2f}", f"{row.seconds:.2f}")
+    console.print(grid, highlight=False)
+    console.print("against the full cache: the mean of the differences on the same examples, with its interval",
+                  style="dim")
+
+
+def show_kinds(rows: pd.DataFrame, console: Console) -> None:
+    """Print what `kvlab.evaluate.summary` gave by kind: scores, a column for each kind."""
+    from rich.table import Table
+
+    if rows["task"].nunique() > 1:
+        rows = rows.assign(kind=rows["task"] + " " + rows["kind"].fillna("").astype(str))
+    kinds = list(dict.fromkeys(rows["kind"]))
+    for first in range(0, len(kinds), KINDS_ABREAST):
+        grid = Table("policy", "budget", title="score by kind, %", title_justify="left", header_style="dim",
+                     pad_edge=False)
+        for kind in kinds[first:first + KINDS_ABREAST]:
+            grid.add_column(str(kind), justify="right")
+        for (policy, budget), group in rows.groupby(["policy", "budget"], sort=False, dropna=False):
+            scores = group.set_index("kind")["score"]
+            grid.add_row(policy, "" if _missing(budget) else f"{budget:g}",
+                         *(f"{100 * scores[kind]:.1f}" for kind in kinds[first:first + KINDS_ABREAST]))
+        console.print(grid, highlight=False)
+
+
+def _missing(value: Any) -> bool:
+    return value is None or value != value

@@ -1,0 +1,164 @@
+"""Evaluations: one prefill for all policies, answers that survive being cut off, and paired differences."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from evaluating import KILLED, POLICIES, Echo, wordy
+from filelock import FileLock
+from live_runs import SMALL
+
+import kvlab
+from kvlab import evaluate
+from kvlab.errors import KvlabError
+from kvlab.tasks.base import Example
+
+EVERY = [kvlab.policy("full"), *(kvlab.policy(name, **parameters) for name, parameters in SMALL.items())]
+
+
+@pytest.fixture(scope="module")
+def words():
+    return wordy()
+
+
+@pytest.fixture(scope="module")
+def example(words):
+    return next(Echo(words=60).examples(words))
+
+
+def timeless(found):
+    return [{k: v for k, v in asdict(answer).items() if "seconds" not in k} for answer in found]
+
+
+def without_times(made):
+    return {k: v for k, v in made.items() if "seconds" not in k}
+
+
+@pytest.mark.parametrize("at", ["prompt", "context"])
+def test_one_prefill_for_all_gives_what_one_for_each_gives(words, example, at):
+    shared = list(evaluate.answers(words, example, EVERY, at))
+    for one, made in zip(EVERY, shared, strict=True):
+        alone, = evaluate.answers(words, example, [one], at)
+        assert without_times(made) == without_times(alone), one
+    assert len({made["prediction"] for made in shared}) > 3
+
+
+@pytest.mark.parametrize("one", EVERY, ids=str)
+def test_an_answer_is_that_of_generate(words, example, one):
+    made, = evaluate.answers(words, example, [one], "prompt")
+    ids = words.encode(example.prompt)
+    with kvlab.compress(words.model, one, max_new_tokens=example.max_new_tokens) as session:
+        out = words.model.generate(ids, max_new_tokens=example.max_new_tokens, do_sample=False, pad_token_id=0)
+    assert made["prediction"].split() == words.decode(out[0, ids.shape[1]:]).split()
+    assert (made["kv_bytes"], made["aux_bytes"]) == (session.kv_bytes, session.aux_bytes)
+    assert made["prompt_tokens"] == 65 and made["generated_tokens"] == out.shape[1] - 65
+
+
+def test_compressed_at_the_context_nothing_is_known_of_the_question(words, example):
+    """What is kept of the context is the same for every question, and the question is stored whole."""
+    other = replace(example, question=" w7 w8 w9 w10 w11")
+    kept = []
+    for one in (example, other):
+        fed = evaluate.feed(words, one, "context")
+        assert fed.context == 60 and fed.ids.shape == (1, 65)
+        with kvlab.live.gather(words.model, [POLICIES[1]]), torch.inference_mode():
+            prefilled = words.model(fed.ids[:, :60]).past_key_values
+        with kvlab.compress(words.model, kvlab.policy("snapkv", budget=14, window=6), turns="leave") as session:
+            with pytest.raises(KvlabError, match="last 6 queries"):
+                session.branch(prefilled)
+                session.end_prompt()
+        with kvlab.compress(words.model, POLICIES[1], turns="leave") as session, torch.inference_mode():
+            past = session.branch(prefilled)
+            session.end_prompt()
+            kept.append(session.kept(1).tolist())
+            words.model(fed.ids[:, 60:], past_key_values=past)
+            assert session.kept(1).shape[1] == 12 + 5
+            with pytest.raises(KvlabError, match="compressed already"):
+                session.branch(past)
+    assert kept[0] == kept[1]
+
+
+def test_a_run_writes_every_answer_and_goes_on_where_it_stopped(words, tmp_path):
+    plan = evaluate.Plan(Echo(n=4), (kvlab.policy("full"), *POLICIES))
+    path, seen = tmp_path / "new" / "answers.jsonl", []
+    whole = evaluate.run(words, plan, path, lambda what, done, total: seen.append((done, total)))
+    assert seen[-1] == (16, 16) and len(path.read_text().splitlines()) == 16
+    assert timeless(evaluate.read(path)) == timeless(whole)
+
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:6]) + lines[6][:40])
+    again = evaluate.run(words, plan, path)
+    assert timeless(again) == timeless(whole) and timeless(evaluate.read(path)) == timeless(whole)
+    assert [a.seconds for a in again[:6]] == [a.seconds for a in whole[:6]]
+
+    other = evaluate.run(words, replace(plan, compress_at="context"), path)
+    assert len(evaluate.read(path)) == 32 and {a.compress_at for a in other} == {"context"}
+    more = evaluate.run(words, evaluate.Plan(Echo(n=5), plan.policies), path)
+    assert len(more) == 20 and len(evaluate.read(path)) == 32 + 20, "another n is another task"
+
+
+def test_killed_twenty_times_nothing_is_lost_and_nothing_done_twice(words, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    script = Path(__file__).parent / "evaluating.py"
+    done = subprocess.run([sys.executable, script, path, "20"], capture_output=True, text=True, env=variables)
+    assert done.stdout.split() == ["20", "0"], done.stderr
+    found = evaluate.read(path)
+    assert timeless(found) == timeless(evaluate.run(words, KILLED, tmp_path / "uninterrupted.jsonl"))
+    assert len({answer.key for answer in found}) == len(found) == 60 * 3
+
+
+def test_differences_are_paired_by_example():
+    def answer(example, policy, score):
+        return evaluate.Answer("", "t", example, policy, None if policy == "full" else 8, "prompt", "", [],
+                               {"f1": score}, "f1", 10, 2, 0.5, 0.1, 100, 0)
+
+    found = [answer(f"e{n}", "full", full) for n, full in enumerate([1.0, 0.5, 0.0])]
+    found += [answer(f"e{n}", "snapkv", score) for n, score in enumerate([0.75, 0.5, 0.25])]
+    rows = evaluate.summary(found).set_index("policy")
+    assert rows.loc["full", "score"] == rows.loc["snapkv", "score"] == 0.5
+    assert rows.loc["snapkv", "difference"] == pytest.approx((-0.25 + 0 + 0.25) / 3)
+    assert rows.loc["snapkv", "difference_low"] >= -0.25 and rows.loc["snapkv", "difference_high"] <= 0.25
+    assert rows.loc["full", "difference"] == 0 and (rows.n == 3).all()
+    for answer_ in found:
+        answer_.marks["kind"] = "early" if answer_.example == "e0" else "late"
+    kinds = evaluate.summary(found, by="kind").set_index(["policy", "kind"])
+    assert kinds.loc[("full", "early"), "score"] == 1 and kinds.loc[("full", "late"), "score"] == 0.25
+    assert kinds.loc[("snapkv", "late"), "difference"] == 0.125 and kinds.loc[("snapkv", "late"), "n"] == 2
+    # The interval of paired differences is narrower than those of the scores that it is made of.
+    assert rows.loc["full", "high"] - rows.loc["full", "low"] > 0.5
+
+
+@pytest.mark.parametrize("made, message", [
+    (lambda: evaluate.plan(Echo(), ["snapkv"]), "snapkv needs a budget"),
+    (lambda: evaluate.plan(Echo(), ["snapkv"], [8]), "budget 8 is below"),
+    (lambda: evaluate.plan(Echo(), ["snap"], [64]), "unknown policy 'snap'"),
+    (lambda: evaluate.plan(Echo(), ["snapkv"], [64], "question"), "neither 'prompt' nor 'context'"),
+    (lambda: Echo(m=3), "unknown parameter 'm'"),
+    (lambda: Echo(n="many"), "echo: n: .*'many'"),
+])
+def test_a_plan_that_cannot_be(made, message):
+    with pytest.raises(KvlabError, match=message):
+        made()
+
+
+def test_what_cannot_be_evaluated_is_said(words, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    blunt = Example("x-1", "w3 w4 w5", "", ("w3",), 4)
+    with pytest.raises(KvlabError, match="x-1 does not tell its context from its question"):
+        list(evaluate.answers(words, blunt, [kvlab.policy("full")], "context"))
+    with pytest.raises(KvlabError, match="x-1 has 3 tokens and asks for 100000 more"):
+        list(evaluate.answers(words, replace(blunt, max_new_tokens=100_000), [kvlab.policy("full")], "prompt"))
+    path.write_text(json.dumps({"key": "a"}) + "\n")
+    with pytest.raises(KvlabError, match="line 1 is no answer"):
+        evaluate.run(words, KILLED, path)
+    assert path.read_text() == json.dumps({"key": "a"}) + "\n"
+    with FileLock(tmp_path / ".answers.jsonl.lock"), pytest.raises(KvlabError, match="another evaluation is writing"):
+        evaluate.run(words, KILLED, path)
