@@ -237,8 +237,11 @@ def eval_(names: Annotated[str, typer.Argument(metavar="TASK", help="Or several 
     for plan in plans:
         path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
         with _counting(plan.task.name) as advance:
-            found += evaluate.run(lm, plan, path, advance)
+            answered = evaluate.run(lm, plan, path, advance)
+        found += answered
         typer.echo(path, err=True)
+        if figure := evaluation.draw(answered, path):
+            typer.echo(figure, err=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
     evaluation.show(evaluate.summary(found), console)
     if len({answer.marks.get("kind") for answer in found}) > 1:

@@ -57,7 +57,7 @@ class Echo(Task):
 
 POLICIES = (
     kvlab.policy("streamingllm", budget=10), kvlab.policy("h2o", budget=12), kvlab.policy("quest", budget=16, page=2))
-KILLED = evaluate.Plan(Echo(n=60, words=60, tokens=10), POLICIES)
+KILLED = evaluate.Plan(Echo(n=80, words=60, tokens=10), POLICIES)
 
 
 def under_fire(path, kills):
@@ -70,7 +70,7 @@ def under_fire(path, kills):
             os._exit(0)
         if killed == kills:
             return killed, os.waitpid(child, 0)[1]
-        time.sleep(draw.uniform(0.02, 0.3))
+        time.sleep(draw.uniform(0.02, 0.12))
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return killed, status

@@ -24,7 +24,7 @@ def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):  # no
     assert [line.count("needle") for line in out.splitlines() if "needle" in line] == [1] * 5
     assert sum("streamingllm" in line for line in out.splitlines()) == 2
     path = project / "eval" / "needle.jsonl"
-    assert str(path) in err
+    assert str(path) in err and path.with_suffix(".png").stat().st_size > 10_000
     found = evaluate.read(path)
     assert len(found) == 2 * 5 and {answer.policy for answer in found} == {"full", "streamingllm", "snapkv"}
 
@@ -35,6 +35,7 @@ def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):  # no
     assert run.data.metrics["needle/full/kv_bytes"] == pytest.approx(rows.loc["full"].kv_bytes.iloc[0])
     folder = store.download_artifacts(run.info.run_id, "tables", str(tmp_path))
     assert len(pandas.read_parquet(f"{folder}/answers.parquet")) == 10
+    assert {file.path for file in store.list_artifacts(run.info.run_id, "figures")} >= {"figures/needle_heatmap.png"}
 
     before = path.read_bytes()
     code, again, _ = call(capsys, *NEEDLE, "--policies", "streamingllm,snapkv", "--budgets", "64,0.5", "--no-log")

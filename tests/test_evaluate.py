@@ -112,7 +112,7 @@ def test_killed_twenty_times_nothing_is_lost_and_nothing_done_twice(words, tmp_p
     assert done.stdout.split() == ["20", "0"], done.stderr
     found = evaluate.read(path)
     assert timeless(found) == timeless(evaluate.run(words, KILLED, tmp_path / "uninterrupted.jsonl"))
-    assert len({answer.key for answer in found}) == len(found) == 60 * 3
+    assert len({answer.key for answer in found}) == len(found) == 80 * 3
 
 
 def test_differences_are_paired_by_example():

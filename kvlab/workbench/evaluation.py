@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.evaluate import Answer, summary, table
+from kvlab.files import replacing
 from kvlab.workbench import tracking
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
     from rich.console import Console
 
 EXPERIMENT = "eval"
@@ -37,8 +40,27 @@ def log(found: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
         run.table("answers", table(found))
         run.table("summary", rows)
         run.table("by_kind", summary(found, by="kind"))
+        if heatmap := needles(found):
+            run.figure("needle_heatmap", heatmap)
         run.json("signatures", sorted({answer.signature for answer in found}))
     return run.id
+
+
+def needles(found: Sequence[Answer]) -> Figure | None:
+    """The heatmap of needles by length and depth; None where there are none."""
+    from kvlab.workbench import plots
+
+    hidden = [answer for answer in found if {"length", "depth"} <= set(answer.marks)]
+    return plots.needle_heatmap(table(hidden))[0].figure if hidden else None
+
+
+def draw(found: Sequence[Answer], path: Path) -> Path | None:
+    """Write the heatmap of needles beside the answers, and give its path; None where there are none."""
+    if heatmap := needles(found):
+        with replacing(path.with_suffix(".png")) as part:
+            heatmap.savefig(part, dpi=144, bbox_inches="tight", facecolor="white")
+        return path.with_suffix(".png")
+    return None
 
 
 def show(rows: pd.DataFrame, console: Console) -> None:

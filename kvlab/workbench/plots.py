@@ -172,7 +172,7 @@ def needle_heatmap(table: pandas.DataFrame, *, policies: Sequence[str] | None = 
         cells = part.pivot_table(index="depth", columns="length", values="score").reindex(index=depths, columns=lengths)
         image = ax.imshow(cells.to_numpy(dtype=float), cmap=MAP, vmin=0, vmax=1, aspect="auto")
         ax.grid(False)
-        ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize="x-small")
         ax.set_yticks(range(len(depths)), [f"{100 * depth:g}" for depth in depths])
         _finish(ax, "prompt (tokens)" if number + across >= len(groups) else "",
                 "depth of the needle (%)" if number % across == 0 else "",
