@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from torch import Tensor
 
 from kvlab import attention, measures
@@ -36,6 +36,16 @@ def _budget(value: int | float, info: ValidationInfo) -> int | float:
 
 Budget = Annotated[int | float, AfterValidator(_budget)]
 """Entries kept for each layer and KV head, everything included; a float in (0, 1] is a fraction of the prompt."""
+
+
+def _odd(kernel: int, info: ValidationInfo) -> int:
+    if kernel % 2 == 0:
+        raise ValueError(f"{info.field_name} {kernel} is even; pooling that keeps the length needs an odd kernel")
+    return kernel
+
+
+Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
+"""Width of a pooling that keeps the length."""
 
 
 class Prompt:

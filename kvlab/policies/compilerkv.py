@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from kvlab import measures
 from kvlab.errors import KvlabError
-from kvlab.policies.base import Budget, Policy, Prompt
+from kvlab.policies.base import Budget, Kernel, Policy, Prompt
 from kvlab.tables import DecisionTables, read
 
 
@@ -47,18 +47,11 @@ class CompilerKV(Policy):
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 64
     utility_window: Annotated[int, Field(ge=1)] = 32
-    kernel: Annotated[int, Field(ge=1)] = 1
+    kernel: Kernel = 1
     pad: Literal["none", "budget"] = "none"
     tables: Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)] | None = None
 
     _tables: DecisionTables = PrivateAttr(DecisionTables(heads=None, risk=None))
-
-    @field_validator("kernel")
-    @classmethod
-    def _odd(cls, kernel: int) -> int:
-        if kernel % 2 == 0:
-            raise ValueError(f"kernel {kernel} is even; pooling that keeps the length needs an odd one")
-        return kernel
 
     @model_validator(mode="after")
     def _windows(self) -> Self:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvlab.cache import LayerStore
 from kvlab.policies import hybrid
-from kvlab.policies.base import Budget, Policy, Prompt
-from kvlab.policies.snapkv_pp import Kernel, SnapKVPlusPlus
+from kvlab.policies.base import Budget, Kernel, Policy, Prompt
+from kvlab.policies.snapkv_pp import SnapKVPlusPlus
 
 
 class RocketKV(Policy):

@@ -4,12 +4,12 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 
 from kvlab import attention, measures
 from kvlab.cache import LayerStore
-from kvlab.policies.base import Budget, Policy, Prompt, top_and_last
+from kvlab.policies.base import Budget, Kernel, Policy, Prompt, top_and_last
 
 
 class SnapKV(Policy):
@@ -35,15 +35,8 @@ class SnapKV(Policy):
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32
-    kernel: Annotated[int, Field(ge=1)] = 7
+    kernel: Kernel = 7
     sets: Literal["group", "head"] = "group"
-
-    @field_validator("kernel")
-    @classmethod
-    def _odd(cls, kernel: int) -> int:
-        if kernel % 2 == 0:
-            raise ValueError(f"kernel {kernel} is even; pooling that keeps the length needs an odd one")
-        return kernel
 
     @property
     def minimum(self) -> int:

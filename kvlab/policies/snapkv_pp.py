@@ -3,20 +3,10 @@
 from typing import Annotated, ClassVar
 
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import Field
 from torch import Tensor
 
-from kvlab.policies.base import Budget, Policy, Prompt, top_and_last
-
-
-def _odd(kernel: int, info: ValidationInfo) -> int:
-    if kernel % 2 == 0:
-        raise ValueError(f"{info.field_name} {kernel} is even; pooling that keeps the length needs an odd kernel")
-    return kernel
-
-
-Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
-"""Width of a pooling that keeps the length."""
+from kvlab.policies.base import Budget, Kernel, Policy, Prompt, top_and_last
 
 
 class SnapKVPlusPlus(Policy):
