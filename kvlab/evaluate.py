@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvlab.errors import KvlabError
-from kvlab.live import Session, compress, gather
+from kvlab.live import compress, gather
 from kvlab.policies import Policy, policy
 from kvlab.policies.full import Full
 from kvlab.spread import summarise
@@ -164,19 +164,20 @@ def _tokens_of_context(lm: LM, example: Example) -> int:
 
 
 @torch.inference_mode()
-def _generate(lm: LM, session: Session, past: Any, logits: Tensor, limit: int) -> tuple[list[int], float]:
-    """Greedy tokens until the model stops or the limit comes, and the seconds that they took."""
-    stops = _stops(lm)
-    start, tokens = time.perf_counter(), []
-    for step in range(limit):
+def _generate(lm: LM, past: Any, logits: Tensor, example: Example) -> list[int]:
+    """Greedy tokens until the model or the example ends, or the limit comes."""
+    stops, tokens = _stops(lm), []
+    for step in range(example.max_new_tokens):
         token = int(logits.argmax(-1))
         if token in stops:
             break
         tokens.append(token)
-        if step < limit - 1:
+        if example.until and example.until in lm.decode(tokens).lstrip():
+            break
+        if step < example.max_new_tokens - 1:
             ids = torch.tensor([[token]], device=lm.device)
             logits = lm.model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
-    return tokens, time.perf_counter() - start
+    return tokens
 
 
 def _stops(lm: LM) -> set[int]:
@@ -206,7 +207,7 @@ def answers(lm: LM, example: Example, wanted: Sequence[Policy], compress_at: Com
                     session.end_prompt()
                 rest = fed.ids[:, fed.context :]
                 first = lm.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
-            tokens, _ = _generate(lm, session, past, first, example.max_new_tokens)
+            tokens = _generate(lm, past, first, example)
             yield {
                 "prediction": lm.decode(tokens) if tokens else "",
                 "prompt_tokens": fed.ids.shape[1],
@@ -287,7 +288,8 @@ def _answer(
 
 
 def _key(signature: str, example: Example) -> str:
-    text = json.dumps([signature, example.id, example.prompt, example.prefix, example.chat, example.max_new_tokens])
+    text = json.dumps([signature, example.id, example.prompt, example.prefix, example.chat, example.max_new_tokens,
+                       example.until])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -164,6 +164,8 @@ class Session:
                 if given.ended:
                     self._begin(given)
             return given
+        if getattr(given, "offloading", False):
+            raise KvlabError("an offloaded cache cannot be compressed; drop cache_implementation='offloaded'")
         if type(given) is not DynamicCache or not all(isinstance(layer, DynamicLayer) for layer in given.layers):
             raise KvlabError(
                 f"a {type(given).__name__} cannot be compressed; hand over a DynamicCache, a cache that a kvlab "

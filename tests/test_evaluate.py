@@ -136,6 +136,14 @@ def test_differences_are_paired_by_example():
     assert rows.loc["full", "high"] - rows.loc["full", "low"] > 0.5
 
 
+def test_an_answer_ends_where_the_example_says(words, example):
+    whole, = evaluate.answers(words, example, [kvlab.policy("full")], "prompt")
+    second = whole["prediction"].split()[1]
+    ended, = evaluate.answers(words, replace(example, until=second), [kvlab.policy("full")], "prompt")
+    place = whole["prediction"].split().index(second)
+    assert ended["prediction"].split() == whole["prediction"].split()[:place + 1] and place < 5
+
+
 @pytest.mark.parametrize("made, message", [
     (lambda: evaluate.plan(Echo(), ["snapkv"]), "snapkv needs a budget"),
     (lambda: evaluate.plan(Echo(), ["snapkv"], [8]), "budget 8 is below"),

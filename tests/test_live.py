@@ -255,6 +255,7 @@ class Quantized(DynamicCache):
 @pytest.mark.parametrize("options, message", [
     (dict(use_cache=False), "use_cache=False"),
     (dict(cache_implementation="static"), "StaticCache cannot be compressed"),
+    (dict(cache_implementation="offloaded"), "an offloaded cache cannot be compressed"),
     (dict(past_key_values=Quantized()), "Quantized cannot be compressed"),
 ])
 def test_a_cache_that_cannot_shrink_is_refused_before_anything_runs(tiny, options, message):

@@ -30,8 +30,8 @@ class LongBench(Task):
     A record has a context and an input, which go into `longbench_prompts`, or brings its ready `prompt`, whose question
     is told apart where it begins as in LongBench's own prompts. A prompt that is too long loses its middle: the first
     and the last half of the tokens that fit stay (whole characters of the text itself, where LongBench decodes token
-    ids). Six tasks (few-shot and code) go without the chat template. LongBench ends an answer to samsum at its first
-    line; here it is cut there when it is scored. The order is fixed and `seed` changes nothing.
+    ids). Six tasks (few-shot and code) go without the chat template. An answer to samsum ends with its first line,
+    as in LongBench. The order is fixed and `seed` changes nothing.
 
     Attributes:
         folder: a folder of .jsonl files, or one file.
@@ -121,7 +121,8 @@ class LongBench(Task):
             marks = {"kind": task, "tokens": tokens}
             if record.all_classes is not None:
                 marks["all_classes"] = list(record.all_classes)
-            yield Example(name, context, question, record.answers, rule.new_tokens, rule.chat, marks=marks)
+            until = "\n" if task == "samsum" else ""
+            yield Example(name, context, question, record.answers, rule.new_tokens, rule.chat, until=until, marks=marks)
 
 
 def parts(record: corpus.Record) -> tuple[str, str]:
