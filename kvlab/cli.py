@@ -230,7 +230,7 @@ def eval_(names: Annotated[str, typer.Argument(metavar="TASK", help="Or several 
     chosen = [one for one in registry() if one not in ("full", "random")] if policies == "all" else _names(policies)
     given = _task_parameters(parameters or [])
     plans = [evaluate.plan(tasks.task(name, **given), chosen, _numbers(budgets, "--budgets", _entries), compress_at,
-                           limit) for name in _names(names)]
+                           limit) for name in dict.fromkeys(_names(names))]
     if not plans:
         raise typer.BadParameter("name at least one task")
     lm, found = models.load(model, device, dtype), []
@@ -240,7 +240,7 @@ def eval_(names: Annotated[str, typer.Argument(metavar="TASK", help="Or several 
             answered = evaluate.run(lm, plan, path, advance)
         found += answered
         typer.echo(path, err=True)
-        if figure := evaluation.draw(answered, path):
+        if figure := evaluation.draw(answered, path.with_name(f"{path.stem}-{plan.task.name}") if out else path):
             typer.echo(figure, err=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
     evaluation.show(evaluate.summary(found), console)

@@ -49,10 +49,11 @@ class Plan:
     limit: int | None = None
 
     def signature(self, lm: LM, one: Policy) -> str:
-        """`model@sha|task(params)|policy(params)|compress-at|kvlab version`: the prompt format is the task's."""
+        """`model@sha dtype|task(params)|policy(params)|compress-at|kvlab version`: the prompt format is the task's."""
         from kvlab import __version__
 
-        return f"{lm.signature}|{self.task}|{one}|compress at {self.compress_at}|kvlab {__version__}"
+        dtype = str(lm.dtype).removeprefix("torch.")
+        return f"{lm.signature} {dtype}|{self.task}|{one}|compress at {self.compress_at}|kvlab {__version__}"
 
 
 def plan(
@@ -126,7 +127,7 @@ def feed(lm: LM, example: Example, compress_at: CompressAt) -> Fed:
         KvlabError: too long for the model, or no question to hold back.
     """
     ids = lm.encode(example.prompt, chat="auto" if example.chat else False)
-    context = ids.shape[1]
+    context = None
     if compress_at == "context":
         if not example.question:
             raise KvlabError(
@@ -141,7 +142,7 @@ def feed(lm: LM, example: Example, compress_at: CompressAt) -> Fed:
             f"{example.id} has {ids.shape[1]} tokens and asks for {example.max_new_tokens} more, which is beyond the "
             f"{lm.context_length} that {lm.name} takes"
         )
-    return Fed(ids, context)
+    return Fed(ids, ids.shape[1] if context is None else context)
 
 
 def _tokens_of_context(lm: LM, example: Example) -> int:
@@ -203,11 +204,12 @@ def answers(lm: LM, example: Example, wanted: Sequence[Policy], compress_at: Com
             past = session.branch(prefilled)
             first = logits
             if fed.context < fed.ids.shape[1]:
-                if compress_at == "context":
-                    session.end_prompt()
+                session.end_prompt()
                 rest = fed.ids[:, fed.context :]
                 first = lm.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
             tokens = _generate(lm, past, first, example)
+            # An answer that ends at once never had a decoding step, which would have ended the prompt.
+            session.end_prompt()
             yield {
                 "prediction": lm.decode(tokens) if tokens else "",
                 "prompt_tokens": fed.ids.shape[1],
@@ -311,7 +313,7 @@ def read(path: str | Path, mend: bool = False) -> list[Answer]:
         with path.open("r+b") as file:
             file.truncate(whole)
     found = []
-    for number, line in enumerate(content[:whole].decode("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(content[:whole].decode("utf-8", "replace").split("\n")[:-1], 1):
         try:
             found.append(Answer(**json.loads(line)))
         except (json.JSONDecodeError, TypeError) as error:
@@ -359,10 +361,12 @@ def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     groups: dict[tuple, list[Answer]] = {}
     for answer in found:
         value = answer.marks.get(by) if by else None
-        groups.setdefault((answer.task, value, answer.policy, answer.budget, answer.compress_at), []).append(answer)
+        kind = answer.task, value, answer.policy, answer.budget, answer.compress_at, answer.signature
+        groups.setdefault(kind, []).append(answer)
+    whole = {(a.task, a.compress_at, a.example): a.scores[a.metric] for a in found if a.policy == FULL}
     rows = []
-    for (task, value, name, budget, at), members in groups.items():
-        full = {a.example: a.scores[a.metric] for a in groups.get((task, value, FULL, None, at), [])}
+    for (task, value, name, budget, at, signature), members in groups.items():
+        full = {a.example: whole[task, at, a.example] for a in members if (task, at, a.example) in whole}
         scores = [a.scores[a.metric] for a in members]
         score, (low, high) = summarise(scores)
         pairs = [a.scores[a.metric] - full[a.example] for a in members if a.example in full]
@@ -373,6 +377,7 @@ def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
                 **({by: value} if by else {}),
                 "policy": name,
                 "budget": budget,
+                "parameters": signature.split("|")[2] if signature.count("|") > 2 else "",
                 "compress_at": at,
                 "n": len(members),
                 "score": score,

@@ -240,6 +240,11 @@ class Session:
         """Add up the attention that a policy wants of every prompt query, in a column of the store's."""
         if not self.policy.accumulates or self._cache.ended:
             return
+        if store.budget is None and store.length > queries.shape[2] and not store.has_column(ACCUMULATED):
+            raise KvlabError(
+                f"{self.policy.name} adds up the attention of every query of its prompt, and only "
+                f"{queries.shape[2]} of {store.length} were fed inside the session; feed the whole prompt there"
+            )
         kv_heads = store.keys.shape[1]
         gathered = attention.accumulate(queries, store.keys, scaling, padding=padding)
         gathered = gathered.unflatten(1, (kv_heads, -1)).transpose(2, 3)
@@ -252,9 +257,10 @@ class Session:
         store = group.store
         attended = decode(self.policy, store, queries, keys, values, call.scaling, weigh=self._weigh)
         if attended.slots is not None:
-            group.entries_read = int((attended.slots >= 0).sum())
+            entries = int((attended.slots >= 0).sum())
         else:
-            group.entries_read = int(store.counts.sum()) if store.ragged else store.entries
+            entries = int(store.counts.sum()) if store.ragged else store.entries
+        group.bytes_read = entries * store.entry_bytes + self.policy.overhead_bytes(store)
         if self.probes:
             if group.shadow is not None:
                 group.shadow.append(keys, values)
@@ -317,7 +323,7 @@ class Session:
             accumulated = store.remove_column(ACCUMULATED).transpose(2, 3).flatten(1, 2)
 
         def perplexity(n: int) -> Tensor | None:
-            return cache.likelihood.perplexity(min(n, cache.seen - 1), group.rows)
+            return cache.likelihood.perplexity(min(n, store.seen - 1), group.rows)
 
         prompt = Prompt(
             window,
@@ -331,7 +337,7 @@ class Session:
             self._scaling,
             perplexity,
         )
-        prompt.lossy = group.lossy
+        prompt.lossy, prompt.seen = group.lossy, store.seen
         return prompt
 
     def _planned(self, cache: LiveCache, number: int) -> list[Prompt]:
@@ -341,7 +347,7 @@ class Session:
         # In a later turn layers hold different numbers of entries; what is not there scores least.
         widest = max(survey.shape[-1] for survey in surveys)
         surveys = [F.pad(survey, (0, widest - survey.shape[-1]), value=-torch.inf) for survey in surveys]
-        plan = self.policy.plan(torch.stack(surveys), prompts[0])
+        plan = self.policy.plan(torch.stack(surveys), max(prompts, key=lambda prompt: prompt.length))
         return [prompt.with_plan(layer) for prompt, layer in zip(prompts, plan, strict=True)]
 
     def _begin(self, cache: LiveCache) -> None:
@@ -414,7 +420,8 @@ class Session:
         Raises:
             KvlabError: its prompt has ended, so that its policy may have changed it.
         """
-        if prefilled.ended:
+        groups = [group for layer in prefilled.layers for group in layer.groups]
+        if prefilled.ended or any(group.lossy or group.kept is not None for group in groups):
             raise KvlabError("this prompt has been compressed already; branch off before it ends")
         self._cache = prefilled.branch(self, columns=[ACCUMULATED] if self.policy.accumulates else [])
         return self._cache
@@ -464,9 +471,8 @@ class Session:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that the last decoding step loaded."""
-        groups = [] if self._cache is None else [g for layer in self._cache.layers for g in layer.groups]
-        return sum(g.entries_read * g.store.entry_bytes + self.policy.overhead_bytes(g.store) for g in groups)
+        """Bytes that the last decoding step loaded; 0 before there was one."""
+        return 0 if self._cache is None else sum(g.bytes_read for layer in self._cache.layers for g in layer.groups)
 
     @property
     def table(self) -> pd.DataFrame:

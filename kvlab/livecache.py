@@ -39,7 +39,7 @@ class Group:
     shadow: Shadow | None = None
     kept: Tensor | None = None  # positions after the prefill
     lossy: bool = False  # whether the store ever lost or merged an entry
-    entries_read: int = 0
+    bytes_read: int = 0  # by the last decoding step
 
     def of(self, x: Tensor) -> Tensor:
         return x if self.rows is None else x[self.rows]

@@ -481,7 +481,7 @@ def capture(
     rows = recorder.queries, recorder.pre_queries
     recorder.queries, recorder.pre_queries = (r[:, :, :window] for r in rows)
     with attention.hooked(lm.model, recorder):
-        known = min(window, length - 1, NLL_TOKENS)
+        known = min(window, length - 1, max([NLL_TOKENS, *(one.reads_perplexity for one in served)]))
         logits = _forward(lm, ids, recorder.cache, logits_of=known + 1)
     nll = F.cross_entropy(logits[:-1].float(), ids[length - known :].to(logits.device), reduction="none")
     logits = logits[-1]

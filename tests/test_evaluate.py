@@ -18,6 +18,7 @@ from live_runs import SMALL
 import kvlab
 from kvlab import evaluate
 from kvlab.errors import KvlabError
+from kvlab.tables import HeadScores
 from kvlab.tasks.base import Example
 
 EVERY = [kvlab.policy("full"), *(kvlab.policy(name, **parameters) for name, parameters in SMALL.items())]
@@ -155,6 +156,39 @@ def test_an_answer_ends_where_the_example_says(words, example):
 def test_a_plan_that_cannot_be(made, message):
     with pytest.raises(KvlabError, match=message):
         made()
+
+
+def test_a_line_separator_inside_an_answer_is_no_line_of_its_own(words, tmp_path, monkeypatch):
+    plan = evaluate.Plan(Echo(n=2), (kvlab.policy("full"),))
+    decode = type(words).decode
+    monkeypatch.setattr(type(words), "decode", lambda self, ids: decode(self, ids) + "\u2028end\x85\x0c")
+    found = evaluate.run(words, plan, tmp_path / "answers.jsonl")
+    assert timeless(evaluate.read(tmp_path / "answers.jsonl")) == timeless(found)
+    assert found[0].prediction.endswith("\u2028end\x85\x0c")
+
+
+def test_another_precision_and_another_table_are_other_answers(words, tmp_path):
+    plan, signatures = evaluate.Plan(Echo(n=1), ()), set()
+    for best in (0.1, 0.9):
+        scores = HeadScores(model="m", sha256="0" * 64, n_layers=2, heads=4, kv_heads=2, contexts=(10,), depths=(0.5,),
+                            documents=("d@0",), seed=0, kvlab="0", scores=((best, 0.2, 0.3, 0.4),) * 2)
+        (tmp_path / "heads.json").write_text(scores.model_dump_json())
+        one = kvlab.policy("duoattention", budget=30, heads=str(tmp_path / "heads.json"))
+        signatures.add(plan.signature(words, one))
+    assert len(signatures) == 2
+    assert "float32|" in plan.signature(words, POLICIES[0])
+
+
+def test_an_answer_of_one_token_has_a_compressed_cache(words, example):
+    made, = evaluate.answers(words, replace(example, max_new_tokens=1), [kvlab.policy("streamingllm", budget=10)],
+                             "prompt")
+    assert made["kv_bytes"] == 10 * 2 * 2 * 2 * 16 * 4 and made["generated_tokens"] == 1
+
+
+@pytest.mark.parametrize("prefix", [" w7", " w7 w8"])
+def test_the_beginning_of_an_answer_belongs_to_the_prompt(words, example, prefix):
+    fed = evaluate.feed(words, replace(example, prefix=prefix), "prompt")
+    assert fed.context == fed.ids.shape[1] == 65 + len(prefix.split())
 
 
 def test_what_cannot_be_evaluated_is_said(words, tmp_path):

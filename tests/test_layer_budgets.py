@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from typing import ClassVar
 
 import numpy as np
 import oracles
@@ -15,6 +16,7 @@ import kvlab
 from kvlab.errors import KvlabError
 from kvlab.policies import Prompt
 from kvlab.policies.budgets import share_out
+from kvlab.policies.snapkv import SnapKV
 
 SHAPES = [(8, 2), (4, 4), (4, 1)]           # grouped-query, multi-head, multi-query
 SMALL = dict(window=8, kernel=5)
@@ -487,3 +489,24 @@ def test_a_fraction_is_floored_and_raised_to_what_the_method_needs(name):
         found = replayed(tensors, 99, name, budget=fraction)
         assert found.raised == (entries == least)
         assert kept_sets(found) == kept_sets(replayed(tensors, 99, name, budget=entries))
+
+
+def test_a_subclass_with_scores_of_its_own_shares_nothing_with_its_base():
+    class Least(SnapKV):
+        name: ClassVar[str] = "least"
+
+        def scores(self, prompt):
+            return -super().scores(prompt)
+
+    tensors = model(3, prompt=80)
+    trace = kvlab.Trace.from_tensors(*tensors, 80)
+    together = kvlab.replay(trace, [SnapKV(budget=20, window=8), Least(budget=20, window=8)])
+    alone = kvlab.replay(kvlab.Trace.from_tensors(*tensors, 80), Least(budget=20, window=8))
+    assert together[1].kept(0).equal(alone.kept(0)) and not together[0].kept(0).equal(alone.kept(0))
+
+
+def test_keep_says_of_how_many_layers_a_layer_is():
+    tensors = [x[:1] for x in model(3, prompt=80)]
+    for name in ("pyramidkv", "lacache"):
+        with pytest.raises(KvlabError, match="layer 3 is outside"):
+            kvlab.policy(name, budget=40).keep(*tensors, layer=3)

@@ -20,7 +20,7 @@ from kvlab.errors import KvlabError
 STORE_ALL = ("quest", "sparq", "hybrid", "exact_topk")
 STORE_MORE = ("duoattention", "rocketkv")            # than their budget, but not all
 NEED_WHOLE_PROMPT = ("keyformer", "compilerkv")      # which only a first turn is
-LOOK_FAR_BACK = ("keyformer", "scissorhands")        # at a budget of 2,000, beyond what was fed inside the session
+LOOK_FAR_BACK = ("h2o", "keyformer", "scissorhands")  # at a budget of 2,000, beyond what was fed inside the session
 
 
 def small(name):
@@ -344,3 +344,35 @@ def test_a_turn_left_whole_leaves_morphkv_no_stale_attention(tiny):
             best = summed[:-6].topk(8).indices.sort().values
             expected = positions[group][best].tolist() + list(range(47, 53))
             assert session.kept(layer)[group].tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "zigzagkv", "dynamickv"])
+def test_layers_share_one_budget_in_a_later_turn_too(tiny, name):
+    model, policy = tiny().model, kvlab.policy(name, budget=64, window=8)
+    with kvlab.compress(model, policy) as session, torch.inference_mode():
+        past = model(prompt(200)).past_key_values
+        for turn in (prompt(60, seed=1), prompt(20, seed=2)):
+            session.end_prompt()
+            sizes = [session.kept_after_prefill(layer).shape[1] for layer in range(2)]
+            assert sum(sizes) <= 2 * 64 and min(sizes) >= 8
+            model(turn, past_key_values=past)
+        session.end_prompt()
+        assert sum(session.kept_after_prefill(layer).shape[1] for layer in range(2)) <= 2 * 64
+
+
+def test_what_a_cache_gathered_before_the_session_is_not_added_up(tiny):
+    model, ids = tiny().model, prompt(60)
+    with torch.no_grad():
+        past = model(ids[:, :40]).past_key_values
+    with kvlab.compress(model, small("h2o")), pytest.raises(KvlabError, match="only 20 of 60 were fed inside"):
+        model(ids[:, 40:], past_key_values=past)
+
+
+def test_a_compressed_cache_is_no_beginning_for_another_policy(tiny):
+    model = tiny().model
+    with kvlab.compress(model, small("snapkv")) as session, torch.inference_mode():
+        past = model(prompt(60)).past_key_values
+        session.end_prompt()
+        model(prompt(10, seed=1), past_key_values=past)
+    with kvlab.compress(model, small("streamingllm")) as session, pytest.raises(KvlabError, match="compressed already"):
+        session.branch(past)

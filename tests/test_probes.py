@@ -94,9 +94,8 @@ def test_bytes_are_the_sessions_and_positions_those_read(run, name):
     session, layers, sizes = run(name)
     by_step = session.table[session.table.measure == "stored_bytes"].groupby("step").value.sum()
     assert by_step.tolist() == [stored for stored, _ in sizes]
-    if name in ("random", "snapkv", "dapq", "exact_topk"):
-        by_step = session.table[session.table.measure == "read_bytes"].groupby("step").value.sum()
-        assert by_step.tolist() == [read for _, read in sizes]
+    by_step = session.table[session.table.measure == "read_bytes"].groupby("step").value.sum()
+    assert by_step.tolist() == [read for _, read in sizes]
     for layer in range(2):
         for t in range(1, STEPS + 1):
             assert sets(session.records.positions(layer, t)) == layers[layer][3][t]["read"]

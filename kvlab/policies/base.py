@@ -10,6 +10,7 @@ Rows are the sequences of a batch in a live run and the layers of a model in a r
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Annotated, ClassVar
@@ -67,6 +68,7 @@ class Prompt:
             policies that plan nothing.
         lossy: whether these are the entries that an earlier turn of a chat left, with what came since, so that slots
             are not positions.
+        seen: tokens that the sequence has had, the same in all layers; more than `length` where it is lossy.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Prompt:
         self.max_new_tokens, self.scaling = max_new_tokens, scaling
         self.plan: Tensor | None = None
         self.lossy = False
+        self.seen = keys.shape[2]
         self._shared: dict[tuple, Tensor] = {}
 
     @property
@@ -212,7 +215,14 @@ class Policy(BaseModel):
         return self
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self)})"
+        given = f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self)})"
+        # A file may change under its name; what was read from it belongs to the signature.
+        return f"{given}@{hashlib.sha256(self.from_files.encode()).hexdigest()[:8]}" if self.from_files else given
+
+    @property
+    def from_files(self) -> str:
+        """What the policy read from files that its parameters name; empty if it names none."""
+        return ""
 
     __repr__ = __str__
 
@@ -302,12 +312,13 @@ class Policy(BaseModel):
 
         All of them, unless overridden.
         """
-        return _everything(prompt)
+        return everything(prompt)
 
     def prefill(self, prompt: Prompt) -> Tensor:
-        """Positions kept after the prefill; a prompt within the budget is kept whole."""
+        """Positions kept after the prefill; a prompt within the budget is kept whole, unless the plan says less."""
         budget = self.entries(prompt.length)
-        return self.choose(prompt, budget) if prompt.length > budget else _everything(prompt)
+        whole = prompt.length <= budget and prompt.plan is None
+        return everything(prompt) if whole else self.choose(prompt, budget)
 
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         """Bring the store, which holds the whole prompt, down to what the prefill stage keeps."""
@@ -352,6 +363,8 @@ class Policy(BaseModel):
                 f"{self.name} shares its budget out among all layers, so one layer alone decides nothing; use "
                 "kvlab.replay(trace, policy) and result.kept(layer)"
             )
+        if not 0 <= layer < n_layers:
+            raise KvlabError(f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; say of how many n_layers=")
         _check(queries, keys, values, pseudo, accumulated)
         need = keys.shape[2] if self.observes is None else min(self.observes, keys.shape[2])
         if queries.shape[2] < need:
@@ -404,7 +417,8 @@ class Policy(BaseModel):
         return self.steps or any(getattr(type(self), verb) is not getattr(Policy, verb) for verb in verbs)
 
 
-def _everything(prompt: Prompt) -> Tensor:
+def everything(prompt: Prompt) -> Tensor:
+    """All positions of a prompt, int64 `[rows, kv_heads, length]`."""
     return torch.arange(prompt.length, device=prompt.keys.device).expand(prompt.rows, prompt.kv_heads, prompt.length)
 
 

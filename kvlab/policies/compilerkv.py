@@ -66,6 +66,10 @@ class CompilerKV(Policy):
         return self
 
     @property
+    def from_files(self) -> str:
+        return "" if self.tables is None else self._tables.model_dump_json()
+
+    @property
     def observes(self) -> int:
         return self.window
 
@@ -80,11 +84,6 @@ class CompilerKV(Policy):
 
     def survey(self, prompt: Prompt) -> Tensor:
         """Attention of the utility window and of the whole window, averaged over heads, `[rows, 2, length]`."""
-        if prompt.lossy:
-            raise KvlabError(
-                "compilerkv weighs every token by the attention of all layers, and after an earlier turn they hold "
-                "different ones; store later turns whole (turns='leave')"
-            )
         if prompt.lossy:
             raise KvlabError(
                 "compilerkv averages attention over layers, position by position, and an earlier turn left each layer "

@@ -55,6 +55,10 @@ class DuoAttention(Policy):
         return self
 
     @property
+    def from_files(self) -> str:
+        return "" if self._measured is None else self._measured.model_dump_json()
+
+    @property
     def minimum(self) -> int:
         return (1 if self.sinks is None else self.sinks) + (1 if self.recent is None else self.recent)
 

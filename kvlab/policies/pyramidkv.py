@@ -39,6 +39,12 @@ class PyramidKV(SnapKV):
         line = torch.linspace(2 * mean - smallest, smallest, n_layers, dtype=torch.float64)
         return self.window + share_out(line, n_layers * mean, length - self.window)
 
+    def prefill(self, prompt: Prompt) -> Tensor:
+        # In a later turn a layer may hold less than the mean budget and still more than its own.
+        if prompt.lossy and prompt.seen > self.entries(prompt.length) and prompt.length > self.window:
+            return self.choose(prompt, self.entries(prompt.length))
+        return super().prefill(prompt)
+
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        budgets = self.budgets(prompt.n_layers, prompt.length, budget)
+        budgets = self.budgets(prompt.n_layers, prompt.seen, budget)
         return super().choose(prompt, budgets[list(prompt.layers)].to(prompt.keys.device))

@@ -57,7 +57,7 @@ class SnapKV(Policy):
             older = self.scores(prompt)[..., : prompt.length - self.window]
             return F.avg_pool1d(older, self.kernel, stride=1, padding=self.kernel // 2)
 
-        return prompt.share(("snapkv", self.window, self.kernel, self.sets), pool)
+        return prompt.share(("snapkv", type(self).scores, self.window, self.kernel, self.sets), pool)
 
     def choose(self, prompt: Prompt, budget: int | Tensor) -> Tensor:
         """The window and the best of the older tokens: `budget` in all, the same or one for each row `[rows]`."""

@@ -57,5 +57,5 @@ class SnapKVPlusPlus(Policy):
             scores[..., :older] = F.max_pool1d(scores[..., :older], kernel, stride=1, padding=kernel // 2)
             return scores
 
-        pooled_scores = prompt.share(("snapkv_pp", self.window, kernel), pooled)
+        pooled_scores = prompt.share(("snapkv_pp", type(self).scores, self.window, kernel), pooled)
         return top_and_last(pooled_scores, budget - self.window, self.window)

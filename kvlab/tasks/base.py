@@ -27,8 +27,8 @@ class Example:
         max_new_tokens: the longest answer.
         chat: whether the prompt goes through the model's chat template, where it has one.
         prefix: how the answer begins; fed after the prompt and not part of the prediction.
-        until: generation ends where this follows some text; empty for the model's own end alone.
         marks: what the result tables shall know of it: length, depth, kind, all_classes, ...
+        until: generation ends where this follows some text; empty for the model's own end alone.
     """
 
     id: str
@@ -38,8 +38,8 @@ class Example:
     max_new_tokens: int
     chat: bool = True
     prefix: str = ""
-    until: str = ""
     marks: dict[str, Any] = field(default_factory=dict)
+    until: str = ""
 
     @property
     def prompt(self) -> str:
