@@ -209,13 +209,14 @@ class LayerStore:
         first = self._start + self.length
         self.length += n
         self.seen += n
-        if self.ragged or (positions is None and n > 1):
-            positions = torch.arange(self.seen - n, self.seen, device=keys.device) if positions is None else positions
+        if positions is None and (n > 1 or self.ragged):
+            positions = torch.arange(self.seen - n, self.seen, device=keys.device)
         if self.ragged:
             self._append_ragged(keys, values, positions)
             return
         self._keys[:, :, first : first + n] = keys
         self._values[:, :, first : first + n] = values
+        # A single token's position is filled in as a number, which spares the hot path a tensor.
         self._positions[:, :, first : first + n] = self.seen - 1 if positions is None else positions
         if self._weights is not None:
             self._weights[:, :, first : first + n] = 1

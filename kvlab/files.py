@@ -1,4 +1,4 @@
-"""Nothing half-written is left behind: a file gets its name only once it is whole."""
+"""Files: nothing half-written is left behind, and what cannot be read is said in one sentence."""
 
 from __future__ import annotations
 
@@ -9,6 +9,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvlab.errors import KvlabError
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, without a byte order mark.
+
+    Raises KvlabError where it cannot be read, or is no such text.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise KvlabError(f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it") from error
+    except OSError as error:
+        raise KvlabError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+
+
+def jsonl(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a JSONL file that hold something, with their numbers from 1. Raises KvlabError as `read_text`."""
+    # Not splitlines: JSON allows U+2028 and its like inside a text, and they end no line of JSONL.
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            yield number, line
 
 
 @contextlib.contextmanager

@@ -372,16 +372,17 @@ class Session:
 
     def _check_window(self, known: int, length: int) -> None:
         need = length if self.policy.observes is None else min(self.policy.observes, length)
-        if known < need and self._judges(length) and self.policy.observes is None:
+        if known >= need or not self._judges(length):
+            return
+        if self.policy.observes is None:
             raise KvlabError(
                 f"{self.policy.name} looks at every query of its prompt, and after an earlier turn or a cache that was "
                 f"handed in only {known} of {length} are known; store later turns whole (turns='leave'), or begin anew"
             )
-        if known < need and self._judges(length):
-            raise KvlabError(
-                f"{self.policy.name} looks at the last {need} queries, and only {known} were fed inside the session "
-                "after the cache that was handed in; feed the end of the prompt there"
-            )
+        raise KvlabError(
+            f"{self.policy.name} looks at the last {need} queries, and only {known} were fed inside the session after "
+            "the cache that was handed in; feed the end of the prompt there"
+        )
 
     def _run_pseudo(self, cache: LiveCache, number: int) -> dict[int, Tensor]:
         """Post-RoPE pseudo-queries `[rows, heads, m, head_dim]` of one group, by layer."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
+from kvlab.files import jsonl
 
 
 def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -17,14 +18,7 @@ def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:
     anything else, and for a file without predictions.
     """
     path = Path(path).expanduser()
-    try:
-        # Not splitlines: JSON allows U+2028 and its like inside a text, and they end no line of JSONL.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise KvlabError(f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it") from error
-    except OSError as error:
-        raise KvlabError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-    found = [_prediction(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    found = [_prediction(line, f"{path}, line {number}") for number, line in jsonl(path)]
     if not found:
         raise KvlabError(f"{path} is empty: there are no predictions in it to score")
     return found

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, field_validator
 
 from kvlab.errors import KvlabError
+from kvlab.files import jsonl
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.longgen_prompts import SHORT
 
@@ -162,19 +163,12 @@ def read(path: str | os.PathLike, chat: bool = True) -> list[Example]:
     entries are called), prefix (the first entry's heading, which the prompt ends with) and number (of entries).
     """
     path, found = Path(path).expanduser(), []
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise KvlabError(f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it") from error
-    except OSError as error:
-        raise KvlabError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-    for line, text in enumerate(lines, 1):
-        if text.strip():
-            try:
-                found.append(_example(json.loads(text), f"{path.stem}-{line}", chat))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                lacks = f"{error} is missing" if isinstance(error, KeyError) else error
-                raise KvlabError(f"{path}, line {line} is no record of LongGenBench: {lacks}") from error
+    for line, text in jsonl(path):
+        try:
+            found.append(_example(json.loads(text), f"{path.stem}-{line}", chat))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            lacks = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise KvlabError(f"{path}, line {line} is no record of LongGenBench: {lacks}") from error
     if not found:
         raise KvlabError(f"{path} is empty: there are no records of LongGenBench in it")
     return found
