@@ -19,8 +19,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each layer may import only those that stand before it.
 LAYERS = ("errors files tables packs shapes models corpus attention cache measures spread policies decoding "
-          "trace heads probes replay livecache live fidelity compile analyses scores tasks evaluate papers "
-          "workbench meters bench listing cli").split()
+          "trace captures heads probes replay livecache live fidelity compile scores tasks evaluate meters analyses "
+          "papers workbench bench listing cli").split()
 
 
 def canonical(name: str) -> str:

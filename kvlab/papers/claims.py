@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvlab.errors import KvlabError, nearest
-from kvlab.papers.conditions import AllOf, Condition, Missing, Within
+from kvlab.papers.conditions import AllOf, Condition, Covers, Missing, Within
 
 if TYPE_CHECKING:
     import pandas
@@ -28,6 +28,8 @@ class Claim(BaseModel):
     kind: "finding" could come out otherwise; "control" checks the measurement itself; "identity" follows from
     arithmetic and cannot fail unless the code is wrong; "example" is a worked example.
     stands_in says which measure replaces the paper's own where that cannot be taken here; empty where it is the same.
+    untested says, of a claim that no experiment here can measure, why not and what would test it.
+    figure is the name under which the experiment keeps the picture that shows it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,6 +45,8 @@ class Claim(BaseModel):
     experiment: str | None = None
     stands_in: str = ""
     note: str = ""
+    untested: str = ""
+    figure: str = ""
     direction: Condition
     size: Condition
 
@@ -62,7 +66,7 @@ class Claim(BaseModel):
 def _needs_paper_value(test: Condition) -> bool:
     if isinstance(test, AllOf):
         return any(_needs_paper_value(part) for part in test.tests)
-    return isinstance(test, Within) and test.to is None
+    return isinstance(test, Within | Covers) and test.to is None
 
 
 class Paper(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -155,6 +155,54 @@ class Monotone(_Test):
         return passed, f"{self.metrics[0]} to {self.metrics[-1]} = {series}, asked to be {self.trend}"
 
 
+class ClearlyGreater(_Test):
+    """The whole interval of the metric (of the mean, 95 %) lies above `than`: the margin is our own spread."""
+
+    kind: Literal["clearly_greater"]
+    than: Reference
+
+    def needs(self, own: str) -> set[str]:
+        return super().needs(own) | {f"{self.metric or own}/{self._end}"}
+
+    _end: ClassVar[str] = "low"
+
+    def threshold(self, value_of: Lookup, paper_value: float | None) -> float:
+        return _number(self.than, value_of)[0]
+
+    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
+        end = f"{self.metric or own}/{self._end}"
+        value, (limit, label) = value_of(end), _number(self.than, value_of)
+        passed = value > limit if self._end == "low" else value < limit
+        where = "above" if self._end == "low" else "below"
+        return passed, f"{end} = {value:.4g}, asked to lie {where} {label}"
+
+
+class ClearlyLess(ClearlyGreater):
+    """The whole interval of the metric lies below `than`."""
+
+    kind: Literal["clearly_less"]
+    _end: ClassVar[str] = "high"
+
+
+class Covers(_Test):
+    """The interval of the metric contains `to` (the paper's value if absent)."""
+
+    kind: Literal["covers"]
+    to: Reference | None = None
+
+    def needs(self, own: str) -> set[str]:
+        name = self.metric or own
+        return super().needs(own) | {f"{name}/low", f"{name}/high"}
+
+    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
+        name = self.metric or own
+        low, high = value_of(f"{name}/low"), value_of(f"{name}/high")
+        target, label = _number(paper_value if self.to is None else self.to, value_of)
+        if self.to is None:
+            label = f"the paper's {label}"
+        return low <= target <= high, f"the interval of {name} is {low:.4g} to {high:.4g}, asked to contain {label}"
+
+
 class AllOf(_Test):
     """Every one of several tests."""
 
@@ -170,5 +218,20 @@ class AllOf(_Test):
         return not missed, "; ".join(missed or [why for _, why in results])
 
 
-Condition = Annotated[Within | Greater | Less | AtLeast | AtMost | Monotone | AllOf, Field(discriminator="kind")]
+class AnyOf(AllOf):
+    """At least one of several tests."""
+
+    kind: Literal["any_of"]
+
+    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
+        results = [test.check(self.metric or own, value_of, paper_value) for test in self.tests]
+        met = [why for passed, why in results if passed]
+        return bool(met), "; ".join(met or [f"neither: {why}" if i == 0 else why for i, (_, why) in enumerate(results)])
+
+
+Condition = Annotated[
+    Within | Greater | Less | ClearlyGreater | ClearlyLess | AtLeast | AtMost | Monotone | Covers | AllOf | AnyOf,
+    Field(discriminator="kind"),
+]
 AllOf.model_rebuild()
+AnyOf.model_rebuild()
