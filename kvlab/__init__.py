@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvlab.policies import Policy, policies, policy
     from kvlab.replay import replay
     from kvlab.trace import Trace, capture
+    from kvlab.workbench.explore import explore
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ __all__ = [
     "compress",
     "document",
     "documents",
+    "explore",
     "fidelity",
     "home",
     "load",
@@ -52,6 +54,7 @@ _HOMES = {
     "policies": ("Policy", "policies", "policy"),
     "replay": ("replay",),
     "trace": ("Trace", "capture"),
+    "workbench.explore": ("explore",),
 }
 
 

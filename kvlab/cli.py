@@ -92,6 +92,23 @@ def _print_list(found: list[dict[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
 
 
+@app.command(epilog="Examples:   kvlab doctor   |   kvlab doctor --json")
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="A JSON list of objects.")] = False) -> None:
+    """Check the environment, the model, the texts, the store and the machine; name the mend for what is wrong."""
+    from rich.console import Console
+
+    from kvlab.workbench import doctor as checks
+
+    if as_json:
+        found = checks.as_json()
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        well = all(one["state"] != checks.BAD for one in found)
+    else:
+        well = checks.show(Console())
+    if not well:
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Examples:   kvlab run quickstart   |   kvlab run zsmerge_error_curves --profile full --jobs 4   "
                     "|   kvlab run morphkv_window_ablation -p document=my.txt -p windows=8,32")
 def run(experiment: Annotated[str, typer.Argument(help="Its name, as in `kvlab list experiments`.")],

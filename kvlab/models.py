@@ -164,6 +164,12 @@ def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype:
     raise KvlabError(f"{nearest(name, MODELS, 'model')} ({_what_exists()})")
 
 
+def tokenizer(name: str) -> object | None:
+    """The tokenizer of a pulled model or of a local folder; None where it is not on this machine. Fetches nothing."""
+    folder = MODELS[name].folder if name in MODELS else Path(name).expanduser()
+    return _tokenizer(folder) if (folder / "tokenizer_config.json").is_file() else None
+
+
 def random_lm(shape: str, layers: int | None = None, seed: int = 0, dtype: str | torch.dtype = "auto",
               device: str = "auto", tokenizer: str | object | None = None, **changes: object) -> LM:
     """A model of a known shape (`kvlab.shapes`) with random weights: for plumbing, tests and speed, not for findings.

@@ -1,0 +1,62 @@
+"""What the page for exploring by hand says in numbers: attention lost by layer, and by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+
+from kvlab.replay import Replay, reference
+
+if TYPE_CHECKING:
+    from kvlab.trace import Trace
+
+
+def lost_by_layer(results: Sequence[Replay]) -> pd.DataFrame:
+    """Attention mass lost, averaged over heads and steps: policy, layer, mass_lost."""
+    return pd.concat(
+        [
+            pd.DataFrame({"layer": range(r.trace.n_layers), "mass_lost": r.mass_lost.mean((1, 2)).tolist()}).assign(
+                policy=r.policy.name
+            )
+            for r in results
+        ],
+        ignore_index=True,
+    )
+
+
+def metrics(by_layer: pd.DataFrame) -> dict[str, float]:
+    """`mass_lost/snapkv` and so on: the means of `lost_by_layer` over layers."""
+    return {f"mass_lost/{name}": float(rows["mass_lost"].mean()) for name, rows in by_layer.groupby("policy")}
+
+
+def tokens_lost(trace: Trace, results: Sequence[Replay], tokens: Sequence[str], limit: int = 10) -> pd.DataFrame:
+    """The prompt's tokens that lost the most attention, summed over layers, heads and steps and as a share of all.
+
+    Args:
+        tokens: the text of each position.
+        limit: how many for each policy.
+
+    Returns:
+        Table with columns policy, position, token, share (of the response's whole attention).
+    """
+    rows = []
+    for result in results:
+        lost = torch.zeros(trace.length)
+        for step in range(1, trace.steps + 1):
+            weights = reference(trace).at(step)
+            for layer in range(trace.n_layers):
+                kept = result.kept(layer, step)
+                read = torch.zeros(len(kept), trace.length + 1, dtype=torch.bool)
+                # What only pads a row is scattered into a column of its own.
+                read.scatter_(1, kept.masked_fill(kept < 0, trace.length), True)
+                unread = ~read[:, : weights.shape[-1]].repeat_interleave(trace.heads // len(kept), 0)
+                lost[: weights.shape[-1]] += (weights[layer] * unread).sum(0)
+        best = (lost / (trace.n_layers * trace.heads * trace.steps)).topk(min(limit, trace.length))
+        rows += [
+            {"policy": result.policy.name, "position": position, "token": tokens[position], "share": round(share, 5)}
+            for share, position in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+    return pd.DataFrame(rows)

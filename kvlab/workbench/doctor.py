@@ -1,0 +1,214 @@
+"""`kvlab doctor`: is everything here that kvlab needs? Each check ends well or names the mend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import KvlabError
+from kvlab.workbench import project
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+GOOD, REMARK, BAD = "ok", "remark", "bad"
+MARKS = {GOOD: ("✓", "green"), REMARK: ("!", "yellow"), BAD: ("✗", "red")}
+# What the default model, the texts and the traces of the quick profile take, and what one of its jobs needs.
+DISK_GB, MEMORY_GB = 5, 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what was looked at, "ok", "remark" or "bad", what was found, and the mend where there is one."""
+
+    what: str
+    state: str
+    found: str
+    mend: str = ""
+
+
+def findings() -> Iterator[Finding]:
+    """All checks, one after the other; a check that breaks is a finding, too."""
+    for check in (python, versions, model, texts, store, disk, machine, gpu, jupyter):
+        try:
+            yield check()
+        except KvlabError as error:
+            yield Finding(_name(check), BAD, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever breaks a check is what the user came to hear
+            yield Finding(_name(check), BAD, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+
+
+def _name(check: Callable[[], Finding]) -> str:
+    return check.__name__.replace("_", " ")
+
+
+def python() -> Finding:
+    """The interpreter, and whether kvlab runs in an environment of its own."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    own = sys.prefix != sys.base_prefix
+    return Finding("python", GOOD if own else REMARK, f"{version} in {sys.prefix}",
+                   "" if own else "kvlab is not in an environment of its own; `make env` makes one")
+
+
+def versions() -> Finding:
+    """The installed packages against the pins of constraints.txt, where the project has one."""
+    file = project.root() / "constraints.txt"
+    if not file.exists():
+        missing = _missing()
+        return Finding("packages", BAD if missing else GOOD, f"missing: {', '.join(missing)}" if missing else
+                       f"kvlab {project.version()}; no constraints.txt here to compare with",
+                       "pip install kvlab again" if missing else "")
+    pins = dict(re.findall(r"^([\w.\-]+)==(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+    absent, other = [], []
+    for name, wanted in pins.items():
+        try:
+            found = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            absent.append(name)
+            continue
+        if found != wanted:
+            other.append(f"{name} {found} (pinned: {wanted})")
+    needed = [name for name in _missing() if name in absent]
+    if needed or other:
+        wrong = [*(f"{name} is missing" for name in needed), *other]
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        return Finding("packages", BAD if needed else REMARK, "; ".join(wrong[:4]) + more,
+                       "pip install -c constraints.txt -e '.[notebooks,test]'")
+    return Finding("packages", GOOD, f"kvlab {project.version()} and {len(pins) - len(absent)} packages as pinned")
+
+
+def _missing() -> list[str]:
+    """What kvlab itself requires and is not installed."""
+    absent = []
+    for line in importlib.metadata.requires("kvlab") or []:
+        name = re.match(r"[\w.\-]+", line)[0]
+        if "extra ==" not in line:
+            try:
+                importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                absent.append(name)
+    return absent
+
+
+def model() -> Finding:
+    """The default model: pulled, and whole."""
+    from kvlab import models
+
+    entry = models.MODELS[models.DEFAULT]
+    if not entry.folder.is_dir():
+        return Finding("model", REMARK, f"{entry.name} is not here yet", f"kvlab pull {entry.name}")
+    lm = models.load(entry.name)
+    found = f"{lm.signature} ({lm.n_layers} layers, {lm.context_length:,} tokens) in {entry.folder}"
+    return Finding("model", GOOD, found)
+
+
+def texts() -> Finding:
+    """The text packs."""
+    from kvlab import packs
+
+    absent = [name for name, pack in packs.PACKS.items() if not pack.folder.is_dir()]
+    if absent:
+        return Finding("texts", REMARK, f"not here yet: {', '.join(absent)}", f"kvlab pull {' '.join(absent)}")
+    return Finding("texts", GOOD, f"{', '.join(packs.PACKS)} in {packs.home() / 'packs'}")
+
+
+def store() -> Finding:
+    """The MLflow store: reached, and written to."""
+    from kvlab.workbench import store as mlflow_store
+
+    if not mlflow_store.exists():
+        folder = mlflow_store.database_path(mlflow_store.store_uri()).parent
+        _writable(folder)
+        return Finding("store", GOOD, f"none yet; the first run makes {mlflow_store.store_uri()}")
+    connection = mlflow_store.client()
+    runs = [experiment.name for experiment in connection.search_experiments()]
+    return Finding("store", GOOD, f"{mlflow_store.store_uri()}, {len(runs)} experiments")
+
+
+def _writable(folder: Path) -> None:
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise KvlabError(f"{there} cannot be written to: {error.strerror or error}") from None
+
+
+def disk() -> Finding:
+    """Room for the model, the texts, the shared traces and the runs."""
+    from kvlab import packs
+
+    places = {"cache": packs.home(), "project": project.root()}
+    free = {}
+    for name, folder in places.items():
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        _writable(there)
+        free[name] = shutil.disk_usage(there).free / 1e9
+    shown = ", ".join(f"{gigabytes:.0f} GB free for the {name} ({places[name]})" for name, gigabytes in free.items())
+    if min(free.values()) < DISK_GB:
+        return Finding("disk", BAD, shown, f"make {DISK_GB} GB free, or point KVLAB_HOME to a larger disk")
+    return Finding("disk", GOOD, shown)
+
+
+def machine() -> Finding:
+    """Cores and memory, and the number of jobs that they are good for."""
+    import psutil
+
+    from kvlab.workbench.driver import cores
+
+    available = psutil.virtual_memory().available / 1e9
+    jobs = max(1, min(cores(), int(available // MEMORY_GB)))
+    found = f"{cores()} cores, {available:.0f} GB of memory available: good for --jobs {jobs}"
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:
+        found += f"; OMP_NUM_THREADS={threads} is set"
+    if available < MEMORY_GB:
+        return Finding("machine", BAD, found, f"a job needs about {MEMORY_GB} GB: close something, or use --jobs 1")
+    return Finding("machine", GOOD, found)
+
+
+def gpu() -> Finding:
+    """A GPU is welcome, and never needed."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("gpu", GOOD, "none: everything runs on the CPU; the gpu profiles want one")
+    properties = torch.cuda.get_device_properties(0)
+    return Finding("gpu", GOOD, f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}")
+
+
+def jupyter() -> Finding:
+    """JupyterLab and the kernel that the notebooks name."""
+    from jupyter_client.kernelspec import KernelSpecManager
+
+    kernels = KernelSpecManager().find_kernel_specs()
+    if "python3" not in kernels:
+        return Finding("jupyter", BAD, "there is no kernel called python3",
+                       f"{sys.executable} -m ipykernel install --sys-prefix")
+    return Finding("jupyter", GOOD, f"JupyterLab {importlib.metadata.version('jupyterlab')}, kernel python3")
+
+
+def show(console: Console) -> bool:
+    """Print each check as it is made; whether nothing is bad."""
+    well = True
+    for one in findings():
+        mark, colour = MARKS[one.state]
+        console.print(f"[{colour}]{mark}[/] [bold]{one.what:<9}[/]", end=" ")
+        console.print(one.found, markup=False, highlight=False, soft_wrap=True)
+        if one.mend:
+            console.print(f"            mend: {one.mend}", markup=False, highlight=False, soft_wrap=True)
+        well = well and one.state != BAD
+    return well
+
+
+def as_json() -> list[dict[str, Any]]:
+    """The checks as plain data."""
+    return [asdict(one) for one in findings()]

@@ -1,0 +1,68 @@
+"""`kvlab doctor` finds what is wrong, names the mend, and never breaks."""
+
+import json
+import sqlite3
+
+import pytest
+from typer.testing import CliRunner
+
+from kvlab.cli import app
+from kvlab.workbench import doctor
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    (tmp_path / "experiments").mkdir()
+    monkeypatch.setenv("KVLAB_ROOT", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path
+
+
+def test_every_check_has_an_end_and_what_is_bad_has_a_mend_or_a_reason(project, monkeypatch):
+    monkeypatch.setenv("KVLAB_HOME", str(project / "home"))
+    found = {one.what: one for one in doctor.findings()}
+    assert list(found) == ["python", "packages", "model", "texts", "store", "disk", "machine", "gpu", "jupyter"]
+    assert found["model"].mend == "kvlab pull smollm2-135m"
+    assert found["texts"].mend.startswith("kvlab pull sotu")
+    assert not (project / "home").exists(), "a look changes nothing"
+    assert not (project / "mlruns").exists()
+
+
+def test_another_version_than_the_pinned_one_is_told(project):
+    (project / "constraints.txt").write_text("pydantic==0.0.1\nno-such-package==1.0\n")
+    one = doctor.versions()
+    assert one.state == "remark"
+    assert "pydantic" in one.found and "pinned: 0.0.1" in one.found and "no-such-package" not in one.found
+    assert "constraints.txt" in one.mend
+
+
+def test_a_store_that_is_no_store(project):
+    (project / "mlruns").mkdir()
+    with sqlite3.connect(project / "mlruns" / "mlflow.db") as connection:
+        connection.execute("create table something (x)")
+    found = {one.what: one for one in doctor.findings()}
+    assert found["store"].state == "bad" and "not MLflow's" in found["store"].found
+
+
+def test_little_room_and_little_memory_are_bad(project, monkeypatch):
+    monkeypatch.setattr(doctor, "DISK_GB", 10**9)
+    monkeypatch.setattr(doctor, "MEMORY_GB", 10**9)
+    assert doctor.disk().state == "bad" and "KVLAB_HOME" in doctor.disk().mend
+    assert doctor.machine().state == "bad" and "--jobs 1" in doctor.machine().found + doctor.machine().mend
+
+
+def test_a_check_that_breaks_is_a_finding(monkeypatch):
+    def gpu():
+        raise RuntimeError("driver gone\nand much more")
+
+    monkeypatch.setattr(doctor, "gpu", gpu)
+    found = {one.what: one for one in doctor.findings()}
+    assert found["gpu"].state == "bad" and found["gpu"].found == "RuntimeError: driver gone"
+
+
+def test_the_command_says_by_its_exit_code_whether_all_is_well(project, monkeypatch):
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert {"what", "state", "found", "mend"} == set(json.loads(result.stdout)[0])
+    monkeypatch.setattr(doctor, "DISK_GB", 10**9)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1 and "mend:" in result.stdout
