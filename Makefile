@@ -13,7 +13,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help env pull reproduce test test-unit test-notebooks notebooks lab clean
+.PHONY: help env pull reproduce test test-unit test-notebooks browser notebooks lab clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,15 +38,27 @@ reproduce: pull  ## all experiments, then the table of claims and the report
 
 test: test-unit test-notebooks  ## unit tests, the papermill round trip, and every notebook
 
-test-unit: pull
+test-unit: pull browser
 	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) tests
 
-# A store of its own for the notebooks' runs, so that tests never write to mlruns/.
+# A store of its own for the notebooks' runs, so that tests never write to mlruns/. The longest notebooks begin first;
+# in the end what all of them logged is looked at.
 test-notebooks: pull
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && \
 	export MLFLOW_TRACKING_URI="sqlite:///$$store/mlflow.db" $(ONE_THREAD) && \
+	notebooks=$$($(BIN)/python -c 'from kvlab.workbench import experiments; print(*experiments.longest_first())') && \
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
-	  -n $(JOBS) --dist loadfile -p no:cacheprovider notebooks/
+	  -n $(JOBS) --dist loadfile --no-loadscope-reorder -p no:cacheprovider $$notebooks && \
+	$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider tests/after_notebooks.py
+
+browser:  ## Debian's chromium for the tests that need a browser, if there is none and apt-get may install it
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  command -v $$name >/dev/null && exit 0; done; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	  echo "installing chromium with apt-get ..."; \
+	  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium \
+	    fonts-liberation; } >/dev/null 2>&1 && exit 0; fi; \
+	echo "there is no chromium, and it cannot be installed here: the tests that need a browser are skipped"
 
 notebooks: pull  ## run every notebook where it stands, and keep its outputs in it (before a commit)
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && \

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab import packs
 from kvlab.errors import KvlabError
-from kvlab.trace import FORMAT, Trace, capture, prompt_ids, several
+from kvlab.trace import FORMAT, Plan, Trace, capture, planned, several
 
 if TYPE_CHECKING:
     from kvlab.models import LM
 
-# What a trace's numbers can depend on besides the weights; a change of any of these files captures anew.
-CODE = ("attention.py", "cache.py", "corpus.py", "decoding.py", "measures.py", "models.py", "shapes.py", "trace.py",
-        "policies")
+# What a trace's numbers can depend on besides the weights and the plan; a change of any of these captures anew.
+CODE = ("attention.py", "cache.py", "models.py", "shapes.py", "trace.py")
+LIBRARIES = ("torch", "transformers")
 LIMIT_GB = 12.0
+DAY = 86400   # seconds
 
 
 def folder() -> Path:
@@ -29,10 +36,11 @@ def folder() -> Path:
 
 
 def shared(lm: LM, text_or_ids: Any, *args: Any, **options: Any) -> Trace | list[Trace]:
-    """`kvlab.capture` with a memory: the same arguments on the same model are captured once and then read from disk.
+    """`kvlab.capture` with a memory: what the same model was asked to record before is read from disk.
 
-    Processes that want the same trace at the same time wait for the one that captures it. A damaged file is captured
-    again.
+    Two calls share a file if they would run and record the same, however they are put: by position or by name, with a
+    default left out or written, by the names of policies or by what these need. Processes that want the same trace at
+    the same time wait for the one that captures it. A damaged file is captured again.
 
     Args:
         lm: from `kvlab.load` or `kvlab.random_lm`.
@@ -40,46 +48,79 @@ def shared(lm: LM, text_or_ids: Any, *args: Any, **options: Any) -> Trace | list
         args, options: as `kvlab.capture` takes them.
 
     Raises:
-        KvlabError: as `kvlab.capture`, and where the cache folder cannot be written.
+        KvlabError: as `kvlab.capture`, where the cache folder cannot be written, and for a `KVLAB_TRACES_GB` that is no
+            number.
     """
-    if several(text_or_ids):
-        from tqdm.auto import tqdm
+    given = signature(capture).bind(lm, text_or_ids, *args, **options)
+    given.apply_defaults()
+    asked = {name: value for name, value in given.arguments.items() if name != "progress"}
+    limit = _limit()
+    if not several(text_or_ids):
+        return _one(asked, limit)
+    if asked["response"] is not None:
+        raise KvlabError("one response cannot follow several documents; capture them one by one")
 
-        quiet = options.pop("progress", None) is False or len(text_or_ids) < 2
-        bar = tqdm(text_or_ids, desc="capture", unit="doc", disable=quiet, leave=False)
-        return [shared(lm, one, *args, **options) for one in bar]
+    from filelock import Timeout
+    from tqdm.auto import tqdm
 
-    from filelock import FileLock
+    quiet = given.arguments["progress"] is False or len(text_or_ids) < 2
+    waiting, found = deque(enumerate(text_or_ids)), {}
+    busy = 0        # how many in a row another process is capturing
+    with tqdm(total=len(text_or_ids), desc="capture", unit="doc", disable=quiet, leave=False) as bar:
+        while waiting:
+            number, one = waiting.popleft()
+            try:
+                # Two processes that want the same documents share the work: each takes what the other has not begun.
+                found[number] = _one(asked | {"text_or_ids": one}, limit, wait=0 if busy <= len(waiting) else -1)
+                busy = 0
+                bar.update()
+            except Timeout:
+                waiting.append((number, one))
+                busy += 1
+    return [found[number] for number in range(len(text_or_ids))]
 
-    name = _key(lm, text_or_ids, args, options)
-    path = folder() / f"{name}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
+
+def _one(asked: dict[str, Any], limit_gb: float, wait: float = -1) -> Trace:
+    """The trace of one prompt. `wait`: seconds for another process that captures it (-1: as long as it takes).
+
+    Raises filelock.Timeout where it takes longer.
+    """
+    path = folder() / f"{_key(asked['lm'], planned(**asked), str(asked['chat']))}.safetensors"
+    with _locked(path, wait):
         if path.exists():
             try:
                 trace = Trace.load(path)
                 os.utime(path)
                 return trace
-            except KvlabError:
-                path.unlink()
-        trace = capture(lm, text_or_ids, *args, **options)
+            except (KvlabError, FileNotFoundError):
+                path.unlink(missing_ok=True)
+        trace = capture(**asked)
         trace.save(path)
-    prune()
+    prune(limit_gb)
     return trace
 
 
 def prune(limit_gb: float | None = None) -> list[Path]:
-    """Remove the least recently used traces until the rest fit into `limit_gb`; the newest always stays."""
-    if limit_gb is None:
-        given = os.environ.get("KVLAB_TRACES_GB", LIMIT_GB)
+    """Remove the least recently used traces until the rest fit into `limit_gb`; the newest always stays.
+
+    What a process that was killed left half-written goes after a day. Raises KvlabError for a `KVLAB_TRACES_GB` that is
+    no number of gigabytes.
+    """
+    limit = (_limit() if limit_gb is None else limit_gb) * 1e9
+    found, gone = [], []
+    # A trace that is being written has a hidden name, and counts once it is whole.
+    for path in folder().glob("[!.]*.safetensors"):
         try:
-            limit_gb = float(given)
-        except ValueError:
-            raise KvlabError(f"KVLAB_TRACES_GB must be a number of gigabytes, not {given!r}") from None
-    found = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in folder().glob("*.safetensors"))
-    total, gone = sum(size for _, size, _ in found), []
-    for _, size, path in found[:-1]:
-        if total <= limit_gb * 1e9:
+            found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+        except FileNotFoundError:   # another process prunes as well
+            continue
+    for left in folder().glob(".*.safetensors"):
+        with suppress(FileNotFoundError):
+            if left.stat().st_mtime < time.time() - DAY:
+                left.unlink()
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found)[:-1]:
+        if total <= limit:
             break
         path.unlink(missing_ok=True)
         total -= size
@@ -87,30 +128,58 @@ def prune(limit_gb: float | None = None) -> list[Path]:
     return gone
 
 
-def _key(lm: LM, text_or_ids: Any, args: Sequence[Any], options: dict[str, Any]) -> str:
-    ids, document = prompt_ids(lm, text_or_ids, options.get("chat", "auto"))
+def _limit() -> float:
+    given = os.environ.get("KVLAB_TRACES_GB", LIMIT_GB)
+    try:
+        limit = float(given)
+    except ValueError:
+        limit = math.nan
+    if not limit >= 0:
+        raise KvlabError(f"KVLAB_TRACES_GB must be a number of gigabytes, such as {LIMIT_GB:g}, and not {given!r}")
+    return limit
+
+
+@contextmanager
+def _locked(path: Path, wait: float) -> Iterator[None]:
+    """Hold a lock shared by all traces whose names begin alike, so that the lock files are few and none is ever
+    removed: removing one while another process waits for it would let two in.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.parent / f".{path.name[:2]}.lock")
+        lock.acquire(timeout=wait)
+    except Timeout:
+        raise
+    except OSError as error:
+        raise KvlabError(f"cannot keep traces in {path.parent}: {error.strerror or error}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _key(lm: LM, plan: Plan, chat: str) -> str:
+    """A name for what `plan` records of a model. `chat` changes no number, but belongs to a trace's signature."""
     about = {
         "format": FORMAT,
         "code": _code(),
+        "libraries": [version(name) for name in LIBRARIES],
         "model": [lm.sha256, lm.name, str(lm.dtype), lm.device.type],
-        "document": document,
-        "ids": ids.tolist(),
-        "args": [_plain(each) for each in args],
-        "options": {name: _plain(value) for name, value in sorted(options.items()) if name != "progress"},
+        "chat": chat,
+        **{name: _plain(value) for name, value in vars(plan).items()},
     }
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @cache
 def _code() -> str:
     here = Path(__file__).parent
-    files = sorted(file for name in CODE for file in ([here / name] if "." in name else (here / name).glob("*.py")))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in CODE)).hexdigest()

@@ -28,6 +28,9 @@ app = typer.Typer(name="kvlab", help=HELP, add_completion=False, no_args_is_help
 
 Profile = Annotated[str, typer.Option("--profile", help=PROFILES + ".")]
 Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Jobs at once (default: 2).", show_default=False)]
+Cluster = Annotated[str | None, typer.Option(
+    "--cluster", metavar="ADDRESS", show_default=False,
+    help="Hand the jobs to a Dask scheduler (tcp://HOST:8786), or to Slurm (`slurm`, set up by slurm.yaml).")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Run again what has finished before.")]
 
 
@@ -110,29 +113,29 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="A JSON list of 
 
 
 @app.command(epilog="Examples:   kvlab run quickstart   |   kvlab run zsmerge_error_curves --profile full --jobs 4   "
-                    "|   kvlab run morphkv_window_ablation -p document=my.txt -p windows=8,32")
+                    "|   kvlab run morphkv_window_ablation -p documents=my.txt -p windows=8,32")
 def run(experiment: Annotated[str, typer.Argument(help="Its name, as in `kvlab list experiments`.")],
         profile: Profile = "quick",
         parameters: Annotated[list[str] | None, typer.Option(
             "--parameter", "-p", metavar="KEY=VALUE", help="Set a parameter of the notebook; may be repeated.")] = None,
-        jobs: Jobs = None, fresh: Fresh = False) -> None:
+        jobs: Jobs = None, fresh: Fresh = False, cluster: Cluster = None) -> None:
     """Run one experiment through papermill, logged to MLflow. What has finished before is not run again."""
     from kvlab.workbench import driver
 
-    _finish(driver.run(experiment, profile, _overrides(parameters or []), jobs, fresh))
+    _finish(driver.run(experiment, profile, _overrides(parameters or []), jobs, fresh, cluster=cluster))
 
 
 @app.command(epilog="Example:   kvlab reproduce --profile quick --jobs 2")
-def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = False) -> None:
+def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = False, cluster: Cluster = None) -> None:
     """Run all experiments, write the report and print the claims with their verdicts."""
     from kvlab.workbench import driver, experiments, report
 
     names = experiments.names()
     if not names:
         experiments.load("")    # says where experiments would have to be
-    results = driver.run(names, profile, None, jobs, fresh)
+    results = driver.run(names, profile, None, jobs, fresh, cluster=cluster)
     page = report.write()
-    _print_claims(report.ledger())
+    _print_claims(report.entries())
     _print_places(page)
     _finish(results, quiet=True)
 
@@ -215,6 +218,57 @@ def heads(model: Annotated[str, typer.Argument(help="As for kvlab.load.")] = "sm
     for layer, head, score in scores.best(5):
         typer.echo(f"layer {layer:2}, head {head:2}: {score:.1%} of the answer's attention on the needle")
     typer.echo(path)
+
+
+@app.command("compile", epilog="Examples:   kvlab compile --budget 128   |   "
+                               "kvlab compile --documents sotu/1867,my.txt --budget 64 --contexts 12 --samples 24 "
+                               "-p lengths=[300,600]   |   "
+                               "kvlab compile --from smollm2-135m --model ./my-model --out my-tables.json")
+def compile_(model: Annotated[str, typer.Option("--model", help="As for kvlab.load.")] = "smollm2-135m",
+             documents: Annotated[str, typer.Option("--documents", help="What to learn from, names or files between "
+                                                    "commas (default: speeches, articles, chats and code).")] = "",
+             budget: Annotated[int, typer.Option("--budget", min=1, help="Entries for each layer and head.")] = 128,
+             contexts: Annotated[int, typer.Option("--contexts", min=1, help="Prompts to try actions in.")] = 40,
+             samples: Annotated[int, typer.Option("--samples", min=0, help="Joint actions on the heads in each.")] = 48,
+             risk_samples: Annotated[int, typer.Option("--risk-samples", min=0,
+                                                       help="Joint actions on the thresholds in each.")] = 24,
+             alpha: Annotated[float, typer.Option("--alpha", min=0, help="Weight of the conservative penalty.")] = 1.0,
+             seed: Annotated[int, typer.Option("--seed", min=0, help="Of prompts and actions.")] = 0,
+             parameters: Annotated[list[str] | None, typer.Option(
+                 "--parameter", "-p", metavar="KEY=VALUE", help="Set another of kvlab.compile.Settings (lengths, pool, "
+                 "continuation, weights, thresholds, penalty, bins, ...); may be repeated.")] = None,
+             out: Annotated[Path | None, typer.Option("--out", help="The JSON file (default: MODEL-tables.json here).",
+                                                      show_default=False)] = None,
+             log: Annotated[Path | None, typer.Option("--log", help="The JSONL file that a run goes on from (default: "
+                                                      "beside the tables).", show_default=False)] = None,
+             source: Annotated[str | None, typer.Option("--from", help="Learn nothing: map the tables of this file or "
+                                                        "model to the layers of --model.", show_default=False)] = None,
+             device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto",
+             dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")] = "auto") -> None:
+    """Learn compilerkv's tables on calibration texts; a run that was cut off goes on where it stopped."""
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise KvlabError(f"there is no folder {out.absolute().parent} to write {out.name} into" if not out.is_dir()
+                         else f"--out {out} is a folder; name a file in it")
+    from kvlab import compile as compiling
+    from kvlab import corpus, models
+    from kvlab.tables import DecisionTables
+
+    given = dict(budget=budget, contexts=contexts, samples=samples, risk_samples=risk_samples, alpha=alpha, seed=seed)
+    settings = compiling.Settings(**given | {"pool": max(64, contexts)} | _task_parameters(parameters or []))
+    known = DecisionTables.load(source) if source else None
+    texts = [corpus.document(name) for name in _names(documents)] or None
+    lm = models.load(model, device, dtype)
+    path = out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-tables.json")
+    if known is not None:
+        typer.echo(compiling.write(compiling.mapped(known, lm), path))
+        return
+    with _bar("learning") as update:
+        found = compiling.learn(lm, settings, texts, log or path.with_suffix(".jsonl"), lambda what, done, total:
+                                update(description=what, completed=done, total=total))
+    for line in found.told():
+        typer.echo(line)
+    for written in found.save(path):
+        typer.echo(written)
 
 
 @app.command("eval", epilog="Examples:   kvlab eval needle --policies snapkv,streamingllm --budgets 64,256   |   "
@@ -369,29 +423,64 @@ def _finish(results: list[Any], quiet: bool = False) -> None:
                    + (f", {earlier} done earlier (--fresh runs them again)" if earlier else ""))
 
 
-STYLES = {"holds": "green", "holds in direction only": "yellow", "fails": "red", "not measured": "dim"}
+STYLES = {"holds": "green", "holds in direction only": "yellow", "fails": "red", "not measured": "dim",
+          "cannot be tested here": "dim"}
 
 
-def _print_claims(ledger: Any) -> None:
+def _print_claims(found: list[Any]) -> None:
+    """The claims that were measured, then how many of each paper's stand where; checks are counted apart."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    from kvlab.workbench.report import number
+    from kvlab.workbench.ledger import by_paper, number
 
-    table = Table(title="Claims", title_justify="left", title_style="bold", header_style="dim", pad_edge=False)
-    for heading, justify in (("paper", "left"), ("claim", "left"), ("paper's", "right"), ("here", "right"),
-                             ("interval", "right"), ("verdict", "left")):
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in ("paper's", "here", "interval"))
-    for row in ledger.itertuples():
-        value = {name: None if getattr(row, name) != getattr(row, name) else getattr(row, name)
-                 for name in ("paper_value", "value", "low", "high")}
-        interval = f"{number(value['low'])} to {number(value['high'])}" if value["low"] is not None else ""
-        table.add_row(f"{row.paper}\n{row.where}".replace("[", r"\["), row.claim, number(value["paper_value"]),
-                      number(value["value"]), interval, f"[{STYLES[row.verdict]}]{row.verdict}[/]")
+    table = Table(title="Claims", title_justify="left", title_style="bold", header_style="dim", pad_edge=False,
+                  box=box.SIMPLE_HEAD, expand=True)
+    table.add_column("where", ratio=2, overflow="fold")
+    table.add_column("claim", ratio=5, overflow="fold")
+    for heading in ("paper's", "here", "interval"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", overflow="fold", max_width=14)
+    for label, mine in by_paper(found).items():
+        for entry in mine:
+            claim, verdict = entry.claim, entry.verdict
+            if claim.untested:
+                continue
+            has_interval = verdict.low is not None and verdict.high is not None
+            interval = f"{number(verdict.low)} to {number(verdict.high)}" if has_interval else ""
+            kind = "" if entry.group == "findings" else f" ({claim.kind})"
+            table.add_row(f"{label}, {claim.where}{kind}".replace("[", r"\["), claim.summary.replace("[", r"\["),
+                          number(claim.paper_value), number(verdict.value), interval,
+                          f"[{STYLES[entry.state]}]{entry.state}[/]")
+        table.add_section()
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table, highlight=False)
-    counts = ledger["verdict"].value_counts()
-    console.print(", ".join(f"[{style}]{counts.get(verdict, 0)} {verdict}[/]" for verdict, style in STYLES.items()))
+    console.print(_counts(found), highlight=False)
+
+
+def _counts(found: list[Any]) -> Any:
+    """Findings by paper and verdict; apart from these the checks that are met, and what was recomputed and agrees."""
+    from rich import box
+    from rich.table import Table
+
+    from kvlab.workbench.ledger import Tally, by_paper
+
+    table = Table(title="Findings. Counted apart: checks (controls, identities, examples), and the papers' own sums",
+                  title_justify="left", title_style="bold", header_style="dim", pad_edge=False, show_footer=True,
+                  box=box.SIMPLE_HEAD)
+    total = Tally.of(found)
+    table.add_column("paper", footer="all")
+    for state, style in STYLES.items():
+        table.add_column(state, justify="right", footer=f"[{style}]{total.findings[state]}[/]")
+    table.add_column("checks met", justify="right", footer=total.met("checks"))
+    table.add_column("recomputed, agree", justify="right", footer=total.met("recomputed"))
+    for label, mine in by_paper(found).items():
+        tally = Tally.of(mine)
+        style = "red" if tally.checks_missed else "dim"
+        table.add_row(label, *(f"[{STYLES[state]}]{tally.findings[state] or '·'}[/]" for state in STYLES),
+                      f"[{style}]{tally.met('checks')}[/]", f"[dim]{tally.met('recomputed')}[/]")
+    return table
 
 
 def _print_places(page: Path) -> None:

@@ -36,7 +36,8 @@ def _claims() -> list[dict[str, Any]]:
 
     return [{"name": claim.id, "summary": claim.summary, "id": claim.id, "paper": claim.paper, "where": claim.where,
              "metric": claim.metric, "measured": claim.experiment is not None, "experiment": claim.experiment,
-             "paper_value": claim.paper_value, "unit": claim.unit, "kind": claim.kind}
+             "paper_value": claim.paper_value, "unit": claim.unit, "kind": claim.kind,
+             "untested": claim.untested}
             for claim in papers.claims()]
 
 

@@ -218,7 +218,9 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
                 folder, output_loading_info=True, dtype=_dtype(dtype, place, own), attn_implementation="sdpa",
                 **local, **({} if gguf_file else {"use_safetensors": True}))
             tokenizer = _tokenizer(folder, **source)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    # The reader of GGUF trusts every number in the file, so that a damaged one can raise anything.
+    except (Exception if gguf_file else (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+            ) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise KvlabError(f"cannot load a model from {shown}: {first}") from error
     if report["missing_keys"] or report["mismatched_keys"]:

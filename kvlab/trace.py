@@ -402,6 +402,75 @@ def _checked(lm: LM, ids: Any, what: str) -> Tensor:
     return ids
 
 
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one capture runs and records: with the weights and the code, all that its numbers depend on.
+
+    Attributes:
+        ids: int64 `[prompt]`.
+        document: the prompt's name, with a hash.
+        new_tokens: length of the response.
+        window: how many of the last prompt queries are kept.
+        accumulate: whether the attention over all prompt queries is summed.
+        likelihoods: of how many of the last prompt tokens.
+        pseudo: token ids by the key that a policy asks for.
+        response: token ids to feed instead of the greedy ones; None for these.
+    """
+
+    ids: Tensor
+    document: str
+    new_tokens: int
+    window: int
+    accumulate: bool
+    likelihoods: int
+    pseudo: dict[str, Tensor]
+    response: Tensor | None
+
+
+def planned(
+    lm: LM,
+    text_or_ids: Any,
+    new_tokens: int,
+    window: int,
+    chat: str | bool,
+    queries: str | None,
+    accumulate: bool,
+    pseudo: Sequence[Policy | str],
+    policies: Sequence[Policy | str],
+    response: Tensor | Sequence[int] | None,
+) -> Plan:
+    """What `capture` does with these arguments, checked; nothing runs. Raises KvlabError as `capture` does."""
+    if new_tokens < 0 or window < 0:
+        raise KvlabError(f"new_tokens and window must not be negative, and are {new_tokens} and {window}")
+    if queries not in (None, "all"):
+        raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
+    served = [_whole(one) for one in policies]
+    window = max([window, *(one.observes or 0 for one in served), *(one.reads_perplexity for one in served)])
+    queries = "all" if any(one.observes is None for one in served) else queries
+    accumulate = accumulate or any(one.accumulates for one in served)
+    asking = [one for one in (*map(_whole, pseudo), *served) if one.pseudo_key]
+    ids, document = prompt_ids(lm, text_or_ids, chat)
+    length = len(ids)
+    if response is not None:
+        response = _checked(lm, response, "response")[:new_tokens]
+        new_tokens = len(response)
+    extra = {
+        p.pseudo_key: p.pseudo_tokens(ids, lm.model.config.get_text_config(decoder=True).vocab_size, _encoder(lm))
+        for p in asking
+    }
+    longest = length + max([new_tokens, *map(len, extra.values())])
+    if longest > lm.context_length:
+        raise KvlabError(
+            f"the prompt has {length} tokens and {longest - length} follow it, which is beyond the "
+            f"{lm.context_length} that "
+            f"{lm.name} takes; shorten the document (Document.window) or the response"
+        )
+    attention.check_length(lm.model, longest)
+    window = length if queries == "all" else min(window, length)
+    known = min(window, length - 1, max([NLL_TOKENS, *(one.reads_perplexity for one in served)]))
+    return Plan(ids, document, new_tokens, window, accumulate, known, extra, response)
+
+
 @torch.inference_mode()
 def capture(
     lm: LM,
@@ -448,42 +517,17 @@ def capture(
         bar = tqdm(text_or_ids, desc="capture", unit="doc", disable=progress is False, leave=False)
         return [capture(lm, one, new_tokens, window, **options) for one in bar]
 
-    if new_tokens < 0 or window < 0:
-        raise KvlabError(f"new_tokens and window must not be negative, and are {new_tokens} and {window}")
-    if queries not in (None, "all"):
-        raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
-    served = [_whole(one) for one in policies]
-    window = max([window, *(one.observes or 0 for one in served), *(one.reads_perplexity for one in served)])
-    queries = "all" if any(one.observes is None for one in served) else queries
-    accumulate = accumulate or any(one.accumulates for one in served)
-    asking = [one for one in (*map(_whole, pseudo), *served) if one.pseudo_key]
-    ids, document = prompt_ids(lm, text_or_ids, chat)
+    plan = planned(lm, text_or_ids, new_tokens, window, chat, queries, accumulate, pseudo, policies, response)
+    ids, window, new_tokens, response, extra = plan.ids, plan.window, plan.new_tokens, plan.response, plan.pseudo
     length = len(ids)
-    if response is not None:
-        response = _checked(lm, response, "response")[:new_tokens]
-        new_tokens = len(response)
-    extra = {
-        p.pseudo_key: p.pseudo_tokens(ids, lm.model.config.get_text_config(decoder=True).vocab_size, _encoder(lm))
-        for p in asking
-    }
-    longest = length + max([new_tokens, *map(len, extra.values())])
-    if longest > lm.context_length:
-        raise KvlabError(
-            f"the prompt has {length} tokens and {longest - length} follow it, which is beyond the "
-            f"{lm.context_length} that "
-            f"{lm.name} takes; shorten the document (Document.window) or the response"
-        )
-    attention.check_length(lm.model, longest)
-    window = length if queries == "all" else min(window, length)
 
-    recorder = _Recorder(lm, length, new_tokens, window, max([0, *map(len, extra.values())]), accumulate)
+    recorder = _Recorder(lm, length, new_tokens, window, max([0, *map(len, extra.values())]), plan.accumulate)
     # The prefill must not fill the rows that are meant for the response.
     rows = recorder.queries, recorder.pre_queries
     recorder.queries, recorder.pre_queries = (r[:, :, :window] for r in rows)
     with attention.hooked(lm.model, recorder):
-        known = min(window, length - 1, max([NLL_TOKENS, *(one.reads_perplexity for one in served)]))
-        logits = _forward(lm, ids, recorder.cache, logits_of=known + 1)
-    nll = F.cross_entropy(logits[:-1].float(), ids[length - known :].to(logits.device), reduction="none")
+        logits = _forward(lm, ids, recorder.cache, logits_of=plan.likelihoods + 1)
+    nll = F.cross_entropy(logits[:-1].float(), ids[length - plan.likelihoods :].to(logits.device), reduction="none")
     logits = logits[-1]
     recorder.accumulating = False
     recorder.queries, recorder.pre_queries = rows
@@ -513,7 +557,7 @@ def capture(
         scaling=recorder.scaling,
         meta={
             "model": lm.signature,
-            "document": document,
+            "document": plan.document,
             "chat": str(chat),
             "response": "greedy" if response is None else "given",
             "kvlab": __version__,

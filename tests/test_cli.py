@@ -105,10 +105,17 @@ def test_listed_claims_and_plain_lists(capsys):
 def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monkeypatch):  # noqa: F811
     """The jobs themselves are the round trip's matter; here they are taken as done."""
     job = driver.experiments.jobs(EXPERIMENT)[0]
-    monkeypatch.setattr(driver, "run", lambda *_: [driver.Result(job, "failed", "abc", error="it broke")])
+    monkeypatch.setattr(driver, "run", lambda *_, **__: [driver.Result(job, "failed", "abc", error="it broke")])
     code, out, err = call(capsys, "reproduce")
     assert code == 1 and "it broke" in err and EXPERIMENT in err
     assert "not measured" in out and "60.5 %" in out.replace("\n", " ") and f"{project}/report/report.html" in out
+    counts = out[out.index("Counted apart"):].splitlines()
+    rows = [line.split() for line in counts if line.split()[:1] in (["ZSMerge"], ["all"])]
+    mine = [claim.kind for claim in papers.claims(paper="zsmerge") if not claim.untested]
+    groups = mine.count("finding"), mine.count("recomputed")
+    assert rows[0][1:5] == ["·", "·", "·", str(groups[0])]
+    assert rows[0][6:] == ["0", "of", str(len(mine) - sum(groups)), "0", "of", str(groups[1])]
+    assert len(rows) == 2 and sum(map(int, rows[1][1:6])) == sum(c.kind == "finding" for c in papers.claims())
     assert f"sqlite:///{project}/mlruns/mlflow.db" in out
     assert (project / "report" / "claims.csv").exists()
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from projects import PARAMETERS, cell, experiment, notebook, project  # noqa: F401
 
 from kvlab.errors import KvlabError
@@ -18,7 +20,7 @@ NAME = "zsmerge_error_curves"
 def test_own_experiments_parse():
     for path in sorted((Path(__file__).parents[1] / "experiments").glob("*.yaml")):
         loaded = experiments.load(path.stem)
-        assert set(loaded.profiles) == {"quick", "full", "gpu"} and len(loaded.summary) > 20
+        assert set(loaded.profiles) >= {"quick", "full", "gpu"} and len(loaded.summary) > 20
 
 
 def test_grid_makes_jobs_and_profiles_change_them(project):  # noqa: F811
@@ -36,6 +38,15 @@ def test_overrides_from_the_command_line_take_the_notebooks_types(project):  # n
     (job,) = experiments.jobs(NAME, overrides={"seed": "3", "reduction": "1e-2", "names": "x,y", "boom": "true"})
     assert job.parameters == {"seed": 3, "reduction": 0.01, "names": ["x", "y"], "boom": True, "scale": 0.5}
     assert len(experiments.jobs(NAME, overrides={"reduction": [0.1, 0.2, 0.3]})) == 3
+
+
+def test_a_text_may_be_left_out_and_nothing_else(project):  # noqa: F811
+    notebook(project / "notebooks" / "toy.ipynb", cell("heads = 'smollm2-135m'\nseed = 0", "parameters"))
+    experiment(project, parameters={"seed": 0}, profiles={"quick": {}, "gpu": {"parameters": {"heads": None}}})
+    found = [experiments.jobs(NAME, profile)[0].parameters["heads"] for profile in ("quick", "gpu")]
+    assert found == ["smollm2-135m", None]
+    with pytest.raises(KvlabError, match="must be a whole number"):
+        experiments.jobs(NAME, overrides={"seed": None})
 
 
 @pytest.mark.parametrize(("overrides", "match"), [
@@ -104,9 +115,10 @@ def test_notebooks_without_proper_parameters(tmp_path, sources, match):
 
 
 def test_parameters_of_reads_multiline_and_annotated_literals(tmp_path):
-    notebook(tmp_path / "n.ipynb", cell("a: int = 1\nb = [\n  1,  # one\n  2]\nc = (1.0, 2)\nd = None\ne = len('x')",
-                                        "parameters"))
-    assert parameters_of(tmp_path / "n.ipynb") == {"a": 1, "b": [1, 2], "c": [1.0, 2], "d": None, "e": None}
+    notebook(tmp_path / "n.ipynb", cell("a: int = 1\nb = [\n  1,  # one\n  2]\nc = (1.0, 2)\nd = None\ne = len('x')\n"
+                                        "f = dict(x=1, y=[2])\ng = dict(**f)", "parameters"))
+    assert parameters_of(tmp_path / "n.ipynb") == {"a": 1, "b": [1, 2], "c": [1.0, 2], "d": None, "e": None,
+                                                   "f": {"x": 1, "y": [2]}, "g": None}
 
 
 def test_the_key_follows_what_could_change_the_numbers(project, monkeypatch):  # noqa: F811
@@ -118,11 +130,11 @@ def test_the_key_follows_what_could_change_the_numbers(project, monkeypatch):  #
     assert experiments.jobs(NAME)[0].key != key
 
     text = project / "text.txt"
-    experiment(project, parameters={"names": [str(text)]})
+    named = {"names": [str(text)]}
     text.write_text("one")
-    first = experiments.jobs(NAME)[0].key
+    first = experiments.jobs(NAME, overrides=named)[0].key
     text.write_text("two")
-    assert experiments.jobs(NAME)[0].key != first
+    assert experiments.jobs(NAME, overrides=named)[0].key != first
 
     second = experiments.jobs(NAME)[0].key
     monkeypatch.setattr(experiments.content.project, "code_hash", lambda: "other code")
@@ -144,3 +156,36 @@ def test_inputs_are_looked_at_before_anything_runs(project, parameters, match): 
 def test_inputs_that_exist_pass(project):  # noqa: F811
     (project / "text.txt").write_text("A text of one's own.")
     inputs.prepare([{"document": str(project / "text.txt"), "model": "random:tiny-llama-gqa", "seed": 1}])
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"notebook": "../elsewhere/toy.ipynb"}, r"line \d+: '../elsewhere/toy.ipynb' leaves the project; name a file"),
+    ({"parameters": {"names": ["a", "/etc/passwd"]}}, r"'/etc/passwd' leaves the project.*-p names="),
+    ({"grid": {"names": [["~/secrets"]]}}, r"'~/secrets' leaves the project"),
+    ({"profiles": {"quick": {"parameters": {"names": ["texts/../../x"]}}}}, r"leaves the project"),
+])
+def test_a_yaml_cannot_lead_out_of_the_project_but_a_person_can(project, changes, match):  # noqa: F811
+    experiment(project, **changes)
+    with pytest.raises(KvlabError, match=match):
+        experiments.load(NAME)
+    experiment(project, description="See ../other and /tmp.")
+    (job,) = experiments.jobs(NAME, overrides={"names": ["/etc/passwd"]})
+    assert job.parameters["names"] == ["/etc/passwd"]
+
+
+def test_a_mistake_is_told_with_its_line(project):  # noqa: F811
+    path = project / "experiments" / f"{NAME}.yaml"
+    path.write_text("notebook: notebooks/toy.ipynb\ndescription: A toy.\n"
+                    "profiles:\n  quick:\n    grid:\n      seed: 3\n")
+    with pytest.raises(KvlabError, match=rf"{NAME}\.yaml, line 6: profiles\.quick\.grid\.seed: "):
+        experiments.load(NAME)
+
+
+@given(text=st.text(max_size=60))
+def test_a_text_reaches_the_notebook_as_it_is(text):
+    """Parameters are data: whatever a text holds, the notebook's cell binds that very text and does nothing else."""
+    from papermill.translators import PythonTranslator
+
+    bound = {}
+    exec(PythonTranslator.codify({"name": text, "names": [text]}), {}, bound)
+    assert bound == {"name": text, "names": [text]}

@@ -106,7 +106,10 @@ def test_dead_kernels_and_slow_notebooks_fail(project, console):  # noqa: F811
     dead, slow = driver.run(EXPERIMENT, workers=2, console=console)
     assert (dead.state, slow.state) == ("failed", "failed")
     assert "DeadKernelError" in dead.error and slow.error == "took longer than its limit of 20 s"
-    assert {run.info.status for run in runs("job")} == {"FAILED"}
+    assert dead.error.endswith(f"(tried {driver.TRIES} times)")
+    by_how = {how: [run.info.status for run in runs("job") if run.data.params["how"] == how]
+              for how in ("die", "sleep")}
+    assert by_how == {"die": ["KILLED"] * (driver.TRIES - 1) + ["FAILED"], "sleep": ["FAILED"]}
 
 
 def test_an_interrupt_marks_runs_killed_and_ends_the_kernels(project):  # noqa: F811

@@ -18,9 +18,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What is imported under another name than that of its distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each layer may import only those that stand before it.
-LAYERS = ("errors files tables packs shapes models corpus attention cache measures spread policies decoding "
-          "trace captures heads probes replay livecache live fidelity compile scores tasks evaluate meters analyses "
-          "papers workbench bench listing cli").split()
+LAYERS = ("errors files yamls tables packs shapes models corpus attention cache measures spread policies decoding "
+          "trace captures heads probes replay livecache live fidelity compile scores tasks evaluate meters papers "
+          "analyses workbench bench listing cli").split()
 
 
 def canonical(name: str) -> str:
@@ -89,7 +89,7 @@ def test_what_is_installed_is_what_is_pinned():
 
 
 def test_every_import_is_a_declared_dependency():
-    known = {canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"]]}
+    known = {canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["cluster"]]}
     used = {(name.partition(".")[0], path.name) for path in sources() for name in imports(path)}
     undeclared = {(name, file) for name, file in used
                   if name not in sys.stdlib_module_names and name != "kvlab"
@@ -151,7 +151,7 @@ def test_ci_is_make_test():
     assert script.read_text().splitlines()[-1] == "make test"
 
 
-@pytest.mark.parametrize("target", ["env", "reproduce", "test", "lab", "clean", "help"])
+@pytest.mark.parametrize("target", ["env", "reproduce", "test", "browser", "lab", "clean", "help"])
 def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

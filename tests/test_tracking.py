@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas
+import psutil
 import pytest
 from matplotlib.figure import Figure
 from projects import EXPERIMENT, project  # noqa: F401
@@ -122,9 +123,14 @@ def test_runs_of_a_dead_driver_are_killed_and_others_left(project):  # noqa: F81
     gone = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.pid": dead.pid}, "gone")
     elsewhere = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.pid": dead.pid,
                                                              "kvlab.host": "another"}, "elsewhere")
-    mine = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job"}, "mine")
+    other = psutil.Process(os.getppid())
+    alive = tracking.create_run(client, EXPERIMENT, {}, {
+        "kvlab.kind": "job", "kvlab.pid": other.pid, "kvlab.pid_started": other.create_time()}, "alive")
+    left_over = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job"}, "left over")
+    by_hand = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "interactive"}, "by hand")
     driver._repair(client, store.experiment_id(client, EXPERIMENT))
-    assert [fetched(each).info.status for each in (gone, elsewhere, mine)] == ["KILLED", "RUNNING", "RUNNING"]
+    assert [fetched(each).info.status for each in (gone, elsewhere, alive, left_over, by_hand)] == [
+        "KILLED", "RUNNING", "RUNNING", "KILLED", "RUNNING"]
 
 
 def test_many_processes_may_make_the_store_at_once(tmp_path):

@@ -9,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kvlab import yamls
 from kvlab.errors import KvlabError, nearest
-from kvlab.papers.conditions import AllOf, Condition, Covers, Missing, Within
+from kvlab.papers.conditions import AllOf, Condition, Covers, Within
 
 if TYPE_CHECKING:
     import pandas
@@ -26,7 +26,8 @@ class Claim(BaseModel):
     """One sentence of a paper that a number can confirm or refute.
 
     kind: "finding" could come out otherwise; "control" checks the measurement itself; "identity" follows from
-    arithmetic and cannot fail unless the code is wrong; "example" is a worked example.
+    arithmetic and cannot fail unless the code is wrong; "example" is a worked example; "recomputed" works out anew what
+    the paper's own figures and formulas say, and no model runs for it.
     stands_in says which measure replaces the paper's own where that cannot be taken here; empty where it is the same.
     untested says, of a claim that no experiment here can measure, why not and what would test it.
     figure is the name under which the experiment keeps the picture that shows it.
@@ -41,7 +42,7 @@ class Claim(BaseModel):
     metric: str
     paper_value: float | None
     unit: str = ""
-    kind: Literal["finding", "control", "identity", "example"] = "finding"
+    kind: Literal["finding", "control", "identity", "example", "recomputed"] = "finding"
     experiment: str | None = None
     stands_in: str = ""
     note: str = ""
@@ -55,6 +56,14 @@ class Claim(BaseModel):
         for which in ("direction", "size"):
             if self.paper_value is None and _needs_paper_value(getattr(self, which)):
                 raise ValueError(f"the test of {which} compares with the paper's value, but paper_value is null")
+        return self
+
+    @model_validator(mode="after")
+    def _measured_or_excused(self) -> Claim:
+        if self.experiment is None and not self.untested.strip():
+            raise ValueError(f"no experiment measures {self.id}: say in `untested` why not, and what would test it")
+        if self.experiment is not None and self.untested:
+            raise ValueError(f"{self.id} has an `untested` reason, although {self.experiment} measures it")
         return self
 
     @property
@@ -98,19 +107,19 @@ def load_file(path: str | Path) -> Paper:
     Raises KvlabError, in one sentence, for YAML that does not parse, unknown keys and missing tests.
     """
     path = Path(path)
+    raw, lines = yamls.load(path)
+    if not isinstance(raw, dict):
+        raise KvlabError(f"{path.name}: a paper's file is a mapping with name, label, title and claims")
+    defaults = {"paper": raw.get("name"), "experiment": raw.pop("experiment", None)}
+    claimed = raw.get("claims") or []
+    if isinstance(claimed, list):
+        raw["claims"] = [{**defaults, **claim} if isinstance(claim, dict) else claim for claim in claimed]
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise KvlabError(f"{path.name}: a paper's file is a mapping with name, label, title and claims")
-        defaults = {"paper": raw.get("name"), "experiment": raw.pop("experiment", None)}
-        raw["claims"] = [{**defaults, **claim} for claim in raw.get("claims") or []]
         paper = Paper.model_validate(raw)
-    except yaml.YAMLError as error:
-        raise KvlabError(f"{path.name} is not valid YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(str(part) for part in first["loc"])
-        raise KvlabError(f"{path.name}: {at}: {first['msg']}") from None
+        raise KvlabError(f"{path.name}{lines.shown(first['loc'])}: {at}: {first['msg']}") from None
     names = [claim.id for claim in paper.claims]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -155,32 +164,24 @@ def judge(claim: Claim, metrics: Mapping[str, float],
           intervals: Mapping[str, tuple[float, float]] | None = None) -> Verdict:
     """The verdict on `claim` from measured numbers.
 
-    metrics: name -> value; intervals: name -> (low, high), else taken from the metrics NAME/low and NAME/high.
-    The verdict rests on the point estimates; where the interval of the claim's value contains the point at which its
-    test of direction turns, `why` says so.
+    metrics: name -> value; intervals: name -> (low, high), else taken from the metrics NAME/low and NAME/high. A number
+    that is not finite counts as missing. The verdict rests on the point estimates, but for tests that ask about the
+    interval itself; where it contains the point at which the test of direction turns, `why` says so.
     """
-    low, high = (intervals or {}).get(claim.metric, (metrics.get(f"{claim.metric}/low"),
-                                                     metrics.get(f"{claim.metric}/high")))
-    value = metrics.get(claim.metric)
-    found = {"value": _finite(value), "low": _finite(low), "high": _finite(high)}
-    absent = sorted(name for name in claim.metrics if _finite(metrics.get(name)) is None)
+    ends = {f"{name}/{end}": number for name, pair in (intervals or {}).items()
+            for end, number in zip(("low", "high"), pair, strict=True)}
+    known = {name: float(number) for name, number in {**metrics, **ends}.items() if math.isfinite(number)}
+    found = {"value": known.get(claim.metric), "low": known.get(f"{claim.metric}/low"),
+             "high": known.get(f"{claim.metric}/high")}
+    absent = sorted(claim.metrics - known.keys())
     if absent:
         some = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
-        return Verdict(**found, verdict=UNMEASURED, why=f"no run has measured {some}")
+        return Verdict(**found, verdict=UNMEASURED, why=claim.untested or f"no run has measured {some}")
 
-    def value_of(name: str) -> float:
-        if name not in metrics:
-            raise Missing(name)
-        return float(metrics[name])
-
+    value_of = known.__getitem__
     right_way, direction = claim.direction.check(claim.metric, value_of, claim.paper_value)
     right_size, size = claim.size.check(claim.metric, value_of, claim.paper_value)
-    turn = claim.direction.threshold(value_of, claim.paper_value)
-    doubt = ""
-    if turn is not None and claim.direction.metric is None and found["low"] is not None and found["high"] is not None:
-        if found["low"] <= turn <= found["high"]:
-            doubt = (f". The interval [{found['low']:.4g}, {found['high']:.4g}] contains {turn:.4g}, where the "
-                     "direction turns: read the verdict with care")
+    doubt = _doubt(claim, known)
     if not right_way:
         return Verdict(**found, verdict=FAILS, why=f"Direction missed: {direction}{doubt}.")
     if not right_size:
@@ -190,5 +191,12 @@ def judge(claim: Claim, metrics: Mapping[str, float],
                    + f"{doubt}.")
 
 
-def _finite(number: float | None) -> float | None:
-    return float(number) if number is not None and math.isfinite(number) else None
+def _doubt(claim: Claim, known: Mapping[str, float]) -> str:
+    """A remark where the interval of what the direction is tested on contains the point at which the test turns."""
+    turn = claim.direction.threshold(known.__getitem__, claim.paper_value)
+    name = claim.direction.metric or claim.metric
+    low, high = known.get(f"{name}/low"), known.get(f"{name}/high")
+    if turn is None or low is None or high is None or not low <= turn <= high:
+        return ""
+    return (f". The interval [{low:.4g}, {high:.4g}] contains {turn:.4g}, where the direction turns: read the verdict "
+            "with care")

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Reference = float | str
 Lookup = Callable[[str], float]
-
-
-class Missing(LookupError):
-    """A metric that a test needs and the run has not got."""
 
 
 def _number(reference: Reference, value_of: Lookup) -> tuple[float, str]:
@@ -155,52 +151,56 @@ class Monotone(_Test):
         return passed, f"{self.metrics[0]} to {self.metrics[-1]} = {series}, asked to be {self.trend}"
 
 
-class ClearlyGreater(_Test):
-    """The whole interval of the metric (of the mean, 95 %) lies above `than`: the margin is our own spread."""
-
-    kind: Literal["clearly_greater"]
-    than: Reference
-
-    def needs(self, own: str) -> set[str]:
-        return super().needs(own) | {f"{self.metric or own}/{self._end}"}
-
-    _end: ClassVar[str] = "low"
-
-    def threshold(self, value_of: Lookup, paper_value: float | None) -> float:
-        return _number(self.than, value_of)[0]
-
-    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        end = f"{self.metric or own}/{self._end}"
-        value, (limit, label) = value_of(end), _number(self.than, value_of)
-        passed = value > limit if self._end == "low" else value < limit
-        where = "above" if self._end == "low" else "below"
-        return passed, f"{end} = {value:.4g}, asked to lie {where} {label}"
-
-
-class ClearlyLess(ClearlyGreater):
-    """The whole interval of the metric lies below `than`."""
-
-    kind: Literal["clearly_less"]
-    _end: ClassVar[str] = "high"
-
-
-class Covers(_Test):
-    """The interval of the metric contains `to` (the paper's value if absent)."""
-
-    kind: Literal["covers"]
-    to: Reference | None = None
+class _OfInterval(_Test):
+    """A test of the whole interval of a metric (of a mean, 95 %), which NAME/low and NAME/high give."""
 
     def needs(self, own: str) -> set[str]:
         name = self.metric or own
         return super().needs(own) | {f"{name}/low", f"{name}/high"}
 
-    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
+    def _interval(self, own: str, value_of: Lookup) -> tuple[float, float, str]:
+        """Its ends, and how to print it."""
         name = self.metric or own
         low, high = value_of(f"{name}/low"), value_of(f"{name}/high")
+        return low, high, f"the interval of {name}, {low:.4g} to {high:.4g}"
+
+
+class ClearlyGreater(_OfInterval):
+    """The whole interval lies above `than`: the margin is our own spread."""
+
+    kind: Literal["clearly_greater"]
+    than: Reference
+
+    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
+        low, _, interval = self._interval(own, value_of)
+        limit, label = _number(self.than, value_of)
+        return low > limit, f"{interval}, asked to lie above {label} as a whole"
+
+
+class ClearlyLess(_OfInterval):
+    """The whole interval lies below `than`."""
+
+    kind: Literal["clearly_less"]
+    than: Reference
+
+    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
+        _, high, interval = self._interval(own, value_of)
+        limit, label = _number(self.than, value_of)
+        return high < limit, f"{interval}, asked to lie below {label} as a whole"
+
+
+class Covers(_OfInterval):
+    """The interval contains `to` (the paper's value if absent), its ends included."""
+
+    kind: Literal["covers"]
+    to: Reference | None = None
+
+    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
+        low, high, interval = self._interval(own, value_of)
         target, label = _number(paper_value if self.to is None else self.to, value_of)
         if self.to is None:
             label = f"the paper's {label}"
-        return low <= target <= high, f"the interval of {name} is {low:.4g} to {high:.4g}, asked to contain {label}"
+        return low <= target <= high, f"{interval}, asked to contain {label}"
 
 
 class AllOf(_Test):
@@ -226,7 +226,7 @@ class AnyOf(AllOf):
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
         results = [test.check(self.metric or own, value_of, paper_value) for test in self.tests]
         met = [why for passed, why in results if passed]
-        return bool(met), "; ".join(met or [f"neither: {why}" if i == 0 else why for i, (_, why) in enumerate(results)])
+        return bool(met), "; ".join(met) or "none of these: " + "; ".join(why for _, why in results)
 
 
 Condition = Annotated[

@@ -42,7 +42,7 @@ def findings() -> Iterator[Finding]:
             yield check()
         except KvlabError as error:
             yield Finding(_name(check), BAD, str(error))
-        except Exception as error:  # noqa: BLE001 - whatever breaks a check is what the user came to hear
+        except Exception as error:  # whatever breaks a check is what the user came to hear
             yield Finding(_name(check), BAD, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
 
 
@@ -162,7 +162,7 @@ def machine() -> Finding:
     """Cores and memory, and the number of jobs that they are good for."""
     import psutil
 
-    from kvlab.workbench.driver import cores
+    from kvlab.workbench.places import cores
 
     available = psutil.virtual_memory().available / 1e9
     jobs = max(1, min(cores(), int(available // MEMORY_GB)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from kvlab.errors import KvlabError
-from kvlab.workbench import content, experiments, inputs, project, store, tracking
+from kvlab.workbench import content, experiments, inputs, places, project, store, tracking
 from kvlab.workbench.experiments import Job
+from kvlab.workbench.places import LOG, RESULT, Here, Place, Task, cores
 from kvlab.workbench.progress import Progress, duration
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 POLL = 0.2      # seconds between looks at the running processes
+TRIES = 3       # how often a job is begun whose process dies, as by want of memory or a lost machine
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Running:
     job: Job
     number: int
     run: tracking.Run
-    process: subprocess.Popen[bytes]
+    task: Task
     folder: Path
     begun: float = field(default_factory=time.monotonic)
 
@@ -56,18 +58,16 @@ class Running:
         return self.folder / self.job.notebook.name
 
 
-def cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def run(names: str | Sequence[str], profile: str = "quick", overrides: Mapping[str, Any] | None = None,
-        workers: int | None = None, fresh: bool = False, console: Console | None = None) -> list[Result]:
+        workers: int | None = None, fresh: bool = False, console: Console | None = None,
+        cluster: str | None = None) -> list[Result]:
     """Run all jobs of the named experiments, `workers` at once (default: 2, or 1 on a single core).
 
     Everything is checked before anything runs: names, parameters, notebooks, documents, the store. A finished job with
     the same content key is not run again unless `fresh`. A job that fails does not stop the others; its executed copy
-    stays in mlruns/failed and with its run. Raises KvlabError for what is wrong beforehand.
+    stays in mlruns/failed and with its run. A job whose process dies is begun anew, `TRIES` times in all. `cluster` is
+    a Dask scheduler's address, or "slurm"; all its workers are used by default. Raises KvlabError for what is wrong
+    beforehand.
     """
     names = [names] if isinstance(names, str) else list(names)
     loaded = [experiments.load(name) for name in names]
@@ -81,44 +81,76 @@ def run(names: str | Sequence[str], profile: str = "quick", overrides: Mapping[s
     for experiment in loaded:
         _repair(connection, store.experiment_id(connection, experiment.name))
     descriptions = {experiment.name: experiment.summary for experiment in loaded}
-    return Sweep(connection, queue, descriptions, workers or min(2, cores()), fresh, console).go()
+    place = places.connect(cluster, workers) if cluster else Here(workers or min(2, cores()))
+    try:
+        return Sweep(connection, queue, descriptions, place, fresh, console).go()
+    finally:
+        place.close()
 
 
 class Sweep:
     """A queue of jobs, the processes that work on it, and their runs."""
 
-    def __init__(self, connection: MlflowClient, queue: list[Job], descriptions: Mapping[str, str], workers: int,
+    def __init__(self, connection: MlflowClient, queue: list[Job], descriptions: Mapping[str, str], place: Place,
                  fresh: bool, console: Console | None) -> None:
-        self.client, self.queue, self.descriptions, self.workers = connection, queue, descriptions, workers
+        self.client, self.queue, self.descriptions, self.place = connection, queue, descriptions, place
         self.fresh = fresh
-        self.progress = Progress(queue, workers, console)
+        self.progress = Progress(queue, place.workers, console)
+        self.waiting: list[int] = []
+        self.tries: Counter[int] = Counter()
         self.parents: dict[str, tracking.Run] = {}
         self.running: list[Running] = []
         self.results: dict[int, Result] = {}
 
     def go(self) -> list[Result]:
-        """Work through the queue. Interrupted, it stops its processes and marks their runs KILLED."""
+        """Work through the queue. Whatever stops it early, its processes are ended and their runs marked KILLED, as far
+        as the store can still be reached; what has finished stays finished."""
+        from mlflow.exceptions import MlflowException
+
         interrupted = True
         with self.progress:
             try:
-                waiting = [number for number in range(len(self.queue)) if not self._done_earlier(number)]
-                while waiting or self.running:
-                    while waiting and len(self.running) < self.workers:
-                        self._begin(waiting.pop(0))
+                self.waiting = [number for number in range(len(self.queue)) if not self._done_earlier(number)]
+                # A long job that begins last would run alone at the end.
+                self.waiting.sort(key=self.progress.expected, reverse=True)
+                self.progress.announce()
+                while self.waiting or self.running:
+                    while self.waiting and len(self.running) < self.place.workers:
+                        self._begin(self.waiting.pop(0))
                     time.sleep(POLL)
                     for job in [job for job in self.running if self._ended(job)]:
-                        self.running.remove(job)
                         self._end(job)
+                        self.running.remove(job)
                 interrupted = False
+            except MlflowException as error:
+                why = f"the MLflow store went away ({_first_line(error)})"
+                raise KvlabError(f"{why}; {self._how_to_go_on()}") from error
+            except KeyboardInterrupt:
+                self.progress.console.print(f"stopped; {self._how_to_go_on()}", markup=False, highlight=False,
+                                            soft_wrap=True)
+                raise
             finally:
-                for job in self.running:
-                    _stop(job.process)
-                    self._close(job, "killed", "interrupted")
-                for name, parent in self.parents.items():
-                    mine = [result for result in self.results.values() if result.job.experiment == name]
-                    failed = any(result.state == "failed" for result in mine)
-                    parent.finish("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
+                self._settle(interrupted)
         return [self.results[number] for number in sorted(self.results)]
+
+    def _how_to_go_on(self) -> str:
+        done = sum(result.state in ("finished", "done earlier") for result in self.results.values())
+        return f"{done} of {len(self.queue)} jobs are done and kept, and the same command goes on with the others"
+
+    def _settle(self, interrupted: bool) -> None:
+        """End what is still running, then the parent runs. A store that is gone must not hide why we are here."""
+        from mlflow.exceptions import MlflowException
+
+        lost = (KvlabError, MlflowException) if interrupted else ()
+        for job in self.running:
+            job.task.stop()
+            with contextlib.suppress(*lost):
+                self._close(job, "killed", "interrupted")
+        for name, parent in self.parents.items():
+            mine = [result for result in self.results.values() if result.job.experiment == name]
+            failed = any(result.state == "failed" for result in mine)
+            with contextlib.suppress(*lost):
+                parent.finish("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
 
     def _done_earlier(self, number: int) -> bool:
         job = self.queue[number]
@@ -126,7 +158,7 @@ class Sweep:
         kind = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
         alike = self.client.search_runs(where, f"{kind} and tags.`kvlab.profile` = '{job.profile}'", max_results=1)
         seconds = alike[0].data.tags.get("kvlab.seconds") if alike else None
-        self.progress.expect(number, float(seconds) if seconds else None)
+        self.progress.expect(number, float(seconds) if seconds else job.seconds)
         if self.fresh:
             return False
         found = self.client.search_runs(where, f"{kind} and tags.`kvlab.key` = '{job.key}'", max_results=1)
@@ -152,22 +184,11 @@ class Sweep:
     def _launch(self, number: int, job: Job, run: tracking.Run) -> Running:
         folder = project.root() / "mlruns" / "work" / run.id
         folder.mkdir(parents=True, exist_ok=True)
-        spec = folder / "spec.json"
-        output, result = folder / job.notebook.name, folder / "result.json"
-        spec.write_text(json.dumps({"notebook": str(job.notebook), "output": str(output), "result": str(result),
-                                    "parameters": job.parameters, "cwd": str(job.notebook.parent)}), encoding="utf-8")
-        with (folder / "log.txt").open("wb") as log:
-            process = subprocess.Popen([sys.executable, "-m", "kvlab.workbench.worker", str(spec)], stdout=log,
-                                       stderr=log, stdin=subprocess.DEVNULL, env=self._environment(run.id),
-                                       start_new_session=True)
-        return Running(job, number, run, process, folder)
-
-    def _environment(self, run_id: str) -> dict[str, str]:
-        threads = str(max(1, cores() // self.workers))
-        usual = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false",
-                 "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-        mine = {"MLFLOW_RUN_ID": run_id, "MLFLOW_TRACKING_URI": store.store_uri(), "KVLAB_ROOT": str(project.root())}
-        return {**usual, **os.environ, **mine}
+        spec = {"notebook": str(job.notebook), "output": str(folder / job.notebook.name),
+                "result": str(folder / RESULT), "parameters": job.parameters, "cwd": str(job.notebook.parent)}
+        environment = {"MLFLOW_RUN_ID": run.id, "MLFLOW_TRACKING_URI": store.store_uri(),
+                       "KVLAB_ROOT": str(project.root())}
+        return Running(job, number, run, self.place.start(spec, folder, environment), folder)
 
     def _parent(self, job: Job) -> tracking.Run:
         if job.experiment not in self.parents:
@@ -178,12 +199,12 @@ class Sweep:
         return self.parents[job.experiment]
 
     def _ended(self, running: Running) -> bool:
-        if running.process.poll() is not None:
+        if running.task.code() is not None:
             return True
         elapsed = time.monotonic() - running.begun
         if running.job.timeout and elapsed > running.job.timeout:
-            _stop(running.process)
-            (running.folder / "result.json").write_text(json.dumps(
+            running.task.stop()
+            (running.folder / RESULT).write_text(json.dumps(
                 {"ok": False, "error": f"took longer than its limit of {duration(running.job.timeout)}", "html": None}))
             return True
         self.progress.note(running.number, _cells_done(running.output))
@@ -191,12 +212,28 @@ class Sweep:
 
     def _end(self, running: Running) -> None:
         try:
-            result = json.loads((running.folder / "result.json").read_text(encoding="utf-8"))
+            result = json.loads((running.folder / RESULT).read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError):
-            code = running.process.returncode
+            code = running.task.code() or 0
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            result = {"ok": False, "error": f"its process died ({how}); {_last_line(running.folder / 'log.txt')}"}
+            self._died(running, f"its process died ({how}); {_last_line(running.folder / LOG)}")
+            return
+        if result.get("died"):
+            self._died(running, result["error"])
+            return
         self._close(running, "finished" if result["ok"] else "failed", result.get("error") or "")
+
+    def _died(self, running: Running, why: str) -> None:
+        """Begin a job anew whose process or kernel died, unless it has done so often enough."""
+        self.tries[running.number] += 1
+        tries = self.tries[running.number]
+        if tries >= TRIES:
+            self._close(running, "failed", f"{why} (tried {tries} times)")
+            return
+        self._close(running, "killed", why)
+        del self.results[running.number]
+        self.progress.set(running.number, "waiting", f"{why}; beginning anew, try {tries + 1} of {TRIES}")
+        self.waiting.insert(0, running.number)
 
     def _close(self, running: Running, state: str, error: str) -> None:
         """Keep the artifacts, set the run's status, drop the work folder. A run that cannot be kept has failed."""
@@ -208,16 +245,20 @@ class Sweep:
                     self.client.log_artifact(running.run.id, str(path), "notebook")
             running.run.tag("kvlab.seconds", f"{seconds:.1f}")
         except Exception as failure:
-            state, error = "failed", f"its artifacts could not be kept: {str(failure).strip().splitlines()[0]}"
+            state, error = "failed", f"its artifacts could not be kept: {_first_line(failure)}"
         if state == "failed":
             kept = _keep_copy(running)
             running.run.tag("kvlab.error", error)
-            if (running.folder / "log.txt").stat().st_size:
-                self.client.log_artifact(running.run.id, str(running.folder / "log.txt"), "notebook")
+            if (running.folder / LOG).exists() and (running.folder / LOG).stat().st_size:
+                self.client.log_artifact(running.run.id, str(running.folder / LOG), "notebook")
         running.run.finish({"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}[state])
         self.results[running.number] = Result(running.job, state, running.run.id, seconds, error, kept)
         self.progress.set(running.number, state, error, seconds)
         shutil.rmtree(running.folder, ignore_errors=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _model_tags(parameters: Mapping[str, Any]) -> dict[str, str]:
@@ -251,28 +292,14 @@ def _last_line(log: Path) -> str:
     return f"its last words: {lines[-1][:300]}" if lines else "it left no message; it may have run out of memory"
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a worker and its kernel, which lives in a session of its own."""
-    try:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        family = []
-    for signal in ("terminate", "kill"):
-        for member in family:
-            try:
-                getattr(member, signal)()
-            except psutil.NoSuchProcess:
-                continue
-        family = psutil.wait_procs(family, timeout=3)[1]
-    process.wait()
-
-
 def _repair(connection: MlflowClient, experiment: str) -> None:
-    """Mark the runs of a driver that died on this host as KILLED."""
+    """Mark the runs that a driver on this host left behind as KILLED."""
     for left in connection.search_runs([experiment], "attributes.status = 'RUNNING'"):
         tags = left.data.tags
         ours = tags.get("kvlab.kind") in ("job", "sweep") and tags.get("kvlab.host") == socket.gethostname()
-        if ours and not _alive(int(tags.get("kvlab.pid", 0)), float(tags.get("kvlab.pid_started", 0))):
+        pid = int(tags.get("kvlab.pid", 0))
+        # A process sweeps once at a time, so what it left running itself is left over, too.
+        if ours and (pid == os.getpid() or not _alive(pid, float(tags.get("kvlab.pid_started", 0)))):
             connection.set_terminated(left.info.run_id, "KILLED")
             shutil.rmtree(project.root() / "mlruns" / "work" / left.info.run_id, ignore_errors=True)
 

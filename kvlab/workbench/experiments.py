@@ -6,7 +6,8 @@
     grid: {window: [8, 32]}                         # one job for each combination
     timeout: 3600                                   # seconds a job may take; none by default
     profiles:
-      quick: {parameters: {...}, grid: {...}}       # what the profile changes
+      quick: {seconds: 60}                          # what a job takes, roughly
+      full: {parameters: {...}, grid: {...}}        # what the profile changes
 """
 
 from __future__ import annotations
@@ -14,29 +15,34 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvlab import yamls
 from kvlab.errors import KvlabError, nearest
 from kvlab.workbench import content, project
 from kvlab.workbench.notebooks import parameters_of
 
-__all__ = ["Experiment", "Job", "Profile", "jobs", "load", "names", "plain", "run"]
+__all__ = ["Experiment", "Job", "Profile", "jobs", "load", "longest_first", "names", "plain"]
 
 
 class Profile(BaseModel):
-    """What a profile changes: parameters by name, grid axes by name."""
+    """What a profile changes: parameters by name, grid axes by name.
+
+    seconds: what a job takes, roughly; the longest begin first, and a run that has finished knows better.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     parameters: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, list[Any]] = Field(default_factory=dict)
     timeout: int | None = Field(None, gt=0)
+    seconds: int | None = Field(None, gt=0)
 
 
 class Experiment(BaseModel):
@@ -73,11 +79,22 @@ class Job:
     parameters: dict[str, Any]
     key: str
     timeout: int | None = None
+    seconds: int | None = None
 
 
 def names() -> list[str]:
     """The experiments of the project, in the order of their files."""
     return sorted(path.stem for path in (project.root() / "experiments").glob("*.yaml"))
+
+
+def longest_first(profile: str = "quick") -> list[str]:
+    """The notebooks of all experiments, relative to the project, those first that take longest; each once."""
+    loaded = [load(name) for name in names()]
+    seconds = [changes.seconds if (changes := each.profiles.get(profile)) else None for each in loaded]
+    known = [each for each in seconds if each]
+    usual = sum(known) / len(known) if known else 0
+    order = sorted(range(len(loaded)), key=lambda number: -(seconds[number] or usual))
+    return list(dict.fromkeys(loaded[number].notebook for number in order))
 
 
 def load(name: str) -> Experiment:
@@ -88,21 +105,44 @@ def load(name: str) -> Experiment:
                              "`experiments`")
         raise KvlabError(nearest(name, names(), "experiment"))
     path = project.root() / "experiments" / f"{name}.yaml"
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise KvlabError(f"{path.name} is not valid YAML: {' '.join(str(error).split())}") from None
+    raw, lines = yamls.load(path)
     if not isinstance(raw, dict):
         raise KvlabError(f"{path.name} must be a mapping with the keys {', '.join(_keys(Experiment))}")
     if "name" in raw:
-        raise KvlabError(f"{path.name}: unknown key 'name': an experiment is called as its file is")
+        raise KvlabError(f"{path.name}{lines.shown(['name'])}: unknown key 'name': an experiment is called as its "
+                         "file is")
     for part in ("parameters", "grid", "profiles"):
         if raw.get(part, 0) is None:
             del raw[part]
     try:
-        return Experiment.model_validate({**raw, "name": name})
+        found = Experiment.model_validate({**raw, "name": name})
     except ValidationError as error:
-        raise KvlabError(f"{path.name}: {_sentence(error.errors()[0])}") from None
+        first = error.errors()[0]
+        raise KvlabError(f"{path.name}{lines.shown(first['loc'])}: {_sentence(first)}") from None
+    for place, text in _texts(raw):
+        if _leaves_the_project(text):
+            or_else = "" if place == ("notebook",) else f", or give it on the command line (-p {place[-1]}=...)"
+            raise KvlabError(f"{path.name}{lines.shown(place)}: {text!r} leaves the project; name a file inside it"
+                             f"{or_else}")
+    return found
+
+
+def _texts(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The texts of an experiment that may name a file, and where they stand: all but the description."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            if place or key != "description":
+                yield from _texts(entry, (*place, key))
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _texts(entry, place)
+
+
+def _leaves_the_project(text: str) -> bool:
+    parts = PurePath(text).parts
+    return bool(parts) and (PurePath(text).is_absolute() or parts[0].startswith("~") or ".." in parts)
 
 
 def _keys(model: type[BaseModel]) -> list[str]:
@@ -159,7 +199,8 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
         parameters = {name: checked(name, value, declared[name], experiment.name)
                       for name, value in {**declared, **single, **point}.items()}
         points.append(Job(experiment.name, _job_name(experiment.name, profile, point), profile, experiment.path,
-                          parameters, content.key(experiment.path, parameters), changes.timeout or experiment.timeout))
+                          parameters, content.key(experiment.path, parameters), changes.timeout or experiment.timeout,
+                          changes.seconds))
     return points
 
 
@@ -194,9 +235,9 @@ def _read(text: str, default: Any) -> Any:
 
 
 def checked(name: str, value: Any, default: Any, where: str) -> Any:
-    """`value` as plain JSON, if it is of the type of the notebook's default; KvlabError otherwise."""
+    """`value` as plain JSON, if it is of the type of the notebook's default, or null for a text; else KvlabError."""
     value = plain(value, f"parameter {name!r} of {where}")
-    if default is None or (value is None and default is None):
+    if default is None or (value is None and isinstance(default, str)):     # a text may be left out
         return value
     if not _fits(value, default):
         raise KvlabError(f"parameter {name!r} of {where} must be {_type_name(default)}, such as {default!r}; "

@@ -60,6 +60,9 @@ def parameters_of(path: Path) -> dict[str, Any]:
 
 
 def _literal(node: ast.expr) -> Any:
+    by_name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict"
+    if by_name and not node.args and all(keyword.arg for keyword in node.keywords):
+        return {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
     try:
         value = ast.literal_eval(node)
     except ValueError:

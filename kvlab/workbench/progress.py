@@ -63,8 +63,20 @@ class Progress:
             self._live = None
 
     def expect(self, number: int, seconds: float | None) -> None:
-        """How long a job took when it last ran."""
+        """How long a job took when it last ran, or is said to take; None where nobody knows."""
         self.rows[number].expected = seconds
+
+    def expected(self, number: int) -> float:
+        """Seconds that a job will take, as far as is known: its own, else what jobs usually take here."""
+        return self.rows[number].expected or self._usual() or 0.0
+
+    def announce(self) -> None:
+        """Say what lies ahead, in a log; a live table says it all the time."""
+        waiting = sum(row.state == "waiting" for row in self.rows)
+        if not self._live and waiting > 1:
+            left = f", about {duration(self.remaining())}" if self.remaining() else ""
+            self.console.print(f"{waiting} jobs, {self.workers} at once{left}", markup=False, highlight=False,
+                               soft_wrap=True)
 
     def set(self, number: int, state: str, why: str = "", seconds: float | None = None) -> None:
         """Move a job to another state; `why` is shown beside it."""
@@ -85,27 +97,43 @@ class Progress:
         """How far a running notebook is."""
         self.rows[number].cells = cells
 
-    def remaining(self) -> float | None:
-        """Estimated seconds to the end; None while nothing is known."""
+    def _usual(self) -> float | None:
         known = [row.seconds for row in self.rows if row.state == "finished"]
         known = known or [row.expected for row in self.rows if row.expected]
-        if not known:
+        return sum(known) / len(known) if known else None
+
+    def remaining(self) -> float | None:
+        """Estimated seconds to the end; None while nothing is known."""
+        usual = self._usual()
+        if usual is None:
             return None
-        usual = sum(known) / len(known)
-        left = sum(max((row.expected or usual) - (time.monotonic() - row.begun if row.state == "running" else 0), 0)
-                   for row in self.rows if row.state in ("waiting", "running"))
-        return left / self.workers
+        left = [max((row.expected or usual) - (time.monotonic() - row.begun if row.state == "running" else 0), 0)
+                for row in self.rows if row.state in ("waiting", "running")]
+        return max([sum(left) / self.workers, *left])
+
+    def _shown(self) -> tuple[list[Row], list[Row]]:
+        """The rows that fit on the screen, and those that do not: what waits gives way first, then what is done."""
+        room = max(self.console.height - 4, 5)
+        order = {"running": 0, "failed": 1, "killed": 1, "finished": 2, "done earlier": 3, "waiting": 4}
+        kept = {id(row) for row in sorted(self.rows, key=lambda row: order[row.state])[:room]}
+        return [row for row in self.rows if id(row) in kept], [row for row in self.rows if id(row) not in kept]
+
+    @staticmethod
+    def _ahead(row: Row) -> Text:
+        return Text(f"~{duration(row.expected)}" if row.state == "waiting" and row.expected else "", "dim")
 
     def _render(self) -> Group:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for heading in ("", "experiment", "job", "state", "time", ""):
             table.add_column(heading, overflow="fold")
-        for row in self.rows:
+        shown, hidden = self._shown()
+        for row in shown:
             mark, style = MARKS[row.state]
             elapsed = time.monotonic() - row.begun if row.state == "running" else row.seconds
             table.add_row(Text(mark, style), row.job.experiment, Text(row.job.name, "dim"), Text(row.state, style),
-                          duration(elapsed) if elapsed else "", Text(row.cells, "dim"))
+                          duration(elapsed) if elapsed else self._ahead(row), Text(row.cells, "dim"))
         done = sum(row.state not in ("waiting", "running") for row in self.rows)
         left = self.remaining()
         rest = f", about {duration(left)} left" if left and done < len(self.rows) else ""
+        rest += f" ({len(hidden)} not shown)" if hidden else ""
         return Group(table, Text(f"{done} of {len(self.rows)} jobs{rest}", "bold"))

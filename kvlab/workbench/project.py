@@ -8,7 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
-PRESENTATION = ("cli.py", "__main__.py", "workbench/report.py", "workbench/progress.py")
+PRESENTATION = ("cli.py", "__main__.py", "workbench/ledger.py", "workbench/report.py", "workbench/progress.py")
 
 
 def root() -> Path:

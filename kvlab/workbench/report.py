@@ -1,118 +1,59 @@
-"""The claims ledger: for every claim the newest finished run that measured it, as a table, CSV and one HTML page."""
+"""The claims ledger as one self-contained HTML page, with the runs' figures, and as CSV."""
 
 from __future__ import annotations
 
 import base64
 import datetime
 import re
-from collections import Counter
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.files import replacing
 from kvlab.workbench import project, store
+from kvlab.workbench.ledger import STATES, UNTESTED, Entry, Tally, entries, frame, ledger, number
+from kvlab.workbench.tracking import file_name
 
 if TYPE_CHECKING:
-    import pandas
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
+    from PIL.Image import Image
 
-COLUMNS = ["id", "paper", "where", "claim", "metric", "paper_value", "value", "low", "high", "verdict", "model",
-           "run_id"]
+__all__ = ["entries", "evidence", "ledger", "number", "render", "signature", "write"]
+
 MARKS = {"holds": ("holds", "●"), "holds in direction only": ("direction", "◐"), "fails": ("fails", "○"),
-         "not measured": ("unmeasured", "–")}
-WIDEST = 1600   # pixels of an embedded figure
+         "not measured": ("unmeasured", "–"), UNTESTED: ("untested", "∅")}
+WIDEST, THUMB = 1600, 300   # pixels of an embedded figure, and of its small copy beside a claim
+UI = "http://127.0.0.1:5000"    # where `make lab` and `mlflow server` answer
 
 
-@dataclass
-class Entry:
-    """A claim, what our numbers say to it, and the run that they come from (None if there is none)."""
+@dataclass(frozen=True)
+class Picture:
+    """A figure of a run: a name unique on the page, what it is called, and both sizes as data URIs."""
 
-    claim: papers.Claim
-    verdict: papers.Verdict
-    run: Run | None = None
-
-    @property
-    def row(self) -> dict[str, Any]:
-        claim, verdict = self.claim, self.verdict
-        return {"id": claim.id, "paper": claim.paper, "where": claim.where, "claim": claim.summary,
-                "metric": claim.metric, "paper_value": claim.paper_value, "value": verdict.value, "low": verdict.low,
-                "high": verdict.high, "verdict": verdict.verdict,
-                "model": self.run.data.tags.get("model", "") if self.run else "",
-                "run_id": self.run.info.run_id if self.run else ""}
+    anchor: str
+    name: str
+    large: str
+    small: str
 
 
 @dataclass
 class Evidence:
-    """What is shown of a run: its signature line and its figures."""
+    """What is shown of a run: its signature line, its figures by name, and the claims that rest on it."""
 
     run: Run
     signature: str
-    figures: list[tuple[str, str]] = field(default_factory=list)    # name, data URI
+    pictures: dict[str, Picture] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
 
-
-def entries(model: str | None = None, profile: str | None = None) -> list[Entry]:
-    """Every claim with its verdict. `model` (a name, with or without its hash) and `profile` narrow the runs.
-
-    A claim is judged on the newest finished run of its experiment that has all metrics it needs; failing that, on the
-    newest that has its own metric. Interactive runs do not count. Without a store nothing is measured: no error.
-    """
-    every = papers.claims()
-    runs: dict[str, list[Run]] = {}
-    if store.exists():
-        connection = store.client()
-        for name in {claim.experiment for claim in every if claim.experiment}:
-            runs[name] = _finished(connection, name, model, profile)
-    found = []
-    for claim in every:
-        candidates = [run for run in runs.get(claim.experiment or "", []) if claim.metric in run.data.metrics]
-        complete = [run for run in candidates if claim.metrics <= set(run.data.metrics)]
-        run = next(iter(complete or candidates), None)
-        found.append(Entry(claim, papers.judge(claim, run.data.metrics if run else {}), run))
-    return found
-
-
-def _finished(connection: MlflowClient, experiment: str, model: str | None, profile: str | None) -> list[Run]:
-    """The finished jobs of an experiment, newest first."""
-    known = connection.get_experiment_by_name(experiment)
-    if known is None:
-        return []
-    query = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
-    if profile:
-        query += f" and tags.`kvlab.profile` = '{_quotable(profile)}'"
-    found, token = [], None
-    while True:
-        page = connection.search_runs([known.experiment_id], query, max_results=1000, page_token=token,
-                                      order_by=["attributes.end_time DESC"])
-        found += page
-        token = page.token
-        if not token:
-            break
-    wanted = model.split("@")[0] if model else None
-    return [run for run in found if wanted is None or run.data.tags.get("model", "").split("@")[0] == wanted]
-
-
-def _quotable(text: str) -> str:
-    if "'" in text:
-        raise KvlabError(f"{text!r} is no profile: a name has no quotes")
-    return text
-
-
-def ledger(model: str | None = None, profile: str | None = None) -> pandas.DataFrame:
-    """The ledger as a table with the columns `COLUMNS`; the numbers are floats, NaN where there is none."""
-    return _frame(entries(model, profile))
-
-
-def _frame(found: Iterable[Entry]) -> pandas.DataFrame:
-    import pandas
-
-    frame = pandas.DataFrame([entry.row for entry in found], columns=COLUMNS)
-    numbers = ["paper_value", "value", "low", "high"]
-    return frame.astype(dict.fromkeys(numbers, "float64"))
+    @property
+    def experiment(self) -> str:
+        return self.run.data.tags.get("kvlab.experiment", "run")
 
 
 def write(out: str | Path | None = None, model: str | None = None, profile: str | None = None) -> Path:
@@ -126,19 +67,24 @@ def write(out: str | Path | None = None, model: str | None = None, profile: str 
     found = entries(model, profile)
     page = render(found, evidence(found))
     with replacing(folder / "claims.csv") as path:
-        _frame(found).to_csv(path, index=False)
+        frame(found).to_csv(path, index=False)
     with replacing(folder / "report.html") as path:
         path.write_text(page, encoding="utf-8")
     return folder / "report.html"
 
 
 def evidence(found: Iterable[Entry]) -> dict[str, Evidence]:
-    """Run id -> figures and signature of the runs that the entries rest on."""
-    used = {entry.run.info.run_id: entry.run for entry in found if entry.run}
-    if not used:
-        return {}
-    connection = store.client()
-    return {run_id: Evidence(run, signature(run), list(_figures(connection, run_id))) for run_id, run in used.items()}
+    """Run id -> what is shown of it, of the runs that the entries rest on, by experiment."""
+    shown: dict[str, Evidence] = {}
+    for entry in found:
+        if entry.run:
+            run_id = entry.run.info.run_id
+            shown.setdefault(run_id, Evidence(entry.run, signature(entry.run))).entries.append(entry)
+    if shown:
+        connection = store.client()
+        for run_id, item in shown.items():
+            item.pictures = {picture.name: picture for picture in _pictures(connection, run_id)}
+    return dict(sorted(shown.items(), key=lambda pair: pair[1].experiment))
 
 
 def signature(run: Run) -> str:
@@ -151,26 +97,29 @@ def signature(run: Run) -> str:
     return " | ".join(part for part in parts if part)
 
 
-def _figures(connection: MlflowClient, run_id: str) -> Iterable[tuple[str, str]]:
-    import tempfile
-
-    for artifact in sorted(connection.list_artifacts(run_id, "figures"), key=lambda each: each.path):
-        if artifact.path.endswith(".png"):
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(connection.download_artifacts(run_id, artifact.path, folder))
-                yield path.stem.replace("_", " "), _data_uri(path)
-
-
-def _data_uri(path: Path) -> str:
-    import io
-
+def _pictures(connection: MlflowClient, run_id: str) -> Iterable[Picture]:
     from PIL import Image
 
-    with Image.open(path) as image:
-        image.thumbnail((WIDEST, WIDEST))
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    for artifact in sorted(connection.list_artifacts(run_id, "figures"), key=lambda each: each.path):
+        if not artifact.path.endswith(".png"):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(connection.download_artifacts(run_id, artifact.path, folder))
+            with Image.open(path) as image:
+                plain = image.convert("RGB")
+            # Without loss: the colours of a heatmap are data.
+            yield Picture(f"{run_id[:8]}-{_slug(path.stem)}", path.stem, _data_uri(plain, WIDEST, lossless=True),
+                          _data_uri(plain, THUMB, quality=80))
+
+
+def _data_uri(image: Image, widest: int, **how: Any) -> str:
+    """The picture as WebP, at most so many pixels wide and high; how: as pillow's writer takes it."""
+    import io
+
+    copy, buffer = image.copy(), io.BytesIO()
+    copy.thumbnail((widest, widest))
+    copy.save(buffer, "WEBP", **how)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def render(found: list[Entry], shown: Mapping[str, Evidence]) -> str:
@@ -179,30 +128,72 @@ def render(found: list[Entry], shown: Mapping[str, Evidence]) -> str:
 
     environment = jinja2.Environment(loader=jinja2.PackageLoader("kvlab.workbench"), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters.update(number=number, slug=lambda text: re.sub(r"\W+", "-", text))
-    sections = []
-    for paper in papers.papers():
-        mine = [entry for entry in found if entry.claim.paper == paper.name]
-        runs = list(dict.fromkeys(entry.run.info.run_id for entry in mine if entry.run))
-        sections.append({"paper": paper, "entries": mine, "evidence": [shown[run] for run in runs if run in shown],
-                         "counts": Counter(entry.verdict.verdict for entry in mine)})
+    environment.filters.update(number=number, slug=_slug)
+    environment.globals.update(marks=MARKS, thumbnail=lambda entry: _thumbnail(entry, shown), run_link=run_link,
+                               when=_when, scale=scale)
     return environment.get_template("report.html.j2").render(
-        sections=sections, marks=MARKS, counts=Counter(entry.verdict.verdict for entry in found), total=len(found),
-        models=sorted({entry.row["model"] for entry in found if entry.row["model"]}), version=project.version(),
-        commit=project.commit(), written=datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
-        when=_when)
+        sections=[_section(paper, found) for paper in papers.papers()], states=STATES, total=Tally.of(found),
+        claims=len(found), evidence=list(shown.values()),
+        models=sorted({entry.model for entry in found if entry.model}), pictures=_beside_claims(found, shown),
+        ui=UI, version=project.version(), commit=project.commit(),
+        written=datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"))
+
+
+def _section(paper: papers.Paper, found: Iterable[Entry]) -> dict[str, Any]:
+    mine = [entry for entry in found if entry.claim.paper == paper.name]
+    return {"paper": paper, "tally": Tally.of(mine), "untested": [entry for entry in mine if entry.claim.untested],
+            **{group: [entry for entry in mine if entry.group == group and not entry.claim.untested]
+               for group in ("findings", "checks", "recomputed")}}
+
+
+def _thumbnail(entry: Entry, shown: Mapping[str, Evidence]) -> Picture | None:
+    if not entry.run or not entry.claim.figure or entry.run.info.run_id not in shown:
+        return None
+    return shown[entry.run.info.run_id].pictures.get(file_name(entry.claim.figure))
+
+
+def _beside_claims(found: Iterable[Entry], shown: Mapping[str, Evidence]) -> list[Picture]:
+    """The pictures whose small copies the page needs, each once."""
+    named = {picture.anchor: picture for entry in found if (picture := _thumbnail(entry, shown))}
+    return list(named.values())
+
+
+def run_link(run: Run) -> str:
+    """The address of a run in the MLflow UI: that of the tracking server, else where `make lab` starts one."""
+    where = urlsplit(store.store_uri())
+    # Whoever reads the page shall not learn a password that stands in the address.
+    server = f"{where.scheme}://{where.netloc.rpartition('@')[2]}" if where.scheme in ("http", "https") else UI
+    return f"{server}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+
+
+def scale(entry: Entry) -> dict[str, Any] | None:
+    """Where our value, its interval, the paper's value and the turn of the direction lie on a common axis, as 0 to 100.
+
+    None where there is nothing to compare our value with.
+    """
+    verdict, claim = entry.verdict, entry.claim
+    marks = {"value": verdict.value, "low": verdict.low, "high": verdict.high, "paper": claim.paper_value,
+             "turn": _turn(claim)}
+    known = {name: value for name, value in marks.items() if value is not None}
+    if "value" not in known or len(known) < 2 or max(known.values()) == min(known.values()):
+        return None
+    low, high = min(known.values()), max(known.values())
+    return {name: round(6 + 88 * (known[name] - low) / (high - low), 2) if name in known else None for name in marks}
+
+
+def _turn(claim: papers.Claim) -> float | None:
+    """Where the direction of a claim turns, if that is a number and its own metric is asked."""
+    test = claim.direction
+    than = getattr(test, "than", None)
+    if test.metric is not None or isinstance(than, str):
+        return None
+    turn = test.threshold({}.__getitem__, claim.paper_value)
+    return than if turn is None else turn
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"\W+", "-", text)
 
 
 def _when(run: Run) -> str:
     return datetime.datetime.fromtimestamp(run.info.end_time / 1000, datetime.UTC).strftime("%Y-%m-%d %H:%M")
-
-
-def number(value: float | None) -> str:
-    """A number as a table wants it, with three decimals if it is small; a dash for none."""
-    if value is None:
-        return "–"
-    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa}×10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
-    text = "0" if value == 0 else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
-    return text.replace("-", "−")

@@ -49,6 +49,7 @@ def quiet() -> None:
     """Before mlflow is imported: no telemetry, no advertisement, no migration chatter."""
     for name, value in {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true",
                         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+                        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
                         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}.items():
         os.environ.setdefault(name, value)
     for name in ("mlflow", "mlflow.store.db.utils", "alembic", "alembic.runtime.migration"):

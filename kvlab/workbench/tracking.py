@@ -106,7 +106,7 @@ class Run:
     def table(self, name: str, frame: pandas.DataFrame) -> None:
         """Keep a tidy table as tables/NAME.parquet."""
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / f"{_file_name(name)}.parquet"
+            path = Path(folder) / f"{file_name(name)}.parquet"
             frame.to_parquet(path, index=False)
             self.client.log_artifact(self.id, str(path), "tables")
 
@@ -122,14 +122,14 @@ class Run:
         """Keep a matplotlib figure as figures/NAME.png and .svg."""
         with tempfile.TemporaryDirectory() as folder:
             for suffix in ("png", "svg"):
-                figure.savefig(Path(folder) / f"{_file_name(name)}.{suffix}", dpi=144, bbox_inches="tight",
+                figure.savefig(Path(folder) / f"{file_name(name)}.{suffix}", dpi=144, bbox_inches="tight",
                                facecolor="white")
             self.client.log_artifacts(self.id, folder, "figures")
 
     @_one_sentence
     def json(self, name: str, value: object) -> None:
         """Keep plain data as NAME.json."""
-        self.client.log_text(self.id, json.dumps(value, indent=1, ensure_ascii=False), f"{_file_name(name)}.json")
+        self.client.log_text(self.id, json.dumps(value, indent=1, ensure_ascii=False), f"{file_name(name)}.json")
 
     @_one_sentence
     def tag(self, key: str, value: object) -> None:
@@ -156,7 +156,7 @@ class Run:
                               **verdict.model_dump()} for claim, verdict in zip(chosen, verdicts, strict=True)])
         frame = pandas.DataFrame(rows, columns=["where", "claim", "paper", "here", "low", "high", "verdict"])
         numbers = dict.fromkeys(("paper", "here", "low", "high"), "{:.3g}")
-        styler = frame.style.format(numbers, na_rep="–").hide(axis="index").set_uuid(f"claims-{_file_name(named)}")
+        styler = frame.style.format(numbers, na_rep="–").hide(axis="index").set_uuid(f"claims-{file_name(named)}")
         return (styler.map(lambda verdict: f"background-color: {COLOURS[verdict]}; color: #1c2430", subset=["verdict"])
                 .set_properties(**{"text-align": "left", "vertical-align": "top"}))
 
@@ -233,5 +233,6 @@ def _finite(name: str, value: object) -> float:
     return number
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
+    """The file, less its suffix, under which a table or figure of that name is kept."""
     return re.sub(r"[^\w.\-]+", "_", name).strip("_.") or "unnamed"

@@ -30,16 +30,18 @@ def main(spec_path: str) -> int:
 
 
 def execute(spec: dict[str, Any]) -> dict[str, Any]:
-    """Execute the notebook of `spec` and export it as HTML; returns {"ok", "error", "html"}.
+    """Execute the notebook of `spec` and export it as HTML; returns {"ok", "error", "html", "died"}.
 
-    Trusts the exception, not the notebook's metadata, which says nothing of a dead kernel.
+    Trusts the exception, not the notebook's metadata, which says nothing of a dead kernel; that is told apart as
+    "died", since another try may go well.
     """
     warnings.filterwarnings("ignore")
     logging.getLogger("papermill").setLevel(logging.ERROR)
     import papermill
+    from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
-    error = None
+    error, died = None, False
     try:
         papermill.execute_notebook(
             _literally(spec["notebook"]), _literally(spec["output"]), parameters=spec["parameters"], cwd=spec["cwd"],
@@ -49,9 +51,9 @@ def execute(spec: dict[str, Any]) -> dict[str, Any]:
         error = f"{failure.ename} in cell {failure.cell_index + 1}: {sentence}"[:1000]
     except Exception as failure:
         sentence = (str(failure).strip().splitlines() or [""])[0]
-        error = f"{type(failure).__name__}: {sentence}"[:1000]
+        error, died = f"{type(failure).__name__}: {sentence}"[:1000], isinstance(failure, DeadKernelError)
     html = to_html(Path(spec["output"])) if Path(spec["output"]).exists() else None
-    return {"ok": error is None, "error": error, "html": str(html) if html else None}
+    return {"ok": error is None, "error": error, "html": str(html) if html else None, "died": died}
 
 
 def _literally(path: str) -> str:

@@ -1,0 +1,151 @@
+"""What a sweep costs besides its jobs, and whether kills lose any of them.
+
+\b
+python benchmarks/sweeps.py
+python benchmarks/sweeps.py --jobs 40 --kills 20
+
+Short jobs (a notebook that logs one metric) in a project of its own in a temporary folder: one after the other, two at
+once, and once more when all are done. Then the same sweep is killed (kill -9 of the driver, a worker or a kernel, at
+random moments) and started again until that many kills have struck; every job must be there exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+PARAMETERS = "number = 0\n"
+BODY = ("from kvlab.workbench import tracking\n"
+        "run = tracking.start('short', {'number': number})\n"
+        "run.log({'number': number})\nrun.finish()\n")
+VICTIMS = {"driver": None, "worker": r"kvlab\.workbench\.worker", "kernel": r"ipykernel"}
+
+
+def make_project(folder: Path, jobs: int) -> None:
+    """A project with one experiment of `jobs` short jobs."""
+    def cell(source: str, *tags: str) -> dict:
+        return {"cell_type": "code", "source": source, "metadata": {"tags": list(tags)}, "outputs": [],
+                "execution_count": None, "id": f"cell-{len(source)}"}
+
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    content = {"cells": [cell(PARAMETERS, "parameters"), cell(BODY)], "metadata": kernel, "nbformat": 4,
+               "nbformat_minor": 5}
+    for name in ("notebooks", "experiments"):
+        (folder / name).mkdir(parents=True)
+    (folder / "notebooks" / "short.ipynb").write_text(json.dumps(content))
+    (folder / "experiments" / "short.yaml").write_text(yaml.safe_dump(
+        {"notebook": "notebooks/short.ipynb", "description": "Short jobs.", "grid": {"number": list(range(jobs))}}))
+
+
+def begin(folder: Path, at_once: int) -> subprocess.Popen:
+    environment = {**os.environ, "KVLAB_ROOT": str(folder), "OMP_NUM_THREADS": "1"}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    return subprocess.Popen([sys.executable, "-m", "kvlab", "run", "short", "--jobs", str(at_once)], cwd=folder,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def sweep(folder: Path, at_once: int) -> float:
+    """Seconds of one sweep to its end."""
+    start = time.perf_counter()
+    process = begin(folder, at_once)
+    _, said = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"the sweep failed: {said.strip()}")
+    return time.perf_counter() - start
+
+
+def finished(folder: Path) -> tuple[list[int], float, set[str]]:
+    """The numbers of the finished jobs, the seconds that they took together, and the states of all runs."""
+    from kvlab.workbench import store
+
+    os.environ["KVLAB_ROOT"] = str(folder)
+    client = store.client()
+    where = [client.get_experiment_by_name("short").experiment_id]
+    runs = client.search_runs(where, "tags.`kvlab.kind` = 'job'", max_results=5000)
+    done = [run for run in runs if run.info.status == "FINISHED"]
+    seconds = sum(float(run.data.tags["kvlab.seconds"]) for run in done)
+    return sorted(int(run.data.metrics["number"]) for run in done), seconds, {run.info.status for run in runs}
+
+
+def strike(process: subprocess.Popen, victim: str) -> bool:
+    """kill -9 a process of the sweep; False where there is none of that kind just now."""
+    if process.poll() is not None:
+        return False
+    if victim == "driver":
+        process.kill()
+        return True
+    try:
+        for one in psutil.Process(process.pid).children(recursive=True):
+            if re.search(VICTIMS[victim], " ".join(one.cmdline())):
+                one.kill()
+                return True
+    except psutil.Error:
+        pass
+    return False
+
+
+def torment(folder: Path, kills: int, seed: int, console: Console) -> tuple[int, int]:
+    """Kill the sweep `kills` times, starting it again whenever it has ended; how often it was started."""
+    draw, struck, starts, process = random.Random(seed), 0, 0, None
+    while struck < kills:
+        if process is None or process.poll() is not None:
+            process, starts = begin(folder, 2), starts + 1
+        time.sleep(draw.uniform(1, 12))
+        victim = draw.choice(list(VICTIMS))
+        if strike(process, victim):
+            struck += 1
+            console.print(f"kill {struck} of {kills}: {victim}")
+        elif process.poll() is not None and len(finished(folder)[0]) == len(list_of_jobs(folder)):
+            break   # all is done before enough kills have struck
+    process.communicate()
+    sweep(folder, 2)
+    return struck, starts + 1
+
+
+def list_of_jobs(folder: Path) -> list[int]:
+    return yaml.safe_load((folder / "experiments" / "short.yaml").read_text())["grid"]["number"]
+
+
+def main(jobs: Annotated[int, typer.Option(min=2, help="Jobs of the sweep.")] = 40,
+         kills: Annotated[int, typer.Option(min=0, help="Kills at random moments.")] = 20,
+         seed: Annotated[int, typer.Option(help="Of the kills' moments and victims.")] = 0) -> None:
+    console = Console()
+    table = Table("what", "measured", "goal")
+    with tempfile.TemporaryDirectory(prefix="kvlab-sweeps-") as place:
+        folders = [Path(place) / name for name in ("one", "two", "killed")]
+        for folder in folders:
+            make_project(folder, jobs)
+        one = sweep(folders[0], 1)
+        own = one - finished(folders[0])[1]
+        again = sweep(folders[0], 1)
+        two = sweep(folders[1], 2)
+        table.add_row(f"{jobs} jobs, --jobs 1", f"{one:.0f} s", "")
+        table.add_row(f"{jobs} jobs, --jobs 2", f"{two:.0f} s, {two / one:.2f}x", "0.60x")
+        table.add_row("the driver's own cost", f"{own / jobs:.2f} s a job", "0.20 s")
+        table.add_row("the same sweep when all is done", f"{again:.1f} s", "10 s")
+        if kills:
+            struck, starts = torment(folders[2], kills, seed, console)
+            found, _, states = finished(folders[2])
+            lost, doubled = set(range(jobs)) - set(found), len(found) - len(set(found))
+            table.add_row(f"{struck} kills, {starts} starts",
+                          f"{len(lost)} lost, {doubled} doubled, {'some' if 'RUNNING' in states else 'none'} running",
+                          "0, 0, none")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
