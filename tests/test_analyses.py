@@ -13,12 +13,9 @@ from texts import FERRY
 import kvlab
 from kvlab import corpus, papers
 from kvlab.analyses import Findings, dapq, morphkv, to_summarise, zsmerge
-from kvlab.errors import KvlabError
 from kvlab.policies.zsmerge import ZSMerge
 from kvlab.spread import interval, summarise
-from kvlab.trace import prefilled, pseudo_queries
 
-N = 16
 RATIOS = (0.05, 0.20)
 
 
@@ -58,82 +55,7 @@ def test_findings_join_their_metrics():
     assert 1.0 <= both.intervals["x"][0] < 3.0 < both.intervals["x"][1] <= 6.0 and both.intervals["y"] == (4.0, 4.0)
 
 
-# --- DapQ ---
-
-
-@pytest.fixture(scope="module")
-def table_1(lm, traces):
-    return dapq.table_1(lm, traces, N)
-
-
-def test_table_1_names_what_the_claims_ask_for(table_1):
-    names = {f"similarity/{rope}/{c}" for rope in ("post", "pre") for c in ("sc_sp", "dc_sp", "sc_dp", "dc_dp")}
-    assert set(table_1.metrics) == set(table_1.intervals) == names | {"ratio/post/dc_sp_over_sc_dp"}
-    asked = {claim.metric for claim in papers.claims(paper="dapq")}
-    assert {name for name in asked if name.startswith(("similarity/", "ratio/"))} <= set(table_1.metrics)
-
-
-def test_the_same_content_in_the_same_place_is_the_same(table_1):
-    metrics = table_1.metrics
-    assert metrics["similarity/post/sc_sp"] == pytest.approx(1, abs=1e-3)
-    assert metrics["similarity/pre/sc_sp"] == pytest.approx(1, abs=1e-3)
-    assert all(-1 <= metrics[f"similarity/post/{c}"] < 0.98 for c in ("dc_sp", "sc_dp", "dc_dp"))
-
-
-def test_table_1_is_the_mean_over_documents_of_cosines(lm, traces, table_1):
-    found = []
-    for trace in traces:
-        ids = dapq.nonsense(lm, N)
-        assert ids.shape == (N,) and "Sorry, I don't know. Sorry" in lm.tokenizer.decode(ids)
-        post, _ = pseudo_queries(lm, prefilled(trace), ids, torch.arange(N) + trace.prompt_length)
-        a, b = post.double().numpy(), trace.response_queries[:, :, :N].double().numpy()
-        found.append(((a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)).mean())
-    assert table_1.metrics["similarity/post/dc_sp"] == pytest.approx(np.mean(found), abs=1e-5)
-    assert table_1.intervals["similarity/post/dc_sp"] == pytest.approx((min(found), max(found)), abs=1e-4)
-    rows = table_1.table.query("rope == 'post'").pivot(index="document", columns="condition", values="similarity")
-    ratios = rows["dc_sp"] / rows["sc_dp"]
-    assert table_1.metrics["ratio/post/dc_sp_over_sc_dp"] == pytest.approx(ratios.mean()) and len(ratios) == 2
-
-
-@pytest.mark.parametrize("analysis", [
-    lambda lm, trace: dapq.table_1(lm, [trace], 25),
-    lambda lm, trace: dapq.figure_2a(lm, trace, trials=2, n=25),
-    lambda lm, trace: dapq.figure_2b(lm, [trace], points=2, n=25),
-])
-def test_pseudo_queries_need_as_many_decoding_queries(lm, trace, analysis):
-    with pytest.raises(KvlabError, match="25 pseudo-queries need as many decoding queries .* the trace has 24"):
-        analysis(lm, trace)
-
-
-def test_figure_2a_repeats_with_its_seed_and_its_trials_differ(lm, trace):
-    first, again = (dapq.figure_2a(lm, trace, trials=3, n=N) for _ in range(2))
-    pandas.testing.assert_frame_equal(first.table, again.table)
-    conditions = ("dc_sp", "sc_dp_m", "dc_dp_m", "sc_dp_100", "dc_dp_100")
-    assert set(first.metrics) == {f"similarity_random/{rope}/{c}" for rope in ("post", "pre") for c in conditions}
-    values = first.table.query("rope == 'post'").groupby("condition")["similarity"]
-    assert (values.nunique() == 3).all() and (values.size() == 3).all()
-    assert first.metrics["similarity_random/post/dc_sp"] == pytest.approx(values.mean()["dc_sp"])
-    assert not first.table.equals(dapq.figure_2a(lm, trace, trials=3, n=N, seed=1).table)
-
-
-def test_figure_2b_ends_in_the_right_place(lm, trace):
-    found = dapq.figure_2b(lm, [trace], points=4, n=N)
-    context = dapq.context_name(trace.prompt_length)
-    assert set(found.metrics) == {f"offset/spearman/{context}", f"offset/drop/{context}"}
-    rows = found.table.sort_values("offset")
-    assert (rows["start"] + rows["offset"] == trace.prompt_length).all()
-    assert rows["offset"].iloc[[0, -1]].tolist() == [0, trace.prompt_length]
-    assert rows["similarity"].iloc[0] == pytest.approx(1, abs=1e-3)
-    assert (rows["low"] <= rows["similarity"]).all() and (rows["similarity"] <= rows["high"]).all()
-    drop = rows["similarity"].iloc[0] - rows["similarity"].iloc[-1]
-    assert found.metrics[f"offset/drop/{context}"] == pytest.approx(drop, abs=1e-5)
-    ranks = rows[["offset", "similarity"]].rank()
-    assert found.metrics[f"offset/spearman/{context}"] == pytest.approx(ranks.corr().iloc[0, 1])
-
-
-@pytest.mark.parametrize("tokens, name", [(1000, "1k"), (2000, "2k"), (3993, "4k"), (8000, "8k")])
-def test_contexts_are_named_as_in_the_paper(tokens, name):
-    assert dapq.context_name(tokens) == name
+# --- prompts ---
 
 
 def test_a_prompt_to_summarise_is_as_long_as_it_may_be(lm):
@@ -179,7 +101,7 @@ def test_figure_4s_reductions_follow_from_its_table(figure_4):
 def test_figure_4_names_what_the_claims_ask_for(figure_4):
     ratios = {f"{r:.2f}" for r in zsmerge.RATIOS}
     kinds = {name.rpartition("/")[0] for name in figure_4.metrics}
-    for claim in papers.claims(paper="zsmerge"):
+    for claim in papers.claims(experiment="zsmerge_error_curves"):
         kind, _, ratio = claim.metric.rpartition("/")
         assert kind == "theorem1" or (kind in kinds and ratio in ratios), claim.id
 
@@ -206,40 +128,7 @@ def test_theorem_1_catches_a_wrong_compensation(trace, monkeypatch, broken):
     assert found.metrics["theorem1/violations"] > 0 and found.metrics["theorem1/smallest_margin"] < -1e-6
 
 
-# --- MorphKV ---
-
-
-def test_the_walk_through_gives_the_papers_numbers():
-    found = morphkv.walk_through()
-    assert found.metrics["walkthrough/today_score"] == pytest.approx(0.6, abs=1e-6)
-    assert found.metrics["walkthrough/me_score"] == pytest.approx(0.1, abs=1e-6)
-    assert found.metrics["walkthrough/kept_today"] == 1.0
-    kept = found.table.set_index("token")["kept"]
-    assert kept.to_dict() == {"me": False, "today's": True, "weather": True, "The": True}
-
-
-def test_the_window_ablation_is_made_of_replays(traces):
-    found = morphkv.window_ablation(traces, windows=(2, 8, 64), capacities=(64, 96))
-    settings = {f"{fusion}/w{w}/c{c}" for fusion in ("sum", "max") for c in (64, 96) for w in (2, 8, 64) if w < c}
-    assert set(found.metrics) == {f"{measure}/{s}" for measure in morphkv.MEASURES for s in settings}
-    assert set(found.intervals) == set(found.metrics)
-    policy = kvlab.policy("morphkv", budget=64, window=8, fusion="max")
-    values = [kvlab.replay(t, policy).summary for t in traces]
-    for measure in morphkv.MEASURES:
-        one = [v[measure] for v in values]
-        assert found.metrics[f"{measure}/max/w8/c64"] == pytest.approx(np.mean(one), rel=1e-5)
-        assert found.intervals[f"{measure}/max/w8/c64"] == pytest.approx((min(one), max(one)), rel=1e-5)
-    rows = found.table.query("measure == 'mass_lost' and fusion == 'max' and window == 8 and capacity == 64")
-    assert sorted(rows["step"].unique()) == list(range(1, 25)) and rows["document"].nunique() == 2
-    assert rows["value"].mean() == pytest.approx(found.metrics["mass_lost/max/w8/c64"], rel=1e-5)
-    first = rows.query("step == 1")["value"]
-    assert (first < 1e-5).all(), "the first decoding query reads the whole prompt"
-    assert (found.metrics["mass_lost/sum/w8/c96"] < found.metrics["mass_lost/sum/w8/c64"])
-
-
-def test_a_window_beyond_the_captured_queries_is_refused(traces):
-    with pytest.raises(KvlabError, match="a window of 65 needs as many prompt queries; capture with window=65"):
-        morphkv.window_ablation(traces, windows=(2, 65), capacities=(128,))
+# --- all of them ---
 
 
 def test_analyses_leave_the_traces_as_they_are(lm, traces):

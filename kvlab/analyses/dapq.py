@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 SENTENCE = "Sorry, I don't know. "
 CONDITIONS = ("sc_sp", "dc_sp", "sc_dp", "dc_dp")
+# What differs between two conditions: right position less wrong, right content less wrong, and one against the other.
+EFFECTS = {
+    "position/same_content": ("sc_sp", "sc_dp"),
+    "position/different_content": ("dc_sp", "dc_dp"),
+    "content/same_position": ("sc_sp", "dc_sp"),
+    "content/different_position": ("sc_dp", "dc_dp"),
+    "position_less_content": ("dc_sp", "sc_dp"),
+}
 # Trials that share one forward pass: enough to keep the matrices busy, few enough for a laptop's memory.
 TOGETHER = 8
 
@@ -70,8 +78,10 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
     "Different position" is 0 .. n-1, "different content" the fixed sentence, as in the paper; repeated over traces.
 
     Returns:
-        Table with columns document, condition, rope, similarity; metrics `similarity/post/sc_sp` and so on, and
-        `ratio/post/dc_sp_over_sc_dp` (the paper's 2.2x); intervals over the documents.
+        Table with columns document, condition, rope, similarity; metrics `similarity/post/sc_sp` and so on,
+        `distance/post/sc_sp` (1 - similarity), `effect/post/position/same_content` and likewise for EFFECTS
+        (differences paired by document), and `ratio/post/dc_sp_over_sc_dp` (the paper's 2.2x); intervals over
+        documents.
     """
     rows = []
     for trace in tqdm(traces, desc="table 1", unit="doc", disable=len(traces) < 3, leave=False):
@@ -90,30 +100,68 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
                         "similarity": float(row.mean()),
                     }
                 )
-    table = pd.DataFrame(rows)
-    findings = Findings(table)
-    for (rope, condition), group in table.groupby(["rope", "condition"]):
-        findings.add(f"similarity/{rope}/{condition}", group["similarity"])
-    wide = table[table["rope"] == "post"].pivot(index="document", columns="condition", values="similarity")
-    findings.add("ratio/post/dc_sp_over_sc_dp", wide["dc_sp"] / wide["sc_dp"])
+    findings = Findings(pd.DataFrame(rows))
+    for rope, part in findings.table.groupby("rope"):
+        wide = part.pivot(index="document", columns="condition", values="similarity")
+        for condition in CONDITIONS:
+            findings.add(f"similarity/{rope}/{condition}", wide[condition])
+            findings.add(f"distance/{rope}/{condition}", 1 - wide[condition])
+        for name, (right, wrong) in EFFECTS.items():
+            findings.add_difference(f"effect/{rope}/{name}", wide[right], wide[wrong])
+        if rope == "post":
+            findings.add("ratio/post/dc_sp_over_sc_dp", wide["dc_sp"] / wide["sc_dp"])
     return findings
 
 
-def figure_2a(lm: LM, trace: Trace, trials: int = 100, n: int = 32, near: int = 100, seed: int = 0) -> Findings:
+def figure_2a(
+    lm: LM, traces: Sequence[Trace], trials: int = 20, n: int = 32, near: int = 100, seed: int = 0
+) -> Findings:
     """Figure 2a: distributions over random contents (drawn from the vocabulary) and random position spans.
 
     A span starts anywhere in [0, prompt] ("dp_m") or in [0, `near`] ("dp_100").
 
+    Args:
+        trials: for each document and condition.
+
     Returns:
-        Table with columns condition, rope, trial, similarity; metrics `similarity_random/post/dc_sp` and so on with
-        intervals over trials.
+        Table with columns document, condition, rope, trial, similarity; metrics `similarity_random/post/dc_sp` and so
+        on, and the differences `gap_random/post/dc_sp_less_sc_dp_m` (right position with random content, less right
+        content at a random position), `..._less_sc_dp_100` and `gap_random/post/dc_dp_m_less_dc_dp_100`; means over
+        documents of the documents' means, with intervals over documents.
     """
-    generator = torch.Generator().manual_seed(seed)
     vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
-    true, here = (
-        response(trace, n).expand(trials, n),
-        torch.arange(n).expand(trials, n) + trace.prompt_length,
-    )
+    rows, jobs = [], 5 * trials * len(traces)
+    with tqdm(total=jobs, desc="figure 2a", unit="trial", leave=False) as bar:
+        for number, trace in enumerate(traces):
+            generator = torch.Generator().manual_seed(seed + number)
+            wanted = _random_conditions(trace, trials, n, near, vocabulary, generator)
+            cache = prefilled(trace)
+            for condition, (ids, positions) in wanted.items():
+                for some in torch.arange(trials).split(TOGETHER):
+                    found = similarities(lm, trace, cache, ids[some], positions[some])
+                    for rope, values in zip(("post", "pre"), found, strict=True):
+                        about = {"document": trace.document, "condition": condition, "rope": rope}
+                        means = zip(some.tolist(), values.mean(-1).tolist(), strict=True)
+                        rows += [about | {"trial": t, "similarity": v} for t, v in means]
+                    bar.update(len(some))
+    findings = Findings(pd.DataFrame(rows))
+    for rope, part in findings.table.groupby("rope"):
+        wide = part.groupby(["document", "condition"])["similarity"].mean().unstack()
+        for condition in wide:
+            findings.add(f"similarity_random/{rope}/{condition}", wide[condition])
+        for left, right in (
+            ("dc_sp", "sc_dp_m"), ("dc_sp", f"sc_dp_{near}"), ("dc_dp_m", f"dc_dp_{near}"), ("sc_dp_m", f"sc_dp_{near}")
+        ):
+            findings.add_difference(f"gap_random/{rope}/{left}_less_{right}", wide[left], wide[right])
+    return findings
+
+
+def _random_conditions(
+    trace: Trace, trials: int, n: int, near: int, vocabulary: int, generator: torch.Generator
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Ids and positions `[trials, n]` of each condition of figure 2a."""
+    true = response(trace, n).expand(trials, n)
+    here = (torch.arange(n) + trace.prompt_length).expand(trials, n)
 
     def contents() -> Tensor:
         return torch.randint(vocabulary, (trials, n), generator=generator)
@@ -121,74 +169,110 @@ def figure_2a(lm: LM, trace: Trace, trials: int = 100, n: int = 32, near: int = 
     def spans(within: int) -> Tensor:
         return torch.randint(max(within - n + 1, 1), (trials, 1), generator=generator) + torch.arange(n)
 
-    wanted = {
+    return {
         "dc_sp": (contents(), here),
         "sc_dp_m": (true, spans(trace.prompt_length)),
         "dc_dp_m": (contents(), spans(trace.prompt_length)),
         f"sc_dp_{near}": (true, spans(near)),
         f"dc_dp_{near}": (contents(), spans(near)),
     }
-    cache, rows = prefilled(trace), []
-    with tqdm(total=trials * len(wanted), desc="figure 2a", unit="trial", leave=False) as bar:
-        for condition, (ids, positions) in wanted.items():
-            for some in torch.arange(trials).split(TOGETHER):
-                found = similarities(lm, trace, cache, ids[some], positions[some])
-                for rope, values in zip(("post", "pre"), found, strict=True):
-                    means = values.mean(-1).tolist()
-                    rows += [
-                        {"condition": condition, "rope": rope, "trial": int(t), "similarity": v}
-                        for t, v in zip(some, means, strict=True)
-                    ]
-                bar.update(len(some))
-    findings = Findings(pd.DataFrame(rows))
-    for (rope, condition), group in findings.table.groupby(["rope", "condition"]):
-        findings.add(f"similarity_random/{rope}/{condition}", group["similarity"])
-    return findings
 
 
-def figure_2b(lm: LM, traces: Sequence[Trace], points: int = 16, n: int = 32) -> Findings:
+def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> Findings:
     """Figure 2b: the true content at assigned start positions from 0 to the right one, for several context lengths.
 
+    Args:
+        traces: of any lengths; those of one `context_name` are averaged.
+        parts: the way from the right position to position 0 is walked in so many even steps; closer offsets (powers of
+            four) are measured besides.
+
     Returns:
-        Table with columns context, start, offset, similarity, low, high (interval over the n tokens); metrics
-        `offset/spearman/{context}` (rank correlation of similarity with the offset; -1 is a monotone decay) and
-        `offset/drop/{context}` (similarity at the right position less that at position 0).
+        Table with columns document, context, start, offset, similarity; for each context, as means over its documents
+        with intervals: `offset/spearman/2k` (rank correlation of similarity with the offset; -1 is a monotone decay),
+        `offset/drop/2k` (similarity at the right position less that at position 0) and `offset/curve/2k/0` ..
+        `offset/curve/2k/{parts}` (similarity after each even step).
     """
-    rows, findings = [], Findings(pd.DataFrame())
+    rows, even = [], {}
     for trace in tqdm(traces, desc="figure 2b", unit="context", leave=False):
-        length = trace.prompt_length
-        # Even steps as in the paper's figure, and closer ones at the right position, where the curve is steep.
-        near = 2 ** torch.arange(min(8, length.bit_length() - 1))
-        offsets = torch.cat([torch.linspace(0, length, points).round().long(), near]).unique()
-        starts = length - offsets
+        length, context, text = trace.prompt_length, context_name(trace.prompt_length), plain_name(trace)
+        steps = torch.linspace(0, length, parts + 1).round().long()
+        near = 4 ** torch.arange(1, 8)
+        offsets = torch.cat([steps, near[near < length // parts]]).unique()
         true, cache = response(trace, n), prefilled(trace)
-        context = context_name(length)
-        similarity = []
-        for some in starts.split(TOGETHER):
-            positions = some[:, None] + torch.arange(n)
-            similarity.append(similarities(lm, trace, cache, true.expand(len(some), n), positions)[0])
-        per_token = torch.cat(similarity)
-        for start, offset, values in zip(starts.tolist(), offsets.tolist(), per_token, strict=True):
-            one = Findings(pd.DataFrame())
-            one.add("similarity", values)
-            low, high = one.intervals["similarity"]
-            rows.append(
-                {
-                    "context": context,
-                    "start": start,
-                    "offset": offset,
-                    "similarity": float(values.mean()),
-                    "low": low,
-                    "high": high,
-                }
-            )
-        means = per_token.mean(-1)
-        findings.metrics[f"offset/spearman/{context}"] = float(stats.spearmanr(offsets, means).statistic)
-        findings.add(f"offset/drop/{context}", per_token[0] - per_token[-1])
-    findings.table = pd.DataFrame(rows)
+        for some in offsets.split(TOGETHER):
+            positions = (length - some)[:, None] + torch.arange(n)
+            values = similarities(lm, trace, cache, true.expand(len(some), n), positions)[0].mean(-1)
+            for offset, value in zip(some.tolist(), values.tolist(), strict=True):
+                about = {"document": text, "context": context, "start": length - offset, "offset": offset}
+                rows.append(about | {"similarity": value})
+        even[text, context] = steps.tolist()
+    findings = Findings(pd.DataFrame(rows))
+    for context, part in findings.table.groupby("context", sort=False):
+        curves = {text: curve.set_index("offset")["similarity"] for text, curve in part.groupby("document")}
+        ranks = [stats.spearmanr(curve.index, curve).statistic for curve in curves.values()]
+        findings.add(f"offset/spearman/{context}", ranks)
+        findings.add(f"offset/drop/{context}", _drops(part))
+        for step in range(parts + 1):
+            values = [curve[even[text, context][step]] for text, curve in curves.items()]
+            findings.add(f"offset/curve/{context}/{step}", values)
     return findings
+
+
+def _drops(part: pd.DataFrame) -> pd.Series:
+    """Similarity at the right position less that at position 0, by document."""
+    curves = part.sort_values("offset").groupby("document")["similarity"]
+    return curves.first() - curves.last()
+
+
+def longer_decays_more(figure: Findings, short: str, long: str) -> Findings:
+    """Figure 2b's two findings: the decay along the longer of two contexts, and how it exceeds the shorter one's.
+
+    Args:
+        figure: from `figure_2b`.
+        short, long: names of two contexts, such as "500" and "2k".
+
+    Returns:
+        Metrics `offset/longer_decays_more` (what similarity loses from the right position to position 0 in the long
+        context, less the same in the short one; paired by document), and the long context's `offset/spearman` and
+        `offset/curve/0` .. under names without its length.
+    """
+    drops = {context: _drops(part) for context, part in figure.table.groupby("context")}
+    lacking = {short, long} - set(drops)
+    if lacking:
+        raise KvlabError(f"there is no context of {min(lacking)} in the figure; it has {', '.join(drops)}")
+    found = Findings(figure.table)
+    found.add_difference("offset/longer_decays_more", drops[long], drops[short])
+    for name, value in figure.metrics.items():
+        kind, context, *step = name.removeprefix("offset/").split("/")
+        if kind in ("spearman", "curve") and context == long:
+            plain = "/".join(["offset", kind, *step])
+            found.metrics[plain], found.intervals[plain] = value, figure.intervals[name]
+    return found
+
+
+def averaged(table: pd.DataFrame) -> pd.DataFrame:
+    """Figure 2b's curves as means over documents with intervals: context, start, similarity, low, high.
+
+    Documents of one context differ in length by a few tokens, so points are joined by their place among the offsets.
+    """
+    place = table.groupby(["context", "document"])["offset"].rank().astype(int)
+    rows = []
+    for (context, _), part in table.groupby(["context", place], sort=False):
+        one = Findings(part)
+        one.add("similarity", part["similarity"])
+        low, high = one.intervals["similarity"]
+        rows.append({"context": context, "start": part["start"].mean(), "similarity": one.metrics["similarity"],
+                     "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def plain_name(trace: Trace) -> str:
+    """The name of a trace's text without the part taken of it: "sotu/1962[0:1951]@6a..." -> "sotu/1962"."""
+    return trace.document.partition("@")[0].partition("[")[0]
 
 
 def context_name(tokens: int) -> str:
-    """3993 -> "4k": how the paper names a context length."""
+    """3993 -> "4k": how the paper names a context length; below a thousand, to the hundred ("500")."""
+    if tokens < 950:
+        return f"{round(tokens, -2)}"
     return f"{tokens / 1000:.1f}".removesuffix(".0") + "k"
