@@ -1,91 +1,171 @@
-"""MorphKV, sections 3.2 and 6.1-6.2: how many recent tokens should decide what stays, and how are they fused?
+"""MorphKV, sections 3.2, 6.1 and 6.2: how many recent tokens should decide what stays, and how are they fused?
 
 The paper scores responses with benchmarks that need an 8B model; here the same settings are judged by what they do to
-attention along a long response: mass lost, recall of each step's own top-k, and error of the attention output.
+attention along a response: mass lost, recall of each step's own top-k, and error of the attention output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from kvlab.analyses import Findings
+from kvlab import attention, captures, corpus
+from kvlab.analyses import Findings, common_traces
 from kvlab.cache import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.policies import policy
 from kvlab.replay import Replay
-from kvlab.trace import Trace, capture
+from kvlab.trace import Trace
 
 if TYPE_CHECKING:
-    from kvlab.corpus import Document
     from kvlab.models import LM
 
 MEASURES = ("mass_lost", "step_recall", "output_error")
 
 
+def gain(measure: str, new: pd.Series, old: pd.Series) -> pd.Series:
+    """What `new` gains over `old`, relative to `old`: 0.1 is a tenth less lost, or a tenth more recalled."""
+    return new / old - 1 if measure == "step_recall" else 1 - new / old
+
+
 def window_ablation(
-    traces: Sequence[Trace],
-    windows: Sequence[int] = (2, 8, 32, 64, 200),
-    capacities: Sequence[int] = (256, 512),
+    traces: Iterable[Trace],
+    windows: Sequence[int] = (4, 32, 200),
+    capacities: Sequence[int] = (512,),
     fusions: Sequence[str] = ("sum", "max"),
 ) -> Findings:
-    """Table 6 and section 6.1 by attention: window size x fusion x capacity (C + R) over a long response.
+    """Tables 4-6 by attention: window size x fusion x capacity (C + R) along a response.
+
+    Args:
+        traces: one of each document; they are looked at one after another, so they may be made on the way.
 
     Returns:
         Table with columns document, fusion, window, capacity, step, measure, value (means over layers and heads);
-        metrics `mass_lost/sum/w32/c512` and likewise `step_recall/...`, `output_error/...`, with intervals over
-        documents.
+        metrics `mass_lost/sum/w32/c512` and likewise `step_recall/...`, `output_error/...`; the relative gain
+        `gain/mass_lost/max/c512/w32_to_w200` of each window over those before it in `windows`, and of sum over max
+        fusion, `gain/mass_lost/w32/c512/max_to_sum`; all with intervals over documents.
     """
-    for trace in traces:
-        if trace.queries.shape[2] - trace.steps < min(max(windows), trace.prompt_length):
-            raise KvlabError(
-                f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}"
-            )
     settings = [(f, w, c) for c in capacities for f in fusions for w in windows if w < c]
-    frames, findings = [], Findings(pd.DataFrame())
-    with tqdm(total=len(settings) * len(traces), desc="window ablation", unit="replay", leave=False) as bar:
-        for fusion, window, capacity in settings:
-            means = {name: [] for name in MEASURES}
-            for trace in traces:
+    frames = []
+    with tqdm(desc="window ablation", unit="replay", leave=False) as bar:
+        for trace in traces:
+            known = trace.queries.shape[2] - trace.steps
+            if known < min(max(windows), trace.prompt_length):
+                raise KvlabError(
+                    f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}"
+                )
+            for fusion, window, capacity in settings:
                 result = Replay(trace, policy("morphkv", budget=capacity, window=window, fusion=fusion))
-                for name in MEASURES:
-                    along = getattr(result, name).mean((0, 1))
-                    means[name].append(float(along.mean()))
-                    step = range(1, trace.steps + 1)
-                    one = pd.DataFrame({"step": step, "measure": name, "value": along.tolist()})
-                    frames.append(
-                        one.assign(document=trace.document, fusion=fusion, window=window, capacity=capacity)
-                    )
+                setting = {"document": trace.document, "fusion": fusion, "window": window, "capacity": capacity}
+                frames += [frame.assign(**setting) for frame in along_steps(result)]
                 bar.update()
-            for name in MEASURES:
-                findings.add(f"{name}/{fusion}/w{window}/c{capacity}", means[name])
-    findings.table = pd.concat(frames, ignore_index=True)
+    findings = Findings(pd.concat(frames, ignore_index=True))
+    means = findings.table.groupby(["measure", "fusion", "window", "capacity", "document"])["value"].mean()
+    for measure in MEASURES:
+        for fusion, window, capacity in settings:
+            findings.add(f"{measure}/{fusion}/w{window}/c{capacity}", means[measure, fusion, window, capacity])
+        for capacity in capacities:
+            _add_gains(findings, measure, capacity, fusions, [w for w in windows if w < capacity], means[measure])
     return findings
 
 
-def long_response(lm: LM, document: Document, tokens: int, new_tokens: int, window: int, response: str) -> Trace:
+def _add_gains(
+    findings: Findings, measure: str, capacity: int, fusions: Sequence[str], windows: Sequence[int], means: pd.Series
+) -> None:
+    for fusion in fusions:
+        for old, new in combinations(windows, 2):
+            values = gain(measure, means[fusion, new, capacity], means[fusion, old, capacity])
+            findings.add(f"gain/{measure}/{fusion}/c{capacity}/w{old}_to_w{new}", values)
+    for window in windows if {"sum", "max"} <= set(fusions) else ():
+        values = gain(measure, means["sum", window, capacity], means["max", window, capacity])
+        findings.add(f"gain/{measure}/w{window}/c{capacity}/max_to_sum", values)
+
+
+def fusion_gains(traces: Iterable[Trace], window: int, capacity: int, regime: str) -> Findings:
+    """Tables 4 and 5 by attention: what sum fusion gains over max fusion at one window and capacity.
+
+    Returns:
+        The table of `window_ablation`; metrics `gain/mass_lost/{regime}/max_to_sum` and so on, with intervals.
+    """
+    found = window_ablation(traces, [window], [capacity], ["sum", "max"])
+    findings = Findings(found.table)
+    for measure in MEASURES:
+        name, of = f"gain/{measure}/{regime}/max_to_sum", f"gain/{measure}/w{window}/c{capacity}/max_to_sum"
+        findings.metrics[name], findings.intervals[name] = found.metrics[of], found.intervals[of]
+    return findings
+
+
+def along_steps(result: Replay, measures: Sequence[str] = MEASURES) -> list[pd.DataFrame]:
+    """Frames with columns step, measure, value (means over layers and heads), one for each measure."""
+    steps = range(1, result.trace.steps + 1)
+    return [
+        pd.DataFrame({"step": steps, "measure": name, "value": getattr(result, name).mean((0, 1)).tolist()})
+        for name in measures
+    ]
+
+
+def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = False) -> Trace:
+    """A captured prompt read as a shorter prompt and its own continuation, teacher-forced.
+
+    Attention is causal, so these are the tensors that capturing the shorter prompt with that response would give.
+
+    Args:
+        trace: with the queries of its whole prompt.
+        prompt, response: tokens of either part.
+        accumulate: sum the attention over all queries of the shorter prompt (H2O).
+
+    Raises:
+        KvlabError: the captured prompt is shorter than both parts, or not all of its queries are there.
+    """
+    both = prompt + response
+    if trace.queries.shape[2] < trace.length:
+        raise KvlabError("to read a prompt as a shorter one all of its queries are needed; capture with queries='all'")
+    if not 0 < both <= trace.prompt_length:
+        raise KvlabError(
+            f"the captured prompt has {trace.prompt_length} tokens, and {prompt} + {response} are asked for"
+        )
+    queries, keys, values = (t[:, :, :both].clone() for t in (trace.queries, trace.keys, trace.values))
+    found = Trace.from_tensors(queries, keys, values, prompt, scaling=trace.scaling)
+    found.ids = None if trace.ids is None else trace.ids[:both].clone()
+    found.meta = trace.meta | {"document": f"{trace.document}[:{prompt}+{response}]"}
+    if accumulate:
+        pairs = zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True)
+        found.accumulated = torch.stack([attention.accumulate(q, k, trace.scaling) for q, k in pairs])
+    return found
+
+
+def long_response(
+    lm: LM, document: str, tokens: int, new_tokens: int, response: str = "document", accumulate: bool = False
+) -> Trace:
     """A trace of a long response to the start of a document.
 
     Args:
+        document: its name, as `kvlab.document` takes it.
         tokens: length of the prompt.
-        window: how many prompt queries to keep.
         response: "document" feeds the document's own continuation, "greedy" what the model generates.
+        accumulate: record the attention summed over the prompt's queries (H2O).
 
     Raises:
         KvlabError: the document is too short, or another kind of response.
     """
-    if response not in ("document", "greedy"):
+    if response == "document":
+        # The default's traces, which other analyses share, wherever they are long enough.
+        around = 64
+        (whole,) = common_traces(lm, [document], tokens=max(2000, tokens + new_tokens + around))
+        return continuation(whole, tokens, new_tokens, accumulate)
+    if response != "greedy":
         raise KvlabError(f"response={response!r} is neither 'document' nor 'greedy'")
-    ids = lm.encode(document.text, chat=False)[0]
-    if len(ids) < tokens + new_tokens:
-        raise KvlabError(f"{document.name} has {len(ids)} tokens, and {tokens} + {new_tokens} are asked for")
-    given = ids[tokens : tokens + new_tokens] if response == "document" else None
-    trace = capture(lm, ids[:tokens], new_tokens, window, pseudo=(), response=given)
-    trace.meta["document"] = document.signature
+    text = corpus.document(document)
+    ids = lm.encode(text.text, chat=False)[0]
+    if len(ids) < tokens:
+        raise KvlabError(f"{text.name} has {len(ids)} tokens, and a prompt of {tokens} is asked for")
+    trace = captures.shared(lm, ids[:tokens], new_tokens, queries="all", accumulate=accumulate, pseudo=())
+    trace.meta["document"] = text.signature
     return trace
 
 
@@ -97,9 +177,11 @@ def repetition(trace: Trace, n: int = 8) -> float:
 
 
 def by_setting(findings: Findings) -> pd.DataFrame:
-    """The metrics of `window_ablation` as points to draw: measure, fusion, window, capacity, value, low, high."""
+    """The means of `window_ablation` as points to draw: measure, fusion, window, capacity, value, low, high."""
     rows = []
     for name, value in findings.metrics.items():
+        if name.startswith("gain/"):
+            continue
         measure, fusion, window, capacity = name.split("/")
         low, high = findings.intervals[name]
         setting = {"measure": measure, "fusion": fusion, "window": int(window[1:]), "capacity": int(capacity[1:])}
