@@ -16,7 +16,8 @@ from kvlab.policies.zsmerge import ZSMerge
 from kvlab.replay import Replay
 from kvlab.trace import Trace
 
-RATIOS = (0.02, 0.05, 0.10, 0.20, 0.30, 0.40, 0.50, 0.60, 0.80)
+RATIOS = (0.02, 0.05, 0.10, 0.20, 0.30, 0.50, 0.80)
+WITHOUT_BIAS = (0.05, 0.20, 0.50)
 
 
 def variants(ratio: float) -> dict[str, ZSMerge]:
@@ -28,20 +29,29 @@ def variants(ratio: float) -> dict[str, ZSMerge]:
     }
 
 
-def figure_4(traces: Sequence[Trace], ratios: Sequence[float] = RATIOS) -> Findings:
+def figure_4(
+    traces: Sequence[Trace], ratios: Sequence[float] = RATIOS, without_bias: Sequence[float] = WITHOUT_BIAS
+) -> Findings:
     """Figure 4: relative output error of eviction against residual merging, by cache ratio.
 
     `evict` is the same policy without residual slots (their entries go to the context part), so both store as much.
 
+    Args:
+        ratios: cache budgets as shares of the prompt.
+        without_bias: those of them at which merging is also measured without the logit bias.
+
     Returns:
         Table with columns document, ratio, variant, layer, error, mass_lost (means over heads and steps); metrics
-        `error/evict/0.20`, `error/merge/0.20`, `error/merge_alpha0/0.20`, `reduction/0.20` and `reduction_alpha0/0.20`
-        (1 - merged error / evicted error, document by document), with intervals over documents.
+        `error/evict/0.20`, `error/merge/0.20`, `error/merge_alpha0/0.20`; `saved/0.20` (evicted - merged error) and
+        `bias/0.20` (what the bias alone takes off the error); `reduction/0.20` and `reduction_alpha0/0.20`
+        (1 - merged error / evicted error); all document by document, with intervals over documents.
     """
     rows = []
     jobs = [(trace, ratio) for trace in traces for ratio in ratios]
     for trace, ratio in tqdm(jobs, desc="figure 4", unit="ratio", leave=False):
         for variant, one in variants(ratio).items():
+            if variant == "merge_alpha0" and ratio not in without_bias:
+                continue
             result = Replay(trace, one)
             errors, lost = result.output_error.mean((1, 2)), result.mass_lost.mean((1, 2))
             rows += [
@@ -58,10 +68,14 @@ def figure_4(traces: Sequence[Trace], ratios: Sequence[float] = RATIOS) -> Findi
     findings = Findings(pd.DataFrame(rows))
     by_document = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="error")
     for ratio, errors in by_document.groupby("ratio"):
+        errors = errors.dropna(axis="columns")
         for variant in errors.columns:
             findings.add(f"error/{variant}/{ratio:.2f}", errors[variant])
+        findings.add_difference(f"saved/{ratio:.2f}", errors["evict"], errors["merge"])
         findings.add(f"reduction/{ratio:.2f}", 1 - errors["merge"] / errors["evict"])
-        findings.add(f"reduction_alpha0/{ratio:.2f}", 1 - errors["merge_alpha0"] / errors["evict"])
+        if "merge_alpha0" in errors:
+            findings.add_difference(f"bias/{ratio:.2f}", errors["merge_alpha0"], errors["merge"])
+            findings.add(f"reduction_alpha0/{ratio:.2f}", 1 - errors["merge_alpha0"] / errors["evict"])
     return findings
 
 
