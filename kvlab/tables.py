@@ -17,6 +17,8 @@ from kvlab.files import replacing
 
 SHIPPED = Path(__file__).parent / "policies" / "heads"
 """Head scores that come with kvlab, one file for each model, found by the model's name."""
+SHIPPED_TABLES = Path(__file__).parent / "policies" / "tables"
+"""CompilerKV's tables that come with kvlab, likewise."""
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -119,13 +121,7 @@ class HeadScores(BaseModel):
         Raises:
             KvlabError: there is no such file or name, or the file is not right.
         """
-        shipped = {file.stem: file for file in SHIPPED.glob("*.json")}
-        name = str(path_or_name)
-        if name in shipped:
-            return read(shipped[name], cls)
-        if not Path(name).suffix and not Path(name).expanduser().exists():
-            raise KvlabError(f"{nearest(name, shipped, 'model with head scores')}; or give the file of `kvlab heads`")
-        return read(name, cls)
+        return _load(path_or_name, cls, SHIPPED, "model with head scores", "kvlab heads")
 
 
 class DecisionTables(BaseModel):
@@ -172,24 +168,98 @@ class DecisionTables(BaseModel):
                 _check_grid(f"risk, layer {layer}", grid, len(self.risk[0]), len(self.risk[0][0]))
         return self
 
+    @classmethod
+    def load(cls, path_or_name: str | Path) -> DecisionTables:
+        """Read a file, or the tables that come with kvlab for a model of that name.
+
+        Raises:
+            KvlabError: there is no such file or name, or the file is not right.
+        """
+        return _load(path_or_name, cls, SHIPPED_TABLES, "model with CompilerKV tables", "kvlab compile")
+
+    @property
+    def neutral(self) -> bool:
+        """Whether there is neither table."""
+        return self.heads is None and self.risk is None
+
     @cached_property
     def gates(self) -> bool:
         """Whether any threshold can turn a token away."""
         return self.risk is not None and any(tau > 0 for grid in self.risk for row in grid for tau in row)
 
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model that they are for; 0 where there is neither table."""
+        return len(self.heads or self.risk or [])
+
+    def mapped(self, n_layers: int, heads: int) -> DecisionTables:
+        """The same tables for a model of another shape, by relative depth (CompilerKV, appendix B.1).
+
+        Weights and thresholds are interpolated linearly between the two layers that lie around the same relative
+        depth, which keeps whatever rises or falls with depth rising or falling. Heads have no counterparts in another
+        model; where their number differs, each takes the weight of the one at the same relative place of its layer.
+
+        Raises:
+            KvlabError: fewer than one layer or head, or nothing to map.
+        """
+        if n_layers < 1 or heads < 1:
+            raise KvlabError(f"tables are mapped to at least 1 layer of 1 head, not to {n_layers} of {heads}")
+        if self.neutral:
+            raise KvlabError("there is neither a head table nor a risk table to map")
+        weights = risk = None
+        if self.heads is not None:
+            table = torch.tensor(self.heads, dtype=torch.float64)
+            place = ((torch.arange(heads) + 0.5) / heads * table.shape[1]).long()
+            weights = _at_depths(table, n_layers)[:, place].tolist()
+        if self.risk is not None:
+            risk = _at_depths(torch.tensor(self.risk, dtype=torch.float64), n_layers).tolist()
+        return self.model_copy(update={"heads": weights, "risk": risk})
+
     def thresholds(self, layer: int, entropy: Tensor, perplexity: Tensor) -> Tensor:
         """Tau of one layer for each prompt's entropy and perplexity `[...]`, float64 `[...]`."""
         grid = torch.tensor(self.risk[layer], dtype=torch.float64, device=entropy.device)
-        low, high = map(math.log, self.perplexity)
-        rows = _bin(entropy, *self.entropy, grid.shape[0])
-        columns = _bin(perplexity.double().log(), low, high, grid.shape[1])
-        return grid[rows, columns]
+        return grid[bins(entropy, perplexity, tuple(grid.shape), self.entropy, self.perplexity)]
+
+
+def _load(path_or_name: str | Path, kind: type[T], folder: Path, what: str, command: str) -> T:
+    """A file, or the one in `folder` that is named like a model."""
+    shipped = {file.stem: file for file in folder.glob("*.json")}
+    name = str(path_or_name)
+    if name in shipped:
+        return read(shipped[name], kind)
+    if not Path(name).suffix and not Path(name).expanduser().exists():
+        raise KvlabError(f"{nearest(name, shipped, what)}; or give the file of `{command}`")
+    return read(name, kind)
 
 
 def _check_grid(name: str, grid: list[list[float]], rows: int, columns: int) -> None:
     if len(grid) != rows or any(len(row) != columns for row in grid):
         widths = sorted({len(row) for row in grid})
         raise ValueError(f"{name} must be {rows} rows of {columns} numbers, and is {len(grid)} of {widths}")
+
+
+def bins(
+    entropy: Tensor,
+    perplexity: Tensor,
+    shape: tuple[int, int],
+    entropies: tuple[float, float],
+    perplexities: tuple[float, float],
+) -> tuple[Tensor, Tensor]:
+    """The cell of a risk table of `shape` that prompts fall into, by entropy and perplexity: int64 `[...]` each.
+
+    Entropy is divided evenly, perplexity evenly in its logarithm; what lies outside is in the first or the last bin.
+    """
+    low, high = map(math.log, perplexities)
+    return _bin(entropy, *entropies, shape[0]), _bin(perplexity.double().log(), low, high, shape[1])
+
+
+def _at_depths(layers: Tensor, n: int) -> Tensor:
+    """Layers `[m, ...]` read off at `n` depths from the first to the last, `[n, ...]`; one alone lies in the middle."""
+    last = layers.shape[0] - 1
+    depth = torch.linspace(0, last, n, dtype=torch.float64) if n > 1 else torch.tensor([last / 2], dtype=torch.float64)
+    below = depth.floor().long().clamp_max(last)
+    share = (depth - below).view(-1, *[1] * (layers.dim() - 1))
+    return torch.lerp(layers[below], layers[(below + 1).clamp_max(last)], share)
 
 
 def _bin(value: Tensor, low: float, high: float, bins: int) -> Tensor:

@@ -12,7 +12,9 @@ from torch import Tensor
 from kvlab import measures
 from kvlab.errors import KvlabError
 from kvlab.policies.base import Budget, Kernel, Policy, Prompt
-from kvlab.tables import DecisionTables, read
+from kvlab.tables import DecisionTables
+
+OTHER_MODEL = "learn the tables on this model, or map these by depth (kvlab compile --from FILE --model MODEL)"
 
 
 class CompilerKV(Policy):
@@ -37,8 +39,8 @@ class CompilerKV(Policy):
         utility_window: last prompt tokens whose attention makes the utility (32).
         kernel: width of the average pooling of scores, odd (1: none).
         pad: "none" keeps the candidates alone; "budget" fills up to the budget with the best of the others.
-        tables: JSON file of both tables (`kvlab.tables.DecisionTables`); without one all heads weigh 1 and every token
-            passes, which a warning says.
+        tables: JSON file of both tables, as `kvlab compile` writes it, or the name of a model whose tables come with
+            kvlab; without one all heads weigh 1 and every token passes, which a warning says.
     """
 
     name: ClassVar[str] = "compilerkv"
@@ -62,12 +64,23 @@ class CompilerKV(Policy):
     @model_validator(mode="after")
     def _read(self) -> Self:
         if self.tables is not None:
-            self._tables = read(self.tables, DecisionTables)
+            self._tables = DecisionTables.load(self.tables)
         return self
+
+    def using(self, tables: DecisionTables) -> Self:
+        """The same policy with tables that lie in no file."""
+        one = self.replace(tables=None)
+        one._tables = tables
+        return one
+
+    @property
+    def tables_in_use(self) -> DecisionTables:
+        """The tables, wherever they came from."""
+        return self._tables
 
     @property
     def from_files(self) -> str:
-        return "" if self.tables is None else self._tables.model_dump_json()
+        return "" if self._tables.neutral else self._tables.model_dump_json()
 
     @property
     def observes(self) -> int:
@@ -94,10 +107,10 @@ class CompilerKV(Policy):
 
     def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
         """The same averaged over layers, `[n_layers, batch, 2, length]` (eq. 6 and 11)."""
-        if self.tables is None:
+        if self.tables is None and self._tables.neutral:
             warnings.warn(
                 "compilerkv runs with neutral tables: all heads weigh the same and no token is turned away; pass "
-                "tables=FILE",
+                "tables= the name of a model whose tables come with kvlab, or a file of `kvlab compile`",
                 stacklevel=2,
             )
         return surveys.mean(0).expand_as(surveys)
@@ -124,32 +137,46 @@ class CompilerKV(Policy):
         if (len(table), len(table[0])) != (prompt.n_layers, heads):
             raise KvlabError(
                 f"the head table in {self.tables} is for {len(table)} layers of {len(table[0])} query heads, and this "
-                f"model has {prompt.n_layers} of {heads}; learn the tables on this model"
+                f"model has {prompt.n_layers} of {heads}; {OTHER_MODEL}"
             )
         return torch.tensor([table[layer] for layer in prompt.layers], device=prompt.keys.device)
+
+    def risk(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        """Entropy of the mean attention in nats (eq. 12) and perplexity (eq. 13) of a planned prompt, `[rows]` each."""
+        spread = prompt.plan[:, 1].double()
+        entropy = measures.entropy(spread / spread.sum(-1, keepdim=True))
+        return entropy, prompt.perplexity(self).to(entropy.device)
 
     def _thresholds(self, prompt: Prompt) -> Tensor:
         """Of each row, `[rows]` (eq. 15)."""
         if len(self._tables.risk) != prompt.n_layers:
             raise KvlabError(
                 f"the risk table in {self.tables} is for {len(self._tables.risk)} layers, and this model has "
-                f"{prompt.n_layers}; learn the tables on this model"
+                f"{prompt.n_layers}; {OTHER_MODEL}"
             )
-        spread = prompt.plan[:, 1].double()
-        entropy = measures.entropy(spread / spread.sum(-1, keepdim=True))
-        perplexity = prompt.perplexity(self).to(entropy.device)
-        rows = zip(prompt.layers, entropy, perplexity, strict=True)
+        rows = zip(prompt.layers, *self.risk(prompt), strict=True)
         return torch.stack([self._tables.thresholds(*row) for row in rows])
 
-    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+    def _pooled(self, prompt: Prompt) -> Tensor:
+        """Scores as they are compared, `[rows, length]`."""
         scores = self._weighted(prompt)
         if self.kernel > 1:
             scores = F.avg_pool1d(scores, self.kernel, stride=1, padding=self.kernel // 2)
-        kept = budget
-        if self.gates:
-            relative = scores / scores.amax(-1, keepdim=True)
-            candidates = (relative >= self._thresholds(prompt)[:, None]).sum(-1)
-            kept = candidates.clamp_max(budget)
+        return scores
+
+    def candidates(self, prompt: Prompt) -> Tensor:
+        """How many tokens of a planned prompt reach the threshold, whatever the budget, `[rows]` (eq. 15)."""
+        return self._candidates(self._pooled(prompt), prompt)
+
+    def _candidates(self, scores: Tensor, prompt: Prompt) -> Tensor:
+        if not self.gates:
+            return torch.full((prompt.rows,), prompt.length, device=scores.device)
+        relative = scores / scores.amax(-1, keepdim=True)
+        return (relative >= self._thresholds(prompt)[:, None]).sum(-1)
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        scores = self._pooled(prompt)
+        kept = self._candidates(scores, prompt).clamp_max(budget) if self.gates else budget
         return measures.top_positions(scores, kept)[:, None].expand(-1, prompt.kv_heads, -1)
 
 

@@ -1,0 +1,191 @@
+"""Trials of joint actions in one context: one prefill, many compressed caches, the likelihood of what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import PrivateAttr
+from torch import Tensor
+
+from kvlab.cache import LayerStore
+from kvlab.compile.contexts import Context
+from kvlab.compile.settings import Settings
+from kvlab.live import compress, gather
+from kvlab.livecache import LiveCache
+from kvlab.policies import Policy, Prompt
+from kvlab.policies.compilerkv import CompilerKV
+from kvlab.tables import DecisionTables
+
+if TYPE_CHECKING:
+    from kvlab.models import LM
+
+ROWS = 8
+"""Compressed caches that go through the model together; a batch of another size rounds differently."""
+
+
+def draw(rng: np.random.Generator, samples: int, states: int, propensities: Sequence[float]) -> np.ndarray:
+    """Joint actions `[samples, states]`, each with its propensity, and each of a state's as often as that allows.
+
+    Every state's draws are spread evenly over the unit interval from a random start and then shuffled, so that no
+    action is met more than once oftener or more seldom than samples x propensity. States are independent.
+    """
+    spread = (np.arange(samples)[:, None] + rng.random(states)) / max(samples, 1)
+    ends = np.cumsum(propensities)
+    actions = np.searchsorted(ends / ends[-1], spread, side="right").clip(max=len(propensities) - 1)
+    return rng.permuted(actions, axis=0)
+
+
+class Watcher(CompilerKV):
+    """CompilerKV that compresses nothing and remembers what it would have decided upon."""
+
+    name: ClassVar[str] = "watcher"
+    _prompts: list[Prompt] = PrivateAttr(default_factory=list)
+
+    @property
+    def reads_perplexity(self) -> int:
+        return self.window
+
+    def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
+        return surveys.mean(0).expand_as(surveys)
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        self._prompts.append(prompt)
+
+
+class Kept(Policy):
+    """Keeps what it is told to of each layer: `[rows, kv_heads, n]` positions, -1 padded."""
+
+    name: ClassVar[str] = "kept"
+    budget: int
+    _positions: list[Tensor] = PrivateAttr(default_factory=list)
+
+    @classmethod
+    def of(cls, positions: list[Tensor]) -> Kept:
+        one = cls(budget=max(layer.shape[-1] for layer in positions))
+        one._positions = positions
+        return one
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        store.budget = self.budget
+        store.evict(self._positions[prompt.layers[0]])
+
+
+@dataclass
+class Prefilled:
+    """A context inside the model, before anything is compressed.
+
+    Attributes:
+        cache: to branch off from.
+        prompts: each layer's, planned.
+        entropy: of the window's mean attention in nats (eq. 12).
+        perplexity: of the window's tokens (eq. 13).
+    """
+
+    lm: LM
+    context: Context
+    cache: LiveCache
+    prompts: list[Prompt]
+    entropy: float
+    perplexity: float
+
+    @property
+    def kv_heads(self) -> int:
+        return self.prompts[0].kv_heads
+
+    def kept(self, one: CompilerKV) -> list[Tensor]:
+        """Positions that a policy keeps of each layer, `[1, kv_heads, n]`."""
+        return [one.prefill(prompt) for prompt in self.prompts]
+
+    @torch.inference_mode()
+    def losses(self, kept: Sequence[list[Tensor]]) -> Tensor:
+        """Mean NLL of the continuation (eq. 3) with each of several selections, float64 `[selections]`.
+
+        The whole continuation goes through the model at once: nothing changes after the prefill, so this is what
+        feeding token by token gives.
+        """
+        found = []
+        for start in range(0, len(kept), ROWS):
+            rows = kept[start : start + ROWS]
+            layers = [_stack([row[layer] for row in rows]) for layer in range(len(self.prompts))]
+            with compress(self.lm.model, Kept.of(layers), turns="leave") as session:
+                past = session.branch(self.cache)
+                if len(rows) > 1:
+                    past.batch_repeat_interleave(len(rows))
+                session.end_prompt()
+                found.append(self._losses(past, len(rows)))
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+
+    @torch.inference_mode()
+    def full_loss(self) -> float:
+        """The same with everything kept."""
+        with compress(self.lm.model, "full", turns="leave") as session:
+            past = session.branch(self.cache)
+            session.end_prompt()
+            return float(self._losses(past, 1))
+
+    def _losses(self, past: LiveCache, rows: int) -> Tensor:
+        ids = self.context.continuation.to(self.lm.device)
+        logits = self.lm.model(ids[None, :-1].expand(rows, -1), past_key_values=past, use_cache=True).logits
+        told = ids[1:].expand(rows, -1)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), told.flatten(), reduction="none").view(rows, -1)
+        return loss.double().mean(1).cpu()
+
+
+def _stack(rows: list[Tensor]) -> Tensor:
+    """Selections `[1, kv_heads, n]` of different n as one, `[rows, kv_heads, most]`, -1 padded."""
+    most = max(row.shape[-1] for row in rows)
+    return torch.cat([F.pad(row, (0, most - row.shape[-1]), value=-1) for row in rows])
+
+
+@contextmanager
+def prefilled(lm: LM, context: Context, settings: Settings) -> Iterator[Prefilled]:
+    """Run a context through the model once."""
+    watcher = Watcher(**_policy(settings))
+    with torch.inference_mode():
+        with gather(lm.model, [watcher]):
+            ids = context.ids[None].to(lm.device)
+            cache = lm.model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        with compress(lm.model, watcher, turns="leave") as session:
+            session.branch(cache)
+            session.end_prompt()
+        prompts = watcher._prompts
+        entropy, perplexity = watcher.risk(prompts[0])
+        yield Prefilled(lm, context, cache, prompts, float(entropy), float(perplexity))
+
+
+def _policy(settings: Settings) -> dict[str, int]:
+    names = ("budget", "window", "utility_window", "kernel")
+    return {name: getattr(settings, name) for name in names}
+
+
+def neutral(settings: Settings) -> CompilerKV:
+    """The policy without tables."""
+    return CompilerKV(**_policy(settings))
+
+
+def with_weights(settings: Settings, weights: Sequence[Sequence[float]], group: int) -> CompilerKV:
+    """The policy with a weight for each layer and KV head, which its `group` query heads share."""
+    heads = [[float(w) for w in layer for _ in range(group)] for layer in weights]
+    return neutral(settings).using(DecisionTables(heads=heads, risk=None))
+
+
+def with_thresholds(one: CompilerKV, thresholds: Sequence[float]) -> CompilerKV:
+    """A policy's head table with one threshold for each layer, whatever the risk."""
+    tables = DecisionTables(heads=one.tables_in_use.heads, risk=[[[float(tau)]] for tau in thresholds])
+    return one.using(tables)
+
+
+def candidates(one: CompilerKV, found: Prefilled, thresholds: Sequence[float]) -> np.ndarray:
+    """How many tokens reach each threshold in each layer, `[layers, thresholds]` (eq. 15)."""
+    layers = len(found.prompts)
+    columns = []
+    for tau in thresholds:
+        gated = with_thresholds(one, [tau] * layers)
+        columns.append([int(gated.candidates(prompt)) for prompt in found.prompts])
+    return np.array(columns).T
