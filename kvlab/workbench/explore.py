@@ -134,7 +134,7 @@ class Explorer:
     def _made_panel(self) -> Any:
         import ipywidgets as widgets
 
-        wide = widgets.Layout(width="340px")
+        wide = widgets.Layout(width="312px")
         style = {"description_width": "70px"}
         trace, place = self.trace, self.place
 
@@ -159,8 +159,8 @@ class Explorer:
         worst.on_click(lambda _: self._go(self.worst()))
         # Not before the first picture: both would want the same cores.
         self.look_ahead()
-        columns = [widgets.VBox(list(self._controls.values())[first:first + 2]) for first in (0, 2, 4)]
-        return widgets.VBox([widgets.HBox(columns), widgets.HBox([worst, self._message]), self._picture])
+        wrapped = widgets.HBox(list(self._controls.values()), layout=widgets.Layout(flex_flow="row wrap"))
+        return widgets.VBox([wrapped, widgets.HBox([worst, self._message]), self._picture])
 
     def _moved(self, name: str, value: Any) -> None:
         if value == self._shown(name):

@@ -1,11 +1,12 @@
 """One decoding query of a replay as a picture in HTML: which tokens it could read, and where its attention was lost.
 
-Plain strings with inline styles and SVG, drawn in milliseconds, so that a slider can redraw them and a code host can
-show them without any script.
+Plain strings with inline styles, drawn in milliseconds, so that a slider can redraw them and a code host can show them
+without any script. Drawings are SVG inside images: where a notebook is not trusted, markup of SVG is taken out.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -221,18 +222,33 @@ def strip(look: Look, height: int = 64) -> str:
     bars = [f'<path d="{"".join(some)}" fill="rgb{colour}"/>' for some, colour in ((blue_bars, BLUE), (red_bars, RED))]
     end = look.trace.prompt_length * bins / n
     bars.append(f'<line x1="{end:.1f}" x2="{end:.1f}" y1="0" y2="{height}" stroke="#566173" stroke-dasharray="3 3"/>')
+    bars.append(f'<path d="{_box(0, height - 1, bins, 1)}" fill="#566173"/>')
     return (
-        f'<svg class="kvlab-strip" viewBox="0 0 {bins} {height}" preserveAspectRatio="none" width="100%" '
-        f'height="{height}" style="display:block;border-bottom:1px solid #566173" role="img" '
-        f'aria-label="attention over positions">{"".join(bars)}</svg>'
-        '<div style="display:flex;justify-content:space-between;font-size:11px;color:#566173"><span>position 0</span>'
-        f"<span>attention (square-root scale, highest bin {highest:.1%}); dashed: end of the prompt</span>"
+        f'{_image("strip", "attention over positions", "".join(bars), (bins, height), "100%")}'
+        '<div style="display:flex;justify-content:space-between;gap:8px;font-size:11px;color:#566173">'
+        '<span style="white-space:nowrap">position 0</span>'
+        f'<span style="text-align:center">attention (root scale, highest bin {highest:.1%}); dashed: end of prompt</span>'
         f"<span>{n - 1:,}</span></div>"
     )
 
 
+def _image(name: str, about: str, drawing: str, size: tuple[float, int], width: str) -> str:
+    """A drawing of SVG elements as an image; size: of the drawing, width: on the page."""
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]}" preserveAspectRatio="none" '
+        f'font-family="sans-serif">{drawing}</svg>'
+    )
+    return (
+        f'<img class="kvlab-{name}" alt="{about}" width="{width}" height="{size[1]}" '
+        f'style="display:block;margin:0;height:{size[1]}px" '
+        f'src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
+    )
+
+
 def _box(x: float, y: float, width: float, height: float) -> str:
-    """A rectangle as a part of a path."""
+    """A rectangle as a part of a path; nothing where it would not be seen."""
+    if round(height, 1) == 0:
+        return ""
     x, y, width, height = (f"{round(value, 1):g}" for value in (x, y, width, height))
     return f"M{x} {y}h{width}v{height}h-{width}z"
 
@@ -266,7 +282,7 @@ def _map(values: Tensor, chosen: tuple[int, int], colour: tuple[int, int, int], 
             boxes.setdefault(shade, []).append(_box(18 + x * width, y * CELL, width, CELL))
     cells = [f'<path d="{"".join(some)}" fill="{_shade(colour, shade)}"/>' for shade, some in boxes.items()]
     here = _box(18 + column * width, layer * CELL, width, CELL)
-    mark = f'<path class="kvlab-mark" d="{here}" fill="none" stroke="#000" stroke-width="1.8"/>'
+    mark = f'<path id="chosen" d="{here}" fill="none" stroke="#000" stroke-width="1.8"/>'
     ticks = "".join(
         f'<text x="15" y="{y * CELL + 9}" font-size="8" text-anchor="end" fill="#566173">{y}</text>'
         for y in range(0, layers, max(1, layers // 10))
@@ -275,6 +291,5 @@ def _map(values: Tensor, chosen: tuple[int, int], colour: tuple[int, int, int], 
     return (
         f'<figure style="margin:0"><figcaption style="font-size:12px;max-width:165px">{title}<br>'
         f'<span style="color:#566173">{about}</span></figcaption>'
-        f'<svg class="kvlab-map" width="{wide:.0f}" height="{tall}" viewBox="0 0 {wide:.0f} {tall}" role="img" '
-        f'aria-label="{title}">{ticks}{"".join(cells)}{mark}</svg></figure>'
+        f'{_image("map", title, ticks + "".join(cells) + mark, (wide, tall), f"{wide:.0f}")}</figure>'
     )
