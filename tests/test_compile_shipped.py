@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import yaml
 from scipy import optimize, special
 
 import kvlab
@@ -41,6 +44,24 @@ def test_what_comes_along(lm, shipped, log):
     names = {name.partition("[")[0] for name in log["heads"].names}
     assert names <= {name.rpartition("@")[0] for name in shipped.documents}
     assert sum(path.stat().st_size for path in SHIPPED_TABLES.glob(f"{NAME}*")) < 300_000
+
+
+def test_no_experiment_evaluates_on_what_they_were_learnt_from(shipped):
+    """In any profile: tables must be judged on texts that they have not seen."""
+    learnt_from = {name.rpartition("@")[0] for name in shipped.documents}
+    assert len(learnt_from) > 20
+
+    def texts(value):
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            for entry in value.values() if isinstance(value, dict) else value:
+                yield from texts(entry)
+
+    folder = Path(__file__).parents[1] / "experiments"
+    read = {name: set(texts(yaml.safe_load((folder / f"{name}.yaml").read_text()))) & learnt_from
+            for name in (path.stem for path in folder.glob("*.yaml"))}
+    assert not any(read.values()), {name: found for name, found in read.items() if found}
 
 
 def test_the_policy_finds_them_by_name(lm):
