@@ -208,6 +208,7 @@ def connect(address: str, workers: int | None = None) -> Cluster:
     if address == SLURM:
         owned = _slurm(workers)
         client = Client(owned)
+        print("waiting for Slurm to start a worker (squeue tells how it stands; Ctrl-C gives up) ...", file=sys.stderr)
         client.wait_for_workers(1)
     else:
         try:
