@@ -39,7 +39,7 @@ reproduce: pull  ## all experiments, then the table of claims and the report
 test: test-unit test-notebooks  ## unit tests, the papermill round trip, and every notebook
 
 test-unit: pull browser
-	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) tests
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests
 
 # A store of its own for the notebooks' runs, so that tests never write to mlruns/. The longest notebooks begin first;
 # in the end what all of them logged is looked at.

@@ -17,7 +17,8 @@ from kvlab.errors import KvlabError
 from kvlab.workbench import driver, places, store
 
 distributed = pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
-pytestmark = pytest.mark.roundtrip
+# One process for all, since they share what takes long to start.
+pytestmark = [pytest.mark.roundtrip, pytest.mark.xdist_group("cluster")]
 
 
 @pytest.fixture

@@ -227,8 +227,8 @@ def strip(look: Look, height: int = 64) -> str:
         f'{_image("strip", "attention over positions", "".join(bars), (bins, height), "100%")}'
         '<div style="display:flex;justify-content:space-between;gap:8px;font-size:11px;color:#566173">'
         '<span style="white-space:nowrap">position 0</span>'
-        f'<span style="text-align:center">attention (root scale, highest bin {highest:.1%}); dashed: end of prompt</span>'
-        f"<span>{n - 1:,}</span></div>"
+        f'<span style="text-align:center">attention (root scale, highest bin {highest:.1%}); dashed: end of prompt'
+        f"</span><span>{n - 1:,}</span></div>"
     )
 
 

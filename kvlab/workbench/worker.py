@@ -66,6 +66,7 @@ def to_html(path: Path) -> Path | None:
 
     None if the export fails, which must not fail a run whose numbers are good.
     """
+    import nbformat
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter(embed_images=True)
@@ -74,7 +75,10 @@ def to_html(path: Path) -> Path | None:
         if exporter.has_trait(address):
             setattr(exporter, address, "")
     try:
-        body, _ = exporter.from_filename(str(path))
+        content = nbformat.read(path, as_version=4)
+        # Without scripts a widget shows nothing; without its state its output's HTML or text is shown instead.
+        content.metadata.pop("widgets", None)
+        body, _ = exporter.from_notebook_node(content, {"metadata": {"name": path.stem}})
         html = path.with_suffix(".html")
         # An empty address would make the browser load the page as its own script.
         html.write_text(re.sub(r'<script src=""\s*>\s*</script>', "", body), encoding="utf-8")
