@@ -19,18 +19,18 @@ def executable() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """One headless chromium for all tests of a worker; without one they are skipped."""
+@contextmanager
+def launched() -> Iterator[Browser]:
+    """A headless chromium; without one the test is skipped."""
     path = executable()
     if path is None:
         pytest.skip("there is no chromium on this machine; `make browser` installs Debian's")
     # Chromium's own sandbox refuses to start for root (as in a container).
     flags = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     with sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=path, args=flags)
-        yield launched
-        launched.close()
+        chromium = driver.chromium.launch(executable_path=path, args=flags)
+        yield chromium
+        chromium.close()
 
 
 @contextmanager

@@ -26,6 +26,15 @@ def lm() -> models.LM:
 
 
 @pytest.fixture(scope="session")
+def browser():
+    """One headless chromium for all tests of a worker: playwright allows no second at a time."""
+    from browsing import launched
+
+    with launched() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="session")
 def tiny():
     """tiny(name, **changes): a random float32 model of a family of the matrix, made once for each set of arguments."""
 

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from browsing import browser, missing_images, opened, overflow  # noqa: F401
+from browsing import missing_images, opened, overflow
 from playwright.sync_api import expect
 from projects import BODY, EXPERIMENT, PARAMETERS, blank_store, cell, experiment, notebook
 from test_never_lose import environment, free_port
+
+from kvlab.workbench import worker
 
 # One process for all, since they share what takes long to start.
 pytestmark = [pytest.mark.roundtrip, pytest.mark.xdist_group("lab")]
@@ -137,7 +139,7 @@ def project(tmp_path_factory, executed):
 
 
 @pytest.fixture(scope="module")
-def lab(browser, project, tmp_path_factory):  # noqa: F811
+def lab(browser, project, tmp_path_factory):
     made = Lab(project, tmp_path_factory.mktemp("jupyter"))
     try:
         yield made.start()
@@ -145,7 +147,7 @@ def lab(browser, project, tmp_path_factory):  # noqa: F811
         made.stop()
 
 
-def test_both_servers_listen_on_loopback_alone_and_want_a_token(lab, browser):  # noqa: F811
+def test_both_servers_listen_on_loopback_alone_and_want_a_token(lab, browser):
     family = psutil.Process(lab.process.pid).children(recursive=True)
     listening = {each.laddr for one in family for each in one.net_connections("inet")
                  if each.status == psutil.CONN_LISTEN}
@@ -157,10 +159,12 @@ def test_both_servers_listen_on_loopback_alone_and_want_a_token(lab, browser):  
         assert page.request.get(f"{lab.server['url']}api/contents/notebooks").status == 403
 
 
-def test_a_slider_moved_in_jupyterlab_moves_the_picture(lab, browser, pictures):  # noqa: F811
+def test_a_slider_moved_in_jupyterlab_moves_the_picture(lab, browser, pictures):
     with opened(browser, lab.address("notebooks/explore.ipynb")) as (page, complaints):
         page.set_default_timeout(SLOW)
         picture, cells = page.locator(".kvlab-picture"), page.locator(".jp-Notebook .jp-CodeCell")
+        # A cell that is run before there is a kernel is silently not run.
+        expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=SLOW)
         cells.first.locator(".cm-content").click()
         page.keyboard.press("Shift+Enter")
         expect(picture).to_contain_text(BEFORE, timeout=SLOW)
@@ -188,10 +192,11 @@ def test_a_slider_moved_in_jupyterlab_moves_the_picture(lab, browser, pictures):
 
 
 @pytest.mark.parametrize("width", [1280, 900])
-def test_every_slider_is_seen_whole(lab, browser, width):  # noqa: F811
+def test_every_slider_is_seen_whole(lab, browser, width):
     """Beside the file browser too, and in a narrow window."""
     with opened(browser, lab.address("notebooks/explore.ipynb"), (width, 900)) as (page, _):
         page.set_default_timeout(SLOW)
+        expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=SLOW)
         page.locator(".jp-Notebook .jp-CodeCell .cm-content").first.click()
         page.keyboard.press("Shift+Enter")
         page.wait_for_selector(".kvlab-picture")
@@ -203,7 +208,7 @@ def test_every_slider_is_seen_whole(lab, browser, width):  # noqa: F811
         assert min(wide for wide, _ in sizes) > 250 and min(room for _, room in sizes) >= 0
 
 
-def test_a_notebook_that_is_not_trusted_shows_the_picture_without_running(lab, browser, pictures):  # noqa: F811
+def test_a_notebook_that_is_not_trusted_shows_the_picture_without_running(lab, browser, pictures):
     with opened(browser, lab.address("notebooks/executed.ipynb")) as (page, _):
         page.set_default_timeout(SLOW)
         expect(page.locator(".kvlab-picture")).to_contain_text(BEFORE, timeout=SLOW)
@@ -211,11 +216,10 @@ def test_a_notebook_that_is_not_trusted_shows_the_picture_without_running(lab, b
         assert page.locator(".widget-slider").count() == 0
 
 
-def test_an_export_to_html_shows_the_picture(executed, browser, pictures):  # noqa: F811
-    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--ClearMetadataPreprocessor.enabled=True",
-               str(executed)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300, env=environment())
-    with opened(browser, executed.with_suffix(".html").as_uri(), offline=True) as (page, _):
+def test_an_export_to_html_shows_the_picture(executed, browser, pictures):
+    """The HTML that is kept with every run."""
+    html = worker.to_html(executed)
+    with opened(browser, html.as_uri(), offline=True) as (page, _):
         expect(page.locator(".kvlab-picture")).to_contain_text(BEFORE, timeout=SLOW)
         assert drawn(page) == pictures[0] and missing_images(page) == []
         assert overflow(page) == 0
@@ -223,7 +227,7 @@ def test_an_export_to_html_shows_the_picture(executed, browser, pictures):  # no
     assert strip.startswith("<svg") and "rgb(213, 94, 0)" in strip
 
 
-def test_the_mlflow_ui_lists_a_sweep_and_its_runs(lab, project, browser):  # noqa: F811
+def test_the_mlflow_ui_lists_a_sweep_and_its_runs(lab, project, browser):
     command = [sys.executable, "-m", "kvlab", "run", EXPERIMENT, "--jobs", "2"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=600, env=environment())
     assert done.returncode == 0, done.stderr

@@ -78,6 +78,7 @@ def test_each_kind_of_test_turns_where_it_says(test, passes, misses):
     ({"kind": "clearly_less", "than": "x"}, (0.2, 0.99), (0.9, 1.01)),
     ({"kind": "covers"}, (0.6, 0.9), (0.61, 0.9)),
     ({"kind": "covers", "to": 0.0}, (-0.1, 0.0), (0.1, 0.2)),
+    ({"kind": "covers"}, (0.1, 0.9), (-0.1, 0.9)),
     ({"kind": "covers", "to": "x"}, (0.5, 1.5), (1.1, 1.5)),
     ({"kind": "any_of", "tests": [{"kind": "covers"}, {"kind": "within", "of": "factor", "tolerance": 2}]},
      (0.65, 0.75), (0.0, 0.2)),
@@ -265,3 +266,13 @@ def test_the_page_on_claims_is_true(capsys):
 
     exec(re.search(r"```python\n(.*?)```", page, re.S)[1], {})
     assert capsys.readouterr().out.startswith("Direction missed: ")
+
+
+@pytest.mark.parametrize("kind", ["clearly_greater", "clearly_less"])
+def test_one_repetition_is_clear_of_nothing(kind):
+    """Its interval is the value itself, which lies wholly on one side of everything."""
+    value = 5.0 if kind == "clearly_greater" else -5.0
+    one = claim(direction={"kind": "at_least", "value": -9}, size={"kind": kind, "than": 0.0})
+    found = papers.judge(one, {"m": value}, {"m": (value, value)})
+    assert found.verdict == "holds in direction only" and "single repetition" in found.why
+    assert papers.judge(one, {"m": value}, {"m": (value - 0.1, value + 0.1)}).verdict == "holds"

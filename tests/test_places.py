@@ -64,6 +64,13 @@ def test_a_worker_that_is_killed_is_replaced_and_its_job_begun_anew(project, con
     assert [run.info.run_id for run in finished] == [result.run_id]
 
 
+def test_a_slow_job_is_stopped_by_its_worker(project, console, cluster):  # noqa: F811
+    notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell("import time\ntime.sleep(600)"))
+    experiment(project, timeout=8)
+    (result,) = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
+    assert (result.state, result.error) == ("failed", "took longer than its limit of 8 s")
+
+
 def test_a_cluster_that_cannot_be_used_is_one_sentence(project, monkeypatch, cluster):  # noqa: F811
     monkeypatch.setattr(places, "CONNECT_S", 1)
     with socket.socket() as taken:

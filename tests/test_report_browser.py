@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browsing import DESKTOP, PHONE, browser, missing_images, opened, overflow  # noqa: F401
+from browsing import DESKTOP, PHONE, missing_images, opened, overflow
 from matplotlib.figure import Figure
 from projects import EXPERIMENT, project  # noqa: F401
 
@@ -35,7 +35,7 @@ def page_of_report(project, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize(("size", "scheme"), [
     (DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), ((320, 640), "dark")], ids=str)
-def test_the_page_loads_whole_and_fits(browser, page_of_report, size, scheme):  # noqa: F811
+def test_the_page_loads_whole_and_fits(browser, page_of_report, size, scheme):
     with opened(browser, page_of_report, size, color_scheme=scheme) as (page, complaints):
         asked_for = set(page.evaluate("performance.getEntriesByType('resource').map(each => each.name.split(':')[0])"))
         assert asked_for <= {"data"}
@@ -55,7 +55,7 @@ def test_the_page_loads_whole_and_fits(browser, page_of_report, size, scheme):  
         assert complaints == []
 
 
-def test_a_header_that_stays_and_links_that_lead_somewhere(browser, page_of_report):  # noqa: F811
+def test_a_header_that_stays_and_links_that_lead_somewhere(browser, page_of_report):
     with opened(browser, page_of_report) as (page, complaints):
         page.locator("header.bar-top a", has_text="ZSMerge").click()
         heading = page.locator("#zsmerge h2").bounding_box()

@@ -19,6 +19,7 @@ from kvlab.compile import Settings, learning
 from kvlab.compile.contexts import Context
 from kvlab.compile.log import Samples
 from kvlab.compile.trials import Prefilled, neutral, prefilled
+from kvlab.errors import KvlabError
 from kvlab.tables import DecisionTables
 
 if TYPE_CHECKING:
@@ -180,13 +181,15 @@ def variants(tables: DecisionTables, shuffles: int = 3, seed: int = 0) -> dict[s
     """The learnt tables, parts of them, and the same numbers in other places.
 
     `neutral`: neither table; `learnt`: both; `heads`: the weights alone; `static`: the learnt weights, and in each
-    layer the median threshold of its visited cells for all prompts; `shuffled heads N`: the weights alone, each KV
-    head's at another's place; `shuffled risk N`: both, and in each layer the visited cells' thresholds at each other's
-    places.
+    layer the median threshold of the contexts that it was learnt from, for all prompts; `shuffled heads N`: the weights
+    alone, each KV head's at another's place; `shuffled risk N`: both, and in each layer the visited cells' thresholds
+    at each other's places.
     """
     heads, risk = np.array(tables.heads), np.array(tables.risk)
     seen = np.array(tables.visited) > 0
-    static = np.median(risk[:, seen], 1)
+    # As the ablation of table 2 takes it: each cell as often as it was visited, and the lower middle one.
+    visits = np.repeat(risk.reshape(len(risk), -1), np.array(tables.visited).ravel(), axis=1)
+    static = np.sort(visits, axis=1)[:, (visits.shape[1] - 1) // 2]
     found = {
         "neutral": _with(tables, None, None),
         "learnt": tables,
@@ -247,6 +250,9 @@ def held_out(
         for the measures nll and mass. Shuffles are averaged within a window; intervals are over windows.
     """
     rows = []
+    learnt_from = {name.rpartition("@")[0] for one in tables.values() for name in getattr(one, "documents", None) or []}
+    if seen := learnt_from & set(documents):
+        raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: name texts that they have not seen")
     settings = Settings(budget=budget, lengths=(tokens,), continuation=continuation)
     bar = tqdm(windows(lm, documents, tokens, continuation, per_document), desc="held out", unit="window", leave=False)
     for context in bar:

@@ -19,7 +19,7 @@ from kvlab.tasks import Example, task
 if TYPE_CHECKING:
     from kvlab.models import LM
 
-ARTICLES = ("squad/Huguenot", "squad/Steam_engine", "squad/Oxygen", "squad/Black_Death", "squad/Warsaw")
+ARTICLES = ("squad/Oxygen", "squad/Rhine", "squad/Pharmacy", "squad/Yuan_dynasty", "squad/Immune_system")
 """The articles of the questions in the quick profile."""
 
 NEW_TOKENS = 16

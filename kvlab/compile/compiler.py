@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,11 +233,11 @@ def command(lm: LM, settings: Settings, documents: Sequence[Document]) -> str:
     """The command line that learns the same again."""
     parts = [f"--model {lm.name}", f"--budget {settings.budget}"]
     if [document.name for document in documents] != list(DOCUMENTS):
-        parts.append("--documents " + ",".join(document.name for document in documents))
+        parts.append("--documents " + shlex.quote(",".join(document.name for document in documents)))
     for name, value in settings:
         if name == "budget" or value == Settings.model_fields[name].default:
             continue
-        text = "[" + ",".join(f"{part:g}" for part in value) + "]" if isinstance(value, tuple) else f"{value:g}"
+        text = json.dumps(value, separators=(",", ":"))
         parts.append(f"--{name.replace('_', '-')} {text}" if name in OPTIONS else f"-p {name}={text}")
     return " ".join(["kvlab compile", *parts])
 
@@ -245,7 +246,8 @@ def mapped(tables: DecisionTables, lm: LM) -> DecisionTables:
     """Tables learnt on one model for another, by relative depth; what they were learnt on is noted."""
     text = lm.model.config.get_text_config(decoder=True)
     sha = getattr(tables, "sha256", "")
-    about = {"model": lm.name, "sha256": lm.sha256, "mapped_from": f"{tables.model}@{sha[:8]}".rstrip("@")}
+    about = {"model": lm.name, "sha256": lm.sha256, "mapped_from": f"{tables.model}@{sha[:8]}".rstrip("@"),
+             "kv_heads": text.num_key_value_heads, "dtype": str(lm.dtype).removeprefix("torch.")}
     return tables.mapped(lm.n_layers, text.num_attention_heads).model_copy(update=about)
 
 

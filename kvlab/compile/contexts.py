@@ -20,8 +20,15 @@ if TYPE_CHECKING:
     from kvlab.compile.settings import Settings
     from kvlab.models import LM
 
-HELD_APART = ("sotu/1962", "sotu/1975", "sotu/1983", "sotu/1999", "sotu/2012")
-"""The texts that kvlab's analyses evaluate on: nothing is learnt from them."""
+HELD_APART = (
+    *(f"sotu/{year}" for year in (1962, 1966, 1969, 1975, 1983, 1985, 1988, 1990, 1994, 1996, 1999, 2004, 2007, 2010,
+                                  2012)),
+    *(f"squad/{title}" for title in (
+        "Amazon_rainforest", "Civil_disobedience", "Construction", "Force", "French_and_Indian_War",
+        "Harvard_University", "Immune_system", "Islamism", "Oxygen", "Pharmacy", "Private_school", "Rhine",
+        "Scottish_Parliament", "University_of_Chicago", "Yuan_dynasty")),
+)
+"""The texts that kvlab's experiments evaluate on, in any profile: nothing is learnt from them."""
 
 DOCUMENTS = (
     *(f"sotu/{year}" for year in (1867, 1881, 1895, 1908, 1921, 1934, 1947, 1954, 1965, 1970, 1987, 1991, 2003, 2008)),

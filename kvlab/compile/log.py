@@ -82,9 +82,6 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
     found = {}
     for number, line in enumerate(content[:whole].decode("utf-8", "replace").split("\n")[:-1], 1):
         try:
@@ -92,6 +89,12 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
             found[fields["key"]] = fields
         except (json.JSONDecodeError, TypeError, KeyError):
             raise KvlabError(f"{path}, line {number} is no line of a log of `kvlab compile`; name another") from None
+    if whole < len(content):
+        # Half a line of a run that was killed; but not the only line of somebody else's file.
+        if not found and not content.startswith(b'{"key": "'):
+            raise KvlabError(f"{path} is no log of `kvlab compile`; name another")
+        with path.open("r+b") as file:
+            file.truncate(whole)
     return found
 
 

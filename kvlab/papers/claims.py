@@ -193,10 +193,12 @@ def judge(claim: Claim, metrics: Mapping[str, float],
 
 def _doubt(claim: Claim, known: Mapping[str, float]) -> str:
     """A remark where the interval of what the direction is tested on contains the point at which the test turns."""
-    turn = claim.direction.threshold(known.__getitem__, claim.paper_value)
-    name = claim.direction.metric or claim.metric
-    low, high = known.get(f"{name}/low"), known.get(f"{name}/high")
-    if turn is None or low is None or high is None or not low <= turn <= high:
-        return ""
-    return (f". The interval [{low:.4g}, {high:.4g}] contains {turn:.4g}, where the direction turns: read the verdict "
-            "with care")
+    tests = claim.direction.tests if claim.direction.kind == "all_of" else [claim.direction]
+    for test in tests:
+        turn = test.threshold(known.__getitem__, claim.paper_value)
+        name = test.metric or claim.direction.metric or claim.metric
+        low, high = known.get(f"{name}/low"), known.get(f"{name}/high")
+        if turn is not None and low is not None and high is not None and low <= turn <= high:
+            return (f". The interval [{low:.4g}, {high:.4g}] contains {turn:.4g}, where the direction turns: read the "
+                    "verdict with care")
+    return ""

@@ -165,6 +165,12 @@ class _OfInterval(_Test):
         return low, high, f"the interval of {name}, {low:.4g} to {high:.4g}"
 
 
+    @staticmethod
+    def _spread(low: float, high: float, passed: bool, why: str) -> tuple[bool, str]:
+        """One repetition has no spread, so that nothing is clear of anything."""
+        return (passed, why) if low < high else (False, f"{why}; it has no width, as of a single repetition")
+
+
 class ClearlyGreater(_OfInterval):
     """The whole interval lies above `than`: the margin is our own spread."""
 
@@ -172,9 +178,9 @@ class ClearlyGreater(_OfInterval):
     than: Reference
 
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        low, _, interval = self._interval(own, value_of)
+        low, high, interval = self._interval(own, value_of)
         limit, label = _number(self.than, value_of)
-        return low > limit, f"{interval}, asked to lie above {label} as a whole"
+        return self._spread(low, high, low > limit, f"{interval}, asked to lie above {label} as a whole")
 
 
 class ClearlyLess(_OfInterval):
@@ -184,13 +190,16 @@ class ClearlyLess(_OfInterval):
     than: Reference
 
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        _, high, interval = self._interval(own, value_of)
+        low, high, interval = self._interval(own, value_of)
         limit, label = _number(self.than, value_of)
-        return high < limit, f"{interval}, asked to lie below {label} as a whole"
+        return self._spread(low, high, high < limit, f"{interval}, asked to lie below {label} as a whole")
 
 
 class Covers(_OfInterval):
-    """The interval contains `to` (the paper's value if absent), its ends included."""
+    """The interval contains `to` (the paper's value if absent), its ends included, and lies on that value's side of 0.
+
+    An interval so wide that it also contains no effect at all would agree with any paper.
+    """
 
     kind: Literal["covers"]
     to: Reference | None = None
@@ -200,6 +209,8 @@ class Covers(_OfInterval):
         target, label = _number(paper_value if self.to is None else self.to, value_of)
         if self.to is None:
             label = f"the paper's {label}"
+        if low <= target <= high and target != 0 and low <= 0 <= high:
+            return False, f"{interval}, asked to contain {label}, and contains 0 besides: too wide to tell"
         return low <= target <= high, f"{interval}, asked to contain {label}"
 
 

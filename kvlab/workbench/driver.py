@@ -122,7 +122,7 @@ class Sweep:
                         self._end(job)
                         self.running.remove(job)
                 interrupted = False
-            except MlflowException as error:
+            except (MlflowException, KvlabError) as error:
                 why = f"the MLflow store went away ({_first_line(error)})"
                 raise KvlabError(f"{why}; {self._how_to_go_on()}") from error
             except KeyboardInterrupt:
@@ -185,7 +185,8 @@ class Sweep:
         folder = project.root() / "mlruns" / "work" / run.id
         folder.mkdir(parents=True, exist_ok=True)
         spec = {"notebook": str(job.notebook), "output": str(folder / job.notebook.name),
-                "result": str(folder / RESULT), "parameters": job.parameters, "cwd": str(job.notebook.parent)}
+                "result": str(folder / RESULT), "parameters": job.parameters, "cwd": str(job.notebook.parent),
+                "limit": job.timeout}
         environment = {"MLFLOW_RUN_ID": run.id, "MLFLOW_TRACKING_URI": store.store_uri(),
                        "KVLAB_ROOT": str(project.root())}
         return Running(job, number, run, self.place.start(spec, folder, environment), folder)
@@ -202,7 +203,7 @@ class Sweep:
         if running.task.code() is not None:
             return True
         elapsed = time.monotonic() - running.begun
-        if running.job.timeout and elapsed > running.job.timeout:
+        if running.job.timeout and not self.place.limits and elapsed > running.job.timeout:
             running.task.stop()
             (running.folder / RESULT).write_text(json.dumps(
                 {"ok": False, "error": f"took longer than its limit of {duration(running.job.timeout)}", "html": None}))
@@ -246,15 +247,17 @@ class Sweep:
             running.run.tag("kvlab.seconds", f"{seconds:.1f}")
         except Exception as failure:
             state, error = "failed", f"its artifacts could not be kept: {_first_line(failure)}"
-        if state == "failed":
-            kept = _keep_copy(running)
-            running.run.tag("kvlab.error", error)
-            if (running.folder / LOG).exists() and (running.folder / LOG).stat().st_size:
-                self.client.log_artifact(running.run.id, str(running.folder / LOG), "notebook")
-        running.run.finish({"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}[state])
+        try:
+            if state == "failed":
+                kept = _keep_copy(running)
+                running.run.tag("kvlab.error", error)
+                if (running.folder / LOG).exists() and (running.folder / LOG).stat().st_size:
+                    self.client.log_artifact(running.run.id, str(running.folder / LOG), "notebook")
+            running.run.finish({"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}[state])
+        finally:
+            shutil.rmtree(running.folder, ignore_errors=True)
         self.results[running.number] = Result(running.job, state, running.run.id, seconds, error, kept)
         self.progress.set(running.number, state, error, seconds)
-        shutil.rmtree(running.folder, ignore_errors=True)
 
 
 def _first_line(error: Exception) -> str:

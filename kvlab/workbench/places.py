@@ -44,6 +44,7 @@ class Place(Protocol):
     """Where jobs run, `workers` at once."""
 
     workers: int
+    limits: bool    # whether it keeps the time limits of jobs itself, since they may queue there
 
     def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Task:
         """Begin a job; its notebook, its note and its log come into `folder`."""
@@ -69,6 +70,8 @@ def threads(at_once: int) -> dict[str, str]:
 
 class Here:
     """Processes of this machine."""
+
+    limits = False
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -100,6 +103,8 @@ class Process:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """End a worker and its kernel, which lives in a session of its own."""
+    if process.poll() is not None:
+        return  # its number may be somebody else's by now
     try:
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     except psutil.NoSuchProcess:
@@ -122,6 +127,8 @@ class Cluster:
 
     A scheduler runs whatever its clients send: connect to your own only.
     """
+
+    limits = True
 
     def __init__(self, client: Client, owned: Any = None, workers: int | None = None) -> None:
         self.client, self._owned = client, owned
@@ -166,6 +173,8 @@ class Remote:
 
 def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_once: int) -> tuple[int, dict]:
     """On a worker of the cluster: run one job in a process of its own, and return its exit code and its files."""
+    if _begun_elsewhere(environment):
+        return 1, {LOG: b"its first worker was lost, and a run is logged into once"}
     folder = Path(tempfile.mkdtemp(prefix="kvlab-job-"))
     try:
         source = folder / "source" / Path(spec["notebook"]).name
@@ -175,14 +184,31 @@ def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_
         local = {**spec, "notebook": str(source), "output": str(output), "result": str(folder / RESULT),
                  "cwd": str(folder)}
         job = Process(local, folder, {**threads(at_once), **os.environ, **environment, "KVLAB_ROOT": str(folder)})
+        begun, limit = time.monotonic(), spec.get("limit")
         while (code := job.code()) is None:
             time.sleep(0.2)
             if _cancelled():
                 job.stop()
+            elif limit and time.monotonic() - begun > limit:
+                job.stop()
+                late = {"ok": False, "error": f"took longer than its limit of {limit} s", "html": None}
+                (folder / RESULT).write_text(json.dumps(late), encoding="utf-8")
         names = [output, output.with_suffix(".html"), folder / RESULT, folder / LOG]
         return code, {path.name: path.read_bytes() for path in names if path.exists()}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _begun_elsewhere(environment: Mapping[str, str]) -> bool:
+    """Whether another worker began this very run: Dask hands a lost worker's tasks on by itself, but only the driver
+    may begin a job anew, under a run of its own."""
+    from mlflow.tracking import MlflowClient
+
+    client, run = MlflowClient(environment["MLFLOW_TRACKING_URI"]), environment["MLFLOW_RUN_ID"]
+    if "kvlab.worker" in client.get_run(run).data.tags:
+        return True
+    client.set_tag(run, "kvlab.worker", socket.gethostname())
+    return False
 
 
 def _cancelled() -> bool:
@@ -204,25 +230,34 @@ def connect(address: str, workers: int | None = None) -> Cluster:
         from distributed import Client
     except ImportError:
         raise KvlabError("--cluster needs Dask: pip install 'kvlab[cluster]'") from None
-    owned = None
     if address == SLURM:
-        owned = _slurm(workers)
+        return _on_slurm(workers)
+    try:
+        client = Client(address, timeout=CONNECT_S, set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise KvlabError(f"no Dask scheduler answers at {address} ({type(error).__name__}); start one with `dask "
+                         "scheduler`, and workers with `dask worker ADDRESS --nthreads 1`") from None
+    try:
+        _check(client, address)
+        return Cluster(client, workers=workers)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _on_slurm(workers: int | None) -> Cluster:
+    """Slurm jobs with one worker each; they join as Slurm starts them, the first of which is waited for."""
+    from distributed import Client
+
+    owned, jobs = _slurm(workers)
+    try:
         client = Client(owned)
         print("waiting for Slurm to start a worker (squeue tells how it stands; Ctrl-C gives up) ...", file=sys.stderr)
         client.wait_for_workers(1)
-    else:
-        try:
-            client = Client(address, timeout=CONNECT_S, set_as_default=False)
-        except (OSError, TimeoutError, ValueError) as error:
-            raise KvlabError(f"no Dask scheduler answers at {address} ({type(error).__name__}); start one with `dask "
-                             "scheduler`, and workers with `dask worker ADDRESS --nthreads 1`") from None
-    try:
-        _check(client, address)
-        return Cluster(client, owned, workers)
+        _check(client, SLURM)
+        return Cluster(client, owned, jobs)
     except BaseException:
-        client.close()
-        if owned is not None:
-            owned.close()
+        owned.close()
         raise
 
 
@@ -246,9 +281,9 @@ def about() -> tuple[str, str]:
     return socket.gethostname(), project.code_hash()
 
 
-def _slurm(workers: int | None) -> Any:
-    """A cluster of Slurm jobs with the settings of `slurm.yaml` in the project: the keywords of
-    `dask_jobqueue.SLURMCluster` (queue, account, walltime, memory, ...), and `jobs`, how many to start.
+def _slurm(workers: int | None) -> tuple[Any, int]:
+    """A cluster of Slurm jobs, and how many there are: by the settings of `slurm.yaml` in the project, the keywords of
+    `dask_jobqueue.SLURMCluster` (queue, account, walltime, memory, ...) and `jobs`, how many to start.
     """
     try:
         from dask_jobqueue import SLURMCluster
@@ -278,4 +313,4 @@ def _slurm(workers: int | None) -> Any:
         cluster.scale(jobs=workers or jobs)
     except (TypeError, ValueError) as error:
         raise KvlabError(f"{path.name}: {error}") from None
-    return cluster
+    return cluster, workers or jobs
