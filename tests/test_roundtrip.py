@@ -112,7 +112,8 @@ def test_dead_kernels_and_slow_notebooks_fail(project, console):  # noqa: F811
     assert by_how == {"die": ["KILLED"] * (driver.TRIES - 1) + ["FAILED"], "sleep": ["FAILED"]}
 
 
-def test_an_interrupt_marks_runs_killed_and_ends_the_kernels(project):  # noqa: F811
+@pytest.mark.parametrize("polite", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_marks_runs_killed_and_ends_the_kernels(project, polite):  # noqa: F811
     marker = project / "alive"
     notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(
         f"import os, pathlib, time\npathlib.Path({str(marker)!r}).write_text(str(os.getpid()))\ntime.sleep(600)"))
@@ -120,7 +121,7 @@ def test_an_interrupt_marks_runs_killed_and_ends_the_kernels(project):  # noqa: 
     deadline = time.monotonic() + 120
     while not (marker.exists() and marker.read_text()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(polite)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "kvlab: interrupted" in said and "Traceback" not in said
     assert {run.info.status for kind in ("job", "sweep") for run in runs(kind)} == {"KILLED"}

@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,6 +90,28 @@ def run(names: str | Sequence[str], profile: str = "quick", overrides: Mapping[s
         place.close()
 
 
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[threading.Event]:
+    """Set by Ctrl-C or a polite kill, and looked at between jobs: an exception that arises wherever the interpreter
+    happens to be is lost in a finaliser. A second Ctrl-C does not wait."""
+    asked = threading.Event()
+
+    def ask(*_: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked     # only the main thread hears signals
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Sweep:
     """A queue of jobs, the processes that work on it, and their runs."""
 
@@ -108,7 +132,7 @@ class Sweep:
         from mlflow.exceptions import MlflowException
 
         interrupted = True
-        with self.progress:
+        with self.progress, _asked_to_stop() as asked:
             try:
                 self.waiting = [number for number in range(len(self.queue)) if not self._done_earlier(number)]
                 # A long job that begins last would run alone at the end.
@@ -118,6 +142,8 @@ class Sweep:
                     while self.waiting and len(self.running) < self.place.workers:
                         self._begin(self.waiting.pop(0))
                     time.sleep(POLL)
+                    if asked.is_set():
+                        raise KeyboardInterrupt
                     for job in [job for job in self.running if self._ended(job)]:
                         self._end(job)
                         self.running.remove(job)
