@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -165,34 +165,36 @@ class _OfInterval(_Test):
         return low, high, f"the interval of {name}, {low:.4g} to {high:.4g}"
 
 
-    @staticmethod
-    def _spread(low: float, high: float, passed: bool, why: str) -> tuple[bool, str]:
-        """One repetition has no spread, so that nothing is clear of anything."""
-        return (passed, why) if low < high else (False, f"{why}; it has no width, as of a single repetition")
+class _Clear(_OfInterval):
+    """The whole interval lies on one side of `than`: the margin is our own spread.
 
+    One repetition has no spread, so that it is clear of nothing.
+    """
 
-class ClearlyGreater(_OfInterval):
-    """The whole interval lies above `than`: the margin is our own spread."""
-
-    kind: Literal["clearly_greater"]
     than: Reference
+    _side: ClassVar[str]
 
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
         low, high, interval = self._interval(own, value_of)
         limit, label = _number(self.than, value_of)
-        return self._spread(low, high, low > limit, f"{interval}, asked to lie above {label} as a whole")
+        why = f"{interval}, asked to lie {self._side} {label} as a whole"
+        if low == high:
+            return False, f"{why}; it has no width, as of a single repetition"
+        return (low > limit if self._side == "above" else high < limit), why
 
 
-class ClearlyLess(_OfInterval):
+class ClearlyGreater(_Clear):
+    """The whole interval lies above `than`."""
+
+    kind: Literal["clearly_greater"]
+    _side: ClassVar[str] = "above"
+
+
+class ClearlyLess(_Clear):
     """The whole interval lies below `than`."""
 
     kind: Literal["clearly_less"]
-    than: Reference
-
-    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        low, high, interval = self._interval(own, value_of)
-        limit, label = _number(self.than, value_of)
-        return self._spread(low, high, high < limit, f"{interval}, asked to lie below {label} as a whole")
+    _side: ClassVar[str] = "below"
 
 
 class Covers(_OfInterval):

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
-import yaml
 
+from kvlab import yamls
 from kvlab.errors import KvlabError
 from kvlab.workbench import project, store
 
@@ -296,10 +296,7 @@ def _slurm(workers: int | None) -> tuple[Any, int]:
     if shutil.which("sbatch") is None:
         raise KvlabError("--cluster slurm needs Slurm's sbatch, which this machine has not got: run kvlab on a login "
                          "node, or name a scheduler's address")
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise KvlabError(f"{path.name} is not valid YAML: {' '.join(str(error).split())}") from None
+    settings = yamls.load(path)[0] or {}
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise KvlabError(f"{path.name} must be a mapping of settings, such as 'queue: short'")
     jobs = settings.pop("jobs", None) or workers or 1
