@@ -10,6 +10,7 @@ from torch import Tensor
 from kvlab import measures
 from kvlab.policies import Policy, Prompt, policy
 from kvlab.policies.compilerkv import CompilerKV
+from kvlab.tables import DecisionTables
 
 
 class Inspected(CompilerKV):
@@ -44,24 +45,27 @@ class NoHeadTable(CompilerKV):
         return None
 
 
-class StaticThreshold(CompilerKV):
-    """Table 2, without risk adaption: one threshold for each layer and every prompt.
-
-    It is the median of what the table has for the contexts that it was learnt from, or of all its cells if it does not
-    say how many contexts each saw (`visited`).
+def static_thresholds(tables: DecisionTables) -> Tensor:
+    """One threshold for each layer, float64 `[layers]`: the median of what the table has for the contexts that it was
+    learnt from, or of all its cells if it does not say how many contexts each saw (`visited`).
     """
+    grid = torch.tensor(tables.risk, dtype=torch.float64).flatten(1)
+    visited = (tables.model_extra or {}).get("visited")
+    if visited is not None:
+        grid = grid.repeat_interleave(torch.tensor(visited).flatten(), 1)
+    # Of an even number the lower middle one, so that it is a threshold of the table.
+    return grid.median(-1).values
+
+
+class StaticThreshold(CompilerKV):
+    """Table 2, without risk adaption: one threshold for each layer and every prompt (`static_thresholds`)."""
 
     name: ClassVar[str] = "compilerkv_static_threshold"
 
     def _thresholds(self, prompt: Prompt) -> Tensor:
         if not self.gates:
             return super()._thresholds(prompt)
-        grid = torch.tensor(self._tables.risk, dtype=torch.float64, device=prompt.keys.device).flatten(1)
-        visited = (self._tables.model_extra or {}).get("visited")
-        if visited is not None:
-            grid = grid.repeat_interleave(torch.tensor(visited, device=grid.device).flatten(), 1)
-        # Of an even number the lower middle one, so that it is a threshold of the table.
-        return grid.median(-1).values[list(prompt.layers)]
+        return static_thresholds(self._tables).to(prompt.keys.device)[list(prompt.layers)]
 
 
 class RawAttention(CompilerKV):

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvlab import attention, corpus
 from kvlab.analyses import DOCUMENTS, Findings
+from kvlab.analyses.compilerkv_variants import static_thresholds
 from kvlab.compile import Settings, learning
 from kvlab.compile.contexts import Context
 from kvlab.compile.log import Samples
@@ -187,9 +188,7 @@ def variants(tables: DecisionTables, shuffles: int = 3, seed: int = 0) -> dict[s
     """
     heads, risk = np.array(tables.heads), np.array(tables.risk)
     seen = np.array(tables.visited) > 0
-    # As the ablation of table 2 takes it: each cell as often as it was visited, and the lower middle one.
-    visits = np.repeat(risk.reshape(len(risk), -1), np.array(tables.visited).ravel(), axis=1)
-    static = np.sort(visits, axis=1)[:, (visits.shape[1] - 1) // 2]
+    static = static_thresholds(tables).numpy()
     found = {
         "neutral": _with(tables, None, None),
         "learnt": tables,

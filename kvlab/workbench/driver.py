@@ -22,7 +22,7 @@ from kvlab.errors import KvlabError
 from kvlab.workbench import content, experiments, inputs, places, project, store, tracking
 from kvlab.workbench.experiments import Job
 from kvlab.workbench.places import LOG, RESULT, Here, Place, Task, cores
-from kvlab.workbench.progress import Progress, duration
+from kvlab.workbench.progress import Progress
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -231,8 +231,7 @@ class Sweep:
         elapsed = time.monotonic() - running.begun
         if running.job.timeout and not self.place.limits and elapsed > running.job.timeout:
             running.task.stop()
-            (running.folder / RESULT).write_text(json.dumps(
-                {"ok": False, "error": f"took longer than its limit of {duration(running.job.timeout)}", "html": None}))
+            places.note_late(running.folder, running.job.timeout)
             return True
         self.progress.note(running.number, _cells_done(running.output))
         return False

@@ -20,6 +20,7 @@ import psutil
 from kvlab import yamls
 from kvlab.errors import KvlabError
 from kvlab.workbench import project, store
+from kvlab.workbench.progress import duration
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -191,12 +192,17 @@ def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_
                 job.stop()
             elif limit and time.monotonic() - begun > limit:
                 job.stop()
-                late = {"ok": False, "error": f"took longer than its limit of {limit} s", "html": None}
-                (folder / RESULT).write_text(json.dumps(late), encoding="utf-8")
+                note_late(folder, limit)
         names = [output, output.with_suffix(".html"), folder / RESULT, folder / LOG]
         return code, {path.name: path.read_bytes() for path in names if path.exists()}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_late(folder: Path, limit: float) -> None:
+    """The note of a job that was stopped at its time limit, in its worker's place."""
+    late = {"ok": False, "error": f"took longer than its limit of {duration(limit)}", "html": None}
+    (folder / RESULT).write_text(json.dumps(late), encoding="utf-8")
 
 
 def _begun_elsewhere(environment: Mapping[str, str]) -> bool:
