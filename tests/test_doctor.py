@@ -66,3 +66,10 @@ def test_the_command_says_by_its_exit_code_whether_all_is_well(project, monkeypa
     monkeypatch.setattr(doctor, "DISK_GB", 10**9)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1 and "mend:" in result.stdout
+
+
+def test_the_disk_of_a_store_elsewhere_is_looked_at_too(project, monkeypatch, tmp_path_factory):
+    far = tmp_path_factory.mktemp("far")
+    assert str(far) not in doctor.disk().found
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{far / 'mlflow.db'}")
+    assert f"GB free for the store ({far})" in doctor.disk().found

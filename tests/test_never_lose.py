@@ -11,8 +11,10 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
@@ -27,15 +29,29 @@ pytestmark = pytest.mark.roundtrip
 
 WRITERS, RUNS, METRICS = 8, 3, 40
 WRITER = textwrap.dedent("""
+    import multiprocessing
     import sys
+    import mlflow
     import pandas
     from kvlab.workbench import tracking
-    number, runs, metrics = map(int, sys.argv[1:])
-    for one in range(runs):
-        with tracking.start("many", {"number": number, "one": one}) as run:
-            for first in range(0, metrics, 10):
-                run.log({f"m{i}": 1000 * number + 100 * one + i for i in range(first, first + 10)})
-            run.table("rows", pandas.DataFrame({"number": [number], "one": [one]}))
+
+    writers, runs, metrics = map(int, sys.argv[1:])
+
+    def write(number):
+        for one in range(runs):
+            with tracking.start("many", {"number": number, "one": one}) as run:
+                for first in range(0, metrics, 10):
+                    run.log({f"m{i}": 1000 * number + 100 * one + i for i in range(first, first + 10)})
+                run.table("rows", pandas.DataFrame({"number": [number], "one": [one]}))
+
+    # Imports take longest, so they are made once; nothing of the store is touched before the processes part.
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=write, args=(number,)) for number in range(writers)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join(400)
+    sys.exit(any(one.exitcode for one in started))
 """)
 
 
@@ -84,14 +100,14 @@ def server(project, tmp_path, monkeypatch):  # noqa: F811
     made = Server(tmp_path / "mlruns")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", made.uri)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    monkeypatch.setenv("KVLAB_PATIENCE", "0")
     yield made.start()
     made.stop()
 
 
 def write_from_many_processes():
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(n), str(RUNS), str(METRICS)], env=environment())
-               for n in range(WRITERS)]
-    assert [one.wait(timeout=400) for one in writers] == [0] * WRITERS
+    subprocess.run([sys.executable, "-c", WRITER, str(WRITERS), str(RUNS), str(METRICS)], env=environment(), check=True,
+                   timeout=450)
 
 
 def check_what_many_processes_wrote():
@@ -116,14 +132,26 @@ def test_eight_processes_lose_nothing_through_a_server(server):
     check_what_many_processes_wrote()
 
 
-def test_a_server_that_goes_away_stops_the_command_with_a_sentence_and_loses_nothing(server, project):  # noqa: F811
-    """The second of three jobs takes the server down; after it has come back, only what is missing is run."""
+def take_down(server, project):  # noqa: F811
+    """The second of three jobs takes the server down in the middle of its notebook; returns the mark that it leaves."""
     gone = project / "server-gone"
     strike = (f"import os, pathlib, signal\ngone = pathlib.Path({str(gone)!r})\n"
               f"if reduction == 0.62 and not gone.exists():\n"
-              f"    gone.touch(); os.killpg({server.process.pid}, signal.SIGKILL)\n")
+              f"    os.killpg({server.process.pid}, signal.SIGKILL); gone.touch()\n")
     notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(strike), cell(BODY))
     experiment(project, grid={"reduction": [0.55, 0.62, 0.7]})
+    return gone
+
+
+def check_three_jobs():
+    finished = [run.data.metrics["reduction/0.20"] for run in runs("job") if run.info.status == "FINISHED"]
+    assert sorted(finished) == [0.55, 0.62, 0.7]
+    assert "RUNNING" not in {run.info.status for kind in ("job", "sweep") for run in runs(kind)}
+
+
+def test_a_server_that_goes_away_stops_the_command_with_a_sentence_and_loses_nothing(server, project):  # noqa: F811
+    """After it has come back, only what is missing is run."""
+    take_down(server, project)
     console = Console(file=io.StringIO(), width=200)
     with pytest.raises(KvlabError, match=r"went away|cannot be reached|refused"):
         driver.run(EXPERIMENT, workers=1, console=console)
@@ -132,9 +160,46 @@ def test_a_server_that_goes_away_stops_the_command_with_a_sentence_and_loses_not
     server.start()
     found = driver.run(EXPERIMENT, workers=1, console=console)
     assert [result.state for result in found] == ["done earlier", "finished", "finished"]
-    finished = [run.data.metrics["reduction/0.20"] for run in runs("job") if run.info.status == "FINISHED"]
-    assert sorted(finished) == [0.55, 0.62, 0.7]
-    assert "RUNNING" not in {run.info.status for kind in ("job", "sweep") for run in runs(kind)}
+    check_three_jobs()
+
+
+def test_a_server_that_is_away_for_a_while_is_waited_for(server, project, monkeypatch, capfd):  # noqa: F811
+    """Driver and notebook hold back what they have, and nothing has to be run again."""
+    monkeypatch.setenv("KVLAB_PATIENCE", "200")
+    gone = take_down(server, project)
+
+    def bring_back():
+        while not gone.exists():
+            time.sleep(0.1)
+        server.process.wait()
+        time.sleep(3)
+        server.start()
+
+    helper = threading.Thread(target=bring_back, daemon=True)
+    helper.start()
+    found = driver.run(EXPERIMENT, workers=2, console=Console(file=io.StringIO(), width=200))
+    helper.join()
+    assert [result.state for result in found] == ["finished"] * 3
+    check_three_jobs()
+    assert len(runs("job")) == 3 and len(runs("sweep")) == 1
+    struck = next(run for run in runs("job") if run.data.params["reduction"] == "0.62")
+    page = store.client().download_artifacts(struck.info.run_id, "notebook/toy.ipynb")
+    assert "the MLflow store is back" in Path(page).read_text()
+
+
+def test_two_sweeps_at_once_share_the_jobs(project):  # noqa: F811
+    experiment(project, grid={"reduction": [0.5, 0.55, 0.6]})
+    other = subprocess.Popen([sys.executable, "-m", "kvlab", "run", EXPERIMENT, "--jobs", "1"], env=environment(),
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    console = Console(file=io.StringIO(), width=200)
+    ours = driver.run(EXPERIMENT, workers=1, console=console)
+    _, theirs = other.communicate(timeout=300)
+    assert other.returncode == 0, theirs
+    assert sorted(run.data.params["reduction"] for run in runs("job")) == ["0.5", "0.55", "0.6"]
+    assert {run.info.status for run in runs("job")} == {"FINISHED"}
+    assert {result.state for result in ours} <= {"finished", "done earlier"} and len(ours) == 3
+    assert "another sweep is at it" in console.file.getvalue() + theirs
+    assert not list((project / "mlruns" / "work").iterdir())
 
 
 @pytest.mark.parametrize("victim", ["driver", "worker", "kernel"])

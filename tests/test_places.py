@@ -17,8 +17,7 @@ from kvlab.errors import KvlabError
 from kvlab.workbench import driver, places, store
 
 distributed = pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
-# One process for all, since they share what takes long to start.
-pytestmark = [pytest.mark.roundtrip, pytest.mark.xdist_group("cluster")]
+pytestmark = pytest.mark.roundtrip
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from projects import EXPERIMENT, project  # noqa: F401
 
 from kvlab.errors import KvlabError
-from kvlab.workbench import driver, store, tracking
+from kvlab.workbench import earlier, store, tracking
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_runs_of_a_dead_driver_are_killed_and_others_left(project):  # noqa: F81
         "kvlab.kind": "job", "kvlab.pid": other.pid, "kvlab.pid_started": other.create_time()}, "alive")
     left_over = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job"}, "left over")
     by_hand = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "interactive"}, "by hand")
-    driver._repair(client, store.experiment_id(client, EXPERIMENT))
+    earlier.tidy(client, {EXPERIMENT: store.experiment_id(client, EXPERIMENT)})
     assert [fetched(each).info.status for each in (gone, elsewhere, alive, left_over, by_hand)] == [
         "KILLED", "RUNNING", "RUNNING", "KILLED", "RUNNING"]
 

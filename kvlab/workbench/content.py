@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvlab.files import expanded, parsed
 from kvlab.workbench import notebooks, project
 
 LIBRARIES = ("torch", "transformers", "numpy")
@@ -26,6 +27,12 @@ def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
         "libraries": _libraries(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def key_now(notebook: Path, parameters: Mapping[str, Any]) -> str:
+    """`key` as it is now: in a sweep of hours somebody may have edited the code."""
+    project.code_hash.cache_clear()
+    return key(notebook, parameters)
 
 
 @functools.cache
@@ -55,7 +62,7 @@ def _fingerprint(text: str) -> str | None:
         return None
     if found := model_hash(text):
         return found
-    path = Path(text).expanduser()
+    path = expanded(text)
     path = path if path.is_absolute() else project.root() / "notebooks" / path
     try:
         if path.is_file():
@@ -77,7 +84,7 @@ def cache_folder() -> Path:
     import platformdirs
 
     named = os.environ.get("KVLAB_HOME")
-    return Path(named).expanduser().absolute() if named else platformdirs.user_cache_path("kvlab")
+    return expanded(named).absolute() if named else platformdirs.user_cache_path("kvlab")
 
 
 def model_hash(name: str) -> str | None:
@@ -86,7 +93,7 @@ def model_hash(name: str) -> str | None:
         return None
     for note in sorted((cache_folder() / "models").glob(f"{name}-*/PROVENANCE.json"), reverse=True):
         try:
-            return json.loads(note.read_text(encoding="utf-8")).get("weights_sha256")
-        except (OSError, json.JSONDecodeError):
+            return parsed(note.read_text(encoding="utf-8")).get("weights_sha256")
+        except (OSError, ValueError, AttributeError):
             continue
     return None

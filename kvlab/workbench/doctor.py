@@ -121,7 +121,7 @@ def texts() -> Finding:
 
 
 def store() -> Finding:
-    """The MLflow store: reached, and written to."""
+    """The MLflow store: reached, and, where it is a file, one that may be written to."""
     from kvlab.workbench import store as mlflow_store
 
     if not mlflow_store.exists():
@@ -145,8 +145,12 @@ def _writable(folder: Path) -> None:
 def disk() -> Finding:
     """Room for the model, the texts, the shared traces and the runs."""
     from kvlab import packs
+    from kvlab.workbench import store as mlflow_store
 
     places = {"cache": packs.home(), "project": project.root()}
+    database = mlflow_store.database_path(mlflow_store.store_uri())
+    if database and not database.is_relative_to(project.root()):
+        places["store"] = database.parent
     free = {}
     for name, folder in places.items():
         there = next(place for place in (folder, *folder.parents) if place.exists())

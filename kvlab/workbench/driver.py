@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from kvlab.errors import KvlabError
-from kvlab.workbench import content, experiments, inputs, places, project, store, tracking
+from kvlab.workbench import content, earlier, experiments, inputs, patience, places, project, store, tracking
 from kvlab.workbench.experiments import Job
 from kvlab.workbench.places import LOG, RESULT, Here, Place, Task, cores
 from kvlab.workbench.progress import Progress
 
 if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
+    from filelock import FileLock
     from rich.console import Console
 
-POLL = 0.2      # seconds between looks at the running processes
+    from kvlab.workbench.patience import Patient
+
+POLL = 0.05     # seconds between looks at the running processes
+GLANCE = 1.0    # seconds between looks at how far their notebooks are, which grow
+ASKING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 TRIES = 3       # how often a job is begun whose process dies, as by want of memory or a lost machine
 
 
@@ -54,6 +54,7 @@ class Running:
     task: Task
     folder: Path
     begun: float = field(default_factory=time.monotonic)
+    glanced: float = 0.0
 
     @property
     def output(self) -> Path:
@@ -75,25 +76,26 @@ def run(names: str | Sequence[str], profile: str = "quick", overrides: Mapping[s
     loaded = [experiments.load(name) for name in names]
     if workers is not None and workers < 1:
         raise KvlabError(f"the number of jobs at once must be 1 or more, not {workers}")
+    patience.patience()
     queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
     inputs.prepare([job.parameters for job in queue])
     # A model pulled just now belongs into the keys.
     queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
     connection = store.client()
-    for experiment in loaded:
-        _repair(connection, store.experiment_id(connection, experiment.name))
+    ids = {experiment.name: store.experiment_id(connection, experiment.name) for experiment in loaded}
+    earlier.tidy(connection, ids)
     descriptions = {experiment.name: experiment.summary for experiment in loaded}
     place = places.connect(cluster, workers) if cluster else Here(workers or min(2, cores()))
     try:
-        return Sweep(connection, queue, descriptions, place, fresh, console).go()
+        return Sweep(connection, queue, ids, descriptions, place, fresh, console).go()
     finally:
         place.close()
 
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """Set by Ctrl-C or a polite kill, and looked at between jobs: an exception that arises wherever the interpreter
-    happens to be is lost in a finaliser. A second Ctrl-C does not wait."""
+    """Set by Ctrl-C, a polite kill or a terminal that is closed, and looked at between jobs: an exception that arises
+    wherever the interpreter happens to be is lost in a finaliser. A second Ctrl-C does not wait."""
     asked = threading.Event()
 
     def ask(*_: object) -> None:
@@ -104,7 +106,8 @@ def _asked_to_stop() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield asked     # only the main thread hears signals
         return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Who ignores a signal, as nohup does, means it.
+    before = {number: signal.signal(number, ask) for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield asked
     finally:
@@ -115,16 +118,18 @@ def _asked_to_stop() -> Iterator[threading.Event]:
 class Sweep:
     """A queue of jobs, the processes that work on it, and their runs."""
 
-    def __init__(self, connection: MlflowClient, queue: list[Job], descriptions: Mapping[str, str], place: Place,
-                 fresh: bool, console: Console | None) -> None:
-        self.client, self.queue, self.descriptions, self.place = connection, queue, descriptions, place
-        self.fresh = fresh
+    def __init__(self, connection: Patient, queue: list[Job], ids: Mapping[str, str], descriptions: Mapping[str, str],
+                 place: Place, fresh: bool, console: Console | None) -> None:
+        self.client, self.queue, self.ids, self.descriptions = connection, queue, ids, descriptions
+        self.place, self.fresh = place, fresh
         self.progress = Progress(queue, place.workers, console)
         self.waiting: list[int] = []
         self.tries: Counter[int] = Counter()
         self.parents: dict[str, tracking.Run] = {}
         self.running: list[Running] = []
         self.results: dict[int, Result] = {}
+        self.claims: dict[int, FileLock] = {}
+        self.elsewhere: set[int] = set()
 
     def go(self) -> list[Result]:
         """Work through the queue. Whatever stops it early, its processes are ended and their runs marked KILLED, as far
@@ -133,31 +138,35 @@ class Sweep:
 
         interrupted = True
         with self.progress, _asked_to_stop() as asked:
+            self.client.give_up = asked
             try:
-                self.waiting = [number for number in range(len(self.queue)) if not self._done_earlier(number)]
+                self._look_back()
                 # A long job that begins last would run alone at the end.
                 self.waiting.sort(key=self.progress.expected, reverse=True)
                 self.progress.announce()
                 while self.waiting or self.running:
-                    while self.waiting and len(self.running) < self.place.workers:
-                        self._begin(self.waiting.pop(0))
-                    time.sleep(POLL)
-                    if asked.is_set():
+                    self._begin_some()
+                    if asked.wait(POLL):
                         raise KeyboardInterrupt
                     for job in [job for job in self.running if self._ended(job)]:
                         self._end(job)
                         self.running.remove(job)
                 interrupted = False
-            except (MlflowException, KvlabError) as error:
-                why = f"the MLflow store went away ({_first_line(error)})"
-                raise KvlabError(f"{why}; {self._how_to_go_on()}") from error
+            except MlflowException as error:
+                raise self._stopped(f"the MLflow store went away ({_first_line(error)})") from error
+            except OSError as error:
+                raise self._stopped(str(error.strerror or error), error.filename) from error
+            except KvlabError as error:
+                raise self._stopped(_first_line(error)) from error
             except KeyboardInterrupt:
-                self.progress.console.print(f"stopped; {self._how_to_go_on()}", markup=False, highlight=False,
-                                            soft_wrap=True)
+                self.progress.say(f"stopped; {self._how_to_go_on()}")
                 raise
             finally:
                 self._settle(interrupted)
         return [self.results[number] for number in sorted(self.results)]
+
+    def _stopped(self, why: str, file: str | None = None) -> KvlabError:
+        return KvlabError(f"{why}{f' ({file})' if file else ''}; {self._how_to_go_on()}")
 
     def _how_to_go_on(self) -> str:
         done = sum(result.state in ("finished", "done earlier") for result in self.results.values())
@@ -167,7 +176,7 @@ class Sweep:
         """End what is still running, then the parent runs. A store that is gone must not hide why we are here."""
         from mlflow.exceptions import MlflowException
 
-        lost = (KvlabError, MlflowException) if interrupted else ()
+        lost = (KvlabError, MlflowException, OSError) if interrupted else ()
         for job in self.running:
             job.task.stop()
             with contextlib.suppress(*lost):
@@ -177,22 +186,76 @@ class Sweep:
             failed = any(result.state == "failed" for result in mine)
             with contextlib.suppress(*lost):
                 parent.finish("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
+        for number in list(self.claims):
+            self._release(number)
 
-    def _done_earlier(self, number: int) -> bool:
+    def _look_back(self) -> None:
+        """What has finished before is done; the others will take what the last of their kind took."""
+        kinds = {(job.experiment, job.profile): job.seconds for job in self.queue}
+        for experiment, profile in kinds:
+            if last := earlier.newest(self.client, self.ids[experiment], profile=profile):
+                kinds[experiment, profile] = float(last.data.tags["kvlab.seconds"])
+        done: dict[str, str] = {}
+        for one in () if self.fresh else self.ids.values():
+            for run in earlier.finished(self.client, one, code=project.code_hash()[:16]):
+                done.setdefault(run.data.tags["kvlab.key"], run.info.run_id)
+        for number, job in enumerate(self.queue):
+            self.progress.expect(number, kinds[job.experiment, job.profile])
+            if job.key in done:
+                self._is_done(number, done[job.key])
+            else:
+                self.waiting.append(number)
+
+    def _is_done(self, number: int, run_id: str) -> None:
+        self.results[number] = Result(self.queue[number], "done earlier", run_id)
+        self.progress.set(number, "done earlier", f"run {run_id}")
+
+    def _begin_some(self) -> None:
+        """Begin the next jobs, as far as there is room for them and nobody else is at them."""
+        for number in list(self.waiting):
+            if len(self.running) == self.place.workers:
+                return
+            job = self.queue[number]
+            if not (lock := earlier.claim(job.experiment, job.key)):
+                self._leave_to_others(number)
+                continue
+            self.claims[number] = lock
+            if not self._is_as_it_was(number):
+                self._release(number)
+                continue
+            self.waiting.remove(number)
+            # Another sweep may have finished it since ours began.
+            if not self.fresh and (found := earlier.newest(self.client, self.ids[job.experiment], key=job.key)):
+                self._is_done(number, found.info.run_id)
+                self._release(number)
+            else:
+                self._begin(number)
+
+    def _is_as_it_was(self, number: int) -> bool:
+        """Whether notebook, inputs and code still are those of the job's key; if not, the job gets the key of what it
+        would run now, or fails where that cannot be read any more."""
         job = self.queue[number]
-        where = [store.experiment_id(self.client, job.experiment)]
-        kind = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
-        alike = self.client.search_runs(where, f"{kind} and tags.`kvlab.profile` = '{job.profile}'", max_results=1)
-        seconds = alike[0].data.tags.get("kvlab.seconds") if alike else None
-        self.progress.expect(number, float(seconds) if seconds else job.seconds)
-        if self.fresh:
+        try:
+            key = content.key_now(job.notebook, job.parameters)
+        except (KvlabError, OSError) as error:
+            self.waiting.remove(number)
+            self.results[number] = Result(job, "failed", "", error=str(error))
+            self.progress.set(number, "failed", str(error))
             return False
-        found = self.client.search_runs(where, f"{kind} and tags.`kvlab.key` = '{job.key}'", max_results=1)
-        if not found:
-            return False
-        self.results[number] = Result(job, "done earlier", found[0].info.run_id)
-        self.progress.set(number, "done earlier", f"run {found[0].info.run_id}")
-        return True
+        if key != job.key:
+            self.queue[number] = replace(job, key=key)
+            self.progress.set(number, "waiting", "edited since the sweep began; it will run as it is now")
+        return key == job.key
+
+    def _leave_to_others(self, number: int) -> None:
+        if number not in self.elsewhere:
+            self.elsewhere.add(number)
+            same = any(running.job == self.queue[number] for running in self.running)
+            self.progress.set(number, "waiting", "the same job is running" if same else "another sweep is at it")
+
+    def _release(self, number: int) -> None:
+        if lock := self.claims.pop(number, None):
+            earlier.release(lock)
 
     def _begin(self, number: int) -> None:
         job = self.queue[number]
@@ -203,12 +266,13 @@ class Sweep:
         try:
             self.running.append(self._launch(number, job, run))
         except BaseException:
-            run.finish("FAILED")
+            shutil.rmtree(earlier.work() / run.id, ignore_errors=True)
+            run.finish("KILLED")
             raise
         self.progress.set(number, "running")
 
     def _launch(self, number: int, job: Job, run: tracking.Run) -> Running:
-        folder = project.root() / "mlruns" / "work" / run.id
+        folder = earlier.work() / run.id
         folder.mkdir(parents=True, exist_ok=True)
         spec = {"notebook": str(job.notebook), "output": str(folder / job.notebook.name),
                 "result": str(folder / RESULT), "parameters": job.parameters, "cwd": str(job.notebook.parent),
@@ -233,13 +297,15 @@ class Sweep:
             running.task.stop()
             places.note_late(running.folder, running.job.timeout)
             return True
-        self.progress.note(running.number, _cells_done(running.output))
+        if elapsed - running.glanced > GLANCE:
+            running.glanced = elapsed
+            self.progress.note(running.number, _cells_done(running.output))
         return False
 
     def _end(self, running: Running) -> None:
         try:
             result = json.loads((running.folder / RESULT).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
+        except (OSError, ValueError):
             code = running.task.code() or 0
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._died(running, f"its process died ({how}); {_last_line(running.folder / LOG)}")
@@ -247,7 +313,13 @@ class Sweep:
         if result.get("died"):
             self._died(running, result["error"])
             return
-        self._close(running, "finished" if result["ok"] else "failed", result.get("error") or "")
+        if not result["ok"]:
+            self._close(running, "failed", result.get("error") or "")
+        elif _is_key(running.job):
+            self._close(running, "finished", "")
+        else:
+            running.run.tag("kvlab.key", "edited while it ran")
+            self._close(running, "finished", "edited while it ran, so it will be run again next time")
 
     def _died(self, running: Running, why: str) -> None:
         """Begin a job anew whose process or kernel died, unless it has done so often enough."""
@@ -274,15 +346,26 @@ class Sweep:
             state, error = "failed", f"its artifacts could not be kept: {_first_line(failure)}"
         try:
             if state == "failed":
-                kept = _keep_copy(running)
+                with contextlib.suppress(OSError):
+                    kept = _keep_copy(running)
                 running.run.tag("kvlab.error", error)
                 if (running.folder / LOG).exists() and (running.folder / LOG).stat().st_size:
                     self.client.log_artifact(running.run.id, str(running.folder / LOG), "notebook")
+            if state == "finished":
+                store.write_through(self.client, running.run.id)
             running.run.finish({"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}[state])
         finally:
             shutil.rmtree(running.folder, ignore_errors=True)
+            self._release(running.number)
         self.results[running.number] = Result(running.job, state, running.run.id, seconds, error, kept)
         self.progress.set(running.number, state, error, seconds)
+
+
+def _is_key(job: Job) -> bool:
+    try:
+        return content.key_now(job.notebook, job.parameters) == job.key
+    except (KvlabError, OSError):
+        return False
 
 
 def _first_line(error: Exception) -> str:
@@ -306,7 +389,7 @@ def _keep_copy(running: Running) -> Path | None:
 def _cells_done(path: Path) -> str:
     try:
         cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
-    except (OSError, json.JSONDecodeError, KeyError):
+    except (OSError, ValueError, KeyError):     # papermill is writing it
         return ""
     done = sum(cell["metadata"].get("papermill", {}).get("status") == "completed" for cell in cells)
     return f"cell {min(done + 1, len(cells))} of {len(cells)}"
@@ -318,22 +401,3 @@ def _last_line(log: Path) -> str:
     except OSError:
         lines = []
     return f"its last words: {lines[-1][:300]}" if lines else "it left no message; it may have run out of memory"
-
-
-def _repair(connection: MlflowClient, experiment: str) -> None:
-    """Mark the runs that a driver on this host left behind as KILLED."""
-    for left in connection.search_runs([experiment], "attributes.status = 'RUNNING'"):
-        tags = left.data.tags
-        ours = tags.get("kvlab.kind") in ("job", "sweep") and tags.get("kvlab.host") == socket.gethostname()
-        pid = int(tags.get("kvlab.pid", 0))
-        # A process sweeps once at a time, so what it left running itself is left over, too.
-        if ours and (pid == os.getpid() or not _alive(pid, float(tags.get("kvlab.pid_started", 0)))):
-            connection.set_terminated(left.info.run_id, "KILLED")
-            shutil.rmtree(project.root() / "mlruns" / "work" / left.info.run_id, ignore_errors=True)
-
-
-def _alive(pid: int, started: float) -> bool:
-    try:
-        return abs(psutil.Process(pid).create_time() - started) < 2
-    except psutil.Error:
-        return False

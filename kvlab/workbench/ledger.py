@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab import papers
 from kvlab.errors import KvlabError
-from kvlab.workbench import store
+from kvlab.workbench import earlier, store
 
 if TYPE_CHECKING:
     import pandas
     from mlflow.entities import Run
-    from mlflow.tracking import MlflowClient
+
+    from kvlab.workbench.patience import Patient
 
 COLUMNS = ["id", "paper", "where", "claim", "metric", "paper_value", "value", "low", "high", "verdict", "model",
            "run_id"]
@@ -112,22 +113,12 @@ def entries(model: str | None = None, profile: str | None = None) -> list[Entry]
     return found
 
 
-def _finished(connection: MlflowClient, experiment: str, model: str | None, profile: str | None) -> list[Run]:
+def _finished(connection: Patient, experiment: str, model: str | None, profile: str | None) -> list[Run]:
     """The finished jobs of an experiment, newest first."""
     known = connection.get_experiment_by_name(experiment)
     if known is None:
         return []
-    query = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
-    if profile:
-        query += f" and tags.`kvlab.profile` = '{_quotable(profile)}'"
-    found, token = [], None
-    while True:
-        page = connection.search_runs([known.experiment_id], query, max_results=1000, page_token=token,
-                                      order_by=["attributes.end_time DESC"])
-        found += page
-        token = page.token
-        if not token:
-            break
+    found = earlier.finished(connection, known.experiment_id, **({"profile": _quotable(profile)} if profile else {}))
     wanted = model.split("@")[0] if model else None
     return [run for run in found if wanted is None or run.data.tags.get("model", "").split("@")[0] == wanted]
 

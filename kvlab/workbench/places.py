@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -12,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 # What a job leaves behind, whatever machine it ran on.
 RESULT, LOG = "result.json", "log.txt"
 CONNECT_S = 15
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 SLURM = "slurm"
 
 
@@ -55,8 +59,13 @@ class Place(Protocol):
 
 
 def cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The cores this process may use, by its affinity and by its container's quota."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = QUOTA.read_text(encoding="ascii").split()
+        return max(1, min(found, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):   # no such file, or "max": no quota
+        return found
 
 
 def threads(at_once: int) -> dict[str, str]:
@@ -89,7 +98,7 @@ class Process:
 
     def __init__(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> None:
         written = folder / "spec.json"
-        written.write_text(json.dumps(dict(spec)), encoding="utf-8")
+        written.write_text(json.dumps({**spec, "parent": os.getpid()}), encoding="utf-8")
         with (folder / LOG).open("wb") as log:
             self.process = subprocess.Popen([sys.executable, "-m", "kvlab.workbench.worker", str(written)], stdout=log,
                                             stderr=log, stdin=subprocess.DEVNULL, env=dict(environment),
@@ -140,9 +149,13 @@ class Cluster:
 
     def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Remote:
         notebook = Path(spec["notebook"]).read_bytes()
-        # A job is no pure function: the same notebook run again is another run.
-        future = self.client.submit(work, dict(spec), notebook, dict(environment), max(self.shares.values(), default=1),
-                                    key=f"kvlab-{environment['MLFLOW_RUN_ID']}", pure=False, retries=0)
+        at_once = max(self.shares.values(), default=1)
+        try:
+            # A job is no pure function: the same notebook run again is another run.
+            future = self.client.submit(work, dict(spec), notebook, dict(environment), at_once, pure=False, retries=0,
+                                        key=f"kvlab-{environment['MLFLOW_RUN_ID']}")
+        except Exception as error:
+            raise KvlabError(f"the Dask scheduler went away ({type(error).__name__})") from error
         return Remote(future, folder)
 
     def close(self) -> None:
@@ -162,6 +175,8 @@ class Remote:
         if self._code is None and self.future.done():
             try:
                 self._code, files = self.future.result()
+            except CancelledError as error:     # nobody here cancels what it still waits for
+                raise KvlabError("the Dask scheduler went away") from error
             except Exception as error:  # a lost worker, or whatever the cluster raises for it
                 self._code, files = 1, {LOG: f"{type(error).__name__}: {error}".encode()}
             for name, content in files.items():
@@ -169,7 +184,9 @@ class Remote:
         return self._code
 
     def stop(self) -> None:
-        self.future.cancel(force=True)
+        # A cluster that is gone has nothing to stop.
+        with contextlib.suppress(Exception):
+            self.future.cancel(force=True)
 
 
 def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_once: int) -> tuple[int, dict]:
@@ -208,9 +225,7 @@ def note_late(folder: Path, limit: float) -> None:
 def _begun_elsewhere(environment: Mapping[str, str]) -> bool:
     """Whether another worker began this very run: Dask hands a lost worker's tasks on by itself, but only the driver
     may begin a job anew, under a run of its own."""
-    from mlflow.tracking import MlflowClient
-
-    client, run = MlflowClient(environment["MLFLOW_TRACKING_URI"]), environment["MLFLOW_RUN_ID"]
+    client, run = store.client(environment["MLFLOW_TRACKING_URI"]), environment["MLFLOW_RUN_ID"]
     if "kvlab.worker" in client.get_run(run).data.tags:
         return True
     client.set_tag(run, "kvlab.worker", socket.gethostname())
@@ -283,7 +298,8 @@ def _check(client: Client, address: str) -> None:
 
 
 def about() -> tuple[str, str]:
-    """Host and code of a worker."""
+    """Host and code of a worker, which may have been edited since it began."""
+    project.code_hash.cache_clear()
     return socket.gethostname(), project.code_hash()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable
@@ -30,6 +31,13 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 
+class Screen(Console):
+    """A console that falls silent when its reader is gone, instead of ending the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 @dataclass
 class Row:
     """The state of one job on the screen."""
@@ -46,7 +54,7 @@ class Progress:
     """Follows jobs through their states. A context manager; every method may be called from the driver's loop."""
 
     def __init__(self, jobs: Iterable[Job], workers: int, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or Screen(stderr=True)
         self.rows = [Row(job) for job in jobs]
         self.workers = workers
         self._live: Live | None = None
@@ -59,8 +67,14 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         if self._live:
-            self._live.__exit__(*error)
+            with contextlib.suppress(OSError):
+                self._live.__exit__(*error)
             self._live = None
+
+    def say(self, text: str) -> None:
+        """One line for the person, if anybody still listens: a terminal that was closed must not end a sweep."""
+        with contextlib.suppress(OSError):
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def expect(self, number: int, seconds: float | None) -> None:
         """How long a job took when it last ran, or is said to take; None where nobody knows."""
@@ -75,8 +89,7 @@ class Progress:
         waiting = sum(row.state == "waiting" for row in self.rows)
         if not self._live and waiting > 1:
             left = f", about {duration(self.remaining())}" if self.remaining() else ""
-            self.console.print(f"{waiting} jobs, {self.workers} at once{left}", markup=False, highlight=False,
-                               soft_wrap=True)
+            self.say(f"{waiting} jobs, {self.workers} at once{left}")
 
     def set(self, number: int, state: str, why: str = "", seconds: float | None = None) -> None:
         """Move a job to another state; `why` is shown beside it."""
@@ -90,8 +103,8 @@ class Progress:
             took = f" in {duration(row.seconds)}" if state in ("finished", "failed") else ""
             left = self.remaining()
             rest = f" (about {duration(left)} left)" if left and state in ("finished", "failed") else ""
-            self.console.print(f"[{number + 1}/{len(self.rows)}] {row.job.experiment} ({row.job.name}): {state}{took}"
-                               f"{': ' + why if why else ''}{rest}", markup=False, highlight=False, soft_wrap=True)
+            self.say(f"[{number + 1}/{len(self.rows)}] {row.job.experiment} ({row.job.name}): {state}{took}"
+                     f"{': ' + why if why else ''}{rest}")
 
     def note(self, number: int, cells: str) -> None:
         """How far a running notebook is."""

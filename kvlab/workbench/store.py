@@ -12,14 +12,16 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from kvlab.errors import KvlabError
 from kvlab.workbench import project
 
 if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
+    from kvlab.workbench.patience import Patient
 
 SQLITE = "sqlite:///"
+PROXY_WITHOUT_SERVER = (502, 503, 504)
 
 
 def store_uri() -> str:
@@ -52,8 +54,10 @@ def quiet() -> None:
                         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
                         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}.items():
         os.environ.setdefault(name, value)
-    for name in ("mlflow", "mlflow.store.db.utils", "alembic", "alembic.runtime.migration"):
+    for name in ("mlflow", "alembic", "alembic.runtime.migration"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # It logs hundreds of lines for what it raises, too.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", module=r"mlflow\..*")
 
 
@@ -62,20 +66,29 @@ def _ready(uri: str) -> None:
     path = database_path(uri)
     if path:
         _ready_database(path)
-    elif uri.startswith(("http://", "https://")):
+    else:
         _ready_server(uri)
 
 
-def _ready_server(uri: str) -> None:
+def silence(uri: str) -> str | None:
+    """Why a tracking server does not answer; None where it does, and for any store that is no server."""
+    if not uri.startswith(("http://", "https://")):
+        return None
     try:
         urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=10).close()
-    except urllib.error.HTTPError:
-        pass  # an answer, if not the hoped-for one: the server is there, and its own error will say more
+    except urllib.error.HTTPError as error:
+        # Other codes are an answer, if not the hoped-for one: the server is there, and its own error will say more.
+        return str(error) if error.code in PROXY_WITHOUT_SERVER else None
     except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+    return None
+
+
+def _ready_server(uri: str) -> None:
+    if why := silence(uri):
         place = urlsplit(uri).netloc or uri
-        reason = getattr(error, "reason", error)
-        raise KvlabError(f"the MLflow store at {place} cannot be reached ({reason}); start it, or unset "
-                         "MLFLOW_TRACKING_URI to log into the project's mlruns folder") from None
+        raise KvlabError(f"the MLflow store at {place} cannot be reached ({why}); start it, or unset "
+                         "MLFLOW_TRACKING_URI to log into the project's mlruns folder")
 
 
 def _ready_database(path: Path) -> None:
@@ -153,12 +166,33 @@ def ensure_store() -> str:
     return uri
 
 
-def client(uri: str | None = None) -> MlflowClient:
-    """A client of the store, which is made ready first. Raises KvlabError where it cannot be reached."""
+def client(uri: str | None = None) -> Patient:
+    """A client of the store, which is made ready first; of the store at `uri`, if that is known to be ready.
+
+    Raises KvlabError where it cannot be reached.
+    """
+    quiet()
     uri = uri or ensure_store()
     from mlflow.tracking import MlflowClient
 
-    return MlflowClient(tracking_uri=uri)
+    from kvlab.workbench.patience import Patient
+
+    return Patient(MlflowClient(tracking_uri=uri))
+
+
+def write_through(connection: Patient, run_id: str) -> None:
+    """Bring a run's artifacts from the system's memory to the disk, where they lie on this machine: the database does
+    so itself, and a power cut must not leave a finished run without its files."""
+    place = urlsplit(connection.get_run(run_id).info.artifact_uri)
+    if place.scheme not in ("", "file"):
+        return
+    folder = Path(url2pathname(place.path))
+    for path in (folder, *folder.rglob("*")):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def exists() -> bool:
@@ -167,7 +201,7 @@ def exists() -> bool:
     return path is None or path.exists()
 
 
-def experiment_id(connection: MlflowClient, name: str) -> str:
+def experiment_id(connection: Patient, name: str) -> str:
     """The id of the MLflow experiment `name`, created with an artifact folder of its own if it is not there."""
     from mlflow.exceptions import MlflowException
 

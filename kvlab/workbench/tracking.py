@@ -21,10 +21,10 @@ from kvlab.workbench.store import client, ensure_store, experiment_id, store_uri
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
-    from mlflow.tracking import MlflowClient
     from pandas.io.formats.style import Styler
 
     from kvlab.probes import Records
+    from kvlab.workbench.patience import Patient
 
 __all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri"]
 
@@ -57,7 +57,7 @@ class Run:
     Also a context manager: the run ends FINISHED, or FAILED if the block raises.
     """
 
-    def __init__(self, connection: MlflowClient, run_id: str, experiment: str, attached: bool = False) -> None:
+    def __init__(self, connection: Patient, run_id: str, experiment: str, attached: bool = False) -> None:
         self.client, self.id, self.experiment, self.attached = connection, run_id, experiment, attached
         self.metrics: dict[str, float] = {}
         self.intervals: dict[str, tuple[float, float]] = {}
@@ -173,17 +173,16 @@ def start(experiment: str, parameters: Mapping[str, Any], **tags: object) -> Run
     parameters: the notebook's; tags: whatever else identifies the numbers (signature, model, document, ...).
     Interactive runs are kept, but never enter the ledger. Raises KvlabError where the store cannot be reached.
     """
-    connection = client()
     if run_id := os.environ.get("MLFLOW_RUN_ID"):
-        run = Run(connection, run_id, experiment, attached=True)
+        run = Run(client(store_uri()), run_id, experiment, attached=True)
         for key, value in tags.items():
             run.tag(key, value)
         return run
-    return create_run(connection, experiment, parameters, {"kvlab.kind": "interactive", **tags}, name="interactive")
+    return create_run(client(), experiment, parameters, {"kvlab.kind": "interactive", **tags}, name="interactive")
 
 
 @_one_sentence
-def create_run(connection: MlflowClient, experiment: str, parameters: Mapping[str, Any], tags: Mapping[str, object],
+def create_run(connection: Patient, experiment: str, parameters: Mapping[str, Any], tags: Mapping[str, object],
                name: str) -> Run:
     """Open a run with its parameters and the tags that every run of kvlab carries."""
     from mlflow.entities import Param, RunTag

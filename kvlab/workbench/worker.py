@@ -6,6 +6,7 @@ disk; the note is missing only if this process died.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,11 +18,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+START_S = 300   # for a kernel to start: many at once on a slow disk take long
+
 
 def main(spec_path: str) -> int:
     """Run the job that the spec describes; 0 if the notebook ran to its end."""
     spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
-    _end_with_parent()
+    _end_with(spec["parent"])
     result = execute(spec)
     note = Path(spec["result"])
     note.with_suffix(".part").write_text(json.dumps(result), encoding="utf-8")
@@ -45,13 +48,16 @@ def execute(spec: dict[str, Any]) -> dict[str, Any]:
     try:
         papermill.execute_notebook(
             _literally(spec["notebook"]), _literally(spec["output"]), parameters=spec["parameters"], cwd=spec["cwd"],
-            kernel_name="python3", progress_bar=False, request_save_on_cell_execute=True)
+            kernel_name="python3", progress_bar=False, request_save_on_cell_execute=True, start_timeout=START_S)
     except PapermillExecutionError as failure:
         sentence = " ".join(str(failure.evalue).split())
         error = f"{failure.ename} in cell {failure.cell_index + 1}: {sentence}"[:1000]
     except Exception as failure:
         sentence = (str(failure).strip().splitlines() or [""])[0]
-        error, died = f"{type(failure).__name__}: {sentence}"[:1000], isinstance(failure, DeadKernelError)
+        error = f"{type(failure).__name__}: {sentence}"[:1000]
+        # A kernel that dies while it starts, or starts too slowly, is told by its words alone.
+        died = isinstance(failure, DeadKernelError) or (
+            type(failure) is RuntimeError and sentence.startswith(("Kernel died", "Kernel didn't respond")))
     html = to_html(Path(spec["output"])) if Path(spec["output"]).exists() else None
     return {"ok": error is None, "error": error, "html": str(html) if html else None, "died": died}
 
@@ -88,13 +94,17 @@ def to_html(path: Path) -> Path | None:
     return html
 
 
-def _end_with_parent() -> None:
-    """Leave when the driver is gone: without it nobody would say how this run ended."""
-    parent = os.getppid()
+def _end_with(parent: int) -> None:
+    """Leave, and take along whatever was started, when the process that began this one is gone, even if it is gone by
+    now: without it nobody would say how this run ended."""
+    import psutil
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1)
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                one.kill()
         os._exit(3)
 
     threading.Thread(target=watch, daemon=True).start()
