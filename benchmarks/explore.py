@@ -5,7 +5,7 @@ python benchmarks/explore.py
 python benchmarks/explore.py --tokens 4000 --left rocketkv --right zsmerge
 
 Each setting is moved through some values; what is timed is the whole answer: the replay (made ahead), the picture and
-the widget. The browser's own drawing comes on top.
+the widget. The browser's own drawing comes on top, of what is sent: only those parts of the picture that changed.
 """
 
 from __future__ import annotations
@@ -35,18 +35,23 @@ def main(tokens: Annotated[int, typer.Option(min=100, help="Length of the prompt
     ahead = time.perf_counter() - start
     values = {"budget": explorer.budgets, "layer": range(0, trace.n_layers, 3), "head": range(trace.heads),
               "step": range(1, trace.steps + 1, 3)}
-    table = Table("slider", "median", "slowest", "goal", title=f"{trace}")
+    table = Table("slider", "median", "slowest", "goal", "sent", title=f"{trace}")
+    sent = []
+    for part in explorer._parts.values():
+        part.observe(lambda change: sent.append(len(change["new"].encode())), names="value")
     for name, moves in values.items():
         taken = []
+        sent.clear()
         for value in moves:
             start = time.perf_counter()
             explorer.show(**{name: value})
             taken.append(1000 * (time.perf_counter() - start))
-        table.add_row(name, f"{statistics.median(taken):.0f} ms", f"{max(taken):.0f} ms", "100 ms")
+        table.add_row(name, f"{statistics.median(taken):.0f} ms", f"{max(taken):.0f} ms", "100 ms",
+                      f"{sum(sent) / len(taken) / 1000:.0f} kB")
     console = Console()
     console.print(table)
     console.print(f"replays of the other budgets, made in the background: {ahead:.1f} s; "
-                  f"picture: {len(explorer.html()) / 1000:.0f} kB")
+                  f"the picture as it is saved: {len(explorer.html().encode()) / 1000:.0f} kB")
     explorer.close()
 
 

@@ -22,8 +22,7 @@ from test_never_lose import environment, free_port
 
 from kvlab.workbench import worker
 
-# One process for all, since they share what takes long to start.
-pytestmark = [pytest.mark.roundtrip, pytest.mark.xdist_group("lab")]
+pytestmark = pytest.mark.roundtrip
 
 ROOT = Path(__file__).parents[1]
 SLOW = 120_000      # ms; nothing waits as long on an idle machine
@@ -44,29 +43,42 @@ def write_notebook(path):
 
 
 def drawings(html):
-    """The drawings of a picture, as the browser gets them."""
+    """The drawings of a static picture, as the browser gets them."""
     return re.findall(r'<img class="kvlab-[a-z]+"[^>]* src="([^"]+)"', html)
 
 
 def drawn(page):
-    """The drawings that a page shows."""
+    """The drawings that a page shows in a static picture."""
     return page.locator(".kvlab-picture img").evaluate_all("images => images.map(each => each.src)")
+
+
+def shown(page):
+    """The picture that is seen: beside the widgets stands the one that is saved."""
+    return page.locator(".kvlab-picture").filter(visible=True)
+
+
+def outlines(html):
+    """The outlines of a picture's drawings, as they were sent to the widgets."""
+    return re.findall(r'<path[^>]* d="([^"]*)"', html)
+
+
+def outlined(page):
+    """The outlines that the widgets show."""
+    return page.locator(".kvlab-picture svg path").evaluate_all("paths => paths.map(each => each.getAttribute('d'))")
 
 
 @pytest.fixture(scope="module")
 def pictures():
-    """The same trace's pictures, made in this process: of each layer."""
+    """The same trace's pictures, made in this process: of each layer, the static drawings and the live outlines."""
     made: dict = {}
     exec(TRACE, made)  # noqa: S102
     explorer = made["explorer"]
-    try:
-        found = []
-        for layer in range(LAYERS):
-            explorer.show(layer=layer)
-            found.append(drawings(explorer.html()))
-        return found
-    finally:
-        explorer.close()
+    found = []
+    for layer in range(LAYERS):
+        explorer.show(layer=layer)
+        found.append((drawings(explorer.html()), outlines("".join(explorer._live().values()))))
+    explorer.close()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -159,46 +171,166 @@ def test_both_servers_listen_on_loopback_alone_and_want_a_token(lab, browser):
         assert page.request.get(f"{lab.server['url']}api/contents/notebooks").status == 403
 
 
+def run_cell(page, number=0):
+    """Run a cell of the notebook that a page shows, once there is a kernel to run it."""
+    page.set_default_timeout(SLOW)
+    # A cell that is run before there is a kernel is silently not run.
+    expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=SLOW)
+    page.locator(".jp-Notebook .jp-CodeCell").nth(number).locator(".cm-content").click()
+    page.keyboard.press("Shift+Enter")
+
+
+def slider_of(page, name):
+    return page.locator(".widget-slider", has=page.get_by_text(name, exact=True))
+
+
 def test_a_slider_moved_in_jupyterlab_moves_the_picture(lab, browser, pictures):
     with opened(browser, lab.address("notebooks/explore.ipynb")) as (page, complaints):
-        page.set_default_timeout(SLOW)
-        picture, cells = page.locator(".kvlab-picture"), page.locator(".jp-Notebook .jp-CodeCell")
-        # A cell that is run before there is a kernel is silently not run.
-        expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=SLOW)
-        cells.first.locator(".cm-content").click()
-        page.keyboard.press("Shift+Enter")
+        run_cell(page)
+        picture, cells = shown(page), page.locator(".jp-Notebook .jp-CodeCell")
         expect(picture).to_contain_text(BEFORE, timeout=SLOW)
-        assert drawn(page) == pictures[0] and missing_images(page) == []
+        assert outlined(page) == pictures[0][1]
 
-        slider = page.locator(".widget-slider", has=page.get_by_text("layer", exact=True))
+        scrolled = page.locator(".kvlab-scroll").first
+        scrolled.evaluate("box => { box.style.width = '150px'; box.style.maxHeight = '60px'; box.scrollTop = 30; }")
+        assert scrolled.evaluate("box => box.scrollTop") == 30
+        slider = slider_of(page, "layer")
         slider.locator(".noUi-handle").focus()
         page.keyboard.press("ArrowRight")
         expect(picture).to_contain_text(AFTER, timeout=SLOW)
         expect(slider.locator(".widget-readout")).to_have_text("1")
-        assert drawn(page) == pictures[1] != pictures[0]
+        # The parts of a picture arrive one by one.
+        page.wait_for_function("""expected => JSON.stringify(expected) == JSON.stringify(
+            [...document.querySelectorAll('.kvlab-picture svg path')].map(each => each.getAttribute('d')))""",
+                               arg=pictures[1][1])
+        assert pictures[1][1] != pictures[0][1]
+        assert scrolled.evaluate("box => box.scrollTop") == 30
 
-        cells.nth(1).locator(".cm-content").click()
-        page.keyboard.press("Shift+Enter")
+        run_cell(page, 1)
         expect(cells.nth(1).locator(".jp-OutputArea-output")).to_contain_text("layer 1, head 2, step 3", timeout=SLOW)
 
         # The other way: the kernel moves the sliders.
-        cells.nth(2).locator(".cm-content").click()
-        page.keyboard.press("Shift+Enter")
+        run_cell(page, 2)
         expect(picture).to_contain_text("layer 2", timeout=SLOW)
         expect(slider.locator(".widget-readout")).to_have_text("2")
-        expect(page.locator(".widget-slider", has=page.get_by_text("budget", exact=True))
-               .locator(".widget-readout")).to_have_text("44")
+        expect(slider_of(page, "budget").locator(".widget-readout")).to_have_text("44")
         assert [said for said in complaints if "kvlab" in said or said.startswith("exception")] == []
+
+
+def test_a_slider_that_is_dragged_ends_where_it_is_let_go(lab, browser):
+    """While it is dragged, no more is asked for than is answered."""
+    with opened(browser, lab.address("notebooks/explore.ipynb")) as (page, _):
+        asked = []
+        page.on("websocket", lambda socket: socket.on("framesent", lambda frame: asked.append(frame)))
+        page.reload()
+        run_cell(page)
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        track = slider_of(page, "step").locator(".noUi-base").bounding_box()
+        handle = slider_of(page, "step").locator(".noUi-handle").bounding_box()
+        middle = handle["y"] + handle["height"] / 2
+        page.mouse.move(handle["x"] + handle["width"] / 2, middle)
+        page.mouse.down()
+        asked.clear()
+        for number in range(60):
+            page.mouse.move(track["x"] + track["width"] * abs(number % 20 - 10) / 10, middle)
+        page.mouse.move(track["x"] + track["width"] * 5 / 7, middle)
+        page.mouse.up()
+        expect(slider_of(page, "step").locator(".widget-readout")).to_have_text("6")
+        expect(shown(page)).to_contain_text("decoding step 6:", timeout=SLOW)
+        page.wait_for_timeout(500)
+        expect(shown(page)).to_contain_text("decoding step 6:")
+        assert 0 < len(asked) <= 70
+
+
+def test_a_token_in_the_table_leads_to_its_place_in_the_text(lab, browser):
+    with opened(browser, lab.address("notebooks/explore.ipynb")) as (page, _):
+        run_cell(page)
+        link = page.locator(".kvlab-worst a").first
+        position = link.text_content()
+        link.click()
+        expect(page.locator(".kvlab-text :target")).to_have_text(f"[{position}] ")
+        # The page is still the notebook, with its kernel.
+        slider_of(page, "layer").locator(".noUi-handle").focus()
+        page.keyboard.press("ArrowRight")
+        expect(shown(page)).to_contain_text(AFTER, timeout=SLOW)
+
+
+def choose_theme(page, name):
+    page.get_by_role("menuitem", name="Settings").click()
+    page.get_by_text("Theme", exact=True).hover()
+    page.get_by_text(f"JupyterLab {name}", exact=True).click()
+    page.wait_for_selector(f"body[data-jp-theme-name='JupyterLab {name}']", state="attached")
+
+
+LEGIBLE = """() => {
+    // Contrast of each piece of text with what lies behind it, as WCAG 2 defines it.
+    const light = colour => {
+        const parts = colour.match(/[0-9.]+/g).map(Number).slice(0, 3).map(each => each / 255)
+            .map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+    };
+    const behind = element => {
+        const colour = getComputedStyle(element).backgroundColor;
+        return /, 0\\)$/.test(colour) ? behind(element.parentElement) : colour;
+    };
+    const seen = new Map(), walk = document.createTreeWalker(
+        document.querySelector('.kvlab-picture'), NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+        const element = walk.currentNode.parentElement;
+        if (!walk.currentNode.data.trim() || element.closest('style, svg')) continue;
+        const [one, other] = [light(getComputedStyle(element).color), light(behind(element))];
+        seen.set(walk.currentNode.data.slice(0, 40), (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05));
+    }
+    return [...seen].sort((a, b) => a[1] - b[1]);
+}"""
+
+
+@pytest.mark.parametrize("name", ["explore", "executed"])
+def test_every_word_is_legible_in_the_dark_theme(lab, browser, name):
+    with opened(browser, lab.address(f"notebooks/{name}.ipynb")) as (page, _):
+        page.set_default_timeout(SLOW)
+        if name == "explore":
+            run_cell(page)
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        try:
+            choose_theme(page, "Dark")
+            contrasts = page.evaluate(LEGIBLE)
+            assert len(contrasts) > 30
+            assert contrasts[0][1] >= 4.5, contrasts[:5]
+        finally:
+            choose_theme(page, "Light")
+
+
+def test_a_notebook_that_was_saved_by_hand_shows_its_picture_without_its_kernel(lab, browser, project, pictures):
+    path = project / "notebooks" / "saved.ipynb"
+    write_notebook(path)
+    # Without the notebooks that other tests left open.
+    address = f"{lab.address('notebooks/saved.ipynb')}&reset"
+    with opened(browser, address) as (page, _):
+        run_cell(page)
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        assert shown(page).locator("svg").count() > 0, "the one that moves"
+        page.keyboard.press("Control+s")
+        deadline = time.monotonic() + 60
+        while "kvlab-picture" not in path.read_text() and time.monotonic() < deadline:
+            time.sleep(0.2)
+    sessions = f"{lab.server['url']}api/sessions"
+    with opened(browser, "about:blank") as (page, _):
+        page.set_default_timeout(SLOW)
+        headers = {"Authorization": f"token {lab.server['token']}"}
+        for session in page.request.get(sessions, headers=headers).json():
+            page.request.delete(f"{sessions}/{session['id']}", headers=headers)
+        page.goto(address)
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        assert drawn(page) == pictures[0][0] and missing_images(page) == []
+        expect(page.get_by_text(re.compile("Error displaying|Loading widget")).filter(visible=True)).to_have_count(0)
 
 
 @pytest.mark.parametrize("width", [1280, 900])
 def test_every_slider_is_seen_whole(lab, browser, width):
     """Beside the file browser too, and in a narrow window."""
     with opened(browser, lab.address("notebooks/explore.ipynb"), (width, 900)) as (page, _):
-        page.set_default_timeout(SLOW)
-        expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=SLOW)
-        page.locator(".jp-Notebook .jp-CodeCell .cm-content").first.click()
-        page.keyboard.press("Shift+Enter")
+        run_cell(page)
         page.wait_for_selector(".kvlab-picture")
         sizes = page.locator(".widget-hslider, .widget-dropdown").evaluate_all("""all => all.map(each => {
             const own = each.getBoundingClientRect(), area = each.closest('.jp-OutputArea').getBoundingClientRect();
@@ -211,8 +343,8 @@ def test_every_slider_is_seen_whole(lab, browser, width):
 def test_a_notebook_that_is_not_trusted_shows_the_picture_without_running(lab, browser, pictures):
     with opened(browser, lab.address("notebooks/executed.ipynb")) as (page, _):
         page.set_default_timeout(SLOW)
-        expect(page.locator(".kvlab-picture")).to_contain_text(BEFORE, timeout=SLOW)
-        assert drawn(page) == pictures[0] and missing_images(page) == []
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        assert drawn(page) == pictures[0][0] and missing_images(page) == []
         assert page.locator(".widget-slider").count() == 0
 
 
@@ -220,10 +352,10 @@ def test_an_export_to_html_shows_the_picture(executed, browser, pictures):
     """The HTML that is kept with every run."""
     html = worker.to_html(executed)
     with opened(browser, html.as_uri(), offline=True) as (page, _):
-        expect(page.locator(".kvlab-picture")).to_contain_text(BEFORE, timeout=SLOW)
-        assert drawn(page) == pictures[0] and missing_images(page) == []
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        assert drawn(page) == pictures[0][0] and missing_images(page) == []
         assert overflow(page) == 0
-    strip = base64.b64decode(pictures[0][0].partition("base64,")[2]).decode()
+    strip = base64.b64decode(pictures[0][0][0].partition("base64,")[2]).decode()
     assert strip.startswith("<svg") and "rgb(213, 94, 0)" in strip
 
 

@@ -1,13 +1,16 @@
 """One decoding query of a replay as a picture in HTML: which tokens it could read, and where its attention was lost.
 
-Plain strings with inline styles, drawn in milliseconds, so that a slider can redraw them and a code host can show them
-without any script. Drawings are SVG inside images: where a notebook is not trusted, markup of SVG is taken out.
+Plain strings, made in milliseconds, so that a slider can redraw them. There are two ways to write them down: `STATIC`
+needs no style sheet and no script and draws within images, since a code host takes out everything else; `LIVE` names
+the classes of one style sheet and draws in place, which is a third of the size.
 """
 
 from __future__ import annotations
 
+import math
+import unicodedata
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -21,14 +24,97 @@ from kvlab.replay import Replay, reference
 if TYPE_CHECKING:
     from kvlab.trace import Trace
 
-READ, STORED, GONE = "read", "stored, not read", "evicted"
+READ, STORED, GONE = "read", "stored, not read", "evicted or merged"
 # Okabe and Ito's palette, as in the figures: what is read is blue, what is lost vermilion.
-BLUE, RED = (0, 114, 178), (213, 94, 0)
+BLUE, RED, INK, FAINT = (0, 114, 178), (213, 94, 0), "#1c2430", "#566173"
+# Of tokens that the query cannot read, and of those that it lost the most on.
+DIM, LOUD = "#525b67", "#a84a00"
 STRIP_BINS = 360
 # Attention of a single token that is painted in full colour, what is told when pointed at, what is too little to paint.
 STRONG, TOLD, WEAK = 0.05, 0.002, 0.0005
-CELL = 11
-SHADES = 24
+LEVELS = 8
+CELL, SHADES = 11, 16
+MARGIN = 18     # left of a map, for the numbers of its layers
+TEXT_HEIGHT = 260
+
+
+# ---------------------------------------------------------------------- how it is written down
+
+
+def _shade(colour: tuple[int, int, int], share: float) -> str:
+    """The colour over white, as in `#rrggbb`."""
+    return "#" + "".join(f"{round(255 + (c - 255) * share):02x}" for c in colour)
+
+
+# What a token looks like -> the element that it stands in, and its style. Where a host takes styles out, the elements
+# still tell: what is read is marked, and what much was lost of is underlined. What there are many of is kept short.
+_WEAKEST = {1: "#fdc", 2: "#fca"}
+_LOOKS: dict[str | int, tuple[str, str]] = {
+    READ: ("mark", "background:#bdf;color:#000"),
+    STORED: ("span", "background:#e8ecf0"),
+    **{level: ("span", f"background:{colour}") for level, colour in _WEAKEST.items()},
+    **{level: ("ins", f"background:{_shade(RED, 0.1 + 0.9 * level / LEVELS)};color:#000;text-decoration:underline")
+       for level in range(len(_WEAKEST) + 1, LEVELS + 1)},
+}
+_CLASSES = {look: f"k{number}" for number, look in enumerate(_LOOKS)}
+_PAGE = f"font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;color:{INK};background:#fff;padding:8px"
+_SIDES, _SIDE = "display:flex;flex-wrap:wrap;gap:22px", "flex:1 1 420px;min-width:0"
+_BELOW = "display:flex;flex-wrap:wrap;gap:14px;margin-top:6px"
+_TEXT = ("white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #d6dbe1;padding:6px;font-size:12px;"
+         f"color:{DIM};max-height:{TEXT_HEIGHT}px;overflow:auto")
+
+# The style sheet of LIVE; JupyterLab's own margins and heights of widgets give way within the picture.
+SHEET = (
+    "<style>"
+    f".kvlab-picture{{{_PAGE};border-radius:4px}}.kvlab-sides{{{_SIDES}}}.kvlab-side{{{_SIDE}}}"
+    ".kvlab-picture,.kvlab-sides,.kvlab-side{overflow:visible}"
+    ".kvlab-picture .widget-html{margin:0;width:auto;height:auto;min-width:0}"
+    f".kvlab-picture .widget-html-content{{line-height:1.45;font-size:13px;min-width:0;color:{INK}}}"
+    f".kvlab-scroll{{{_TEXT}}}.kvlab-scroll .widget-html-content{{font-size:12px;color:{DIM}}}"
+    ".kvlab-text :target{outline:2px solid #000}.kvlab-text [id]{scroll-margin:110px}"
+    + "".join(f".{_CLASSES[look]}{{{style}}}" for look, (_, style) in _LOOKS.items())
+    + "</style>"
+)
+
+
+@dataclass(frozen=True)
+class Medium:
+    """How looks and drawings are written down.
+
+    Attributes:
+        looks: what a token looks like -> the tag that opens it.
+        drawing: (name, about, SVG elements, (width, height), width on the page) -> HTML.
+    """
+
+    looks: Mapping[str | int, str]
+    drawing: Callable[[str, str, str, tuple[float, float], str], str]
+
+
+def _svg(attributes: str, drawing: str, size: tuple[float, float]) -> str:
+    return (f'<svg {attributes} viewBox="0 0 {size[0]:g} {size[1]:g}" preserveAspectRatio="none" '
+            f'font-family="sans-serif" font-size="8" fill="{FAINT}">{drawing}</svg>')
+
+
+def _as_image(name: str, about: str, drawing: str, size: tuple[float, float], width: str) -> str:
+    svg = _svg('xmlns="http://www.w3.org/2000/svg"', drawing, size)
+    return (
+        f'<img class="kvlab-{name}" alt="{escape(about)}" width="{width}" height="{size[1]:g}" '
+        f'style="display:block;margin:0;height:{size[1]:g}px" '
+        f'src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
+    )
+
+
+def _in_place(name: str, about: str, drawing: str, size: tuple[float, float], width: str) -> str:
+    attributes = (f'class="kvlab-{name}" role="img" aria-label="{escape(about)}" width="{width}" '
+                  f'height="{size[1]:g}" style="display:block"')
+    return _svg(attributes, drawing, size)
+
+
+STATIC = Medium({look: f'<{tag} style="{style}">' for look, (tag, style) in _LOOKS.items()}, _as_image)
+LIVE = Medium({look: f"<{tag} class={_CLASSES[look]}>" for look, (tag, _) in _LOOKS.items()}, _in_place)
+
+
+# ---------------------------------------------------------------------- what is shown
 
 
 @dataclass(frozen=True)
@@ -47,14 +133,21 @@ class Look:
     Attributes:
         result: the replay.
         place: the query.
+        name: what the policy is called; by default its own name.
     """
 
     result: Replay
     place: Place
+    name: str = ""
 
     @property
     def trace(self) -> Trace:
         return self.result.trace
+
+    @property
+    def title(self) -> str:
+        name = self.name or self.result.policy.name
+        return f"{name}, budget {self.result.budget:,}" if hasattr(self.result.policy, "budget") else name
 
     @cached_property
     def weights(self) -> Tensor:
@@ -90,206 +183,323 @@ class Look:
         return float(self.result.mass_lost[self.place.layer, self.place.head, self.place.step - 1])
 
 
-def side(look: Look, tokens: Sequence[str]) -> str:
-    """The panel of one policy: its numbers, the query's attention over the positions, the text, and the whole model."""
-    result = look.result
-    facts = [
-        ("lost by this query", f"{look.mass_lost:.1%}"),
-        ("keys read", f"{int(look.read.sum()):,} of {len(look.weights):,}"),
-        ("lost, whole model", f"{float(result.mass_lost.mean()):.1%}"),
-        ("recall, whole model", f"{float(result.recall.mean()):.0%}"),
-    ]
-    cells = "".join(
-        f'<div style="margin-right:14px"><div style="font-size:11px;color:#566173">{name}</div>'
-        f'<div style="font-size:15px;font-weight:600">{value}</div></div>'
-        for name, value in facts
+def page(looks: Sequence[Look], tokens: Sequence[str], mark: str = "kvlab") -> str:
+    """The panels of several policies for the same query, side by side, under one legend; needs nothing else.
+
+    mark: begins the ids of this page's tokens, which must differ between pages of one document.
+    """
+    sides = "".join(
+        f'<section style="{_SIDE}">{top(look, STATIC)}<div style="{_TEXT}">{text(look, tokens, STATIC, f"{mark}{n}")}'
+        f"</div>{below(look, tokens, STATIC, f'{mark}{n}')}</section>"
+        for n, look in enumerate(looks)
     )
-    budget = getattr(result.policy, "budget", None)
-    title = result.policy.name + ("" if budget is None else f", budget {budget}")
-    return (
-        f'<section style="flex:1 1 420px;min-width:0"><h3 style="margin:4px 0 6px;font-size:15px">{escape(title)}</h3>'
-        f'<div style="display:flex;flex-wrap:wrap;margin-bottom:6px">{cells}</div>{strip(look)}'
-        f'{text(look, tokens)}<div style="display:flex;flex-wrap:wrap;gap:16px;margin-top:6px">{maps(look)}'
-        f"{worst(look, tokens)}</div></section>"
-    )
+    return (f'<div class="kvlab-picture" style="{_PAGE}">{where(looks[0], tokens)}{legend(STATIC)}'
+            f'<div style="{_SIDES}">{sides}</div></div>')
 
 
-def page(looks: Sequence[Look], tokens: Sequence[str]) -> str:
-    """The panels of several policies for the same query, side by side, under one legend."""
-    place = looks[0].place
-    position = looks[0].trace.prompt_length + place.step - 1
-    about = escape(tokens[position].strip() or repr(tokens[position])) if position < len(tokens) else ""
-    head = (
-        f"layer {place.layer}, query head {place.head}, decoding step {place.step}"
-        + (f": the query of <b>{about}</b> at position {position:,}" if about else "")
-    )
-    return (
-        '<div class="kvlab-picture" style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;'
-        'color:#1c2430;background:#fff;padding:8px">'
-        f'<div style="margin-bottom:4px">{head}</div>{_legend()}'
-        f'<div style="display:flex;flex-wrap:wrap;gap:22px">{"".join(side(look, tokens) for look in looks)}</div></div>'
-    )
+def where(look: Look, tokens: Sequence[str]) -> str:
+    """The query that is shown, in words, and the trace that it belongs to."""
+    place, position = look.place, look.trace.prompt_length + look.place.step - 1
+    about = f"the query of <b>{escape(shown(tokens, position))}</b> at " if position < len(tokens) else ""
+    return (f"<div>layer {place.layer}, query head {place.head}, decoding step {place.step}: {about}position "
+            f'{position:,}</div><div style="font-size:11px;color:{FAINT};overflow-wrap:anywhere">'
+            f"{escape(look.trace.signature)}</div>")
 
 
-def _legend() -> str:
+def legend(medium: Medium) -> str:
     samples = [
-        (_style(READ, 0), "read by this query"),
-        (_style(STORED, 0), "stored, not read"),
-        (_style(GONE, 0), "evicted"),
-        (_style(GONE, STRONG), f"attention lost here ({STRONG:.0%} or more in full colour)"),
+        (_opened(READ, medium), "read by this query"),
+        (_opened(STORED, medium), "stored, not read"),
+        (("", ""), GONE),
+        (_opened(2, medium), "some attention lost"),
+        (_opened(LEVELS, medium), f"{STRONG:.0%} or more of it lost at this token"),
     ]
-    return '<div style="font-size:12px;margin-bottom:6px">' + "".join(
-        f'<span style="margin-right:14px"><span style="{style};padding:0 4px">text</span> {name}</span>'
-        for style, name in samples
+    return f'<div style="font-size:12px;margin:4px 0 6px;color:{DIM}">' + "".join(
+        f'<span style="margin-right:14px;white-space:nowrap">{tag}&nbsp;text&nbsp;{end} '
+        f'<span style="color:{INK}">{name}</span></span> '
+        for (tag, end), name in samples
     ) + "</div>"
 
 
-def _style(state: str, lost: float) -> str:
-    if lost >= WEAK:
-        # In steps, so that neighbours share a span.
-        strength = round(20 * (0.1 + 0.9 * min(1.0, lost / STRONG) ** 0.5)) / 20
-        ink = "#fff" if strength > 0.75 else "#1c2430"
-        return f"background:rgba{(*RED, strength)};color:{ink}"
-    return {
-        READ: "background:#cfe6f5",
-        STORED: "background:#eef1f4;color:#566173",
-        GONE: "color:#8a94a2",
-    }[state]
+def top(look: Look, medium: Medium) -> str:
+    """A policy's name, its numbers, and the query's attention over the positions."""
+    result, place = look.result, look.place
+    error = float(result.output_error[place.layer, place.head, place.step - 1])
+    facts = [
+        ("lost by query", f"{look.mass_lost:.1%}", "share of its attention that lies on keys it cannot read"),
+        ("output error", f"{error:.2f}", "how far this head's output moves, relative to its length"),
+        ("keys read", f"{int(look.read.sum()):,} of {len(look.weights):,}", "by this query, of those before it"),
+        ("model: lost", f"{float(result.mass_lost.mean()):.1%}", "mean over layers, heads and steps"),
+        ("model: recall", f"{float(result.recall.mean()):.0%}",
+         "share of the keys that the response needs most which are kept after the prefill"),
+    ]
+    cells = "".join(
+        f'<div style="margin-right:14px" title="{about}"><div style="font-size:11px;color:{FAINT}">{name}</div>'
+        f'<div style="font-size:15px;font-weight:600">{value}</div></div>'
+        for name, value, about in facts
+    )
+    return (f'<h3 style="margin:4px 0 6px;font-size:15px;color:{INK}">{escape(look.title)}</h3>'
+            f'<div style="display:flex;flex-wrap:wrap;margin-bottom:6px">{cells}</div>{strip(look, medium)}')
 
 
-def text(look: Look, tokens: Sequence[str], height: int = 260) -> str:
-    """The prompt and the response up to the query, each token as the policy left it; neighbours of one look share a
-    span, and a token that attention was lost on says how much when pointed at."""
+# ---------------------------------------------------------------------- the text
+
+
+class _Visible(dict):
+    """Code point -> what stands for it. Line breaks get a sign, since attention is lost on them too; what has no shape,
+    or turns the direction of what follows, is named.
+    """
+
+    # Joiners and marks of direction that ordinary text of many scripts needs.
+    HARMLESS = (0x200C, 0x200D, 0x200E, 0x200F)
+
+    def __missing__(self, code: int) -> str:
+        odd = unicodedata.category(chr(code)) in ("Cc", "Cf", "Cs", "Zl", "Zp") and code not in self.HARMLESS
+        self[code] = f"⟨U+{code:04X}⟩" if odd else chr(code)
+        return self[code]
+
+
+_VISIBLE = _Visible({ord("\n"): "↵\n", ord("\t"): "⇥\t"})
+
+
+def visible(text: str) -> str:
+    """The text as HTML, every character of it to be seen."""
+    return escape(text.translate(_VISIBLE))
+
+
+def shown(tokens: Sequence[str], position: int) -> str:
+    """The token at a position, for a sentence: never empty."""
+    start = position
+    while start > 0 and not tokens[start]:
+        start -= 1
+    whole = tokens[start].strip() or repr(tokens[start])
+    return whole if start == position else f"{whole} (part {position - start + 1})"
+
+
+def _level(lost: float) -> int:
+    """How strongly a token is painted, from 1 to LEVELS, on a square-root scale; 0: not at all."""
+    return math.ceil(LEVELS * min(1.0, lost / STRONG) ** 0.5) if lost >= WEAK else 0
+
+
+def _opened(look: str | int, medium: Medium) -> tuple[str, str]:
+    """The tag that begins a look, and the one that ends it; nothing where a token looks like the text around it."""
+    return (medium.looks[look], f"</{_LOOKS[look][0]}>") if look in _LOOKS else ("", "")
+
+
+def text(look: Look, tokens: Sequence[str], medium: Medium = STATIC, mark: str = "kvlab") -> str:
+    """The prompt and the response up to the query, each token as the policy left it; neighbours that look the same
+    share an element, and a token that attention was lost on says how much when pointed at.
+    """
     lost, read, stored = look.lost.tolist(), look.read.tolist(), look.stored.tolist()
-    spans: list[tuple[str, str, list[str]]] = []
+    linked = set(_worst(look, len(tokens)))
+    runs: list[tuple[str | int, str, list[str]]] = []
     for position in range(min(len(lost), len(tokens))):
         state = READ if read[position] else STORED if stored[position] else GONE
-        style = _style(state, lost[position])
-        title = f"position {position}: {lost[position]:.2%} of the attention, {state}" if lost[position] >= TOLD else ""
-        if spans and spans[-1][:2] == (style, title):
-            spans[-1][2].append(tokens[position])
+        kind = _level(lost[position]) or state
+        extra = f' id="{mark}-{position}"' if position in linked else ""
+        if lost[position] >= TOLD:
+            extra += f' title="position {position}: {lost[position]:.2%} of the attention, {state}"'
+        if not extra and runs and runs[-1][:2] == (kind, extra):
+            runs[-1][2].append(tokens[position])
         else:
-            spans.append((style, title, [tokens[position]]))
-    body = "".join(
-        f'<span style="{style}"' + (f' title="{title}"' if title else "") + f">{escape(''.join(parts))}</span>"
-        for style, title, parts in spans
-    )
-    return (
-        f'<div class="kvlab-text" style="max-height:{height}px;overflow:auto;white-space:pre-wrap;'
-        f'overflow-wrap:anywhere;border:1px solid #d6dbe1;padding:6px;font-size:12px;margin-top:6px">{body}</div>'
-    )
+            runs.append((kind, extra, [tokens[position]]))
+    parts = []
+    for kind, extra, some in runs:
+        tag, end = _opened(kind, medium)
+        parts.append(f"{tag[:-1]}{extra}>{visible(''.join(some))}{end}" if tag else visible("".join(some)))
+    return f'<div class="kvlab-text">{"".join(parts)}</div>'
 
 
-def worst(look: Look, tokens: Sequence[str], rows: int = 8, around: int = 3) -> str:
-    """The tokens that the most attention was lost on, each within its neighbours."""
-    best = look.lost.topk(min(rows, len(look.lost)))
+def _worst(look: Look, count: int, rows: int = 8) -> dict[int, float]:
+    """Position -> attention lost there, the most first; only what is worth showing."""
+    best = look.lost[:count].topk(min(rows, len(look.lost), count))
+    return {position: share for share, position in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            if share >= WEAK}
+
+
+def worst(look: Look, tokens: Sequence[str], mark: str = "kvlab", around: int = 2) -> str:
+    """The tokens that the most attention was lost on, each within its neighbours and linked to its place."""
     lines = []
-    for share, position in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-        if share < WEAK or position >= len(tokens):
-            continue
+    for position, share in _worst(look, len(tokens)).items():
         before, after = tokens[max(0, position - around) : position], tokens[position + 1 : position + around + 1]
-        parts = (escape("".join(part).replace("\n", " ")) for part in (before, tokens[position : position + 1], after))
-        within = '{}<b style="color:rgb(213,94,0)">{}</b>{}'.format(*parts)
+        left, token, right = (escape("".join(part).translate(_VISIBLE).replace("\n", " "))
+                              for part in (before, tokens[position] or shown(tokens, position), after))
         lines.append(
-            f'<tr><td style="text-align:right">{share:.1%}</td><td style="text-align:right">{position:,}</td>'
-            f'<td style="text-align:left">{within}</td></tr>'
+            f'<tr style="background:none"><td style="text-align:right">{share:.1%}</td><td style="text-align:right">'
+            f'<a href="#{mark}-{position}" title="show it in the text" style="color:rgb{BLUE}">{position:,}</a></td>'
+            f'<td style="text-align:left;overflow-wrap:anywhere">{left}<b style="color:{LOUD}">{token}</b>{right}</td>'
+            "</tr>"
         )
     if not lines:
-        return '<div style="font-size:12px;color:#566173">nothing worth showing was lost</div>'
-    return (
-        '<div style="font-size:12px;flex:1 1 200px;min-width:0">lost most<br>'
-        '<span style="color:#566173">attention, position, and where</span>'
-        '<table class="kvlab-worst" style="font-size:12px;border-spacing:6px 1px;margin:0">'
-        f"{''.join(lines)}</table></div>"
-    )
+        return f'<div style="font-size:12px;color:{FAINT}">No token lost {WEAK:.2%} of the attention or more.</div>'
+    heads = "".join(f'<th style="text-align:{side};font-weight:400;color:{FAINT}">{name}</th>'
+                    for side, name in (("right", "lost"), ("right", "position"), ("left", "token, in its place")))
+    return ('<div style="font-size:12px">tokens that lost the most'
+            '<table class="kvlab-worst" style="font-size:12px;border-spacing:6px 1px;margin:0;'
+            f'color:{INK}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>')
 
 
-def strip(look: Look, height: int = 64) -> str:
-    """The query's attention over the positions, on a square-root scale: blue what is read, vermilion what is lost."""
+# ---------------------------------------------------------------------- drawings
+
+
+def _skyline(heights: Iterable[float], base: float) -> str:
+    """The outline of bars one wide side by side, as a path; heights: in whole units above `base`."""
+    level, run, path = 0, 0, []
+    for height in map(round, heights):
+        if height != level:
+            path.append((f"h{run}" if run else "") + f"v{level - height}")
+            level, run = height, 0
+        run += 1
+    return f"M0 {base:g}{''.join(path)}h{run}V{base:g}z"
+
+
+def _ticks(end: int, count: int = 5) -> list[int]:
+    """Round numbers from 0 to `end`, about `count` of them."""
+    rough = max(1, end / count)
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+    return list(range(0, end + 1, max(1, int(step))))
+
+
+def strip(look: Look, medium: Medium = STATIC, height: int = 64) -> str:
+    """The query's attention over the positions, on a square-root scale: blue what is read, vermilion what is lost; and
+    below it which keys are read, whether this query attends to them or not.
+    """
     n = len(look.weights)
     bins = min(STRIP_BINS, n)
     which = (torch.arange(n) * bins // n).clamp_max(bins - 1)
-    parts = look.weights - look.lost, look.lost
-    kept, lost = (torch.zeros(bins).index_add_(0, which, part.float()) for part in parts)
-    highest = max(float((kept + lost).max()), 1e-9)
-    blue_bars, red_bars = [], []
-    for place, (blue, red) in enumerate(zip(kept.tolist(), lost.tolist(), strict=True)):
-        whole = ((blue + red) / highest) ** 0.5 * height
-        if whole >= 0.5:
-            share = red / (blue + red)
-            blue_bars.append(_box(place, height - whole * (1 - share), 1, whole * (1 - share)))
-            red_bars.append(_box(place, height - whole, 1, whole * share))
-    bars = [f'<path d="{"".join(some)}" fill="rgb{colour}"/>' for some, colour in ((blue_bars, BLUE), (red_bars, RED))]
-    end = look.trace.prompt_length * bins / n
-    bars.append(f'<line x1="{end:.1f}" x2="{end:.1f}" y1="0" y2="{height}" stroke="#566173" stroke-dasharray="3 3"/>')
-    bars.append(f'<path d="{_box(0, height - 1, bins, 1)}" fill="#566173"/>')
+    parts = look.weights - look.lost, look.lost, look.read, look.stored
+    kept, lost, read, stored = (torch.zeros(bins).index_add_(0, which, part.float()) for part in parts)
+    whole = kept + lost
+    highest = max(float(whole.max()), 1e-9)
+    bars = (whole / highest).sqrt() * height
+    share = kept / whole.clamp_min(1e-30)
+    size = torch.zeros(bins).index_add_(0, which, torch.ones(n))
+    band = height + 2
+    rug = [f'<path d="{_rows(some)}" transform="translate(0 {band + 2.5})" stroke="{colour}" stroke-width="5"/>'
+           for some, colour in (((stored > 0) & (read == 0), "#c3cad2"), (read > 0, _shade(BLUE, 0.45)),
+                                (read >= 0.5 * size, f"rgb{BLUE}"))]
+    positions = _ticks(n - 1)
+    marks = "".join(f"M{(position + 0.5) * bins / n:.1f} {band + 5}v4" for position in positions)
+    prompt = look.trace.prompt_length * bins / n
+    drawing = (
+        f'<path d="{_skyline(bars.tolist(), height)}" fill="rgb{RED}"/>'
+        f'<path d="{_skyline((bars * share).tolist(), height)}" fill="rgb{BLUE}"/>'
+        f'<path d="M{prompt:.1f} 0v{height}" stroke="{FAINT}" stroke-dasharray="3 3"/>'
+        f'<path d="M0 {height + 0.5}H{bins}{marks}" stroke="{FAINT}" vector-effect="non-scaling-stroke"/>'
+        f'{"".join(rug)}'
+    )
+    about = (f"Attention of the query over positions 0 to {n - 1:,}: {1 - look.mass_lost:.1%} on "
+             f"{int(look.read.sum()):,} keys that it reads, {look.mass_lost:.1%} on others")
+    per = "token" if bins == n else f"{n / bins:.2g} tokens"
+    labels = " ".join(
+        f'<span style="position:absolute;left:{100 * (position + 0.5) / n:.2f}%;margin-left:-30px;width:60px;'
+        f'text-align:center">{position:,}</span>'
+        for position in positions if 0.02 * n < position < 0.9 * n
+    )
     return (
-        f'{_image("strip", "attention over positions", "".join(bars), (bins, height), "100%")}'
-        '<div style="display:flex;justify-content:space-between;gap:8px;font-size:11px;color:#566173">'
-        '<span style="white-space:nowrap">position 0</span>'
-        f'<span style="text-align:center">attention (root scale, highest bin {highest:.1%}); dashed: end of prompt'
-        f"</span><span>{n - 1:,}</span></div>"
+        f'<div style="font-size:11px;color:{FAINT}">attention per {per}, root scale up to {highest:.1%}; '
+        f'dashed: end of prompt; band: keys read</div>'
+        f'{medium.drawing("strip", about, drawing, (bins, height + 11), "100%")}'
+        f'<div style="position:relative;height:17px;font-size:11px;color:{FAINT}">'
+        f'<span style="position:absolute;left:0">0</span> {labels} '
+        '<span style="position:absolute;right:0">position</span></div>'
     )
 
 
-def _image(name: str, about: str, drawing: str, size: tuple[float, int], width: str) -> str:
-    """A drawing of SVG elements as an image; size: of the drawing, width: on the page."""
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]}" preserveAspectRatio="none" '
-        f'font-family="sans-serif">{drawing}</svg>'
-    )
-    return (
-        f'<img class="kvlab-{name}" alt="{about}" width="{width}" height="{size[1]}" '
-        f'style="display:block;margin:0;height:{size[1]}px" '
-        f'src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
-    )
+def _rows(cells: Tensor) -> str:
+    """A path along the true ones of a row of cells, each one wide."""
+    path, start = [], None
+    for x, there in enumerate([*cells.tolist(), False]):
+        if there and start is None:
+            start = x
+        elif not there and start is not None:
+            path.append(f"M{start} 0h{x - start}")
+            start = None
+    return "".join(path)
 
 
-def _box(x: float, y: float, width: float, height: float) -> str:
-    """A rectangle as a part of a path; nothing where it would not be seen."""
-    if round(height, 1) == 0:
-        return ""
-    x, y, width, height = (f"{round(value, 1):g}" for value in (x, y, width, height))
-    return f"M{x} {y}h{width}v{height}h-{width}z"
+def below(look: Look, tokens: Sequence[str], medium: Medium, mark: str = "kvlab") -> str:
+    """The whole model at this step, the steps of this head, and the tokens that lost the most."""
+    return (f'<div style="{_BELOW}">{maps(look, medium)}<div style="flex:1 1 220px;min-width:0">{steps(look, medium)}'
+            f"{worst(look, tokens, mark)}</div></div>")
 
 
-def maps(look: Look) -> str:
+def steps(look: Look, medium: Medium = STATIC, height: int = 44) -> str:
+    """Attention that this head loses at each decoding step, the chosen step framed."""
+    place = look.place
+    values = look.result.mass_lost[place.layer, place.head]
+    n = len(values)
+    width = max(1.0, min(14.0, 190 / n))
+    here = _box((place.step - 1) * width, 1, width, height - 1)
+    chosen = f'<path class="kvlab-chosen" d="{here}" fill="none" stroke="#000" stroke-width="1.5"/>'
+    scaled = (values * (height - 2)).tolist()
+    drawing = (f'<path d="{_skyline(scaled, height)}" transform="scale({width:.4g} 1)" fill="rgb{RED}"/>'
+               f'<path d="M0 {height + 0.5}H{n * width:.4g}" stroke="{FAINT}"/>{chosen}'
+               + "".join(f'<text x="{(step - 0.5) * width:.4g}" y="{height + 10}" text-anchor="middle">{step}</text>'
+                         for step in sorted({*(t for t in _ticks(n, 4) if t), 1})))
+    about = f"Attention lost by layer {place.layer}, head {place.head} at each of {n} steps, mean {values.mean():.1%}"
+    return (f'<figure style="margin:0 0 6px"><figcaption style="font-size:12px">lost by this head at each step'
+            f'<br><span style="color:{FAINT}">mean {values.mean():.1%}; top: 100%</span></figcaption>'
+            f'{medium.drawing("steps", about, drawing, (n * width + 2, height + 12), f"{n * width + 2:.0f}")}</figure>')
+
+
+def maps(look: Look, medium: Medium = STATIC) -> str:
     """The whole model at this step: attention lost by every query head, and recall of every KV head."""
     result, place = look.result, look.place
     group = place.head * result.trace.kv_heads // result.trace.heads
     lost, recall = result.mass_lost[:, :, place.step - 1], result.recall
-    title = f"attention lost at step {place.step}"
-    of_lost, of_recall = f"{lost.mean():.1%}, layers by query heads", f"{recall.mean():.0%}, layers by KV heads"
     # The root brings out small losses; a recall is read as it is.
-    return _map(lost.sqrt(), (place.layer, place.head), RED, title, f"mean {of_lost}") + _map(
-        recall, (place.layer, group), BLUE, "recall of the gold top-k", f"mean {of_recall}"
-    )
+    return _map(lost, (place.layer, place.head), RED, ("attention lost", "query head"), 0.5, medium) + _map(
+        recall, (place.layer, group), BLUE, ("recall", "KV head"), 1.0, medium)
 
 
-def _shade(colour: tuple[int, int, int], shade: int) -> str:
-    return "#" + "".join(f"{round(255 + (c - 255) * shade / SHADES):02x}" for c in colour)
+def _box(x: float, y: float, width: float, height: float) -> str:
+    """A rectangle as a part of a path."""
+    return f"M{x:.4g} {y:.4g}h{width:.4g}v{height:.4g}h-{width:.4g}z"
 
 
-def _map(values: Tensor, chosen: tuple[int, int], colour: tuple[int, int, int], title: str, about: str) -> str:
+def _map(values: Tensor, chosen: tuple[int, int], colour: tuple[int, int, int], names: tuple[str, str], power: float,
+         medium: Medium) -> str:
+    """A heatmap of `[layers, columns]` with its axes, its scale, and the chosen cell framed.
+
+    names: of the values and of the columns; power: values are raised to it before they are shaded.
+    """
     layer, column = chosen
     layers, columns = values.shape
     # Wide models get narrower cells rather than a wider page.
     width = max(3.0, min(CELL * 1.4, 240 / columns))
-    # One path for each of a few shades keeps the picture small.
-    boxes: dict[int, list[str]] = {}
-    for y, row in enumerate((values.nan_to_num(0).clamp(0, 1) * SHADES).round().int().tolist()):
-        for x, shade in enumerate(row):
-            boxes.setdefault(shade, []).append(_box(18 + x * width, y * CELL, width, CELL))
-    cells = [f'<path d="{"".join(some)}" fill="{_shade(colour, shade)}"/>' for shade, some in boxes.items()]
-    here = _box(18 + column * width, layer * CELL, width, CELL)
-    mark = f'<path id="chosen" d="{here}" fill="none" stroke="#000" stroke-width="1.8"/>'
-    ticks = "".join(
-        f'<text x="15" y="{y * CELL + 9}" font-size="8" text-anchor="end" fill="#566173">{y}</text>'
-        for y in range(0, layers, max(1, layers // 10))
+    # One path for each of a few shades keeps the picture small; a row's neighbours of one shade share a piece of it.
+    pieces: dict[int, list[str]] = {}
+    for y, row in enumerate((values.nan_to_num(0).clamp(0, 1) ** power * SHADES).round().int().tolist()):
+        start = 0
+        for x in range(1, columns + 1):
+            if x == columns or row[x] != row[start]:
+                pieces.setdefault(row[start], []).append(f"M{start} {y}h{x - start}")
+                start = x
+    cells = "".join(f'<path d="{"".join(some)}" stroke="{_shade(colour, shade / SHADES)}"/>'
+                    for shade, some in pieces.items())
+    here = _box(MARGIN + column * width, layer * CELL, width, CELL)
+    high, wide = layers * CELL, max(MARGIN + columns * width + 2, 78)
+    marks = "".join(f'<text x="{MARGIN - 3}" y="{y * CELL + 9}" text-anchor="end">{y}</text>'
+                    for y in range(0, layers, max(1, layers // 10)))
+    apart = math.ceil(9 / width)
+    marks += "".join(f'<text x="{MARGIN + (x + 0.5) * width:.4g}" y="{high + 9}" text-anchor="middle">{x}</text>'
+                     for x in range(0, columns, next(m for m in (1, 2, 4, 8, 16, 32, 64, 128) if m >= apart)))
+    marks += f'<text x="{MARGIN}" y="{high + 19}">{names[1]}</text>'
+    scale = "".join(
+        f'<rect x="{MARGIN + n * 15}" y="{high + 25}" width="15" height="7" fill="{_shade(colour, share**power)}"/>'
+        f'<text x="{MARGIN + n * 15 + 7.5}" y="{high + 40}" text-anchor="middle">{100 * share:.0f}</text>'
+        for n, share in enumerate((0.0, 0.1, 0.4, 1.0) if power < 1 else (0.0, 0.3, 0.6, 1.0))
+    ) + f'<text x="{MARGIN - 3}" y="{high + 40}" text-anchor="end">%</text>'
+    drawing = (
+        f'<g transform="translate({MARGIN} {CELL / 2}) scale({width:.4g} {CELL})">{cells}</g>'
+        f'<path d="{_box(MARGIN, 0, columns * width, high)}" fill="none" stroke="#c3cad2" stroke-width="0.6"/>'
+        f'<path class="kvlab-chosen" d="{here}" fill="none" stroke="#000" stroke-width="1.8"/>{marks}{scale}'
     )
-    wide, tall = 20 + columns * width, layers * CELL + 2
-    return (
-        f'<figure style="margin:0"><figcaption style="font-size:12px;max-width:165px">{title}<br>'
-        f'<span style="color:#566173">{about}</span></figcaption>'
-        f'{_image("map", title, ticks + "".join(cells) + mark, (wide, tall), f"{wide:.0f}")}</figure>'
-    )
+    mean, value = values.mean(), values[layer, column]
+    about = f"{names[0]}: {layers} layers by {columns} {names[1]}s, mean {mean:.1%}, here {value:.1%}"
+    return (f'<figure style="margin:0"><figcaption style="font-size:12px;max-width:{wide:.0f}px">'
+            f'{names[0]}<br><span style="color:{FAINT}">here {value:.0%}<br>mean {mean:.0%}</span></figcaption>'
+            f'<div style="font-size:10px;color:{FAINT}">layer</div>'
+            f'{medium.drawing("map", about, drawing, (wide, high + 42), f"{wide:.0f}")}</figure>')
