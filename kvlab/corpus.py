@@ -21,7 +21,7 @@ import numpy as np
 
 from kvlab import packs
 from kvlab.errors import KvlabError, nearest
-from kvlab.files import jsonl, read_text
+from kvlab.files import expanded, jsonl, parsed, read_text
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Document:
 
     @property
     def signature(self) -> str:
+        """`name@sha`, the first eight digits of it."""
         return f"{self.name}@{self.sha256[:8]}"
 
     def tokens(self, tokenizer: object) -> int:
@@ -109,10 +110,12 @@ def document(name: str | os.PathLike) -> Document:
     prefix, _, rest = name.partition("/")
     if prefix in _SOURCES and rest:
         return Document(name, _SOURCES[prefix].text(rest), _SOURCES[prefix].licence)
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = expanded(name)
+    if os.path.isfile(path):
+        if not _writable(name):
+            raise KvlabError(f"the name of the file {name!r} is no text, so that no result could name it; rename it")
         return Document(name, read_text(path))
-    if path.is_dir():
+    if os.path.isdir(path):
         raise KvlabError(f"{name} is a folder, and a document is a text file; name one of the files in it")
     forms = ", ".join(f"{source}/..." for source in _SOURCES)
     meant = [known for known in names() if known.partition("/")[2].lower() == name.lower()]
@@ -120,8 +123,19 @@ def document(name: str | os.PathLike) -> Document:
     raise KvlabError(f"there is no document or text file {name}; a document is {forms}, or the path of a file{hint}")
 
 
+def _writable(name: str) -> bool:
+    """Whether a name can be written as UTF-8; the bytes of a file's name may be anything."""
+    try:
+        return bool(name.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def documents(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Document]:
-    """One document for each name or path, in order; a single name counts as a list of one."""
+    """One document for each name or path, in order; a single name counts as a list of one.
+
+    Raises KvlabError for an empty list, and as `document`.
+    """
     listed = [wanted] if isinstance(wanted, (str, os.PathLike)) else list(wanted)
     if not listed:
         raise KvlabError("no documents were named; give at least one, such as 'sotu/1962'")
@@ -164,7 +178,10 @@ def documents_between(tokenizer: object, low: int, high: int, source: str = "sot
 
 
 def questions(name: str) -> list[Question]:
-    """The answerable questions over `squad/ARTICLE`, in the article's order."""
+    """The answerable questions over `squad/ARTICLE`, in the article's order.
+
+    Raises KvlabError for any other document, and for an article that does not exist.
+    """
     prefix, _, title = name.partition("/")
     if prefix != "squad":
         raise KvlabError(f"only squad/ARTICLE (such as squad/Oxygen) has questions, and {name} is not one")
@@ -181,8 +198,8 @@ def longbench(path: str | os.PathLike) -> Iterator[Record]:
     Fields: task or dataset, id or _id, prompt and/or (context, input), answers, all_classes, length; others are let
     through. Raises KvlabError, with file and line number, for a line that is not such a record.
     """
-    path = Path(path).expanduser()
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    path = expanded(path)
+    files = sorted(path.glob("*.jsonl")) if os.path.isdir(path) else [path]
     if not files:
         raise KvlabError(f"the folder {path} has no .jsonl files")
     for file in files:
@@ -195,7 +212,7 @@ def _record(line: str, number: int, file: Path) -> Record:
         return KvlabError(f"{file}, line {number}: {why}")
 
     try:
-        fields = json.loads(line)
+        fields = parsed(line)
     except json.JSONDecodeError as error:
         raise refuse(f"not valid JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(fields, dict):
@@ -334,14 +351,21 @@ def _code_names() -> list[str]:
 
 
 def _module_source(module: str) -> Path | None:
-    if module.partition(".")[0] not in sys.stdlib_module_names:
+    parts = module.split(".")
+    if parts[0] not in sys.stdlib_module_names or not all(part.isidentifier() for part in parts):
         return None
     try:
-        spec = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(parts[0])
     except (ImportError, ValueError):
         return None
-    origin = Path(spec.origin) if spec and spec.origin else None
-    return origin if origin and origin.suffix == ".py" and origin.is_file() else None
+    if not spec or not spec.origin:
+        return None
+    found = [Path(spec.origin)]
+    if parts[1:]:
+        # By its place: to ask importlib for a submodule would run the package around it.
+        place = Path(spec.origin).parent.joinpath(*parts[1:])
+        found = [place / "__init__.py", place.with_suffix(".py")] if spec.submodule_search_locations else []
+    return next((file for file in found if file.suffix == ".py" and file.is_file()), None)
 
 
 def _code_text(module: str) -> str:

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from kvlab.errors import KvlabError
+from kvlab.files import parsed, why
 from kvlab.live import compress, gather
 from kvlab.policies import Policy, policy
 from kvlab.policies.full import Full
@@ -87,6 +89,8 @@ def plan(
 class Answer:
     """One line of the results. Times in seconds, sizes in bytes; `prefill_seconds` is that of the shared prefill."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     key: str
     task: str
     example: str
@@ -105,6 +109,9 @@ class Answer:
     aux_bytes: int
     marks: dict[str, Any] = field(default_factory=dict)
     signature: str = ""
+
+
+ANSWER = TypeAdapter(Answer)
 
 
 # ---------------------------------------------------------------------------------------------------- one example
@@ -238,7 +245,12 @@ def run(
     from filelock import FileLock, Timeout
 
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.isdir(path):
+        raise KvlabError(f"{path} is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KvlabError(f"cannot write {path}: {why(error)}") from None
     try:
         with FileLock(path.with_name(f".{path.name}.lock"), timeout=0):
             return _run(lm, wanted, path, advance)
@@ -307,7 +319,10 @@ def read(path: str | Path, mend: bool = False) -> list[Answer]:
     path = Path(path)
     if not path.exists():
         return []
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
     whole = content.rfind(b"\n") + 1
     if mend and whole < len(content):
         with path.open("r+b") as file:
@@ -315,11 +330,18 @@ def read(path: str | Path, mend: bool = False) -> list[Answer]:
     found = []
     for number, line in enumerate(content[:whole].decode("utf-8", "replace").split("\n")[:-1], 1):
         try:
-            found.append(Answer(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError) as error:
-            why = f"{path}, line {number} is no answer of an evaluation ({error})"
-            raise KvlabError(f"{why}; name another file") from None
+            found.append(ANSWER.validate_python(parsed(line)))
+        except (json.JSONDecodeError, ValidationError) as error:
+            raise KvlabError(f"{path}, line {number} is no answer of an evaluation ({_problem(error)}); name another "
+                             "file") from None
     return found
+
+
+def _problem(error: json.JSONDecodeError | ValidationError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
 
 
 # ---------------------------------------------------------------------------------------------------- what came out

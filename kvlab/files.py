@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kvlab.errors import KvlabError
 
@@ -20,8 +23,40 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise KvlabError(f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it") from error
-    except OSError as error:
-        raise KvlabError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    except (OSError, ValueError) as error:      # a name with a NUL is a ValueError
+        raise KvlabError(f"cannot read {path}: {why(error).lower()}") from error
+
+
+def expanded(name: str | os.PathLike) -> Path:
+    """The path of that name, where `~` is the user's folder; that of a user who does not exist stays as it is."""
+    return Path(os.path.expanduser(name))
+
+
+def why(error: Exception) -> str:
+    """What the system has against a file, in a few words."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def parsed(text: str) -> Any:
+    """The data of a JSON text, numbers and texts such that they can be written again.
+
+    Raises json.JSONDecodeError, whatever is wrong with it: Python's reader has other errors for what nests deeply and
+    for numbers of thousands of digits, and lets half a character pass.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", text, 0) from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        raise json.JSONDecodeError("a number has thousands of digits", text, 0) from None
+    if half := re.search(r"\\u[dD][89a-fA-F]", text):
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise json.JSONDecodeError("half a character (a lone surrogate)", text, half.start()) from None
+    return found
 
 
 def jsonl(path: Path) -> Iterator[tuple[int, str]]:
@@ -30,6 +65,13 @@ def jsonl(path: Path) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             yield number, line
+
+
+def allowed(mode: int) -> int:
+    """What the user's umask leaves of a file's mode."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mode & ~mask
 
 
 @contextlib.contextmanager
@@ -43,13 +85,13 @@ def replacing(path: str | Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-", suffix=path.suffix)
         os.close(handle)
-    except OSError as error:
-        raise KvlabError(f"cannot write {path}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:      # a name with a NUL is a ValueError
+        raise KvlabError(f"cannot write {path}: {why(error)}") from None
     temporary = Path(name)
     try:
         yield temporary
         # mkstemp's own mode hides the file from everybody else.
-        temporary.chmod(0o644)
+        temporary.chmod(allowed(0o666))
         os.replace(temporary, path)
     except OSError as error:
         raise KvlabError(f"cannot write {path}: {error.strerror or error}") from None

@@ -22,10 +22,12 @@ import torch
 
 from kvlab import packs, shapes
 from kvlab.errors import KvlabError, nearest
+from kvlab.files import allowed, expanded, parsed, read_text
 from kvlab.packs import home
 
 DEFAULT = "smollm2-135m"
 RANDOM_PREFIX = "random:"
+DEEPEST = 10_000    # layers that any model has
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,21 @@ class LM:
         if chat is True and not has_template:
             raise KvlabError(f"{self.name} has no chat template: use chat=False or chat='auto'")
         if chat and has_template:
-            message = [{"role": "user", "content": text}]
-            text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            text = self._templated(text)
         ids = self.tokenizer(text, add_special_tokens=not (chat and has_template), verbose=False)["input_ids"]
         return torch.tensor([ids], dtype=torch.int64, device=self.device)
+
+    def _templated(self, text: str) -> str:
+        import jinja2
+
+        message = [{"role": "user", "content": text}]
+        try:
+            return self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        # A template is a program of the model's makers, run in a sandbox: it can fail in any way.
+        except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError,
+                RecursionError, MemoryError) as error:
+            why = _first_line(error).rstrip(".")
+            raise KvlabError(f"the chat template of {self.name} fails ({why}); use chat=False") from error
 
     def decode(self, ids: torch.Tensor | list[int]) -> str:
         """The text of one sequence of ids ([tokens] or [1, tokens]), without special tokens."""
@@ -150,10 +163,10 @@ def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype:
         return _from_folder(pull(name), name, device, dtype)
     if name.startswith(RANDOM_PREFIX):
         return random_lm(name.removeprefix(RANDOM_PREFIX), device=device, dtype=dtype)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = expanded(name)
+    if os.path.isdir(path):
         return _from_folder(path, path.resolve().name, device, dtype)
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise KvlabError(f"{name} is a file, but not a .gguf file; give that, or a folder in Hugging Face's format")
         return _from_folder(path.parent, path.stem, device, dtype, gguf_file=path.name)
@@ -165,9 +178,14 @@ def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype:
 
 
 def tokenizer(name: str) -> object | None:
-    """The tokenizer of a pulled model or of a local folder; None where it is not on this machine. Fetches nothing."""
-    folder = MODELS[name].folder if name in MODELS else Path(name).expanduser()
-    return _tokenizer(folder) if (folder / "tokenizer_config.json").is_file() else None
+    """The tokenizer of a pulled model, or of a folder of that name here; None where there is neither. Fetches nothing.
+
+    The name may come from a trace, and a trace leads nowhere else.
+    """
+    folder = MODELS[name].folder if name in MODELS else Path(name)
+    if folder.name in ("", "..") or (name not in MODELS and folder.name != name):
+        return None
+    return _tokenizer(folder) if os.path.isfile(folder / "tokenizer_config.json") else None
 
 
 def random_lm(shape: str, layers: int | None = None, seed: int = 0, dtype: str | torch.dtype = "auto",
@@ -201,33 +219,49 @@ def _finish(model: torch.nn.Module, tokenizer: object | None, name: str, sha256:
 
 
 def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype, gguf_file: str | None = None) -> LM:
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     place = _device(device)
     source = {"gguf_file": gguf_file} if gguf_file else {}
     local = {"local_files_only": True, "trust_remote_code": False} | source
     weights = [folder / gguf_file] if gguf_file else _weight_files(folder)
-    sha256 = packs.read_provenance(folder).get("weights_sha256") or _cached_sha256(weights)
+    # What a folder says of itself is believed of those alone that were checked when they were pulled.
+    ours = not gguf_file and folder in [entry.folder for entry in MODELS.values()]
+    sha256 = (packs.read_provenance(folder).get("weights_sha256") if ours else None) or _cached_sha256(weights)
     shown = folder / gguf_file if gguf_file else folder
     try:
         with _quiet(), contextlib.redirect_stderr(io.StringIO()):
             config = AutoConfig.from_pretrained(folder, **local)
             own = getattr(config, "dtype", None) or torch.float32
+            if (layers := config.get_text_config().num_hidden_layers) > DEEPEST:
+                raise KvlabError(f"cannot load a model from {shown}: it says that it has {layers:,} layers")
+            # A configuration may name code on a hub for its attention, and files of weights that nobody looked at.
+            config._attn_implementation, config.transformers_weights = "sdpa", None
+            given = {} if gguf_file else {"config": config, "use_safetensors": True}
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, output_loading_info=True, dtype=_dtype(dtype, place, own), attn_implementation="sdpa",
-                **local, **({} if gguf_file else {"use_safetensors": True}))
+                **local, **given)
             tokenizer = _tokenizer(folder, **source)
-    # The reader of GGUF trusts every number in the file, so that a damaged one can raise anything.
-    except (Exception if gguf_file else (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
-            ) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise KvlabError(f"cannot load a model from {shown}: {first}") from error
+    except KvlabError:
+        raise
+    # These readers trust every number in a file, so that a damaged one can raise anything.
+    except Exception as error:
+        raise KvlabError(f"cannot load a model from {shown}: {_first_line(error)}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         lacking = sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]}))
         raise KvlabError(f"the weights in {shown} do not fit its config.json: {len(lacking)} are missing or of another "
                          f"size, such as {lacking[0]}")
-    return _finish(model.to(place), tokenizer, name, sha256)
+    lm = _finish(model.to(place), tokenizer, name, sha256)
+    if min(lm.n_layers, lm.context_length) < 1:
+        raise KvlabError(f"cannot load a model from {shown}: it has {lm.n_layers} layers and takes {lm.context_length} "
+                         "tokens")
+    return lm
+
+
+def _first_line(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1]) or type(error).__name__
 
 
 def _tokenizer(folder: Path, **source: object) -> object:
@@ -276,7 +310,7 @@ def _convert(gguf: Path, folder: Path, single_digits: bool) -> None:
                 pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
         tokenizer.model_max_length = model.config.max_position_embeddings
         tokenizer.save_pretrained(folder)
-        (folder / "model.safetensors").chmod(0o644)
+        (folder / "model.safetensors").chmod(allowed(0o666))
 
 
 def _from_hub(repository: str) -> Path:
@@ -289,8 +323,8 @@ def _from_hub(repository: str) -> Path:
     except Exception as error:  # the hub's client raises a dozen unrelated kinds, all of which mean "cannot be had"
         with contextlib.suppress(Exception):
             return Path(snapshot_download(repository, allow_patterns=wanted, local_files_only=True))
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise KvlabError(f"cannot get {repository} from the hub ({first.rstrip('.')}); {_what_exists()}") from error
+        why = _first_line(error).rstrip(".")
+        raise KvlabError(f"cannot get {repository} from the hub ({why}); {_what_exists()}") from error
 
 
 def _what_exists() -> str:
@@ -311,21 +345,36 @@ def _hub_cache() -> list[str]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model in `folder`, in order."""
-    index = folder / "model.safetensors.index.json"
+    one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if one.is_file():       # as transformers, which looks for it first
+        return [one]
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    one = folder / "model.safetensors"
-    found = [one] if one.is_file() else sorted(folder.glob("*.safetensors"))
+        return [folder / name for name in _indexed(index)]
+    found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise KvlabError(f"{folder} has no .safetensors files (pickled weights are not read); "
                          "a model folder holds config.json, a tokenizer and model.safetensors")
     return found
 
 
+def _indexed(index: Path) -> list[str]:
+    """The files that an index of weights names, all of them safetensors files beside it."""
+    try:
+        names = sorted(set(parsed(read_text(index))["weight_map"].values()))
+    except (json.JSONDecodeError, LookupError, TypeError, AttributeError):
+        names = []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise KvlabError(f"{index} is no index of a model's weights: it has no weight_map of files")
+    for name in names:
+        if not name.endswith(".safetensors") or Path(name).name != name:
+            raise KvlabError(f"{index} names {name!r}, and weights are .safetensors files beside their index (pickled "
+                             "ones are not read)")
+    return names
+
+
 def _cached_sha256(files: list[Path]) -> str:
     """The sha256 of the files' bytes; remembered by path, size and time, since a large model takes a while to read."""
-    missing = [file for file in files if not file.is_file()]
+    missing = [file for file in files if not os.path.isfile(file)]
     if missing:
         raise KvlabError(f"{missing[0]} is named in the model's index, but is not there")
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

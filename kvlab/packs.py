@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from kvlab.errors import KvlabError, nearest
+from kvlab.files import allowed, expanded, parsed
 
 PROVENANCE = "PROVENANCE.json"
 STAGE_PREFIX = ".stage-"
@@ -90,7 +91,7 @@ PACKS: dict[str, Pack] = {
 def home() -> Path:
     """The cache folder: KVLAB_HOME if set, else the user's cache folder of the platform."""
     named = os.environ.get("KVLAB_HOME")
-    return Path(named).expanduser().absolute() if named else platformdirs.user_cache_path("kvlab")
+    return expanded(named).absolute() if named else platformdirs.user_cache_path("kvlab")
 
 
 def pull(name: str, progress: bool = True) -> Path:
@@ -147,7 +148,7 @@ def build_once(target: Path, build: Callable[[Path], None], what: str, progress:
             try:
                 with _status(console, what):
                     build(stage)
-                stage.chmod(0o755)
+                stage.chmod(allowed(0o777))
                 os.replace(stage, target)
             except BaseException:
                 shutil.rmtree(stage, ignore_errors=True)
@@ -163,9 +164,10 @@ def write_provenance(folder: Path, **facts: object) -> None:
 def read_provenance(folder: Path) -> dict:
     """The facts that `write_provenance` left in `folder`; an empty dict where there are none."""
     try:
-        return json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = parsed((folder / PROVENANCE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def file_sha256(*paths: Path) -> str:

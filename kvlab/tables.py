@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 from torch import Tensor
 
 from kvlab.errors import KvlabError, nearest
-from kvlab.files import replacing
+from kvlab.files import expanded, parsed, replacing, why
 
 SHIPPED = Path(__file__).parent / "policies" / "heads"
 """Head scores that come with kvlab, one file for each model, found by the model's name."""
@@ -29,30 +30,30 @@ def read(path: str | Path, kind: type[T]) -> T:
     Raises:
         KvlabError: no such file, or one that is not what it should be; it says where.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     try:
         stamp = path.stat()
-    except OSError as error:
-        raise KvlabError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    except (OSError, ValueError) as error:      # a name with a NUL is a ValueError
+        raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
     return _read(path, kind, stamp.st_mtime_ns, stamp.st_size)
 
 
 @lru_cache(maxsize=16)
 def _read(path: Path, kind: type[T], _changed: int, _size: int) -> T:
     try:
-        return kind.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return kind.model_validate(parsed(path.read_text(encoding="utf-8")))
     except ValidationError as error:
         problem = error.errors()[0]
         message = problem["msg"].removeprefix("Value error, ")
         where = ".".join(map(str, problem["loc"]))
         raise KvlabError(f"{path} is no file of {kind.what}: {f'{where}: ' if where else ''}{message}") from None
     except json.JSONDecodeError as error:
-        why = f"not valid JSON, line {error.lineno}: {error.msg}"
-        raise KvlabError(f"{path} is no file of {kind.what}: {why}") from None
+        problem = f"not valid JSON, line {error.lineno}: {error.msg}"
+        raise KvlabError(f"{path} is no file of {kind.what}: {problem}") from None
     except UnicodeDecodeError:
         raise KvlabError(f"{path} is no file of {kind.what}: not UTF-8 text") from None
     except OSError as error:
-        raise KvlabError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+        raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
 
 
 class HeadScores(BaseModel):
@@ -86,7 +87,7 @@ class HeadScores(BaseModel):
     documents: list[str] = []
     seed: int
     kvlab: str
-    scores: list[list[FiniteFloat]]
+    scores: list[list[Annotated[FiniteFloat, Field(ge=0, le=1)]]]
 
     @model_validator(mode="after")
     def _shapes(self) -> Self:
@@ -227,7 +228,7 @@ def _load(path_or_name: str | Path, kind: type[T], folder: Path, what: str, comm
     name = str(path_or_name)
     if name in shipped:
         return read(shipped[name], kind)
-    if not Path(name).suffix and not Path(name).expanduser().exists():
+    if not Path(name).suffix and not os.path.exists(expanded(name)):
         raise KvlabError(f"{nearest(name, shipped, what)}; or give the file of `{command}`")
     return read(name, kind)
 

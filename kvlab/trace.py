@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from kvlab import attention
 from kvlab.cache import LayerStore, StoreCache
 from kvlab.errors import KvlabError
-from kvlab.files import replacing
+from kvlab.files import parsed, replacing
 from kvlab.policies import Policy, Prompt, policy, registry
 
 if TYPE_CHECKING:
@@ -85,30 +87,55 @@ class Trace:
         Raises:
             KvlabError: shapes that do not fit together.
         """
-        if queries.dim() != 4 or keys.dim() != 4 or keys.shape != values.shape:
+        pseudo = {GIVEN: pseudo} if isinstance(pseudo, Tensor) else dict(pseudo or {})
+        made = cls(queries, keys, values, prompt_length, pseudo=pseudo, accumulated=accumulated, scaling=scaling)
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        """Raise KvlabError for tensors that do not fit together, and for what stands beside them."""
+        queries, keys, scaling = self.queries, self.keys, self.scaling
+        if not isinstance(self.prompt_length, Integral):
+            raise KvlabError(f"prompt_length is a whole number, and not {str(self.prompt_length)[:40]!r}")
+        if scaling is not None and not (isinstance(scaling, Real) and 0 < scaling < math.inf):
+            raise KvlabError(f"scaling is a number above 0, and not {str(scaling)[:40]!r}")
+        if not isinstance(self.meta, dict) or not all(
+            isinstance(self.meta.get(name, ""), str) for name in ("model", "document")
+        ):
+            raise KvlabError("meta holds texts by name")
+        if queries.dim() != 4 or keys.dim() != 4 or keys.shape != self.values.shape:
             raise KvlabError(
                 "a trace needs queries [layers, heads, n, head_dim] and keys, values of one shape [layers, "
                 "kv_heads, tokens, head_dim]"
             )
         (layers, heads, n, head_dim), tokens = queries.shape, keys.shape[2]
+        if not min(layers, heads, head_dim, *keys.shape):
+            raise KvlabError(f"queries {tuple(queries.shape)} or keys {tuple(keys.shape)} hold nothing")
         if layers != keys.shape[0] or heads % keys.shape[1] or head_dim != keys.shape[3]:
             raise KvlabError(
                 f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} differ in layers, head size, or "
                 f"heads per KV head"
             )
-        if not 0 < prompt_length <= tokens:
-            raise KvlabError(f"prompt_length {prompt_length} is not within 1 .. {tokens} tokens")
-        if not tokens - prompt_length <= n <= tokens:
-            raise KvlabError(f"{n} queries do not cover the response of {tokens - prompt_length} among {tokens} tokens")
-        pseudo = {GIVEN: pseudo} if isinstance(pseudo, Tensor) else dict(pseudo or {})
-        for found in pseudo.values():
+        if not 0 < self.prompt_length <= tokens:
+            raise KvlabError(f"prompt_length {self.prompt_length} is not within 1 .. {tokens} tokens")
+        if not self.steps <= n <= tokens:
+            raise KvlabError(f"{n} queries do not cover the response of {self.steps} among {tokens} tokens")
+        for found in self.pseudo.values():
             if found.dim() != 4 or (*found.shape[:2], found.shape[3]) != (layers, heads, head_dim):
                 raise KvlabError(f"pseudo-queries {tuple(found.shape)} are not [{layers}, {heads}, m, {head_dim}]")
-        if accumulated is not None and accumulated.shape != (layers, heads, prompt_length):
-            raise KvlabError(
-                f"accumulated attention {tuple(accumulated.shape)} is not [{layers}, {heads}, {prompt_length}]"
-            )
-        return cls(queries, keys, values, prompt_length, pseudo=pseudo, accumulated=accumulated, scaling=scaling)
+        wanted = {"accumulated": (layers, heads, self.prompt_length), "pre_queries": queries.shape, "ids": (tokens,)}
+        for name, shape in wanted.items():
+            found = getattr(self, name)
+            if found is not None and found.shape != shape:
+                what = "accumulated attention" if name == "accumulated" else name
+                raise KvlabError(f"{what} {tuple(found.shape)} is not {list(shape)}")
+        if self.nll is not None and (self.nll.dim() != 1 or len(self.nll) >= self.prompt_length):
+            raise KvlabError(f"nll {tuple(self.nll.shape)} is not that of tokens of a prompt of {self.prompt_length}")
+        for name, tensor in self._tensors().items():
+            if tensor.is_floating_point() == (name == "ids"):
+                raise KvlabError(f"{name} cannot be of {tensor.dtype}")
+        if self.ids is not None and int(self.ids.min()) < 0:
+            raise KvlabError(f"{int(self.ids.min())} is no token id")
 
     # ------------------------------------------------------------------ parts
 
@@ -233,12 +260,12 @@ class Trace:
         path = Path(path)
         try:
             with safe_open(path, "pt") as file:
-                header = json.loads((file.metadata() or {}).get("kvlab", "{}"))
+                header = parsed((file.metadata() or {}).get("kvlab", "{}"))
             if not isinstance(header, dict) or header.get("format") != FORMAT:
                 raise KvlabError(f"{path} is a safetensors file but no kvlab trace")
             tensors = load_file(path)
             pseudo = {k.removeprefix("pseudo/"): tensors.pop(k) for k in list(tensors) if k.startswith("pseudo/")}
-            return cls(
+            made = cls(
                 prompt_length=header["prompt_length"],
                 scaling=header["scaling"],
                 meta=header["meta"],
@@ -251,7 +278,11 @@ class Trace:
             raise KvlabError(
                 f"{path} is damaged or not a kvlab trace ({type(error).__name__}); capture it again"
             ) from None
-
+        try:
+            made._check()
+        except KvlabError as error:
+            raise KvlabError(f"{path} is damaged or not a kvlab trace ({error}); capture it again") from None
+        return made
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous, on the CPU, and no two in one piece of memory, which safetensors refuses."""

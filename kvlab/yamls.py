@@ -11,8 +11,10 @@ import yaml
 from kvlab.errors import KvlabError
 from kvlab.files import read_text
 
-# Aliases make a small file stand for a huge one; no file of ours comes near this many values.
+# Aliases make a small file stand for a huge one; no file of ours comes near this many values, or characters.
 LARGEST = 200_000
+LONGEST = 500_000
+BITS = 8192
 
 
 class Lines:
@@ -45,18 +47,30 @@ def load(path: Path) -> tuple[Any, Lines]:
         KvlabError: it cannot be read, is not valid YAML, has a key twice, refers to itself or is too large.
     """
     text = read_text(path)
+    if len(text) > LONGEST:
+        raise KvlabError(f"{path.name} has more than {LONGEST:,} characters, which is none of kvlab's files")
+    lines = Lines()
+    loader = None
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        lines = Lines()
-        if node is not None:
-            _walk(node, (), lines, path.name, [], {})
-        return yaml.safe_load(text), lines
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, lines
+        _walk(node, (), lines, path.name, [], {})
+        # Of the very nodes that were looked at.
+        data = loader.construct_document(node)
+        _writable(data, lines, path.name)
+        return data, lines
     except yaml.YAMLError as error:
         raise KvlabError(f"{path.name} is not valid YAML{_where(error)}: {_problem(error)}") from None
     except RecursionError:
         raise KvlabError(f"{path.name} is nested too deeply to be one of kvlab's files") from None
-    except (ValueError, OverflowError) as error:    # a date or a number that Python has no value for
+    # A date or a number that Python has no value for, or that does not look like the tag it was given.
+    except (ValueError, OverflowError, LookupError, AttributeError) as error:
         raise KvlabError(f"{path.name} is not valid YAML: {error}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
 def _walk(node: yaml.Node, place: tuple, lines: Lines, name: str, within: list[int], sizes: dict[int, int]) -> int:
@@ -86,6 +100,24 @@ def _walk(node: yaml.Node, place: tuple, lines: Lines, name: str, within: list[i
     within.pop()
     sizes[id(node)] = size
     return size
+
+
+def _writable(value: Any, lines: Lines, name: str, place: tuple = ()) -> None:
+    """Raise KvlabError for a text or a number that could not be written down again."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            _writable(key, lines, name, (*place, str(key)))
+            _writable(entry, lines, name, (*place, str(key)))
+    elif isinstance(value, list):
+        for number, entry in enumerate(value):
+            _writable(entry, lines, name, (*place, number))
+    elif isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise KvlabError(f"{name}{lines.shown(place)}: half a character (a lone surrogate)") from None
+    elif isinstance(value, int) and value.bit_length() > BITS:
+        raise KvlabError(f"{name}{lines.shown(place)}: a number of thousands of digits")
 
 
 def _where(error: yaml.YAMLError) -> str:

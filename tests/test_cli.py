@@ -120,10 +120,14 @@ def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monke
     assert (project / "report" / "claims.csv").exists()
 
 
-def test_files_named_from_the_shell_are_found_from_the_notebook(project, monkeypatch):  # noqa: F811
+def test_files_and_folders_named_from_the_shell_are_found_from_the_notebook(project, monkeypatch):  # noqa: F811
     (project / "mine.txt").write_text("a text")
-    found = cli._overrides(["names=mine.txt", "seed=3", "reduction=a=b"])
-    assert found == {"names": str(project / "mine.txt"), "seed": "3", "reduction": "a=b"}
+    (project / "benchmarks" / "long").mkdir(parents=True)
+    found = cli._overrides(["names=mine.txt", "seed=3", "reduction=a=b", "longbench=benchmarks/long",
+                            "method=benchmarks", "model=meta-llama/Llama-3.1-8B"])
+    assert found == {"names": str(project / "mine.txt"), "seed": "3", "reduction": "a=b",
+                     "longbench": str(project / "benchmarks" / "long"), "method": "benchmarks",
+                     "model": "meta-llama/Llama-3.1-8B"}
 
 
 def test_report_command_names_its_files(project, capsys):  # noqa: F811

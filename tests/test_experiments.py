@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from projects import PARAMETERS, cell, experiment, notebook, project  # noqa: F401
 
@@ -38,6 +38,17 @@ def test_overrides_from_the_command_line_take_the_notebooks_types(project):  # n
     (job,) = experiments.jobs(NAME, overrides={"seed": "3", "reduction": "1e-2", "names": "x,y", "boom": "true"})
     assert job.parameters == {"seed": 3, "reduction": 0.01, "names": ["x", "y"], "boom": True, "scale": 0.5}
     assert len(experiments.jobs(NAME, overrides={"reduction": [0.1, 0.2, 0.3]})) == 3
+
+
+def test_files_in_a_list_are_named_from_where_the_command_runs(project, tmp_path, monkeypatch):  # noqa: F811
+    experiment(project)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "notes.txt").write_text("Some notes.")
+    monkeypatch.setenv("KVLAB_ROOT", str(project))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = [experiments.jobs(NAME, overrides={"names": text})[0].parameters["names"]
+             for text in ("sotu/1962,notes.txt", '["sotu/1962", "notes.txt"]')]
+    assert found == [["sotu/1962", str(tmp_path / "elsewhere" / "notes.txt")]] * 2
 
 
 def test_a_text_may_be_left_out_and_nothing_else(project):  # noqa: F811
@@ -181,6 +192,7 @@ def test_a_mistake_is_told_with_its_line(project):  # noqa: F811
         experiments.load(NAME)
 
 
+@settings(deadline=None)
 @given(text=st.text(max_size=60))
 def test_a_text_reaches_the_notebook_as_it_is(text):
     """Parameters are data: whatever a text holds, the notebook's cell binds that very text and does nothing else."""

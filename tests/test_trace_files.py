@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 import kvlab
-from kvlab import models
+from kvlab import files, models
 from kvlab import trace as module
 from kvlab.errors import KvlabError
 
@@ -154,3 +154,14 @@ def test_tensors_that_do_not_fit_together(change, message):
     assert kvlab.Trace.from_tensors(**fit).steps == 3
     with pytest.raises(KvlabError, match=message):
         kvlab.Trace.from_tensors(**fit | change)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_files_are_as_private_as_the_umask_says(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        with files.replacing(tmp_path / "trace") as path:
+            path.write_text("kept")
+        assert (tmp_path / "trace").stat().st_mode & 0o777 == mode and os.umask(mask) == mask
+    finally:
+        os.umask(before)

@@ -245,7 +245,7 @@ def command(lm: LM, settings: Settings, documents: Sequence[Document]) -> str:
 def mapped(tables: DecisionTables, lm: LM) -> DecisionTables:
     """Tables learnt on one model for another, by relative depth; what they were learnt on is noted."""
     text = lm.model.config.get_text_config(decoder=True)
-    sha = getattr(tables, "sha256", "")
+    sha = str(getattr(tables, "sha256", ""))
     about = {"model": lm.name, "sha256": lm.sha256, "mapped_from": f"{tables.model}@{sha[:8]}".rstrip("@"),
              "kv_heads": text.num_key_value_heads, "dtype": str(lm.dtype).removeprefix("torch.")}
     return tables.mapped(lm.n_layers, text.num_attention_heads).model_copy(update=about)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlab.errors import KvlabError
-from kvlab.files import replacing
+from kvlab.files import parsed, replacing, why
 from kvlab.tables import SHIPPED_TABLES
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Journal:
                 file = stack.enter_context(path.open("a", encoding="utf-8"))
             except Timeout:
                 raise KvlabError(f"another compilation is writing {path}; wait for it, or name another log") from None
-            except OSError as error:
-                raise KvlabError(f"cannot write {path}: {error.strerror or error}") from None
+            except (OSError, ValueError) as error:      # a name with a NUL is a ValueError
+                raise KvlabError(f"cannot write {path}: {why(error)}") from None
             yield cls(path, lines, file)
 
     def get(self, key: str) -> dict[str, Any] | None:
@@ -85,7 +85,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for number, line in enumerate(content[:whole].decode("utf-8", "replace").split("\n")[:-1], 1):
         try:
-            fields = json.loads(line)
+            fields = parsed(line)
             found[fields["key"]] = fields
         except (json.JSONDecodeError, TypeError, KeyError):
             raise KvlabError(f"{path}, line {number} is no line of a log of `kvlab compile`; name another") from None
@@ -164,16 +164,19 @@ def load(path_or_name: str | Path) -> dict[str, Samples]:
     """
     import pandas as pd
 
-    shipped = SHIPPED_TABLES / f"{path_or_name}-log.parquet"
-    path = shipped if shipped.exists() else Path(path_or_name)
+    shipped = {file.name: file for file in SHIPPED_TABLES.glob("*.parquet")}
+    path = shipped.get(f"{path_or_name}-log.parquet") or Path(path_or_name)
+    if not os.path.isfile(path):     # pandas would read a folder as well, and whatever lies in it
+        raise KvlabError(f"cannot read {path}: no such file")
     try:
         table = pd.read_parquet(path)
-        return {phase: Samples.of(_lines(rows)) for phase, rows in table.groupby("phase", sort=False)}
-    except FileNotFoundError:
-        raise KvlabError(f"cannot read {path}: no such file or directory") from None
+        found = {phase: Samples.of(_lines(rows)) for phase, rows in table.groupby("phase", sort=False)}
     except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise KvlabError(f"{path} is no log of `kvlab compile`: {why}") from None
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise KvlabError(f"{path} is no log of `kvlab compile`: {first}") from None
+    if not found:
+        raise KvlabError(f"{path} is no log of `kvlab compile`: there is nothing in it")
+    return found
 
 
 def _lines(rows: pd.DataFrame) -> list[dict[str, Any]]:

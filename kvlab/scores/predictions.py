@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
-from kvlab.files import jsonl
+from kvlab.files import expanded, jsonl, parsed
 
 
 def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -17,7 +16,7 @@ def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:
     Empty lines are passed over, further fields are let through. Raises KvlabError, with file and line number, for
     anything else, and for a file without predictions.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     found = [_prediction(line, f"{path}, line {number}") for number, line in jsonl(path)]
     if not found:
         raise KvlabError(f"{path} is empty: there are no predictions in it to score")
@@ -26,11 +25,9 @@ def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 def _prediction(line: str, where: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
+        fields = parsed(line)
     except json.JSONDecodeError as error:
         raise KvlabError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:
-        raise KvlabError(f"{where}: JSON that cannot be read ({error})") from error
     if not isinstance(fields, dict):
         raise KvlabError(f"{where}: a prediction is a JSON object, not {_shown(fields)}")
     if not isinstance(fields.get("pred"), str):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, field_validator
 
 from kvlab.errors import KvlabError
-from kvlab.files import jsonl
+from kvlab.files import expanded, jsonl, parsed
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.longgen_prompts import SHORT
 
@@ -162,10 +160,10 @@ def read(path: str | os.PathLike, chat: bool = True) -> list[Example]:
     Fields: prompt, checks_once, checks_range, checks_periodic (number of an entry -> what it shall hold), type (what
     entries are called), prefix (the first entry's heading, which the prompt ends with) and number (of entries).
     """
-    path, found = Path(path).expanduser(), []
+    path, found = expanded(path), []
     for line, text in jsonl(path):
         try:
-            found.append(_example(json.loads(text), f"{path.stem}-{line}", chat))
+            found.append(_example(parsed(text), f"{path.stem}-{line}", chat))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             lacks = f"{error} is missing" if isinstance(error, KeyError) else error
             raise KvlabError(f"{path}, line {line} is no record of LongGenBench: {lacks}") from error

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -29,6 +31,9 @@ from kvlab.workbench import content, project
 from kvlab.workbench.notebooks import parameters_of
 
 __all__ = ["Experiment", "Job", "Profile", "jobs", "load", "longest_first", "names", "plain"]
+
+
+MOST = 10_000   # jobs of an experiment
 
 
 class Profile(BaseModel):
@@ -119,8 +124,9 @@ def load(name: str) -> Experiment:
     except ValidationError as error:
         first = error.errors()[0]
         raise KvlabError(f"{path.name}{lines.shown(first['loc'])}: {_sentence(first)}") from None
+    folders = [project.root(), found.path.parent]
     for place, text in _texts(raw):
-        if _leaves_the_project(text):
+        if _leaves_the_project(text) or any(_leads_out(folder, text) for folder in folders):
             or_else = "" if place == ("notebook",) else f", or give it on the command line (-p {place[-1]}=...)"
             raise KvlabError(f"{path.name}{lines.shown(place)}: {text!r} leaves the project; name a file inside it"
                              f"{or_else}")
@@ -134,8 +140,9 @@ def _texts(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
     elif isinstance(value, Mapping):
         for key, entry in value.items():
             if place or key != "description":
+                yield from _texts(key if place else None, place)
                 yield from _texts(entry, (*place, key))
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):   # YAML's pairs are tuples
         for entry in value:
             yield from _texts(entry, place)
 
@@ -143,6 +150,15 @@ def _texts(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
 def _leaves_the_project(text: str) -> bool:
     parts = PurePath(text).parts
     return bool(parts) and (PurePath(text).is_absolute() or parts[0].startswith("~") or ".." in parts)
+
+
+def _leads_out(folder: Path, text: str) -> bool:
+    """Whether a path that lies in the project leads out of it and of the cache, by a link."""
+    path = os.path.join(folder, text)
+    if len(text) > 500 or not os.path.lexists(path):
+        return False
+    homes = project.root().resolve(), content.cache_folder().resolve()
+    return not any(Path(os.path.realpath(path)).is_relative_to(home) for home in homes)
 
 
 def _keys(model: type[BaseModel]) -> list[str]:
@@ -193,6 +209,9 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
         single.pop(axis, None)
         if not values:
             raise KvlabError(f"the grid of {experiment.name} has no values for {axis!r}")
+    wanted = math.prod(map(len, grid.values()))
+    if wanted > MOST:
+        raise KvlabError(f"the grid of {experiment.name} stands for {wanted:,} jobs, and {MOST:,} are the most")
     points = []
     for combination in itertools.product(*grid.values()):
         point = dict(zip(grid, combination, strict=True))
@@ -227,10 +246,11 @@ def _read(text: str, default: Any) -> Any:
         text = f"[{text}]"
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         return text
     if isinstance(default, list) and isinstance(value, list) and default and isinstance(default[0], str):
-        return [str(entry) for entry in value]
+        # A file is named from where the command runs, but opened from where the notebook lies.
+        return [os.path.abspath(entry) if os.path.isfile(entry) else entry for entry in map(str, value)]
     return value
 
 
@@ -241,8 +261,13 @@ def checked(name: str, value: Any, default: Any, where: str) -> Any:
         return value
     if not _fits(value, default):
         raise KvlabError(f"parameter {name!r} of {where} must be {_type_name(default)}, such as {default!r}; "
-                         f"got {value!r}")
+                         f"got {_short(value)}")
     return float(value) if isinstance(default, float) else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _fits(value: Any, default: Any) -> bool:
@@ -250,7 +275,8 @@ def _fits(value: Any, default: Any) -> bool:
         return isinstance(value, bool)
     if isinstance(default, (int, float)):
         kinds = (int, float) if isinstance(default, float) else int
-        return isinstance(value, kinds) and not isinstance(value, bool)
+        right = isinstance(value, kinds) and not isinstance(value, bool)
+        return right and (isinstance(default, int) or abs(value) <= sys.float_info.max)
     if isinstance(default, list):
         if not isinstance(value, list):
             return False
@@ -268,14 +294,27 @@ def _type_name(default: Any) -> str:
 
 def plain(value: Any, what: str = "value") -> Any:
     """`value` in plain JSON types: papermill turns tuples into strings and refuses numpy numbers and paths."""
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise KvlabError(f"{what} holds half a character (a lone surrogate), which no file can") from None
+        return value
+    if isinstance(value, int):
+        if value.bit_length() > yamls.BITS:
+            raise KvlabError(f"{what} is a number of thousands of digits")
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
             raise KvlabError(f"{what} is {value}, which is no plain number")
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(entry, what) for key, entry in value.items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise KvlabError(f"{what} has the key {_short(key)}, and a key is a text: put it in quotes")
+        return {plain(key, what): plain(entry, what) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(entry, what) for entry in value]
     if isinstance(value, Path):

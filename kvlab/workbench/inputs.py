@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
+from kvlab.files import expanded
 from kvlab.workbench import content
 
 
@@ -32,7 +33,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _model(name: str) -> None:
-    if content.model_hash(name) or name.startswith("random:") or Path(name).expanduser().exists():
+    if content.model_hash(name) or name.startswith("random:") or os.path.exists(expanded(name)):
         return
     from kvlab import models
     from kvlab.errors import nearest

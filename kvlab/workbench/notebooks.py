@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
+from kvlab.files import parsed, read_text
 
 
 def cells(path: Path) -> list[dict[str, Any]]:
     """The cells of a notebook file. Raises KvlabError where it is missing or no notebook."""
+    if not os.path.isfile(path):
+        raise KvlabError(f"the notebook {path.name} is missing: there is no file {path}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    except FileNotFoundError:
-        raise KvlabError(f"the notebook {path.name} is missing: there is no file {path}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        raise KvlabError(f"{path} is not a notebook (version 4 of the format)") from None
+        found = parsed(read_text(path))["cells"]
+    except (json.JSONDecodeError, LookupError, TypeError):
+        found = None
+    if not isinstance(found, list) or not all(map(_is_cell, found)):
+        raise KvlabError(f"{path} is not a notebook (version 4 of the format)")
     return found
+
+
+def _is_cell(cell: Any) -> bool:
+    if not isinstance(cell, dict):
+        return False
+    metadata, text = cell.get("metadata", {}), cell.get("source", "")
+    lines = text if isinstance(text, list) else [text]
+    return (isinstance(metadata, dict) and isinstance(metadata.get("tags", []), list)
+            and all(isinstance(line, str) for line in lines))
 
 
 def source(cell: dict[str, Any]) -> str:
@@ -42,8 +55,8 @@ def parameters_of(path: Path) -> dict[str, Any]:
         raise KvlabError(f"{path.name} must have one cell tagged `parameters`, and has {len(tagged)}")
     try:
         tree = ast.parse(source(tagged[0]))
-    except SyntaxError as error:
-        where = f"{error.msg} in line {error.lineno}"
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        where = f"{error.msg} in line {error.lineno}" if isinstance(error, SyntaxError) else "it cannot be read"
         raise KvlabError(f"the parameters cell of {path.name} is not Python: {where}") from None
     found: dict[str, Any] = {}
     for statement in tree.body:
@@ -65,6 +78,6 @@ def _literal(node: ast.expr) -> Any:
         return {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
     try:
         value = ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError, RecursionError, MemoryError):
         return None
     return list(value) if isinstance(value, tuple) else value

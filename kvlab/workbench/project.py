@@ -8,6 +8,9 @@ import os
 import subprocess
 from pathlib import Path
 
+from kvlab.errors import KvlabError
+from kvlab.files import expanded
+
 PRESENTATION = ("cli.py", "__main__.py", "workbench/ledger.py", "workbench/report.py", "workbench/progress.py")
 
 
@@ -17,8 +20,11 @@ def root() -> Path:
     KVLAB_ROOT, if set, is taken instead.
     """
     if named := os.environ.get("KVLAB_ROOT"):
-        return Path(named).expanduser().resolve()
-    here = Path.cwd().resolve()
+        return expanded(named).resolve()
+    try:
+        here = Path.cwd().resolve()
+    except OSError:
+        raise KvlabError("the folder that this runs in is gone; change into another") from None
     return next((folder for folder in (here, *here.parents) if (folder / "experiments").is_dir()), here)
 
 

@@ -21,8 +21,9 @@ from kvlab.workbench.tracking import file_name
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
-    from mlflow.tracking import MlflowClient
     from PIL.Image import Image
+
+    from kvlab.workbench.patience import Patient
 
 __all__ = ["entries", "evidence", "ledger", "number", "render", "signature", "write"]
 
@@ -97,7 +98,7 @@ def signature(run: Run) -> str:
     return " | ".join(part for part in parts if part)
 
 
-def _pictures(connection: MlflowClient, run_id: str) -> Iterable[Picture]:
+def _pictures(connection: Patient, run_id: str) -> Iterable[Picture]:
     from PIL import Image
 
     for artifact in sorted(connection.list_artifacts(run_id, "figures"), key=lambda each: each.path):
@@ -105,8 +106,13 @@ def _pictures(connection: MlflowClient, run_id: str) -> Iterable[Picture]:
             continue
         with tempfile.TemporaryDirectory() as folder:
             path = Path(connection.download_artifacts(run_id, artifact.path, folder))
-            with Image.open(path) as image:
-                plain = image.convert("RGB")
+            try:
+                with Image.open(path) as image:
+                    plain = image.convert("RGB")
+            # Whatever is wrong with a picture, pillow has an error of its own for it.
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+                mend = "run its experiment again with --fresh, or delete the run"
+                raise KvlabError(f"the figure {artifact.path} of run {run_id} is damaged: {mend}") from None
             # Without loss: the colours of a heatmap are data.
             yield Picture(f"{run_id[:8]}-{_slug(path.stem)}", path.stem, _data_uri(plain, WIDEST, lossless=True),
                           _data_uri(plain, THUMB, quality=80))
