@@ -38,8 +38,9 @@ reproduce: pull  ## all experiments, then the table of claims and the report
 
 test: test-unit test-notebooks  ## unit tests, the papermill round trip, and every notebook
 
+# A file's tests run on one worker, so that what they share is made once; in the files' order, the last ones are short.
 test-unit: pull browser
-	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
 
 # A store of its own for the notebooks' runs, so that tests never write to mlruns/. The longest notebooks begin first;
 # in the end what all of them logged is looked at.

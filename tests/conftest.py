@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 
 import pytest
@@ -16,7 +17,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers with several threads each fight over the cores and are many times slower.
     torch.set_num_threads(1)
 
+# Imports make hundreds of thousands of objects that stay: looking through them all again and again finds nothing.
+gc.disable()
+
 FAMILIES = [name for name in models.shapes.SHAPES if name.startswith("tiny-")]
+
+
+def pytest_collection_finish():
+    """From here on garbage is collected, but what has been imported is left out of every search for it."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -57,3 +67,9 @@ def own_home(tmp_path, monkeypatch):
 def trace(lm):
     """One capture of the real model, of a text of about 400 tokens with 24 more; nobody may change it."""
     return kvlab.capture(lm, FERRY, new_tokens=24, window=64)
+
+
+@pytest.fixture(scope="session")
+def traces(lm, trace):
+    """That trace, and one of another document; nobody may change them."""
+    return [trace, kvlab.capture(lm, FERRY[len(FERRY) // 2 :], new_tokens=24, window=64)]

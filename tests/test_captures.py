@@ -123,26 +123,30 @@ def test_a_damaged_file_is_captured_again(tiny, counted, damage):
 def test_two_processes_wait_for_one_capture(own_home, tmp_path):
     """Both begin together and find nothing; only one runs the model, and both have the same trace."""
     script = f"""
-import pathlib, sys, time
+import multiprocessing, pathlib, time
 from kvlab import captures, models, trace
+folder = pathlib.Path({str(tmp_path)!r})
 def slow(*args, **options):
-    with open({str(tmp_path / "ran")!r}, "a") as log:
+    with open(folder / "ran", "a") as log:
         log.write("x")
     time.sleep(1.5)
     return trace.capture(*args, **options)
 slow.__wrapped__ = trace.capture
 captures.capture = slow
 lm = models.random_lm("tiny-llama-gqa", device="cpu", dtype="float32")
-pathlib.Path({str(tmp_path)!r}, sys.argv[1]).touch()
-while not all(pathlib.Path({str(tmp_path)!r}, name).exists() for name in "ab"):
-    time.sleep(0.02)
-print(captures.shared(lm, list(range(3, 43)), 5, 8).keys.sum().item())
+def one(name):
+    (folder / name).touch()
+    while not all((folder / name).exists() for name in "ab"):
+        time.sleep(0.02)
+    return captures.shared(lm, list(range(3, 43)), 5, 8).keys.sum().item()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(*pool.map(one, "ab", chunksize=1))
 """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    both = [subprocess.Popen([sys.executable, "-c", script, name], stdout=subprocess.PIPE, text=True, env=environment)
-            for name in "ab"]
-    said = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0] and said[0] == said[1] != ""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    one, other = done.stdout.split()
+    assert one == other
     assert (tmp_path / "ran").read_text() == "x" and len(kept()) == 1
 
 

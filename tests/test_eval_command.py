@@ -10,7 +10,7 @@ from test_cli import call
 from kvlab import evaluate, models
 from kvlab.workbench import tracking
 
-NEEDLE = ["eval", "needle", "-p", "lengths=[256]", "-p", "depths=[0.0, 0.5, 1.0]", "--limit", "2"]
+NEEDLE = ["eval", "needle", "-p", "lengths=[144]", "-p", "depths=[0.0, 0.5, 1.0]", "--limit", "2"]
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def loaded(lm, monkeypatch):
 
 
 def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):  # noqa: F811
-    code, out, err = call(capsys, *NEEDLE, "--policies", "streamingllm,snapkv", "--budgets", "64,0.5")
+    code, out, err = call(capsys, *NEEDLE, "--policies", "streamingllm,snapkv", "--budgets", "48,0.5")
     assert code == 0, err
     assert [line.count("needle") for line in out.splitlines() if "needle" in line] == [1] * 5
     assert sum("streamingllm" in line for line in out.splitlines()) == 2
@@ -38,7 +38,7 @@ def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):  # no
     assert {file.path for file in store.list_artifacts(run.info.run_id, "figures")} >= {"figures/needle_heatmap.png"}
 
     before = path.read_bytes()
-    code, again, _ = call(capsys, *NEEDLE, "--policies", "streamingllm,snapkv", "--budgets", "64,0.5", "--no-log")
+    code, again, _ = call(capsys, *NEEDLE, "--policies", "streamingllm,snapkv", "--budgets", "48,0.5", "--no-log")
     assert code == 0 and path.read_bytes() == before, "what is done is not done again"
     assert again == out
 

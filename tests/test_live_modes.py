@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -48,9 +49,12 @@ def test_each_row_of_a_padded_batch_goes_as_it_goes_alone(tiny, name):
         batch = generate(model, ids, 40, attention_mask=mask)
         kept = [[sets(session.kept(layer, row)) for row in range(4)] for layer in range(2)]
         table = session.table
-    for row, alone in enumerate(rows):
+    by_length = {}
+    for alone in rows[:3]:      # the last is the second again
         with kvlab.compress(model, small(name), probes=["mass_lost"]) as session:
-            single = generate(model, alone[None], 40)
+            by_length[len(alone)] = generate(model, alone[None], 40), session
+    for row, alone in enumerate(rows):
+        single, session = by_length[len(alone)]
         assert batch.sequences[row, 60:].tolist() == single.sequences[0, len(alone) :].tolist()
         assert [kept[layer][row] for layer in range(2)] == [sets(session.kept(layer)) for layer in range(2)]
         mine = table[table.sequence == row].reset_index(drop=True)
@@ -83,23 +87,28 @@ def test_prompts_in_one_session_do_not_see_each_other(tiny, name):
     assert first.equals(last)
 
 
+def two_turns(model):
+    """Two responses of a batch of two, the second to more of the user's tokens."""
+    ids, mask = left_padded(prompt(40, seed=1)[0], prompt(29, seed=2)[0])
+    new, ones = prompt(7, seed=3, rows=2), torch.ones(2, 7 + 12, dtype=torch.long)
+    first = generate(model, ids, attention_mask=mask)
+    longer = torch.cat([first.sequences, new], 1)
+    return first, continued(model, first.past_key_values, longer, attention_mask=torch.cat([mask, ones], 1))
+
+
+@pytest.fixture(scope="module")
+def plain_turns(tiny):
+    return two_turns(tiny().model)
+
+
 @pytest.mark.parametrize("name, turns", [
     # Keyformer scores with every query of a prompt, and those of a response are not kept.
     (name, turns) for name in EVERYTHING for turns in ("recompress", "leave")
     if (name, turns) != ("keyformer", "recompress")])
-def test_a_second_turn_at_full_budget_goes_on_as_plain_generation(tiny, name, turns):
+def test_a_second_turn_at_full_budget_goes_on_as_plain_generation(tiny, plain_turns, name, turns):
     model = tiny().model
-    ids, mask = left_padded(prompt(40, seed=1)[0], prompt(29, seed=2)[0])
-    new, ones = prompt(7, seed=3, rows=2), torch.ones(2, 7 + 12, dtype=torch.long)
-
-    def chat():
-        first = generate(model, ids, attention_mask=mask)
-        longer = torch.cat([first.sequences, new], 1)
-        return first, continued(model, first.past_key_values, longer, attention_mask=torch.cat([mask, ones], 1))
-
-    expected = chat()
     with kvlab.compress(model, everything(name), turns=turns, probes=["mass_lost"]) as session:
-        for found, wanted in zip(chat(), expected, strict=True):
+        for found, wanted in zip(two_turns(model), plain_turns, strict=True):
             agree(found, wanted)
     assert sorted(session.table.step.unique()) == list(range(1, 23))
     assert session.means["mass_lost"] < 1e-5
@@ -251,12 +260,22 @@ def test_arguments_may_be_positional_and_gradients_on(tiny):
 # --- types, modes, threads ---
 
 
+@pytest.fixture(scope="module")
+def half():
+    """half(dtype): a model, a prompt, and what the model says to it."""
+
+    @functools.cache
+    def make(dtype):
+        lm, ids = models.random_lm("tiny-llama-gqa", device="cpu", dtype=dtype), prompt(50)
+        return lm, ids, generate(lm.model, ids, 16)
+
+    return make
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_half_precision(dtype, name):
-    lm = models.random_lm("tiny-llama-gqa", device="cpu", dtype=dtype)
-    ids = prompt(50)
-    expected = generate(lm.model, ids, 16)
+def test_half_precision(half, dtype, name):
+    lm, ids, expected = half(dtype)
     with kvlab.compress(lm.model, everything(name)), torch.inference_mode():
         found = generate(lm.model, ids, 16)
     # The same tokens up to where the two best are within rounding of each other.

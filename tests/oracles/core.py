@@ -19,22 +19,20 @@ Slot = namedtuple("Slot", "position key value weight score", defaults=(1.0, 0.0)
 # Attention
 
 def softmax(logits):
-    highest = max(logits)
-    raised = [np.exp(x - highest) for x in logits]
-    total = sum(raised)
-    return np.array([r / total for r in raised])
+    raised = np.exp(logits - np.max(logits))
+    return raised / raised.sum()
 
 
 def attention_weights(query, keys, fusion_counts=None, alpha=0.0):
     """Weights [n] of one query [d] over keys [n, d]; ZSMerge eq. 8 where fusion counts and alpha are given."""
-    logits = [float(query @ key) / np.sqrt(len(query)) for key in keys]
+    logits = np.array(keys) @ query / np.sqrt(len(query))
     if fusion_counts is not None:
-        logits = [x + alpha * np.log(w) for x, w in zip(logits, fusion_counts)]
+        logits = logits + alpha * np.log(fusion_counts)
     return softmax(logits)
 
 
 def attention_output(weights, values):
-    return sum(w * v for w, v in zip(weights, values))
+    return weights @ np.array(values)
 
 
 def heads_of(group, heads, kv_heads):
