@@ -90,8 +90,11 @@ def fidelity(
     The first token is predicted by the prefill, before anything is compressed; steps are counted from it.
 
     Args:
+        lm: from `kvlab.load` or `kvlab.random_lm`.
+        policy_or_name: a policy, or the name of one that needs no parameters.
         documents: texts, `Document`s or token ids, one or a list of them.
-        new_tokens: length of the continuation.
+        new_tokens: length of the continuation, 2 or more.
+        chat: as `kvlab.capture` takes it.
 
     Raises:
         KvlabError: as `kvlab.capture` and `kvlab.compress`.
@@ -146,6 +149,16 @@ def closed_against_open(
     """Run a policy both ways on the same prompt, and see where the two part.
 
     Once another token was generated, the two loops look at different texts; what comes later tells how far they drift.
+
+    Args:
+        lm: from `kvlab.load` or `kvlab.random_lm`.
+        policy_or_name: a policy, or the name of one that needs no parameters.
+        document: a text, a `Document` or token ids.
+        new_tokens: length of both responses.
+        chat: as `kvlab.capture` takes it.
+
+    Raises:
+        KvlabError: as `kvlab.capture` and `kvlab.compress`.
     """
     import pandas as pd
 

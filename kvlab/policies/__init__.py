@@ -65,7 +65,7 @@ def policy(name: str | Policy, **parameters) -> Policy:
     """A policy by name, or a given one with other parameters.
 
     >>> policy("snapkv", budget=256)
-    snapkv(budget=256, window=32, kernel=7)
+    snapkv(budget=256, window=32, kernel=7, sets='group')
 
     Raises:
         KvlabError: unknown name or parameter (with the nearest ones), or a value that the method cannot work with.

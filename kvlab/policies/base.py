@@ -227,7 +227,7 @@ class Policy(BaseModel):
     __repr__ = __str__
 
     def replace(self, **parameters) -> Policy:
-        """The same policy with other parameters, checked again."""
+        """The same policy with other parameters, checked again (KvlabError for one that does not exist or fit)."""
         return type(self)(**{**dict(self), **parameters})
 
     # ------------------------------------------------------------------ what it needs
@@ -351,8 +351,9 @@ class Policy(BaseModel):
             max_new_tokens: length that the response may reach.
 
         Returns:
-            int64 `[batch, kv_heads, kept]`, original positions in ascending order, -1 at the end where a head keeps
-            fewer.
+            int64 `[batch, kv_heads, kept]` (`[batch, heads, kept]` of a policy that keeps a set for each query head),
+            original positions in ascending order, -1 at the end where a head keeps fewer. A decode-time or selection
+            policy returns what its prefill stage keeps.
 
         Raises:
             KvlabError: something that the policy needs was not given, shapes that do not fit together, values that are

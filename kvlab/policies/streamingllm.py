@@ -13,8 +13,9 @@ from kvlab.policies.base import Budget, Policy, Prompt
 class StreamingLLM(Policy):
     """The first `sinks` tokens and the most recent ones, at the prefill and at every decoding step.
 
-    Choices: keys keep their own positions (the original renumbers them inside the cache). Cost: none; it scores
-        nothing.
+    StreamingLLM, section 3.2: attention sinks beside a rolling window. Cost: none; it scores nothing.
+
+    Choices: keys keep their own positions (the original renumbers them inside the cache).
 
     Parameters:
         budget: entries for each layer and KV head, sinks included.

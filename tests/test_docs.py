@@ -1,0 +1,78 @@
+"""What README, CONTRIBUTING, docs/ and docstrings show is there: files, commands, options, examples."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+import kvlab
+from kvlab import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = typer.main.get_command(cli.app).commands
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def lines(page: Path, first: str) -> list[list[str]]:
+    """The command lines of a page that begin with a word, in a block or alone between backticks, as lists of words."""
+    text = page.read_text(encoding="utf-8")
+    shown = [line for block in blocks(page, "") for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", text)
+    return [shlex.split(line, comments=True) for line in shown if line.startswith(f"{first} ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+        if not target.startswith("https://"):
+            assert (page.parent / target).is_file(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_their_options_exist(page):
+    for _, name, *words in lines(page, "kvlab"):
+        assert name in COMMANDS, name
+        if words and not words[-1].startswith("--"):    # `kvlab compile --from` names an option, and is no command line
+            COMMANDS[name].make_context(name, words)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {words[1] for words in lines(page, "make")} <= set(targets)
+    for words in lines(page, "python"):
+        assert (ROOT / words[1]).is_file(), words
+
+
+def test_policies_and_experiments_are_those_that_there_are():
+    table = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == kvlab.policies()
+    for page in PAGES:
+        for _, name, *words in lines(page, "kvlab"):
+            if name == "run" and words and words[0] != "NAME":
+                assert (ROOT / "experiments" / f"{words[0]}.yaml").is_file(), words
+
+
+@pytest.mark.parametrize("module", ["kvlab.errors", "kvlab.policies"])
+def test_examples_in_docstrings_say_what_comes_out(module):
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted and not found.failed
+
+
+def test_the_policy_of_ones_own_works_as_shown():
+    (example,) = blocks(ROOT / "CONTRIBUTING.md", "python")
+    shown: dict = {}
+    exec(compile(example, "CONTRIBUTING.md", "exec", dont_inherit=True), shown)  # noqa: S102
+    lm = kvlab.random_lm("tiny-llama-gqa")
+    ids = torch.arange(3, 43)
+    replayed = kvlab.replay(kvlab.capture(lm, ids, new_tokens=3, pseudo=()), shown["Ends"](budget=10))
+    assert replayed.kept(0).tolist() == [[0, 1, 2, 3, 4, 35, 36, 37, 38, 39]] * len(replayed.kept(0))
+    with kvlab.compress(lm.model, shown["Ends"](budget=10)) as session:
+        lm.model.generate(ids[None], max_new_tokens=2, do_sample=False)
+    assert session.kept(0)[0].tolist()[:10] == replayed.kept(0)[0].tolist()
