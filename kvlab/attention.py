@@ -7,6 +7,7 @@ lengths or by the assigned positions: a pseudo-query may stand at any position a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,21 +150,23 @@ def accumulate(
     Args:
         padding: `[batch, length]` bool, False for padding, which neither gives nor gathers; None when there is none.
     """
-    n, length = queries.shape[-2], keys.shape[-2]
+    n, length, kv_heads = queries.shape[-2], keys.shape[-2], keys.shape[-3]
     total = torch.zeros(*queries.shape[:-2], length, dtype=torch.float32, device=queries.device)
-    for start in range(0, n, chunk):
+    # One KV head at a time, so that a chunk's scores stay in a processor's cache from one pass over them to the next.
+    heads = zip(*(x.chunk(kv_heads, -3) for x in (queries, keys)), total.chunk(kv_heads, -2), strict=True)
+    for (own, shared, found), start in itertools.product(heads, range(0, n, chunk)):
         stop = min(start + chunk, n)
         seen = length - n + stop
-        scores = logits(queries[..., start:stop, :], keys[..., :seen, :], scaling)
+        scores = logits(own[..., start:stop, :], shared[..., :seen, :], scaling)
         # Only the newest keys are hidden from some of these queries: masking them in place spares a pass over all.
         hidden = ~last_visible(stop - start, stop - start, queries.device)
         scores[..., seen - (stop - start) :].masked_fill_(hidden, -torch.inf)
         if padding is None:
-            total[..., :seen] += scores.softmax(-1).sum(-2)
+            found[..., :seen] += scores.softmax(-1).sum(-2)
             continue
         scores.masked_fill_(~padding[:, None, None, :seen], -torch.inf)
         asking = padding[:, None, length - n + start : length - n + stop, None]
-        total[..., :seen] += scores.softmax(-1).masked_fill_(~asking, 0).sum(-2)
+        found[..., :seen] += scores.softmax(-1).masked_fill_(~asking, 0).sum(-2)
     return total
 
 

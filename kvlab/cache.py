@@ -262,12 +262,12 @@ class LayerStore:
     def drop(self, slot: Tensor | int) -> None:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
         if isinstance(slot, Tensor):
-            rest = torch.arange(self.length - 1, device=slot.device).expand(*slot.shape, self.length - 1)
-            rest = rest + (rest >= slot[..., None])
-            if self.ragged or not self._owned or self._keys.is_cuda:
-                self.evict(rest)
+            whole = self._keys.is_contiguous() and self._values.is_contiguous()
+            if self.ragged or not self._owned or self._keys.is_cuda or not whole:
+                rest = torch.arange(self.length - 1, device=slot.device).expand(*slot.shape, self.length - 1)
+                self.evict(rest + (rest >= slot[..., None]))
             else:
-                self._close(slot, rest)
+                self._close(slot)
             return
         self._own()
         for tensor in map(self._used, self._everything().values()):
@@ -278,17 +278,16 @@ class LayerStore:
         self._start += slot < self.length // 2
         self.length -= 1
 
-    def _close(self, slot: Tensor, rest: Tensor) -> None:
-        """Move up what lies behind `slot` of each head; of keys and values nothing else is touched."""
-        gaps = slot.tolist()
-        for tensor in map(self._used, self._everything().values()):
-            if tensor.dim() == 3:
-                tensor[:, :, :-1] = pick(tensor, rest)
-                continue
-            for row, gaps_of_row in enumerate(gaps):
-                for head, gap in enumerate(gaps_of_row):
-                    entries = tensor[row, head]
-                    entries[gap:-1] = entries[gap + 1 :].clone()
+    def _close(self, slot: Tensor) -> None:
+        """Move up what lies behind `slot` of each head; nothing else is touched."""
+        gaps, end = (slot + self._start).flatten().tolist(), self._start + self.length
+        for tensor in self._everything().values():
+            # NumPy moves a stretch of one axis into one that overlaps it, which PyTorch does only by way of a copy.
+            bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+            heads = bits.view(len(gaps), -1).numpy()
+            width = heads.shape[1] // self.capacity
+            for entries, gap in zip(heads, gaps, strict=True):
+                entries[gap * width : (end - 1) * width] = entries[(gap + 1) * width : end * width]
         self.length -= 1
 
     def truncate(self, length: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
@@ -217,11 +218,11 @@ class Session:
 
     def _feed(self, group: Group, call: attention.Call, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """More of a prompt, or a later turn, on top of what is stored."""
-        store = group.store
+        store, policy = group.store, group.policy or self.policy
         store.append(keys, values)
         if group.shadow is not None:
             group.shadow.append(keys, values)
-        bias = self.policy.bias(store) if store.budget is not None else None
+        bias = policy.bias(store) if store.budget is not None else None
         if bias is None and not store.ragged:
             padding = call.padding if group.padded else None
             self._accumulate(store, queries, call.scaling, padding)
@@ -254,22 +255,22 @@ class Session:
             store.add_column(ACCUMULATED, gathered)
 
     def _step(self, group: Group, call: attention.Call, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        store = group.store
-        attended = decode(self.policy, store, queries, keys, values, call.scaling, weigh=self._weigh)
+        store, policy = group.store, group.policy or self.policy
+        attended = decode(policy, store, queries, keys, values, call.scaling, weigh=self._weigh)
         if attended.slots is not None:
             entries = int((attended.slots >= 0).sum())
         else:
             entries = int(store.counts.sum()) if store.ragged else store.entries
-        group.bytes_read = entries * store.entry_bytes + self.policy.overhead_bytes(store)
+        group.bytes_read = entries * store.entry_bytes + policy.overhead_bytes(store)
         if self.probes:
             if group.shadow is not None:
                 group.shadow.append(keys, values)
             pre_queries = None if call.pre_rope is None else group.of(call.pre_rope)
-            seen = Seen(self.policy, store, queries, attended, call.scaling, group.shadow, pre_queries)
+            seen = Seen(policy, store, queries, attended, call.scaling, group.shadow, pre_queries)
             where = dict(step=self._cache.steps, layer=call.layer, rows=group.numbers(self._cache.batch))
             for one in self.probes:
                 one.look(seen, self.records, where)
-        self.policy.step(store, attended.weights)
+        policy.step(store, attended.weights)
         group.lossy = group.lossy or store.length < store.seen
         for one in self.probes:
             one.look_after(seen, self.records, where)
@@ -427,6 +428,37 @@ class Session:
         self._cache = prefilled.branch(self, columns=[ACCUMULATED] if self.policy.accumulates else [])
         return self._cache
 
+    def join(self, sessions: Sequence[Session]) -> LiveCache:
+        """A cache of this session's in which the sequences of others go on as the rows of one batch, each under its own
+        policy: reading the weights, which is most of the time of a step at batch 1, is then paid once for all of them.
+
+        The entries stay those of the sessions that they come from, whose `kv_bytes` and `kept` tell of them. What the
+        joined sequences are fed is never compressed again (`turns="leave"`).
+
+        Args:
+            sessions: of this model, left, with prompts that have ended, all of one length and none padded.
+
+        Raises:
+            KvlabError: sessions that are not like this, or none.
+        """
+        caches = [session._cache for session in sessions]
+        if not caches or any(cache is None or not cache.ended for cache in caches):
+            raise KvlabError("sessions are joined once their prompts have ended; see end_prompt")
+        if any(cache.seen != caches[0].seen or cache.padding is not None for cache in caches):
+            raise KvlabError("sessions that are joined hold sequences of one length, without padding")
+        if self.turns != "leave" or self.probes or any(session.probes for session in sessions):
+            raise KvlabError("sessions are joined without probes, in one with turns='leave'")
+        joined = LiveCache(self, self._n_layers)
+        joined.seen, joined.ended = caches[0].seen, True
+        for session, cache in zip(sessions, caches, strict=True):
+            rows = torch.arange(cache.batch) + (joined.batch if joined.layers[0].groups else 0)
+            for new, old in zip(joined.layers, cache.layers, strict=True):
+                (group,) = old.groups
+                own = rows.to(group.store.keys.device)
+                new.groups.append(replace(group, rows=own, policy=group.policy or session.policy))
+        self._cache = joined
+        return joined
+
     # ------------------------------------------------------------------ what is there
 
     def _stores(self) -> list[LayerStore]:
@@ -567,14 +599,16 @@ def compress(
     ```
 
     Args:
+        model: a transformers decoder whose attention goes through the attention interface.
+        policy_or_name: a policy, or the name of one that needs no parameters.
         probes: what to record (`kvlab list probes`), by name or as objects.
         turns: what a prompt does that follows a response in the same cache: "recompress" takes all that is stored,
             the new turn included, as the prompt to compress; "leave" stores the new turn whole.
         tokenizer: needed by pseudo-tokens that are made from a sentence.
         shadow_bytes: how much evicted keys and values may take (on the CPU) for probes that compare with the full
             cache.
-        max_new_tokens: how long the response may grow, for methods whose budgets depend on it (rocketkv, keyformer);
-            0 where it is not known.
+        max_new_tokens: how long the response may grow, for methods that depend on it (rocketkv, quest, sparq,
+            hybrid, keyformer); 0 where it is not known.
 
     Raises:
         KvlabError: the model cannot be hooked, or an unknown probe; nothing has run by then.

@@ -40,6 +40,7 @@ class Group:
     kept: Tensor | None = None  # positions after the prefill
     lossy: bool = False  # whether the store ever lost or merged an entry
     bytes_read: int = 0  # by the last decoding step
+    policy: Policy | None = None  # of sequences that were joined from another session; None for the session's own
 
     def of(self, x: Tensor) -> Tensor:
         return x if self.rows is None else x[self.rows]
@@ -167,10 +168,10 @@ class LiveLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove == 0:
             return
-        if self._cache.ended and self._cache.session.policy.acts_while_decoding:
-            raise KvlabError(
-                f"{self._cache.session.policy.name} cannot take tokens back, as assisted decoding asks for"
-            )
+        policies = [group.policy or self._cache.session.policy for group in self.groups] if self._cache.ended else []
+        for one in policies:
+            if one.acts_while_decoding:
+                raise KvlabError(f"{one.name} cannot take tokens back, as assisted decoding asks for")
         n = abs(tokens_to_remove)
         for group in self.groups:
             group.store.truncate(group.store.length - n)
@@ -239,6 +240,7 @@ class LiveCache(Cache):
             layer.forget()
             for group in layer.groups:
                 group.store.forget_policy()
+                group.policy = None
 
     @property
     def batch(self) -> int:

@@ -86,12 +86,13 @@ class Reference:
             ranks[layer] = measures.ranks(attention.sum_over_group(rows, trace.kv_heads)).transpose(0, 1)
         return ranks
 
-    def share_found(self, ranks: Tensor, positions: Tensor, k: int) -> Tensor:
+    def share_found(self, ranks: Tensor, positions: Tensor, k: int | Tensor) -> Tensor:
         """Share of the top `k` among `positions`, given ranks: averaged over a KV head's sets where it has several.
 
         Args:
             ranks: `[..., kv_heads, length]`.
             positions: `[..., kv_heads or heads, n]`, -1 padded.
+            k: one number, or `[..., 1, 1]`.
 
         Returns:
             `[..., kv_heads]`.
@@ -100,7 +101,7 @@ class Reference:
         sets = positions.shape[-2]
         ranks = ranks if sets == kv_heads else attention.to_query_heads(ranks, sets)
         hit = (ranks.gather(-1, positions.clamp_min(0)) < k) & (positions != EMPTY)
-        return (hit.sum(-1) / k).unflatten(-1, (kv_heads, -1)).mean(-1)
+        return (hit.sum(-1, keepdim=True) / k)[..., 0].unflatten(-1, (kv_heads, -1)).mean(-1)
 
 
 def reference(trace: Trace) -> Reference:
@@ -206,6 +207,7 @@ class Replay:
         if trace.steps == 0:
             return
         everything = self._kept.shape[2] == prompt and not store.ragged
+        k = torch.arange(prompt + 1, trace.length + 1).clamp_max(self.budget)[:, None, None]
         for layer in range(trace.n_layers):
             weights = self._reference.weights(layer)
             # Other layers may keep more: no need to look at this one's padding.
@@ -214,8 +216,8 @@ class Replay:
             all_values = attention.to_query_heads(trace.values[layer].transpose(0, 1), len(kept)).transpose(0, 1)
             response = weights[:, :, prompt:]
             if not everything:
-                rows = attention.to_query_heads(kept, trace.heads)[:, None].expand(-1, trace.steps, -1)
-                taken = weights.gather(-1, rows.clamp_min(0)).masked_fill(rows == EMPTY, 0)
+                rows = attention.to_query_heads(kept, trace.heads)[:, None]
+                taken = weights.gather(-1, rows.clamp_min(0).expand(-1, trace.steps, -1)).masked_fill_(rows == EMPTY, 0)
                 mass = taken.sum(-1) + response.sum(-1)
                 self.mass_lost[layer] = (1 - mass).clamp(0, 1)
                 values = pick(all_values[None], kept[None])[0]
@@ -225,11 +227,11 @@ class Replay:
                 else:
                     mixed = self._from_logits(layer, values, all_values[:, prompt:])
                 self.output_error[layer] = measures.output_error(self._reference.outputs[layer], mixed)
-            ranks = self._reference.step_ranks[layer]
-            for step in range(1, trace.steps + 1):
-                k = min(self.budget, prompt + step)
-                own = (ranks[:, step - 1, prompt : prompt + step] < k).sum(-1) / k
-                self.step_recall[layer, :, step - 1] = own + self._reference.share_found(ranks[:, step - 1], kept, k)
+            ranks = self._reference.step_ranks[layer].transpose(0, 1)
+            # What a step cannot see yet comes after all that it sees, so it is none of the top.
+            own = ((ranks[..., prompt:] < k).sum(-1, keepdim=True) / k)[..., 0]
+            found = self._reference.share_found(ranks, kept.expand(trace.steps, -1, -1), k)
+            self.step_recall[layer] = (own + found).transpose(0, 1)
         entry = 2 * trace.keys.shape[-1] * trace.keys.element_size()
         generated = trace.n_layers * self._kept.shape[1] * torch.arange(1, trace.steps + 1)
         entries = int((self._kept != EMPTY).sum()) + generated
@@ -252,8 +254,11 @@ class Replay:
 
     def kept(self, layer: int, step: int = 0) -> Tensor:
         """Positions, int64 `[kv_heads, n]`, -1 padded: at step 0 the retained set after the prefill, at step t those
-        that
-        the t-th decoding query reads."""
+        that the t-th decoding query reads.
+
+        Raises:
+            KvlabError: a layer or a step outside this replay.
+        """
         self._check(layer, step)
         if step == 0:
             return self._kept[layer]

@@ -19,12 +19,6 @@ from kvlab.spread import interval, summarise
 RATIOS = (0.05, 0.20)
 
 
-@pytest.fixture(scope="module")
-def traces(lm, trace):
-    """The shared trace, and one of another document."""
-    return [trace, kvlab.capture(lm, FERRY[len(FERRY) // 2 :], new_tokens=24, window=64)]
-
-
 # --- spread ---
 
 
@@ -86,6 +80,15 @@ def test_figure_4_is_made_of_replays(traces, figure_4):
         for name, of in (("reduction", "merge"), ("reduction_alpha0", "merge_alpha0")):
             expected = np.mean([1 - m / e for m, e in zip(errors[of], errors["evict"], strict=True)])
             assert figure_4.metrics[f"{name}/{ratio:.2f}"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_figure_4s_squared_errors_are_squared_before_they_are_averaged(traces, figure_4):
+    ratio = RATIOS[-1]
+    merged, evicted = ([float((kvlab.replay(t, kvlab.policy("zsmerge", budget=ratio, **more)).output_error ** 2).mean())
+                        for t in traces] for more in ({}, {"residual": 0}))
+    expected = np.mean([1 - m / e for m, e in zip(merged, evicted, strict=True)])
+    assert figure_4.metrics[f"reduction_squared/{ratio:.2f}"] == pytest.approx(expected, abs=1e-5)
+    assert figure_4.metrics[f"reduction/{ratio:.2f}"] != pytest.approx(expected, abs=1e-4)
 
 
 def test_figure_4s_reductions_follow_from_its_table(figure_4):

@@ -191,6 +191,28 @@ def test_given_storage_is_filled_in_place_until_it_is_full():
     assert torch.equal(store.keys, keys) and torch.equal(storage[0], keys[:, :, :4])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
+def test_a_slot_of_each_head_leaves_storage_of_any_kind(dtype, apart):
+    keys, values = (x.to(dtype) for x in fresh(6))
+    # Storage may be a part of something larger, whose heads do not lie side by side.
+    room = [torch.zeros(ROWS, HEADS, 16, DIM, dtype=dtype)[:, :, :: 2 if apart else 1] for _ in range(2)]
+    assert room[0].is_contiguous() != apart
+    store = LayerStore.preallocated(*room)
+    store.append(keys, values)
+    flags = torch.arange(ROWS * HEADS * 6).view(ROWS, HEADS, 6) % 3 == 0
+    store.add_column("flag", flags.clone())
+    slots = torch.tensor([[0, 5, 2], [4, 1, 3]])
+    store.drop(slots)
+    assert store.length == 5
+    for row in range(ROWS):
+        for head in range(HEADS):
+            rest = [slot for slot in range(6) if slot != slots[row, head]]
+            assert store.positions[row, head].tolist() == rest
+            for found, expected in ((store.keys, keys), (store.values, values), (store.column("flag"), flags)):
+                assert torch.equal(found[row, head], expected[row, head, rest])
+
+
 def test_a_column_of_another_size_and_a_wrong_truncation_are_refused():
     store = LayerStore(*fresh(5))
     with pytest.raises(ValueError, match=r"column 'score' is \(2, 3, 4\), the store \(2, 3, 5\)"):

@@ -338,12 +338,26 @@ def test_held_out_differences_are_paired_by_window(lm, learnt):
     tables_by_name = analysis.variants(learnt.tables, shuffles=2)
     found = analysis.held_out(lm, tables_by_name, 16, ["sotu/1962", "sotu/1975"], tokens=80, continuation=8)
     table = found.table.set_index(["window", "variant"])
-    assert len(table) == 4 * len(tables_by_name) and (table["entries"] <= 16).all()
+    equal = {"ungated learnt", "ungated static", "ungated shuffled risk", "equal neutral"}
+    assert set(found.table["variant"]) == {*tables_by_name, *equal}
+    assert len(table) == 4 * (len(tables_by_name) + len(equal)) and (table["entries"] <= 16).all()
     by_window = table["nll_change"].unstack()
     assert found.metrics["gain/nll/over_neutral"] == pytest.approx((by_window["neutral"] - by_window["learnt"]).mean())
     shuffled = by_window[["shuffled heads 1", "shuffled heads 2"]].mean(1)
     assert found.metrics["gain/nll/heads_over_shuffled"] == pytest.approx((shuffled - by_window["heads"]).mean())
     assert (table["mass_lost"] > 0).all() and (table["mass_lost"] < 1).all()
+
+    # At equal storage: what stands against a gate stores the rounded mean of what the gate stored, everywhere.
+    entries = table["entries"].unstack()
+    pooled = entries[["shuffled risk 1", "shuffled risk 2"]].mean(1)
+    for gated, free in ((entries["learnt"], "ungated learnt"), (entries["learnt"], "equal neutral"),
+                        (entries["static"], "ungated static"), (pooled, "ungated shuffled risk")):
+        assert set(entries[free]) == {round(gated.mean())}
+    assert found.metrics["gain/nll/equal/over_neutral"] == pytest.approx(
+        (by_window["equal neutral"] - by_window["learnt"]).mean())
+    spared = {name: (by_window[f"ungated {name}"] - by_window[name]).mean() for name in ("learnt", "static")}
+    assert found.metrics["gain/nll/equal/gate"] == pytest.approx(spared["learnt"])
+    assert found.metrics["gain/nll/equal/learnt_over_static"] == pytest.approx(spared["learnt"] - spared["static"])
     starts = [int(name.partition("[")[2].partition(":")[0]) for name in dict.fromkeys(found.table["window"])]
     assert starts[0] == starts[2] == 0 and starts[1] >= 89
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from importlib.resources import files
 
@@ -206,6 +207,10 @@ def test_figure_2(found, traces, tables):
     lead = metrics["kept/compilerkv/64"] - metrics["kept/snapkv/64"]
     assert metrics["lead/snapkv/64"] == pytest.approx(lead, abs=1e-9)
     assert metrics["kept/filled/256"] > metrics["kept/compilerkv/256"], "more entries keep more"
+    lead = metrics["kept/filled/64"] - metrics["kept/h2o/64"]
+    assert metrics["lead_filled/h2o/64"] == pytest.approx(lead, abs=1e-9)
+    drop = (metrics["kept/h2o/256"] - metrics["kept/h2o/64"]) - (metrics["kept/filled/256"] - metrics["kept/filled/64"])
+    assert metrics["flatter_filled/h2o"] == pytest.approx(drop, abs=1e-9)
     assert metrics["stored/filled/256"] == 256 and metrics["stored/compilerkv/256"] < 256
     assert metrics["clamped/64"] == 1 > metrics["clamped/256"]
     points = compilerkv.curves(found["figure_2"], "stored")
@@ -238,8 +243,9 @@ def test_a_gate_never_keeps_more_and_equal_storage_is_equal(found):
 def test_without_tables_only_what_needs_none_is_taken_away(traces):
     metrics = compilerkv.table_2(traces[:1], None, SHARE).metrics
     assert {name for name in metrics if "kept" in name} == {"ablation/kept/raw_attention"}
-    assert "filled" not in compilerkv.methods(64, None) and "clamped/64" not in compilerkv.figure_2(
-        traces[:1], (64, 256)).metrics
+    without = compilerkv.figure_2(traces[:1], (64, 256)).metrics
+    assert "filled" not in compilerkv.methods(64, None) and "flatter/h2o" in without
+    assert not {"clamped/64", "flatter_filled/h2o"} & set(without)
 
 
 def test_steps_are_differences_of_what_is_lost(found):
@@ -279,6 +285,61 @@ def test_a_lonely_head_has_no_veto_and_breaks_the_bound(tmp_path):
     veto = compilerkv.protected([one], str(path), 1 / 12, strongest=1)
     rows = veto.table.set_index("method")["protected"]
     assert rows["compilerkv"] == 0
+
+
+def test_a_weight_protects_what_its_head_s_values_single_out(tmp_path):
+    """Each of two heads attends most to a token of its own, which has the largest of its values."""
+    length = 12
+    wanted = np.full((2, length, length), 0.0)
+    for row in range(length):
+        wanted[:, row, : row + 1] = 0.1 / (row + 1)
+        wanted[:, row, min(2, row)] += 0.2, 0.7
+        wanted[:, row, min(5, row)] += 0.7, 0.2
+    both = [with_attention(np.pad(rows, ((0, 1), (0, 1)), constant_values=1 / 13)) for rows in wanted]
+    queries, keys = (torch.tensor(np.stack([pair[side][0] for pair in both]), dtype=torch.float32)[None]
+                     for side in (0, 1))
+    values = torch.ones_like(keys)
+    values[0, 0, 5], values[0, 1, 2] = 3.0, 4.0
+    one = Trace.from_tensors(queries, keys, values, length)
+    one.meta["document"] = "made up"
+    path = tmp_path / "trusted.json"
+    path.write_text(json.dumps({"heads": [[9.0, 1.0]], "risk": None}))
+    veto = compilerkv.protected([one], str(path), 1 / 12, strongest=1)
+    kept_by = {name: sets(compilerkv.replayed(one, each).kept(0))[0] for name, each in {
+        "learnt": policy("compilerkv", budget=1, tables=str(path)), "equal": policy("compilerkv", budget=1)}.items()}
+    assert kept_by == {"learnt": [5], "equal": [2]}
+    assert (veto.metrics["veto/compilerkv"], veto.metrics["veto/equal_weights"]) == (1, 0)
+    assert veto.metrics["veto/difference"] == 1
+
+
+def test_a_veto_is_measured_on_the_head_of_the_largest_weight(tmp_path, traces, weights):
+    """Against sets worked out from the attention: the learnt weights' and equal ones', of the same size."""
+    path = write(tmp_path, "weights", weights, None)
+    found = compilerkv.protected(traces[:1], path, SHARE, strongest=8).table.set_index(["method", "layer"])["protected"]
+    attention = window_attention(traces[0])
+    for name, one in {"compilerkv": policy("compilerkv", budget=SHARE, tables=path),
+                      "equal_weights": policy("compilerkv", budget=SHARE)}.items():
+        for row, of_layer in enumerate(kept(traces[0], one)):
+            head = int(weights[row].argmax())
+            wanted = best(attention[row, head], 8)
+            assert found[name, row] == pytest.approx(np.isin(wanted, of_layer[head * KV_HEADS // HEADS]).mean())
+
+
+def test_tables_1_and_2_share_their_replays(traces, tables, monkeypatch):
+    """And budgets that are equal as numbers are no less apart: one entry, and the whole prompt."""
+    one = trace(9, "fresh")
+    first = compilerkv.sweep([one], [("a", policy("snapkv", budget=SHARE))])
+    monkeypatch.setattr(compilerkv, "replayed", lambda *_: pytest.fail("replayed again"))
+    again = compilerkv.sweep([one], [("b", policy("snapkv", budget=SHARE))])
+    assert set(again["method"]) == {"b"} and first.drop(columns="method").equals(again.drop(columns="method"))
+    monkeypatch.undo()
+    few, all_of_it = (compilerkv.sweep([one], [("c", policy("streamingllm", budget=budget, sinks=0))])
+                      for budget in (1, 1.0))
+    assert set(few["stored"]) == {1} and set(all_of_it["stored"]) == {PROMPT}
+
+
+def test_the_bound_breaks_for_a_lonely_head():
+    one = lonely_head()
 
     plain = theorem.theorem_4_1([one], [1])
     assert plain.metrics["theorem41/a2_violated"] == pytest.approx(1 / 3)
@@ -382,13 +443,17 @@ def test_paper_values_of_claims_are_those_of_the_tables():
     gains = compilerkv_printed.gains(printed()[0])
     lost = compilerkv_printed.parts(papers.figure("compilerkv", "table2"))
     claims = {claim.id.split(".", 1)[1]: claim for claim in papers.claims(paper="compilerkv")}
-    for rival in compilerkv.RIVALS:
-        claim = claims[f"table1.over_{rival}"]
+    kinds = {"over": "gain/kept", "filled_over": "gain_filled/kept", "recall_over": "gain/recall",
+             "filled_recall_over": "gain_filled/recall"}
+    for rival, (kind, metric) in itertools.product(compilerkv.RIVALS, kinds.items()):
+        claim = claims[f"table1.{kind}_{rival}"]
+        assert claim.metric == f"{metric}/{rival}"
         assert claim.paper_value == pytest.approx(gains[compilerkv.LABELS[rival]], abs=5e-5)
         assert claim.size.value == pytest.approx(claim.paper_value / 2, abs=1e-5)
     named = {"head_table": "no_head_table", "risk_gating": "static_threshold", "stabilised_utility": "raw_attention"}
-    for name, part in named.items():
-        claim = claims[f"table2.{name}"]
+    for (name, part), (kind, measure) in itertools.product(named.items(), {"": "kept", "recall_": "recall"}.items()):
+        claim = claims[f"table2.{kind}{name}"]
+        assert claim.metric == f"ablation/{measure}/{part}"
         assert claim.paper_value == pytest.approx(lost[part], abs=5e-5)
         assert claim.size.value == pytest.approx(claim.paper_value / 2, abs=1e-5)
 

@@ -9,7 +9,6 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from texts import FERRY
 
 import kvlab
 from kvlab import papers
@@ -21,12 +20,6 @@ from kvlab.workbench.experiments import load as load_experiment
 
 N = 16
 POLICIES = ("dapq", *dapq_recall.OTHERS)
-
-
-@pytest.fixture(scope="module")
-def traces(lm, trace):
-    """The shared trace, and one of another document."""
-    return [trace, kvlab.capture(lm, FERRY[len(FERRY) // 2 :], new_tokens=24, window=64)]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +74,19 @@ def test_table_1s_effects_are_differences_paired_by_document(table_1):
         assert table_1.intervals[f"effect/post/{name}"] == pytest.approx((values.min(), values.max()), abs=1e-4)
     ratios = wide["dc_sp"] / wide["sc_dp"]
     assert table_1.metrics["ratio/post/dc_sp_over_sc_dp"] == pytest.approx(ratios.mean()) and len(ratios) == 2
+    shares = by_hand["content/different_position"] / by_hand["position/different_content"]
+    assert table_1.metrics["ratio/post/content_over_position"] == pytest.approx(shares.mean())
+    low_high = table_1.intervals["ratio/post/content_over_position"]
+    assert low_high == pytest.approx((shares.min(), shares.max()), abs=1e-4)
+
+
+def test_table_1_of_one_more_prompt_goes_by_its_length(lm, traces, table_1):
+    one = dapq.at_length(lm, traces[0], N)
+    length = dapq.context_name(traces[0].prompt_length)
+    of_it = table_1.table.query("document == @traces[0].document and rope == 'post'")
+    of_it = of_it.set_index("condition")["similarity"]
+    assert one.metrics[f"similarity/post/dc_sp/{length}"] == pytest.approx(of_it["dc_sp"], abs=1e-5)
+    assert not one.intervals and all(name.endswith(f"/{length}") for name in one.metrics)
 
 
 @pytest.mark.parametrize("analysis", [
@@ -492,10 +498,13 @@ def test_effects_in_the_claims_are_the_papers_cells():
     post, pre = cells["post"], cells["pre"]
     for name, value in {
         "position_outweighs_content": post["dc_sp"] - post["sc_dp"],
-        "content_at_wrong_position": post["sc_dp"] - post["dc_dp"],
         "dc_sp": post["dc_sp"], "sc_dp": post["sc_dp"], "pre_sc_dp": pre["sc_dp"],
     }.items():
         assert claims[f"dapq.table1.{name}"].paper_value == pytest.approx(value, abs=1e-9)
+    of_content = claims["dapq.table1.content_at_wrong_position"]
+    share = (post["sc_dp"] - post["dc_dp"]) / (post["dc_sp"] - post["dc_dp"])
+    assert of_content.paper_value == pytest.approx(share, abs=5e-5)
+    assert [test.value for test in of_content.size.tests] == pytest.approx([-2 * share, 2 * share], abs=5e-4)
     for name, value in {"dc_sp": post["dc_sp"], "sc_dp": post["sc_dp"], "dc_dp": post["dc_dp"],
                         "pre_sc_dp": pre["sc_dp"], "pre_dc_dp": pre["dc_dp"]}.items():
         assert claims[f"dapq.table1.{name}"].size.to == pytest.approx(1 - value, abs=1e-9)

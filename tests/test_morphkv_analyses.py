@@ -141,15 +141,17 @@ def test_small_budgets_pair_their_documents(tiny_traces):
     found = morphkv_responses.small_budgets(tiny_traces, shares, window=4)
 
     def lost(name: str, share: float) -> np.ndarray:
-        return np.array([kvlab.replay(t, morphkv_responses.at_budget(t, share, 4)[name]).summary["mass_lost"]
-                         for t in tiny_traces])
+        """From the second step on: MorphKV's first reads the whole prompt."""
+        each = [kvlab.replay(t, morphkv_responses.at_budget(t, share, 4)[name]).mass_lost for t in tiny_traces]
+        assert all(float(one[..., 0].max()) < 1e-5 for one in each) == (name == "morphkv")
+        return np.array([float(one[..., 1:].mean()) for one in each])
 
     ahead = lost("h2o", 0.1) - lost("morphkv", 0.1)
     assert found.metrics["behind/mass_lost/h2o/0.10"] == pytest.approx(ahead.mean(), abs=1e-6)
     assert found.intervals["behind/mass_lost/h2o/0.10"] == pytest.approx((ahead.min(), ahead.max()), abs=1e-6)
     sharper = (lost("snapkv", 0.1) - lost("snapkv", 0.3)) - (lost("morphkv", 0.1) - lost("morphkv", 0.3))
     assert found.metrics["sharper/mass_lost/snapkv"] == pytest.approx(sharper.mean(), abs=1e-6)
-    recall = found.table.query("measure == 'step_recall' and share == 0.3")
+    recall = found.table.query("measure == 'step_recall' and share == 0.3 and step > 1")
     recall = recall.groupby(["document", "policy"])["value"].mean().unstack()
     drop = ((recall["morphkv"] - recall["snapkv"]) / recall["morphkv"]).mean()
     assert found.metrics["drop/step_recall/snapkv/0.30"] == pytest.approx(drop)
@@ -205,6 +207,16 @@ def inside(tiny):
 def test_what_evicts_nothing_predicts_as_the_full_cache(inside):
     table = inside[-1].table.query("policy in ['full', 'whole'] and measure in ['kl', 'nll_gap']")
     assert table["value"].abs().max() < 1e-4 and len(table) == 2 * 2 * 2 * 30
+
+
+def test_the_step_at_which_morphkv_reads_the_whole_prompt_does_not_count(inside):
+    found = inside[-1]
+    kl = found.table.query("measure == 'kl'").pivot_table(index=["document", "step"], columns="policy", values="value")
+    first = kl.xs(1, level="step")
+    assert first["morphkv"].max() < 1e-4 < first[["h2o", "snapkv"]].min().min()
+    later = kl.drop(1, level="step").groupby("document").mean()
+    assert found.metrics["behind/kl/h2o"] == pytest.approx((later["h2o"] - later["morphkv"]).mean())
+    assert found.metrics["mean/kl/morphkv"] == pytest.approx(later["morphkv"].mean())
 
 
 @torch.inference_mode()
@@ -337,6 +349,9 @@ def test_the_printed_tables_by_hand():
     assert found["table2/gain_over_snapkv"] == pytest.approx((1 / 44 + 3 / 49 + 8 / 39) / 3)
     assert found["table2/gain_over_h2o"] == pytest.approx((1 / 44 + 2 / 50 + 5 / 42) / 3)
     assert found["table1/gain_over_snapkv"] == pytest.approx((1.8 / 67.7 + 0 + 0.9 / 63.8 - 3.5 / 68.4) / 4)
+    assert found["table1/gain_over_snapkv/Mistral"] == 0
+    assert found["table1/gain_over_snapkv/others"] == pytest.approx((1.8 / 67.7 + 0 + 0.9 / 63.8) / 3)
+    assert found["table1/below_snapkv/Qwen"] == pytest.approx(3.5 / 68.4)
     assert found["table1/snapkv_from_full"] == pytest.approx((1.2 / 66.5 + 0.2 / 81.3 + 0.9 / 62.9 + 2.2 / 66.2) / 4)
 
 
@@ -346,6 +361,11 @@ def test_two_tasks_turn_table_3():
     assert found.metrics["table3/gain/Llama"] == pytest.approx(np.mean(llama))
     assert found.metrics["table3/gain_with_omitted/Llama"] == pytest.approx(np.mean([*llama, -15.5, -6.0]))
     assert found.metrics["table3/gain/Llama"] > 0 > found.metrics["table3/gain_with_omitted/Llama"]
+    assert found.metrics["table3/share_not_worse"] == pytest.approx(31 / 45)
+    assert found.metrics["table3/share_not_worse/Llama"] == pytest.approx(sum(gain >= 0 for gain in llama) / 15)
+    assert found.metrics["table3/share_not_worse_with_omitted/Llama"] == pytest.approx(10 / 17)
+    low, high = found.intervals["table3/share_not_worse"]
+    assert low < 31 / 45 < high
     assert len(found.table) == 45 + 2 and found.table["printed"].sum() == 45
 
 

@@ -187,6 +187,9 @@ def test_printed_numbers_judged_on_themselves():
                 for row in table.index for column in ("post", "pre")}
     measured |= {name.replace("similarity", "distance"): 1 - value for name, value in measured.items()}
     measured["ratio/post/dc_sp_over_sc_dp"] = table.loc["dc_sp", "post"] / table.loc["sc_dp", "post"]
+    without = table.loc["dc_dp", "post"]
+    measured["ratio/post/content_over_position"] = (table.loc["sc_dp", "post"] - without) / (
+        table.loc["dc_sp", "post"] - without)
     for rope in ("post", "pre"):
         differences = {"position_less_content": ("dc_sp", "sc_dp"), "position/different_content": ("dc_sp", "dc_dp"),
                        "content/different_position": ("sc_dp", "dc_dp")}

@@ -226,6 +226,18 @@ def test_a_ladder_needs_room_for_each_head(traces):
         design.stage_by_stage(traces[:1], [20])
 
 
+def test_the_first_stage_leaves_the_root_of_the_compression(traces):
+    found = design.first_stage(traces, [4, 16])
+    assert set(found.table["budget"]) == {round(TOTAL / 2), round(TOTAL / 4)}
+    errors = [[Replay(trace, policy(name, budget=round(TOTAL / 4) - STEPS)).summary["output_error"] for trace in traces]
+              for name in ("snapkv", "snapkv_pp")]
+    gain = np.subtract(*errors)
+    name = "first_stage/gain/output_error/snapkv_pp_over_snapkv_gqa/c16"
+    assert found.metrics[name] == pytest.approx(gain.mean(), rel=1e-5, abs=1e-7)
+    assert found.metrics["first_stage/output_error/snapkv_pp/c16"] == pytest.approx(np.mean(errors[1]), rel=1e-5)
+    assert set(found.intervals) == set(found.metrics) and np.abs(gain).max() > 1e-4
+
+
 def test_redundancy_counts_what_another_head_has_chosen_already(traces):
     trace, snapkv = traces[0], policy("snapkv", budget=72, sets="head")
     chosen = snapkv.prefill(trace.prompt)
@@ -355,7 +367,8 @@ def test_table_1_is_named_by_compression(traces):
 
 def test_claims_find_their_metrics(found, ladder, pooling, between, inside, traces):
     made = {"rocketkv_budgets": [found],
-            "rocketkv_design": [ladder, pooling, between, inside, design.table_1(traces[0])]}
+            "rocketkv_design": [ladder, pooling, between, inside, design.table_1(traces[0]),
+                                design.first_stage(traces)]}
     for experiment, parts in made.items():
         names = {name for part in parts for name in part.metrics}
         names |= {f"{name}/{end}" for part in parts for name in part.intervals for end in ("low", "high")}

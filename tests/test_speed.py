@@ -162,17 +162,36 @@ def test_memory_is_that_of_weights_and_cache():
     assert batch.loc["full", "stored_bytes"] == 40_000 and batch.loc["zsmerge", "share"] == pytest.approx(0.6)
 
 
+def first(times):
+    """A table of `first_tokens` from {(policy, length): seconds of each round}."""
+    return pandas.DataFrame([{"length": length, "policy": name, "round": turn, "seconds": seconds}
+                             for (name, length), values in times.items() for turn, seconds in enumerate(values)])
+
+
+def test_the_overhead_of_a_first_token_is_that_of_its_round():
+    found = speed.first_token_findings(first({
+        ("full", 10): [1.0, 1.0], ("zsmerge", 10): [9.0, 9.0],
+        ("full", 40): [10.0, 20.0], ("zsmerge", 40): [11.0, 21.0]}))
+    assert found.metrics == pytest.approx({"first_token/zsmerge": (0.1 + 0.05) / 2})
+    assert found.intervals["first_token/zsmerge"] == pytest.approx((0.05, 0.1))
+
+
 def test_an_answer_takes_its_first_token_and_its_steps():
-    first = pandas.DataFrame([
-        {"length": length, "policy": name, "round": turn, "seconds": seconds}
-        for (name, length), values in {("full", 40): [10.0, 20.0], ("zsmerge", 40): [11.0, 21.0]}.items()
-        for turn, seconds in enumerate(values)])
-    found = speed.first_token_findings(first, BY_HAND)
-    assert found.metrics["first_token/zsmerge"] == pytest.approx((0.1 + 0.05) / 2)
-    # 9 steps more at the median of 3 s and of 1 s.
-    saved = [1 - (11 + 9) / (10 + 27), 1 - (21 + 9) / (20 + 27)]
-    assert found.metrics["answer_saved/zsmerge"] == pytest.approx(sum(saved) / 2)
+    found = speed.answer_findings(first({("full", 40): [10.0, 20.0], ("zsmerge", 40): [11.0, 21.0]}), BY_HAND)
+    # A first token of 15 s and of 16 s; 9 steps more, of 2 and 4 s in the two rounds, and of 1 s in both.
+    saved = [1 - (16 + 9) / (15 + 18), 1 - (16 + 9) / (15 + 36)]
+    assert found.metrics == pytest.approx({"answer_saved/zsmerge": sum(saved) / 2})
     assert found.intervals["answer_saved/zsmerge"] == pytest.approx(sorted(saved))
+
+
+def test_an_answer_is_that_after_the_longest_prompt_timed_both_ways():
+    """At 10 tokens the policy is slower than the full cache and at 40 it is faster; nothing was decoded at 80."""
+    times = first({("full", 10): [1.0], ("zsmerge", 10): [1.0], ("full", 40): [4.0], ("zsmerge", 40): [4.0],
+                   ("full", 80): [9.0], ("zsmerge", 80): [99.0]})
+    found = speed.answer_findings(times, BY_HAND)
+    assert set(found.table["length"]) == {10, 40} and set(found.table["policy"]) == {"full", "zsmerge"}
+    short = found.table.query("length == 10 and policy == 'zsmerge'")["answer_saved"]
+    assert (short < 0).all() and found.metrics["answer_saved/zsmerge"] > 0
 
 
 def test_first_tokens_are_timed_by_the_clock(tiny, chosen, monkeypatch):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import kvlab
 from kvlab import evaluate
-from kvlab.analyses import task_examples, task_scores
+from kvlab.analyses import contenders, task_examples, task_scores
 from kvlab.analyses.task_examples import Item
 from kvlab.errors import KvlabError
 from kvlab.tasks import Example
@@ -37,9 +37,10 @@ def test_the_full_caches_likelihood_is_the_models_own(lm, needle):
     answer = lm.tokenizer(needle.answer, add_special_tokens=False, return_tensors="pt").input_ids
     with torch.inference_mode():
         logits = lm.model(torch.cat([prompt, answer], 1)).logits[0, prompt.shape[1] :]
-    expected = F.cross_entropy(logits[:-1].float(), answer[0, 1:])
+    expected = F.cross_entropy(logits[1:-1].float(), answer[0, 2:])
     assert found["nll"] == pytest.approx(float(expected), abs=1e-3)
-    assert found["hits"] == (logits[:-1].argmax(-1) == answer[0, 1:]).float().mean()
+    assert found["hits"] == (logits[1:-1].argmax(-1) == answer[0, 2:]).float().mean()
+    assert found["scored_tokens"] == answer.shape[1] - 2 == 4
     assert found["prompt_tokens"] == prompt.shape[1]
 
 
@@ -73,9 +74,24 @@ def test_where_nothing_is_evicted_the_question_may_come_later(lm, needle):
     assert alone["nll"] == pytest.approx(aware["nll"], abs=1e-3)       # though its prompt came in two pieces
 
 
-def test_an_answer_of_one_token_is_refused(lm, needle):
-    with pytest.raises(KvlabError, match="is one token"):
-        next(task_scores.passes(lm, Item("needle", "", needle.example, " the"), [(POLICIES[0], "prompt")]))
+def test_an_answer_without_a_scored_token_is_refused(lm, needle):
+    for answer, n in ((" the", 1), (" the cat", 2)):
+        with pytest.raises(KvlabError, match=f"has {n} of the 3 tokens"):
+            next(task_scores.passes(lm, Item("needle", "", needle.example, answer), [(POLICIES[0], "prompt")]))
+
+
+def test_what_morphkv_gains_from_the_prompt_it_reads_at_its_first_step_does_not_count(lm, needle, monkeypatch):
+    """With the first decoding step alone its likelihood would be the full cache's, whatever its budget."""
+    wanted = [(POLICIES[0], "prompt"), (kvlab.policy("morphkv", budget=64), "prompt")]
+    ids = lm.tokenizer(needle.answer, add_special_tokens=False)["input_ids"]
+    start = replace(needle, answer=lm.tokenizer.decode(ids[:2]))
+    assert lm.tokenizer(start.answer, add_special_tokens=False)["input_ids"] == ids[:2]
+    with monkeypatch.context() as patch:
+        patch.setattr(task_scores, "SCORED_FROM", 1)
+        full, pruned = task_scores.passes(lm, start, wanted)
+    assert pruned["nll"] == pytest.approx(full["nll"], abs=1e-3)
+    full, pruned = task_scores.passes(lm, needle, wanted)
+    assert pruned["nll"] > full["nll"] + 0.1
 
 
 # ---------------------------------------------------------------------------------------------------- a whole run
@@ -120,7 +136,8 @@ def test_questions_stand_over_their_own_paragraph_in_longbenchs_format(lm):
         assert item.example.question.rstrip().endswith("Answer:")
         assert item.example.marks["kind"] == "multifieldqa_en"
         assert 450 < item.example.marks["tokens"] <= 700
-        assert 2 <= len(item.answer.split()) <= 5
+        scored = len(lm.tokenizer(item.answer, add_special_tokens=False)["input_ids"]) - task_scores.SCORED_FROM
+        assert 4 <= scored <= task_examples.NEW_TOKENS - task_scores.SCORED_FROM
 
 
 def test_a_paragraph_that_does_not_fit_is_refused(lm):
@@ -166,6 +183,33 @@ def test_gains_are_paired_by_example():
     assert found.metrics["gain/qa/dapq_over_h2o/64"] == pytest.approx(2.3)
     assert "gain/all/dapq_over_h2o/64" not in found.metrics           # h2o met one of the two tasks only
     assert "nll/all/h2o/64" not in found.metrics
+
+
+def test_a_gain_widens_from_the_largest_budget_to_the_smallest():
+    table = pd.concat([TABLE, pd.DataFrame([*rows("qa", "dapq", 256, [0.5, 0.6], [0, 1]),
+                                            *rows("qa", "snapkv", 256, [0.6, 0.6], [0, 0])])])
+    found = task_scores.findings(table)
+    assert found.metrics["widening/qa/dapq_over_snapkv"] == pytest.approx((0.4 - 0.1 + 0.8 - 0.0) / 2)
+    assert found.intervals["widening/qa/dapq_over_snapkv"] == pytest.approx((0.3, 0.8))
+    assert "widening/needle/dapq_over_snapkv" not in found.metrics                      # at one budget only
+
+
+def test_variants_are_their_policies_with_one_setting_changed(lm, needle):
+    wanted = {"snapkv_unpooled": [64], "dapq_pooled": [64], "compilerkv_filled": [64], "zsmerge_question": [64]}
+    made = contenders.by_name(wanted, tables="smollm2-135m")
+    assert [one.name for one in made] == list(wanted)
+    unpooled, pooled, filled, question = made
+    assert unpooled.model_dump() == kvlab.policy("snapkv", budget=64, kernel=1).model_dump()
+    assert pooled.model_dump(exclude={"kernel"}) == kvlab.policy("dapq", budget=64).model_dump()
+    padded = kvlab.policy("compilerkv", budget=64, tables="smollm2-135m", pad="budget")
+    assert filled.model_dump() == padded.model_dump()
+    assert question.model_dump() == kvlab.policy("zsmerge", budget=64, residual=2, window=16).model_dump()
+    assert not set(wanted) & set(kvlab.policies())
+
+    plain = pooled.replace(kernel=1), kvlab.policy("dapq", budget=64)
+    same, as_published, other = task_scores.passes(lm, needle, [(one, "prompt") for one in (*plain, pooled)])
+    assert same["nll"] == pytest.approx(as_published["nll"], abs=1e-4)
+    assert other["nll"] != pytest.approx(as_published["nll"], abs=1e-3)
 
 
 def test_scores_losses_and_what_is_retained():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pandas
 import pytest
-from texts import FERRY
 
 import kvlab
 from kvlab import papers
@@ -14,11 +13,6 @@ from kvlab.analyses import zsmerge_sensitivity as sensitivity
 from kvlab.errors import KvlabError
 
 SWEEPS = {"residual": (0, 0.02, 0.08), "alpha": (0.0, 1.0), "window": (4, 16)}
-
-
-@pytest.fixture(scope="module")
-def traces(lm, trace):
-    return [trace, kvlab.capture(lm, FERRY[len(FERRY) // 2 :], new_tokens=24, window=64)]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +27,7 @@ from kvlab.tables import DecisionTables
 
 if TYPE_CHECKING:
     from kvlab.models import LM
+    from kvlab.policies.compilerkv import CompilerKV
 
 MIDDLE = (12 / 31, 20 / 31)
 """Relative depths of the layers that appendix B.3 calls middle: L12 to L20 of 32."""
@@ -238,7 +241,11 @@ def held_out(
 ) -> Findings:
     """Do learnt tables beat others on text that they were not learnt from?
 
-    Each window is prefilled once; what follows is fed by teacher forcing with each variant's cache.
+    Each window is prefilled once; what follows is fed by teacher forcing with each variant's cache. A gate can only
+    leave entries out, so that tables with thresholds store fewer than the budget. Each of them therefore meets its own
+    weights without thresholds at one budget for all windows and layers, the mean of what it stored itself (`ungated
+    VARIANT`); `equal neutral` is neither table at what `learnt` stored. For that mean, the caches of all windows are
+    held at once.
 
     Returns:
         Table: window, document, variant, nll_change (nats, against the full cache), mass_lost (share of the
@@ -246,34 +253,68 @@ def held_out(
         each layer and head). Metrics `nll_change/VARIANT`, `mass_lost/VARIANT`, `entries/VARIANT`; paired differences,
         positive where the learnt tables are better: `gain/MEASURE/over_neutral` (learnt, over neutral),
         `.../heads_over_neutral`, `.../heads_over_shuffled`, `.../learnt_over_shuffled_risk`, `.../learnt_over_static`,
-        for the measures nll and mass. Shuffles are averaged within a window; intervals are over windows.
+        for the measures nll and mass; and at equal storage `.../equal/over_neutral`, `.../equal/gate` (learnt, over the
+        same weights without thresholds), `.../equal/learnt_over_static` and `.../equal/learnt_over_shuffled_risk` (what
+        the learnt gate gains so, less what the other gate gains over its own ungated twin). Shuffles are averaged
+        within a window; intervals are over windows.
     """
-    rows = []
     learnt_from = {name.rpartition("@")[0] for one in tables.values() for name in getattr(one, "documents", None) or []}
     if seen := learnt_from & set(documents):
         raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: name texts that they have not seen")
     settings = Settings(budget=budget, lengths=(tokens,), continuation=continuation)
-    bar = tqdm(windows(lm, documents, tokens, continuation, per_document), desc="held out", unit="window", leave=False)
-    for context in bar:
-        with prefilled(lm, context, settings) as found:
-            kept = {name: found.kept(neutral(settings).using(one)) for name, one in tables.items()}
-            losses, full = found.losses(list(kept.values())), found.full_loss()
-            looked = continuation_attention(found)
-            for (name, layers), loss in zip(kept.items(), losses.tolist(), strict=True):
+    rows, contexts = [], windows(lm, documents, tokens, continuation, per_document)
+    with ExitStack() as opened:
+        found = [opened.enter_context(prefilled(lm, context, settings))
+                 for context in tqdm(contexts, desc="prefill", unit="window", leave=False)]
+        kept = [{name: each.kept(neutral(settings).using(one)) for name, one in tables.items()} for each in found]
+        for name, one in _at_equal_storage(tables, kept, settings).items():
+            for each, sets in zip(found, kept, strict=True):
+                sets[name] = each.kept(one)
+        for each, sets in tqdm(list(zip(found, kept, strict=True)), desc="held out", unit="window", leave=False):
+            losses, full = each.losses(list(sets.values())), each.full_loss()
+            looked, name = continuation_attention(each), each.context.name
+            for (variant, layers), loss in zip(sets.items(), losses.tolist(), strict=True):
                 pairs = zip(looked, layers, strict=True)
                 lost = [float(there.sum() - there[layer[0, 0]].sum()) for there, layer in pairs]
-                rows.append({"window": context.name, "document": context.name.partition("[")[0], "variant": name,
-                             "nll_change": loss - full, "mass_lost": float(np.mean(lost)),
-                             "entries": float(np.mean([layer.shape[-1] for layer in layers]))})
+                rows.append({"window": name, "document": name.partition("[")[0], "variant": variant,
+                             "nll_change": loss - full, "mass_lost": float(np.mean(lost)), "entries": _entries(layers)})
     return _compared(pd.DataFrame(rows))
+
+
+def _entries(layers: Sequence[Tensor]) -> float:
+    """Stored for each layer and head, of one selection."""
+    return float(np.mean([layer.shape[-1] for layer in layers]))
+
+
+def _at_equal_storage(
+    tables: Mapping[str, DecisionTables], kept: Sequence[Mapping[str, Sequence[Tensor]]], settings: Settings
+) -> dict[str, CompilerKV]:
+    """The policies without thresholds that store what those with thresholds did, by kind of variant."""
+    found = {}
+    for kind in dict.fromkeys(_kind(name) for name, one in tables.items() if one.risk is not None):
+        members = [name for name in tables if _kind(name) == kind]
+        mean = round(np.mean([_entries(sets[name]) for sets in kept for name in members]))
+        free = neutral(Settings(**settings.model_dump() | {"budget": max(1, mean)}))
+        heads = tables[members[0]].heads
+        found[f"ungated {kind}"] = free if heads is None else free.using(DecisionTables(heads=heads, risk=None))
+        if kind == "learnt":
+            found["equal neutral"] = free
+    return found
+
+
+def _kind(variant: str) -> str:
+    """A variant's name without the number of its shuffle."""
+    return re.sub(r" \d+$", "", variant)
 
 
 def _compared(table: pd.DataFrame) -> Findings:
     findings = Findings(table)
-    kind = table["variant"].str.replace(r" \d+$", "", regex=True)
+    kind = table["variant"].map(_kind)
     pairs = {"over_neutral": ("learnt", "neutral"), "heads_over_neutral": ("heads", "neutral"),
              "heads_over_shuffled": ("heads", "shuffled heads"), "learnt_over_static": ("learnt", "static"),
-             "learnt_over_shuffled_risk": ("learnt", "shuffled risk")}
+             "learnt_over_shuffled_risk": ("learnt", "shuffled risk"),
+             "equal/over_neutral": ("learnt", "equal neutral"), "equal/gate": ("learnt", "ungated learnt")}
+    gates = {"equal/learnt_over_static": "static", "equal/learnt_over_shuffled_risk": "shuffled risk"}
     for measure, short in (("nll_change", "nll"), ("mass_lost", "mass"), ("entries", "")):
         by_window = table.groupby(["window", kind])[measure].mean().unstack()
         for variant in by_window:
@@ -281,6 +322,10 @@ def _compared(table: pd.DataFrame) -> Findings:
         for name, (ours, other) in pairs.items() if short else ():
             if {ours, other} <= set(by_window):
                 findings.add_difference(f"gain/{short}/{name}", by_window[other], by_window[ours])
+        for name, other in gates.items() if short else ():
+            if {"ungated learnt", f"ungated {other}"} <= set(by_window):
+                ours, theirs = (by_window[f"ungated {gate}"] - by_window[gate] for gate in ("learnt", other))
+                findings.add_difference(f"gain/{short}/{name}", ours, theirs)
     return findings
 
 
@@ -312,14 +357,18 @@ COMPARED = {
     "heads_over_shuffled": "learnt heads, over shuffled",
     "learnt_over_static": "thresholds by risk, over static",
     "learnt_over_shuffled_risk": "thresholds by risk, over shuffled",
+    "equal/over_neutral": "equal storage: learnt, over neutral",
+    "equal/gate": "equal storage: thresholds, over none",
+    "equal/learnt_over_static": "equal storage: by risk, over static",
+    "equal/learnt_over_shuffled_risk": "equal storage: by risk, over shuffled",
 }
 """How the paired differences of `held_out` are named in a figure."""
 
 
 def by_variant(held: Findings) -> pd.DataFrame:
     """Means over windows of what `held_out` measured: a row for each kind of table."""
-    kind = held.table["variant"].str.replace(r" \d+$", "", regex=True)
-    return held.table.groupby(kind, sort=False)[["nll_change", "mass_lost", "entries"]].mean().round(4)
+    kinds = held.table.groupby(held.table["variant"].map(_kind), sort=False)
+    return kinds[["nll_change", "mass_lost", "entries"]].mean().round(4)
 
 
 def alpha_metrics(effect: pd.DataFrame, log: str) -> dict[str, float]:

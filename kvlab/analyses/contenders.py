@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvlab.analyses.task_variants import VARIANTS
 from kvlab.policies import Policy, policies, policy, registry
 
 
@@ -12,10 +13,14 @@ def contender(name: str, budget: float | None, heads: str | None = None, tables:
     """A policy at a budget; one that has none (the full cache) as it is.
 
     Args:
+        name: of a policy, or of one of `task_variants.VARIANTS`.
         heads: head scores for duoattention, a name that it ships with or a file; None takes the first heads.
         tables: decision tables for compilerkv, a name or a file; None takes neutral ones.
         pad: whether compilerkv fills up to its budget ("budget") or not ("none"); None takes its default.
     """
+    if name in VARIANTS:
+        own = {"tables": tables} if name == "compilerkv_filled" and tables is not None else {}
+        return VARIANTS[name](budget=budget, **own)
     own = {"duoattention": {"heads": heads}, "compilerkv": {"tables": tables, "pad": pad}}.get(name, {})
     given = {key: value for key, value in own.items() if value is not None}
     if "budget" in registry()[name].model_fields:

@@ -80,8 +80,8 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
     Returns:
         Table with columns document, condition, rope, similarity; metrics `similarity/post/sc_sp` and so on,
         `distance/post/sc_sp` (1 - similarity), `effect/post/position/same_content` and likewise for EFFECTS
-        (differences paired by document), and `ratio/post/dc_sp_over_sc_dp` (the paper's 2.2x); intervals over
-        documents.
+        (differences paired by document), `ratio/post/dc_sp_over_sc_dp` (the paper's 2.2x) and
+        `ratio/post/content_over_position` (of what they cost where the other is wrong too); intervals over documents.
     """
     rows = []
     for trace in tqdm(traces, desc="table 1", unit="doc", disable=len(traces) < 3, leave=False):
@@ -110,7 +110,16 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
             findings.add_difference(f"effect/{rope}/{name}", wide[right], wide[wrong])
         if rope == "post":
             findings.add("ratio/post/dc_sp_over_sc_dp", wide["dc_sp"] / wide["sc_dp"])
+            content, position = wide["sc_dp"] - wide["dc_dp"], wide["dc_sp"] - wide["dc_dp"]
+            findings.add("ratio/post/content_over_position", content / position)
     return findings
+
+
+def at_length(lm: LM, trace: Trace, n: int = 32) -> Findings:
+    """Table 1 on one more prompt, of another length: its metrics as `ratio/post/dc_sp_over_sc_dp/4k`, no intervals."""
+    found = table_1(lm, [trace], n)
+    length = context_name(trace.prompt_length)
+    return Findings(found.table, {f"{name}/{length}": value for name, value in found.metrics.items()})
 
 
 def figure_2a(

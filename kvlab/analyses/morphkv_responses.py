@@ -7,7 +7,8 @@ that really follows drift from those of the full cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -27,13 +28,19 @@ from kvlab.spread import summarise
 from kvlab.trace import Trace
 
 if TYPE_CHECKING:
+    from kvlab.livecache import LiveCache
     from kvlab.models import LM
+
+    _Step = tuple[Tensor, list[float]]
 
 PER = 100
 """Slopes are printed for so many tokens of the response."""
 
 LEAST = 5
 """StreamingLLM's four first tokens and a recent one: no smaller budget is asked of any method."""
+
+COUNTED_FROM = 2
+"""The first decoding step that counts, for all methods alike: at its first, MorphKV reads the whole prompt."""
 
 
 # ---------------------------------------------------------------------------------------------- budgets of 1 to 7 %
@@ -69,7 +76,7 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         `mass_lost/morphkv/0.01` and so on, the paired differences `behind/mass_lost/snapkv/0.01` (that policy's value
         less MorphKV's), `drop/step_recall/snapkv/0.01` (the share of MorphKV's recall that it misses), and
         `sharper/mass_lost/snapkv` (how much more it loses than MorphKV does as the budget falls from the largest share
-        to the smallest); all with intervals over documents.
+        to the smallest); all over the steps from COUNTED_FROM on, with intervals over documents.
     """
     frames = []
     with tqdm(desc="small budgets", unit="replay", leave=False) as bar:
@@ -80,7 +87,7 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
                     frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, one))]
                     bar.update()
     findings = Findings(pd.concat(frames, ignore_index=True))
-    means = findings.table.groupby(["measure", "policy", "share", "document"])["value"].mean()
+    means = _counted(findings.table).groupby(["measure", "policy", "share", "document"])["value"].mean()
     names = list(findings.table["policy"].unique())
     for measure in MEASURES:
         for share in shares:
@@ -96,6 +103,10 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         for name in names[1:]:
             findings.add_difference(f"sharper/{measure}/{name}", worse[name], worse["morphkv"])
     return findings
+
+
+def _counted(table: pd.DataFrame) -> pd.DataFrame:
+    return table[table["step"] >= COUNTED_FROM]
 
 
 def by_budget(findings: Findings, measure: str) -> pd.DataFrame:
@@ -226,8 +237,8 @@ def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]
     Returns:
         Table with columns document (its row), policy, step, measure, value: `kl`, the divergence of the next-token
         distribution from the full cache's, and `nll_gap`, the excess of the next token's negative log-likelihood, both
-        in nats, and `kv_bytes`, keys and values stored for one document; metrics of `fading`. The first step is the
-        first token that was fed after the prompt was compressed.
+        in nats, and `kv_bytes`, keys and values stored for one document; metrics of `fading` over the steps from
+        COUNTED_FROM on. The first step is the first token that was fed after the prompt was compressed.
 
     Raises:
         KvlabError: nothing follows the prompt.
@@ -238,42 +249,58 @@ def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]
     fed, nexts = ids[:, prompt:-1], ids[:, prompt + 1 :]
     with live.gather(lm.model, list(policies.values())):
         prefilled = lm.model(ids[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
-    full = torch.stack([logits for logits, _ in _decoded(lm, fed, policy("full"), prefilled)], 1)
+    full = torch.stack([logits[0] for logits, _ in _decoded(lm, fed, [policy("full")], prefilled)], 1)
     full = full.float().log_softmax(-1)
     known = _nll(full, nexts)
-    frames = []
-    for name, one in tqdm(policies.items(), desc="inside the model", unit="policy", leave=False):
-        for step, (logits, stored) in enumerate(_decoded(lm, fed, one, prefilled), 1):
-            row = logits.float().log_softmax(-1)
-            kl = F.kl_div(row, full[:, step - 1], reduction="none", log_target=True).sum(-1)
-            gap = _nll(row, nexts[:, step - 1]) - known[:, step - 1]
-            values = {"kl": kl, "nll_gap": gap, "kv_bytes": torch.full(gap.shape, stored)}
-            frames += [
-                pd.DataFrame({"document": range(len(ids)), "measure": measure, "value": found.tolist()}).assign(
-                    policy=name, step=step
-                )
-                for measure, found in values.items()
-            ]
-    return fading(pd.concat(frames, ignore_index=True), ("kl", "nll_gap"))
+    found: dict[str, list[pd.DataFrame]] = {name: [] for name in policies}
+    # Those that act at every step take their steps together; the others need no steps.
+    acting = [name for name, one in policies.items() if one.acts_while_decoding]
+    parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
+    for names in tqdm(parts, desc="inside the model", unit="part", leave=False):
+        decoded = _decoded(lm, fed, [policies[name] for name in names], prefilled)
+        for step, (logits, stored) in enumerate(decoded, 1):
+            rows = logits.float().log_softmax(-1)
+            for name, row, size in zip(names, rows, stored, strict=True):
+                kl = F.kl_div(row, full[:, step - 1], reduction="none", log_target=True).sum(-1)
+                gap = _nll(row, nexts[:, step - 1]) - known[:, step - 1]
+                values = {"kl": kl, "nll_gap": gap, "kv_bytes": torch.full(gap.shape, size)}
+                found[name] += [
+                    pd.DataFrame({"document": range(len(ids)), "measure": measure, "value": value.tolist()}).assign(
+                        policy=name, step=step
+                    )
+                    for measure, value in values.items()
+                ]
+    frames = [frame for each in found.values() for frame in each]
+    table = pd.concat(frames, ignore_index=True)
+    return replace(fading(_counted(table), ("kl", "nll_gap")), table=table)
 
 
 def _nll(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
     return -log_probabilities.gather(-1, tokens[..., None])[..., 0]
 
 
-def _decoded(lm: LM, ids: Tensor, one: Policy, prefilled):
-    """Logits `[documents, vocabulary]` and bytes of keys and values for one document, step by step."""
-    # What does nothing after the prefill can be fed at one go: a turn that is stored whole.
-    whole = not one.acts_while_decoding
-    with live.compress(lm.model, one, turns="leave") as session:
-        past = session.branch(prefilled)
-        session.end_prompt()
-        before = session.kv_bytes
-        if whole:
-            logits = lm.model(ids, past_key_values=past).logits
-            growth = (session.kv_bytes - before) / ids.shape[1]
-            yield from ((logits[:, t], (before + growth * (t + 1)) / len(ids)) for t in range(ids.shape[1]))
+def _decoded(lm: LM, ids: Tensor, together: Sequence[Policy], prefilled: LiveCache) -> Iterator[_Step]:
+    """Several policies in one batch, step by step: logits `[policies, documents, vocabulary]`, and of each policy the
+    bytes of keys and values for one document.
+    """
+    sessions = []
+    for one in together:
+        with live.compress(lm.model, one, turns="leave") as session:
+            session.branch(prefilled)
+            session.end_prompt()
+        sessions.append(session)
+    fed, shape = ids.repeat(len(together), 1), (len(together), len(ids))
+    with live.compress(lm.model, "full", turns="leave") as joint:
+        past = joint.join(sessions)
+        if not any(one.acts_while_decoding for one in together):
+            # What does nothing after the prefill can be fed at one go: a turn that is stored whole.
+            before = [session.kv_bytes for session in sessions]
+            logits = lm.model(fed, past_key_values=past).logits.unflatten(0, shape)
+            growth = [(session.kv_bytes - size) / ids.shape[1] for session, size in zip(sessions, before, strict=True)]
+            for step in range(ids.shape[1]):
+                sizes = zip(before, growth, strict=True)
+                yield logits[:, :, step], [(size + more * (step + 1)) / len(ids) for size, more in sizes]
             return
-        for token in tqdm(ids.unbind(1), desc=one.name, unit="token", leave=False):
+        for token in tqdm(fed.unbind(1), desc="inside the model", unit="token", leave=False):
             logits = lm.model(token[:, None], past_key_values=past, logits_to_keep=1).logits[:, -1]
-            yield logits, session.kv_bytes / len(ids)
+            yield logits.unflatten(0, shape), [session.kv_bytes / len(ids) for session in sessions]

@@ -87,6 +87,33 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
     return findings
 
 
+FIRST_STAGE = {"snapkv_gqa": "average pooling, 7", "snapkv_pp": "max pooling, 63 (SnapKV++)"}
+
+
+def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32)) -> Findings:
+    """Section 3.3: pooling where SnapKV++ stands, a first stage that leaves S / sqrt(c) tokens and reads them all.
+
+    Both share one set in each GQA group.
+
+    Returns:
+        Table with columns document, method, compression (c, of both stages together), budget, step_recall, mass_lost,
+        output_error, stored, read. Metrics of `stage_by_stage` under names that begin with `first_stage/`, such as
+        `first_stage/gain/output_error/snapkv_pp_over_snapkv_gqa/c16`.
+    """
+    rows = []
+    for trace, c in [(trace, c) for trace in traces for c in compressions]:
+        budget = budget_at(trace, math.sqrt(c))
+        for method in FIRST_STAGE:
+            one = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
+            numbers = measured(Replay(trace, one), budget)
+            rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
+    findings = Findings(pd.DataFrame(rows))
+    _gains(findings, [("snapkv_pp", "snapkv_gqa")])
+    metrics, intervals = ({f"first_stage/{name}": value for name, value in of.items()}
+                          for of in (findings.metrics, findings.intervals))
+    return Findings(findings.table, metrics, intervals)
+
+
 @torch.inference_mode()
 def redundancy(trace: Trace, snapkv: Policy) -> tuple[float, float]:
     """Share of the entries outside the window that a group's heads store more than once, and the same by chance.

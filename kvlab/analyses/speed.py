@@ -306,29 +306,47 @@ def memory_findings(decoded: pd.DataFrame, weight_bytes: int) -> Findings:
     return Findings(table, metrics)
 
 
-def first_token_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 0.25) -> Findings:
-    """Overhead of the first token, and time of a whole answer, against the full cache in the same round.
-
-    Args:
-        answer: tokens of the answer as a share of the prompt's (CompilerKV, table A1: a quarter).
+def first_token_findings(first: pd.DataFrame) -> Findings:
+    """Overhead of the first token against the full cache in the same round.
 
     Returns:
-        `first` with overhead (seconds / the full cache's - 1) and, where the same length was decoded, answer_seconds
-        and answer_saved (1 - answer_seconds / the full cache's); metrics at the longest of the lengths
-        `first_token/POLICY` (overhead) and `answer_saved/POLICY`.
+        `first` with overhead (seconds / the full cache's - 1); metrics at its longest length `first_token/POLICY`.
     """
-    steps = decoded[decoded["batch"] == 1].groupby(["length", "policy"])["seconds_per_step"].median()
     table = first.copy()
-    table["step"] = steps.reindex(pd.MultiIndex.from_frame(table[["length", "policy"]])).to_numpy()
-    table["answer_seconds"] = table["seconds"] + table["step"] * (answer * table["length"] - 1)
     base = table[table["policy"] == FULL].set_index(["length", "round"])
     same = base.reindex(pd.MultiIndex.from_frame(table[["length", "round"]]))
     table["overhead"] = table["seconds"] / same["seconds"].to_numpy() - 1
-    table["answer_saved"] = 1 - table["answer_seconds"] / same["answer_seconds"].to_numpy()
     findings = Findings(table)
     longest = table[(table["length"] == table["length"].max()) & (table["policy"] != FULL)]
     for name, part in longest.groupby("policy", sort=False):
         _add(findings, f"first_token/{name}", part["overhead"])
+    return findings
+
+
+def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 0.25) -> Findings:
+    """Time of a whole answer, against the full cache's in the same round of decoding.
+
+    A first token (the mean over its rounds, of which few will do) and the steps after it, which take most of the time.
+
+    Args:
+        first: of `first_tokens`.
+        decoded: of `decoding`.
+        answer: tokens of the answer as a share of the prompt's (CompilerKV, table A1: a quarter).
+
+    Returns:
+        One row for each length and policy of both, and each round of decoding: first_token, step, answer_seconds and
+        answer_saved (1 - answer_seconds / the full cache's); metrics at the longest length `answer_saved/POLICY`.
+    """
+    start = first.groupby(["length", "policy"])["seconds"].mean().rename("first_token").reset_index()
+    steps = decoded[decoded["batch"] == 1].rename(columns={"seconds_per_step": "step"})
+    table = steps[["length", "policy", "round", "step"]].merge(start, on=["length", "policy"])
+    table["answer_seconds"] = table["first_token"] + table["step"] * (answer * table["length"] - 1)
+    base = table[table["policy"] == FULL].set_index(["length", "round"])["answer_seconds"]
+    same = base.reindex(pd.MultiIndex.from_frame(table[["length", "round"]])).to_numpy()
+    table["answer_saved"] = 1 - table["answer_seconds"] / same
+    findings = Findings(table)
+    longest = table[(table["length"] == table["length"].max()) & (table["policy"] != FULL)]
+    for name, part in longest.groupby("policy", sort=False):
         _add(findings, f"answer_saved/{name}", part["answer_saved"])
     return findings
 

@@ -25,6 +25,9 @@ ARTICLES = ("squad/Oxygen", "squad/Rhine", "squad/Pharmacy", "squad/Yuan_dynasty
 NEW_TOKENS = 16
 """The longest answer that a policy is told to expect."""
 
+QUESTION_TOKENS = range(6, NEW_TOKENS + 1)
+"""How long a question's answer may be: of at least as many scored tokens as a needle of five digits has, four."""
+
 
 @dataclass(frozen=True)
 class Item:
@@ -71,18 +74,18 @@ def multikey(
 def questions(lm: LM, articles: Sequence[str] = ARTICLES, length: int = 1280, seed: int = 0) -> list[Item]:
     """One question on each SQuAD article in LongBench's format: its prompt of multifieldqa_en, paragraphs as context.
 
-    The paragraph that answers stands somewhere among its neighbours. Asked for are answers of two to five words, since
-    the first token of an answer comes from the prefill and says nothing of a compressed cache.
+    The paragraph that answers stands somewhere among its neighbours. Asked for are answers of QUESTION_TOKENS tokens,
+    since the first two of an answer say nothing of a compressed cache (see `task_scores`).
 
     Raises:
         KvlabError: an article without such a question, or paragraphs that do not fit.
     """
     records = []
-    for place, name in enumerate(articles):
+    for name in articles:
         draw = Random(f"{seed} {name}")
-        asked = [q for q in corpus.questions(name) if 2 <= len(q.answers[0].split()) <= 5]
+        asked = [q for q in corpus.questions(name) if _tokens(lm, q.answers[0]) in QUESTION_TOKENS]
         if not asked:
-            raise KvlabError(f"{name} has no question with an answer of two to five words")
+            raise KvlabError(f"{name} has no question with an answer of {QUESTION_TOKENS[0]} to {NEW_TOKENS} tokens")
         one = draw.choice(asked)
         context = _paragraphs(lm, name, one.paragraph, length - 100, draw)
         records.append({"task": "multifieldqa_en", "_id": name, "context": context, "input": one.question,
@@ -97,10 +100,14 @@ def questions(lm: LM, articles: Sequence[str] = ARTICLES, length: int = 1280, se
     ]
 
 
+def _tokens(lm: LM, text: str) -> int:
+    return len(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def _paragraphs(lm: LM, name: str, wanted: str, room: int, draw: Random) -> str:
     """Neighbouring paragraphs of an article, `wanted` among them, of at most `room` tokens."""
     every = list(dict.fromkeys(question.paragraph for question in corpus.questions(name)))
-    costs = [len(lm.tokenizer(text, add_special_tokens=False)["input_ids"]) + 2 for text in every]
+    costs = [_tokens(lm, text) + 2 for text in every]
     first = last = every.index(wanted)
     total = costs[first]
     if total > room:

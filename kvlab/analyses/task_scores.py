@@ -4,6 +4,10 @@ What a small model says after thousands of tokens is right or wrong by chance to
 tell two policies apart by 0/1 scores. So the right answer is fed under every compressed cache (teacher forcing), and
 two numbers are taken from the same pass: whether greedy decoding would have said it word for word, and how likely it
 was.
+
+Likelihoods start at the second decoded token, for all policies alike. The answer's first token comes from the prefill.
+The one after it is decoded while a policy that prunes at its first step (MorphKV) still reads the whole prompt, so that
+it says nothing of the cache that is left.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
@@ -25,7 +30,7 @@ from kvlab import evaluate
 from kvlab.analyses import Findings
 from kvlab.analyses.task_examples import Item
 from kvlab.errors import KvlabError
-from kvlab.live import compress, gather
+from kvlab.live import Session, compress, gather
 from kvlab.policies import Policy
 from kvlab.policies.full import Full
 from kvlab.spread import summarise
@@ -34,45 +39,58 @@ if TYPE_CHECKING:
     from kvlab.models import LM
 
 PAIRS = (
-    *(("dapq", other) for other in ("snapkv", "pyramidkv", "h2o", "streamingllm")),
-    *(("compilerkv", other) for other in ("snapkv", "pyramidkv", "h2o", "streamingllm", "zigzagkv", "dynamickv")),
+    *(("dapq", other) for other in ("snapkv", "pyramidkv", "h2o", "streamingllm", "snapkv_unpooled")),
+    ("dapq_pooled", "snapkv"),
+    *((one, other) for one in ("compilerkv", "compilerkv_filled")
+      for other in ("snapkv", "pyramidkv", "h2o", "streamingllm", "zigzagkv", "dynamickv")),
     *(("rocketkv", other) for other in ("snapkv", "quest", "sparq", "duoattention", "hybrid", "exact_topk")),
     *(("hybrid", other) for other in ("quest", "sparq")),
     *(("exact_topk", other) for other in ("snapkv", "quest", "sparq", "duoattention")),
     ("zsmerge", "h2o"),
     ("zsmerge", "snapkv"),
+    ("zsmerge_question", "h2o"),
     ("morphkv", "snapkv"),
 )
 """Which policies the papers compare: the one that is said to be better comes first."""
+
+SCORED_FROM = 2
+"""The first scored token of an answer: 0 is predicted by the prefill, 1 by the first decoding step."""
+
+TOGETHER = 8
+"""Caches that are fed in one batch: enough to read the weights once for many, few enough for a laptop's memory."""
 
 
 # ---------------------------------------------------------------------------------------------------- one pass
 
 
 @torch.inference_mode()
-def follow(lm: LM, past: Any, first: torch.Tensor, answer: torch.Tensor, at_once: bool) -> tuple[float, float, float]:
-    """Feed the answer under a cache whose prompt has ended.
+def follow(
+    lm: LM, sessions: Sequence[Session], firsts: Sequence[Tensor], answer: Tensor, at_once: bool
+) -> list[tuple[float, float, float]]:
+    """Feed the answer under several caches whose prompts have ended, all in one batch.
 
     Args:
-        first: logits `[vocabulary]` of the answer's first token, from the prompt.
-        answer: ids `[n]`, n >= 2.
-        at_once: one forward pass for all, which is the same for a policy that does nothing while decoding.
+        firsts: for each session, logits `[vocabulary]` of the answer's first token, from the prompt.
+        answer: ids `[n]`, n > SCORED_FROM.
+        at_once: one forward pass for all tokens, which is the same for policies that do nothing while decoding.
 
     Returns:
-        nll, mean negative log-likelihood in nats of the tokens after the first; score, 1 where every token, the first
-        one too, is the likeliest, so that greedy decoding says this answer; hits, the share of the tokens after the
-        first that are the likeliest given the right ones before.
+        For each session nll, mean negative log-likelihood in nats of the tokens from SCORED_FROM on; score, 1 where
+        every token, the first two too, is the likeliest, so that greedy decoding says this answer; hits, the share of
+        the tokens from SCORED_FROM on that are the likeliest given the right ones before.
     """
-    fed = answer[None, :-1].to(lm.device)
-    if at_once:
-        rest = lm.model(fed, past_key_values=past, use_cache=True).logits[0]
-    else:
-        rest = torch.stack([lm.model(fed[:, i : i + 1], past_key_values=past, use_cache=True).logits[0, -1]
-                            for i in range(fed.shape[1])])
-    logits, target = rest.float(), answer[1:].to(lm.device)
-    right = logits.argmax(-1) == target
-    score = bool(right.all()) and int(first.argmax(-1)) == int(answer[0])
-    return float(F.cross_entropy(logits, target)), float(score), float(right.float().mean())
+    fed, target = answer[:-1].to(lm.device).expand(len(sessions), -1), answer[1:].to(lm.device)
+    with compress(lm.model, Full(), turns="leave") as together:
+        past = together.join(sessions)
+        rest = [lm.model(some, past_key_values=past, use_cache=True).logits
+                for some in fed.split(fed.shape[1] if at_once else 1, dim=1)]
+    found, scored = [], slice(SCORED_FROM - 1, None)
+    for logits, first in zip(torch.cat(rest, 1).float(), firsts, strict=True):
+        right = logits.argmax(-1) == target
+        score = bool(right.all()) and int(first.argmax(-1)) == int(answer[0])
+        nll, hits = F.cross_entropy(logits[scored], target[scored]), right[scored].float().mean()
+        found.append((float(nll), float(score), float(hits)))
+    return found
 
 
 @torch.inference_mode()
@@ -83,14 +101,19 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
         wanted: policies, each with where it compresses: "prompt" (the question has been read) or "context".
 
     Yields:
-        nll, score and hits (see `follow`), prompt_tokens, and the stored bytes of keys and values at the end.
+        nll, score and hits (see `follow`), scored_tokens, prompt_tokens, and the stored bytes of keys and values at the
+        end.
+
+    Raises:
+        KvlabError: an answer without a scored token.
     """
     at_context = any(at == "context" for _, at in wanted)
     fed = evaluate.feed(lm, item.example, "context" if at_context else "prompt")
     answer = torch.tensor(lm.tokenizer(item.answer, add_special_tokens=False)["input_ids"])
-    if len(answer) < 2:
+    if len(answer) <= SCORED_FROM:
         raise KvlabError(
-            f"{item.example.id}: the answer {item.answer!r} is one token, which the prefill predicts alone"
+            f"{item.example.id}: the answer {item.answer!r} has {len(answer)} of the {SCORED_FROM + 1} tokens that it "
+            "takes to score one that a compressed cache alone has predicted"
         )
     results: dict[tuple[Policy, str], dict[str, Any]] = {}
     gathered = gather(lm.model, [one for one, _ in wanted])
@@ -102,18 +125,32 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
         if at == "prompt" and rest.shape[1]:
             with gathered:
                 out = lm.model(rest, past_key_values=prefilled, use_cache=True, logits_to_keep=1)
-        for one in [one for one, where in wanted if where == at]:
-            with compress(lm.model, one, turns="leave", tokenizer=lm.tokenizer,
-                          max_new_tokens=item.example.max_new_tokens) as session:
-                past, first = session.branch(prefilled), out.logits[0, -1]
-                session.end_prompt()
-                if at == "context":
-                    first = lm.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
-                nll, score, hits = follow(lm, past, first, answer, not one.acts_while_decoding)
-                results[one, at] = {"nll": nll, "score": score, "hits": hits, "prompt_tokens": fed.ids.shape[1],
-                                    "kv_bytes": session.kv_bytes}
+        here = [one for one, where in wanted if where == at]
+        for some, at_once in _batches(here):
+            sessions, firsts = [], []
+            for one in some:
+                with compress(lm.model, one, turns="leave", tokenizer=lm.tokenizer,
+                              max_new_tokens=item.example.max_new_tokens) as session:
+                    past, first = session.branch(prefilled), out.logits[0, -1]
+                    session.end_prompt()
+                    if at == "context":
+                        first = lm.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
+                sessions.append(session)
+                firsts.append(first)
+            followed = follow(lm, sessions, firsts, answer, at_once)
+            for one, session, (nll, score, hits) in zip(some, sessions, followed, strict=True):
+                results[one, at] = {"nll": nll, "score": score, "hits": hits,
+                                    "scored_tokens": len(answer) - SCORED_FROM,
+                                    "prompt_tokens": fed.ids.shape[1], "kv_bytes": session.kv_bytes}
     for key in wanted:
         yield results[key]
+
+
+def _batches(policies: Sequence[Policy]) -> Iterator[tuple[list[Policy], bool]]:
+    """Policies that are followed in one batch, and whether they do nothing while decoding."""
+    for resting in (True, False):
+        alike = [one for one in policies if one.acts_while_decoding != resting]
+        yield from ((alike[start : start + TOGETHER], resting) for start in range(0, len(alike), TOGETHER))
 
 
 # ---------------------------------------------------------------------------------------------------- a whole run
@@ -132,7 +169,7 @@ def measure(
 
     Returns:
         One row for each example, policy and place: task, document, example, policy, budget, compress_at, nll, score,
-        hits, prompt_tokens, kv_bytes.
+        hits, scored_tokens, prompt_tokens, kv_bytes.
     """
     known = _read(path)
     rows = []
@@ -164,7 +201,7 @@ def _row(item: Item, one: Policy, at: str, found: dict[str, Any]) -> dict[str, A
 
 def _key(lm: LM, item: Item, one: Policy, at: str) -> str:
     about = [lm.signature, str(lm.dtype), item.example.prompt, item.example.prefix, item.answer,
-             item.example.max_new_tokens, str(one), at]
+             item.example.max_new_tokens, str(one), at, f"scored from {SCORED_FROM}"]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
 
 
@@ -192,6 +229,7 @@ def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> F
     - `retained/TASK/POLICY/BUDGET`: hits as a share of the full cache's, the percentage of full-cache performance;
     - `gain/TASK/A_over_B/BUDGET`: NLL of B less that of A on the same examples, so that more than 0 speaks for A;
     - `score_gain/...`, the scores of A less those of B;
+    - `widening/TASK/A_over_B`: the gain at the smallest budget at which both were measured less that at the largest;
     - `question_aware/TASK/POLICY/BUDGET`: NLL with the question held back less that with the question in the prompt.
     TASK is a task's name or `all`: every task, each example counting alike, of the policies that met all tasks there.
     """
@@ -212,13 +250,18 @@ def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> F
                 if (right := full.loc[cell.index, "hits"].mean()) > 0:
                     result.add(f"retained/{label}", cell["hits"] / right)
         for left, right in pairs:
+            by_budget = {}
             for budget in sorted({budget for one, budget in cells if one == left and not pd.isna(budget)}):
                 a, b = cells.get((left, budget)), cells.get((right, budget))
                 if b is None or set(a.index) != set(b.index) or set(a.index) != wanted:
                     continue
                 label = f"{name}/{left}_over_{right}/{budget:g}"
-                result.add_difference(f"gain/{label}", b["nll"], a["nll"])
+                by_budget[budget] = b["nll"] - a["nll"]
+                result.add(f"gain/{label}", by_budget[budget])
                 result.add_difference(f"score_gain/{label}", a["score"], b["score"])
+            if len(by_budget) > 1:
+                result.add_difference(f"widening/{name}/{left}_over_{right}", by_budget[min(by_budget)],
+                                      by_budget[max(by_budget)])
     _question_aware(result, table)
     return result
 

@@ -248,8 +248,8 @@ def needles(lm: LM, lengths: Sequence[int], depths: Sequence[float], budget: flo
     """A needle at each length and depth under every policy at one budget, for `plots.needle_heatmap`.
 
     Returns:
-        policy, budget, length, depth, score: the share of the needle's digits that are the likeliest given those before
-        (`hits` of `task_scores.measure`; by chance 0.1), and the other columns of that table.
+        policy, budget, length, depth, score: the share of the needle's digits after the first that are the likeliest
+        given those before (`hits` of `task_scores.measure`; by chance 0.1), and the other columns of that table.
     """
     every = contenders([budget], heads, tables, pad="budget")
     plan = [(needle_grid(lm, lengths, depths, document, seed), [(one, "prompt") for one in every])]

@@ -41,10 +41,11 @@ def figure_4(
         without_bias: those of them at which merging is also measured without the logit bias.
 
     Returns:
-        Table with columns document, ratio, variant, layer, error, mass_lost (means over heads and steps); metrics
-        `error/evict/0.20`, `error/merge/0.20`, `error/merge_alpha0/0.20`; `saved/0.20` (evicted - merged error) and
-        `bias/0.20` (what the bias alone takes off the error); `reduction/0.20` and `reduction_alpha0/0.20`
-        (1 - merged error / evicted error); all document by document, with intervals over documents.
+        Table with columns document, ratio, variant, layer, error, squared_error, mass_lost (means over heads and
+        steps); metrics `error/evict/0.20`, `error/merge/0.20`, `error/merge_alpha0/0.20`; `saved/0.20` (evicted -
+        merged error) and `bias/0.20` (what the bias alone takes off the error); `reduction/0.20` and
+        `reduction_alpha0/0.20` (1 - merged error / evicted error), `reduction_squared/0.20` (the same of the mean
+        squared errors); all document by document, with intervals over documents.
     """
     rows = []
     jobs = [(trace, ratio) for trace in traces for ratio in ratios]
@@ -54,6 +55,7 @@ def figure_4(
                 continue
             result = Replay(trace, one)
             errors, lost = result.output_error.mean((1, 2)), result.mass_lost.mean((1, 2))
+            squared = result.output_error.square().mean((1, 2))
             rows += [
                 {
                     "document": trace.document,
@@ -61,12 +63,16 @@ def figure_4(
                     "variant": variant,
                     "layer": layer,
                     "error": e,
+                    "squared_error": s,
                     "mass_lost": m,
                 }
-                for layer, (e, m) in enumerate(zip(errors.tolist(), lost.tolist(), strict=True))
+                for layer, (e, s, m) in enumerate(zip(*(t.tolist() for t in (errors, squared, lost)), strict=True))
             ]
     findings = Findings(pd.DataFrame(rows))
     by_document = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="error")
+    squares = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="squared_error")
+    for ratio, of in squares.groupby("ratio"):
+        findings.add(f"reduction_squared/{ratio:.2f}", 1 - of["merge"] / of["evict"])
     for ratio, errors in by_document.groupby("ratio"):
         errors = errors.dropna(axis="columns")
         for variant in errors.columns:
