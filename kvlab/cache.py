@@ -263,7 +263,7 @@ class LayerStore:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
         if isinstance(slot, Tensor):
             whole = self._keys.is_contiguous() and self._values.is_contiguous()
-            if self.ragged or not self._owned or self._keys.is_cuda or not whole:
+            if self.ragged or not self._owned or self._keys.device.type != "cpu" or not whole:
                 rest = torch.arange(self.length - 1, device=slot.device).expand(*slot.shape, self.length - 1)
                 self.evict(rest + (rest >= slot[..., None]))
             else:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab import packs
 from kvlab.errors import KvlabError
+from kvlab.files import why
 from kvlab.trace import FORMAT, Plan, Trace, capture, planned, several
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _locked(path: Path, wait: float) -> Iterator[None]:
     except Timeout:
         raise
     except OSError as error:
-        raise KvlabError(f"cannot keep traces in {path.parent}: {error.strerror or error}") from None
+        raise KvlabError(f"cannot keep traces in {path.parent}: {why(error)}") from None
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvlab import files
 from kvlab.errors import KvlabError, nearest
 
 HELP = """A laboratory for KV-cache compression: what a paper claims, measured again on a real model, offline.
@@ -405,17 +406,8 @@ def _overrides(pairs: Iterable[str]) -> dict[str, str]:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise typer.BadParameter(f"a parameter is given as key=value, not {pair!r}")
-        found[key.strip()] = os.path.realpath(os.path.expanduser(value)) if _is_path(value) else value
+        found[key.strip()] = files.located(value)
     return found
-
-
-def _is_path(text: str) -> bool:
-    """Whether a parameter names a file or a folder (with a slash, or it may be any word) from where the command runs:
-    the notebook would look for it from where it lies itself."""
-    if not text or len(text) >= 500 or "\n" in text:
-        return False
-    path = os.path.expanduser(text)
-    return os.path.isfile(path) or ("/" in text and os.path.isdir(path))
 
 
 def _finish(results: list[Any], quiet: bool = False) -> None:

@@ -32,9 +32,24 @@ def expanded(name: str | os.PathLike) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def located(text: str) -> str:
+    """The absolute path of a file or a folder (one with a slash, or it may be any word) that a text on the command line
+    names, and any other text as it is: a notebook would look for it from where it lies itself.
+    """
+    path = os.path.expanduser(text)
+    named = bool(text) and len(text) < 500 and "\0" not in text and (
+        os.path.isfile(path) or ("/" in text and os.path.isdir(path)))
+    return os.path.realpath(path) if named else text
+
+
 def why(error: Exception) -> str:
     """What the system has against a file, in a few words."""
     return getattr(error, "strerror", None) or str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def parsed(text: str) -> Any:
@@ -67,11 +82,19 @@ def jsonl(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def allowed(mode: int) -> int:
-    """What the user's umask leaves of a file's mode."""
+def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
-    return mode & ~mask
+    return mask
+
+
+# The system tells it only by changing it for a moment, which must not happen beside other threads.
+UMASK = _umask()
+
+
+def allowed(mode: int) -> int:
+    """What the umask that the user started with leaves of a file's mode."""
+    return mode & ~UMASK
 
 
 @contextlib.contextmanager
@@ -94,6 +117,6 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.chmod(allowed(0o666))
         os.replace(temporary, path)
     except OSError as error:
-        raise KvlabError(f"cannot write {path}: {error.strerror or error}") from None
+        raise KvlabError(f"cannot write {path}: {why(error)}") from None
     finally:
         temporary.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.console import Console
 from test_roundtrip import runs
 
 from kvlab.errors import KvlabError
-from kvlab.workbench import driver, earlier, places, store, tracking, worker
+from kvlab.workbench import driver, earlier, patience, places, store, tracking, worker
 from kvlab.workbench.progress import Progress, Screen
 
 
@@ -77,6 +78,11 @@ def test_a_notebook_edited_during_a_sweep_runs_under_the_key_of_what_it_is_then(
 
     first, said = sweep(edit_during_the_second, workers=1)
     assert states(first) == ["finished"] * 3
+    mixed = {run.info.run_id for run in runs("job") if run.data.tags["kvlab.key"] == earlier.EDITED}
+    assert mixed == {first[1].run_id}
+    client = store.client()
+    counted = earlier.finished(client, client.get_experiment_by_name(EXPERIMENT).experiment_id)
+    assert {run.info.run_id for run in counted} == {first[0].run_id, first[2].run_id}
     assert said.count("edited since the sweep began") == 1 and said.count("edited while it ran") == 1
     (project / "notebooks" / "toy.ipynb").write_text(before)
     again, _ = sweep(workers=1)
@@ -97,6 +103,14 @@ def test_the_same_job_twice_runs_once(sweep, project):  # noqa: F811
     found, said = sweep(workers=2)
     assert sorted(states(found)) == ["done earlier", "finished"] and len(runs("job")) == 1
     assert "the same job is running" in said
+
+
+def test_experiments_with_the_same_notebook_have_runs_of_their_own(sweep, project):  # noqa: F811
+    experiment(project, parameters={"seed": 0})
+    sweep(workers=1)
+    experiment(project, "another", parameters={"seed": 0})
+    both = driver.run([EXPERIMENT, "another"], workers=1, console=Console(file=io.StringIO(), width=200))
+    assert states(both) == ["done earlier", "finished"]
 
 
 def test_a_full_disk_is_one_sentence_that_says_how_to_go_on(sweep, project):  # noqa: F811
@@ -129,10 +143,25 @@ def test_files_are_on_the_disk_before_a_run_counts_as_finished(sweep, project, m
 
 @pytest.mark.parametrize("asked", driver.ASKING)
 def test_signals_stop_a_sweep_between_jobs(sweep, project, asked):  # noqa: F811
+    """A closed terminal hangs up twice, and a sweep that is ending has to end all the same."""
     experiment(project, grid={"reduction": [0.5, 0.6]})
+
+    def ask(*_):
+        for _ in range(1 if asked == signal.SIGINT else 2):
+            os.kill(os.getpid(), asked)
+
     with pytest.raises(KeyboardInterrupt):
-        sweep(lambda *_: os.kill(os.getpid(), asked), workers=1)
+        sweep(ask, workers=1)
     assert [run.info.status for run in runs("job")] == ["KILLED"]
+    assert not list((project / "mlruns" / "work").iterdir())
+
+
+def test_what_waits_hears_a_signal():
+    flag = patience.Flag()
+    threading.Timer(0.1, flag.set).start()
+    begun = time.monotonic()
+    assert flag.wait(60) and flag.is_set() and time.monotonic() - begun < 30
+    assert not patience.Flag().wait(0.01)
 
 
 def test_who_ignores_a_signal_goes_on(sweep, project):  # noqa: F811
@@ -256,6 +285,11 @@ def test_a_scheduler_that_goes_away_is_one_sentence_and_burns_no_tries(tmp_path)
     (tmp_path / "toy.ipynb").write_text("{}")
     with pytest.raises(KvlabError, match="Dask scheduler went away"):
         cluster.start({"notebook": str(tmp_path / "toy.ipynb")}, tmp_path, {"MLFLOW_RUN_ID": "0"})
+
+
+def test_a_worker_whose_code_was_changed_does_not_begin(tmp_path):
+    code, left = places.work({"notebook": "toy.ipynb", "code": "other"}, b"{}", {}, 1)
+    assert code == 1 and "another version of kvlab's code" in json.loads(left[places.RESULT])["error"]
 
 
 @pytest.mark.parametrize(("text", "expected"), [("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1),

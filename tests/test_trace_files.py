@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 import safetensors.torch
@@ -11,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 import kvlab
-from kvlab import files, models
+from kvlab import models
 from kvlab import trace as module
 from kvlab.errors import KvlabError
 
@@ -158,10 +160,7 @@ def test_tensors_that_do_not_fit_together(change, message):
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_files_are_as_private_as_the_umask_says(tmp_path, mask, mode):
-    before = os.umask(mask)
-    try:
-        with files.replacing(tmp_path / "trace") as path:
-            path.write_text("kept")
-        assert (tmp_path / "trace").stat().st_mode & 0o777 == mode and os.umask(mask) == mask
-    finally:
-        os.umask(before)
+    code = ("from kvlab import files\nimport sys\n"
+            "with files.replacing(sys.argv[1]) as path:\n    path.write_text('kept')")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "trace")], check=True, umask=mask)
+    assert (tmp_path / "trace").stat().st_mode & 0o777 == mode

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlab.errors import KvlabError
-from kvlab.files import parsed, replacing, why
+from kvlab.files import first_line, parsed, replacing, why
 from kvlab.tables import SHIPPED_TABLES
 
 if TYPE_CHECKING:
@@ -172,8 +172,7 @@ def load(path_or_name: str | Path) -> dict[str, Samples]:
         table = pd.read_parquet(path)
         found = {phase: Samples.of(_lines(rows)) for phase, rows in table.groupby("phase", sort=False)}
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise KvlabError(f"{path} is no log of `kvlab compile`: {first}") from None
+        raise KvlabError(f"{path} is no log of `kvlab compile`: {first_line(error)}") from None
     if not found:
         raise KvlabError(f"{path} is no log of `kvlab compile`: there is nothing in it")
     return found

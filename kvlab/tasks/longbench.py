@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 
 from kvlab import corpus, packs, scores
 from kvlab.errors import KvlabError
+from kvlab.files import first_line
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.longbench_prompts import PROMPTS
 
@@ -154,7 +155,7 @@ def _unpack(folder: Path) -> None:
                 with archive.open(f"data/{task}.jsonl") as source, (folder / f"{task}.jsonl").open("wb") as target:
                     shutil.copyfileobj(source, target)
     except Exception as error:  # the hub's client raises a dozen unrelated kinds, all of which mean "cannot be had"
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        first = first_line(error).rstrip(".")
         raise KvlabError(f"cannot get {file} of the dataset {repository} from the hub ({first}); give folder=... with "
                          "LongBench's JSONL files instead") from error
 

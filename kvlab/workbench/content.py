@@ -66,7 +66,8 @@ def _fingerprint(text: str) -> str | None:
     path = path if path.is_absolute() else project.root() / "notebooks" / path
     try:
         if path.is_file():
-            return _file_hash(path)
+            now = path.stat()
+            return _file_hash(path, now.st_size, now.st_mtime_ns)
         weights = sorted(path.glob("*.safetensors")) if path.is_dir() else []
         # Weights are large: name, size and time stand for them.
         return json.dumps([(w.name, w.stat().st_size, w.stat().st_mtime_ns) for w in weights]) if weights else None
@@ -74,7 +75,9 @@ def _fingerprint(text: str) -> str | None:
         return None
 
 
-def _file_hash(path: Path) -> str:
+@functools.cache
+def _file_hash(path: Path, size: int, changed: int) -> str:
+    """Of one version of a file, since a sweep asks again for every job."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
+from kvlab.files import first_line, why
 from kvlab.workbench import project
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def findings() -> Iterator[Finding]:
         except KvlabError as error:
             yield Finding(_name(check), BAD, str(error))
         except Exception as error:  # whatever breaks a check is what the user came to hear
-            yield Finding(_name(check), BAD, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            yield Finding(_name(check), BAD, f"{type(error).__name__}: {first_line(error)}")
 
 
 def _name(check: Callable[[], Finding]) -> str:
@@ -139,7 +140,7 @@ def _writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise KvlabError(f"{there} cannot be written to: {error.strerror or error}") from None
+        raise KvlabError(f"{there} cannot be written to: {why(error)}") from None
 
 
 def disk() -> Finding:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
+from kvlab.files import first_line, why
 from kvlab.workbench import content, earlier, experiments, inputs, patience, places, project, store, tracking
 from kvlab.workbench.experiments import Job
 from kvlab.workbench.places import LOG, RESULT, Here, Place, Task, cores
@@ -82,8 +83,7 @@ def run(names: str | Sequence[str], profile: str = "quick", overrides: Mapping[s
     # A model pulled just now belongs into the keys.
     queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
     connection = store.client()
-    ids = {experiment.name: store.experiment_id(connection, experiment.name) for experiment in loaded}
-    earlier.tidy(connection, ids)
+    ids = _known(connection, [experiment.name for experiment in loaded])
     descriptions = {experiment.name: experiment.summary for experiment in loaded}
     place = places.connect(cluster, workers) if cluster else Here(workers or min(2, cores()))
     try:
@@ -93,13 +93,14 @@ def run(names: str | Sequence[str], profile: str = "quick", overrides: Mapping[s
 
 
 @contextlib.contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
+def _asked_to_stop() -> Iterator[patience.Flag]:
     """Set by Ctrl-C, a polite kill or a terminal that is closed, and looked at between jobs: an exception that arises
     wherever the interpreter happens to be is lost in a finaliser. A second Ctrl-C does not wait."""
-    asked = threading.Event()
+    asked = patience.Flag()
 
-    def ask(*_: object) -> None:
-        if asked.is_set():
+    def ask(number: int, _: object) -> None:
+        # A closed terminal hangs up twice.
+        if asked.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked.set()
 
@@ -113,6 +114,18 @@ def _asked_to_stop() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _known(connection: Patient, names: Sequence[str]) -> dict[str, str]:
+    """name -> id of MLflow's experiments, which are made where missing, and tidied up after those who died."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        ids = {name: store.experiment_id(connection, name) for name in names}
+        earlier.tidy(connection, ids)
+    except MlflowException as error:
+        raise KvlabError(f"the MLflow store failed: {first_line(error)[:300]}") from error
+    return ids
 
 
 class Sweep:
@@ -130,6 +143,7 @@ class Sweep:
         self.results: dict[int, Result] = {}
         self.claims: dict[int, FileLock] = {}
         self.elsewhere: set[int] = set()
+        self.looked = 0.0       # when those were last asked for
 
     def go(self) -> list[Result]:
         """Work through the queue. Whatever stops it early, its processes are ended and their runs marked KILLED, as far
@@ -153,11 +167,11 @@ class Sweep:
                         self.running.remove(job)
                 interrupted = False
             except MlflowException as error:
-                raise self._stopped(f"the MLflow store went away ({_first_line(error)})") from error
+                raise self._stopped(f"the MLflow store went away ({first_line(error)[:300]})") from error
             except OSError as error:
-                raise self._stopped(str(error.strerror or error), error.filename) from error
+                raise self._stopped(why(error), error.filename) from error
             except KvlabError as error:
-                raise self._stopped(_first_line(error)) from error
+                raise self._stopped(first_line(error)[:300]) from error
             except KeyboardInterrupt:
                 self.progress.say(f"stopped; {self._how_to_go_on()}")
                 raise
@@ -165,8 +179,8 @@ class Sweep:
                 self._settle(interrupted)
         return [self.results[number] for number in sorted(self.results)]
 
-    def _stopped(self, why: str, file: str | None = None) -> KvlabError:
-        return KvlabError(f"{why}{f' ({file})' if file else ''}; {self._how_to_go_on()}")
+    def _stopped(self, reason: str, file: str | None = None) -> KvlabError:
+        return KvlabError(f"{reason}{f' ({file})' if file else ''}; {self._how_to_go_on()}")
 
     def _how_to_go_on(self) -> str:
         done = sum(result.state in ("finished", "done earlier") for result in self.results.values())
@@ -192,17 +206,17 @@ class Sweep:
     def _look_back(self) -> None:
         """What has finished before is done; the others will take what the last of their kind took."""
         kinds = {(job.experiment, job.profile): job.seconds for job in self.queue}
-        for experiment, profile in kinds:
+        for (experiment, profile), job_seconds in kinds.items():
             if last := earlier.newest(self.client, self.ids[experiment], profile=profile):
-                kinds[experiment, profile] = float(last.data.tags["kvlab.seconds"])
-        done: dict[str, str] = {}
-        for one in () if self.fresh else self.ids.values():
+                kinds[experiment, profile] = float(last.data.tags.get("kvlab.seconds", 0)) or job_seconds
+        done: dict[tuple[str, str], str] = {}
+        for name, one in () if self.fresh else self.ids.items():
             for run in earlier.finished(self.client, one, code=project.code_hash()[:16]):
-                done.setdefault(run.data.tags["kvlab.key"], run.info.run_id)
+                done.setdefault((name, run.data.tags.get("kvlab.key", "")), run.info.run_id)
         for number, job in enumerate(self.queue):
             self.progress.expect(number, kinds[job.experiment, job.profile])
-            if job.key in done:
-                self._is_done(number, done[job.key])
+            if run_id := done.get((job.experiment, job.key)):
+                self._is_done(number, run_id)
             else:
                 self.waiting.append(number)
 
@@ -212,9 +226,14 @@ class Sweep:
 
     def _begin_some(self) -> None:
         """Begin the next jobs, as far as there is room for them and nobody else is at them."""
+        look_again = time.monotonic() - self.looked > GLANCE
+        if look_again:
+            self.looked = time.monotonic()
         for number in list(self.waiting):
             if len(self.running) == self.place.workers:
                 return
+            if number in self.elsewhere and not look_again:
+                continue
             job = self.queue[number]
             if not (lock := earlier.claim(job.experiment, job.key)):
                 self._leave_to_others(number)
@@ -267,7 +286,8 @@ class Sweep:
             self.running.append(self._launch(number, job, run))
         except BaseException:
             shutil.rmtree(earlier.work() / run.id, ignore_errors=True)
-            run.finish("KILLED")
+            with contextlib.suppress(KvlabError):   # which would hide why
+                run.finish("KILLED")
             raise
         self.progress.set(number, "running")
 
@@ -318,7 +338,7 @@ class Sweep:
         elif _is_key(running.job):
             self._close(running, "finished", "")
         else:
-            running.run.tag("kvlab.key", "edited while it ran")
+            running.run.tag("kvlab.key", earlier.EDITED)
             self._close(running, "finished", "edited while it ran, so it will be run again next time")
 
     def _died(self, running: Running, why: str) -> None:
@@ -343,7 +363,7 @@ class Sweep:
                     self.client.log_artifact(running.run.id, str(path), "notebook")
             running.run.tag("kvlab.seconds", f"{seconds:.1f}")
         except Exception as failure:
-            state, error = "failed", f"its artifacts could not be kept: {_first_line(failure)}"
+            state, error = "failed", f"its artifacts could not be kept: {first_line(failure)[:300]}"
         try:
             if state == "failed":
                 with contextlib.suppress(OSError):
@@ -366,10 +386,6 @@ def _is_key(job: Job) -> bool:
         return content.key_now(job.notebook, job.parameters) == job.key
     except (KvlabError, OSError):
         return False
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _model_tags(parameters: Mapping[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvlab.workbench.patience import Patient
 
+EDITED = "edited while it ran"      # in place of the key of a job whose numbers may be of two versions of the code
 FINISHED_JOB = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
 PAGE = 1000
 
@@ -30,7 +32,7 @@ def finished(connection: Patient, experiment: str, page_size: int = PAGE, **tags
     while True:
         page = connection.search_runs([experiment], query, max_results=page_size, page_token=token,
                                       order_by=["attributes.end_time DESC"])
-        yield from page
+        yield from (run for run in page if run.data.tags.get("kvlab.key") != EDITED)
         token = page.token
         if not token:
             return
@@ -65,7 +67,8 @@ def _held(path: Path) -> FileLock | None:
 
 def release(lock: FileLock) -> None:
     """Give a claim back. Its file goes first: who opens it anew finds another, and filelock sees to the rest."""
-    Path(lock.lock_file).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        Path(lock.lock_file).unlink()
     lock.release()
 
 
@@ -96,7 +99,7 @@ def _is_left(run: Run) -> bool:
     if not ours or (pid != os.getpid() and _lives(pid, float(tags.get("kvlab.pid_started", 0)))):
         return False
     # A clock that was set makes a living process look like another one; its claim tells.
-    if "kvlab.key" not in tags:
+    if not tags.get("kvlab.key") or not tags.get("kvlab.experiment"):
         return True
     if lock := claim(tags["kvlab.experiment"], tags["kvlab.key"]):
         release(lock)

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvlab import yamls
 from kvlab.errors import KvlabError, nearest
+from kvlab.files import located
 from kvlab.workbench import content, project
 from kvlab.workbench.notebooks import parameters_of
 
@@ -249,8 +250,7 @@ def _read(text: str, default: Any) -> Any:
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         return text
     if isinstance(default, list) and isinstance(value, list) and default and isinstance(default[0], str):
-        # A file is named from where the command runs, but opened from where the notebook lies.
-        return [os.path.abspath(entry) if os.path.isfile(entry) else entry for entry in map(str, value)]
+        return [located(str(entry)) for entry in value]
     return value
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,27 @@ if TYPE_CHECKING:
 
 PATIENCE = 600.0    # seconds
 PAUSE = 2.0         # seconds between looks whether it is back
+SLICE = 0.05        # seconds in which a flag that is set is noticed
+
+
+class Flag:
+    """A threading.Event that a signal's handler may set while it is waited for: an Event's lock would hang there."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, seconds: float) -> bool:
+        """Until it is set, or the seconds are over; whether it is set."""
+        deadline = time.monotonic() + seconds
+        while not self._set and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, SLICE))
+        return self._set
 
 
 class Patient:
@@ -31,7 +52,7 @@ class Patient:
     def __init__(self, client: MlflowClient) -> None:
         self._client = client
         self._lost = False
-        self.give_up = threading.Event()    # set by whoever must not wait any longer
+        self.give_up = Flag()       # set by whoever must not wait any longer
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._client, name)
@@ -56,7 +77,7 @@ class Patient:
                         self._lost = True
                         raise
             if deadline:
-                print("the MLflow store is back", file=sys.stderr)
+                _tell("the MLflow store is back")
             self._lost = False
             return answer
 
@@ -79,8 +100,7 @@ class Patient:
     def _begin_to_wait() -> float:
         seconds = patience()
         if seconds:
-            print(f"the MLflow store is away; what shall be logged waits for it, at most {duration(seconds)}",
-                  file=sys.stderr)
+            _tell(f"the MLflow store is away; what shall be logged waits for it, at most {duration(seconds)}")
         return time.monotonic() + seconds
 
     def _wait(self, deadline: float) -> bool:
@@ -89,6 +109,12 @@ class Patient:
             if self._answers():
                 return True
         return False
+
+
+def _tell(text: str) -> None:
+    # Whoever listened may be gone, which must not fail what waits.
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr)
 
 
 def patience() -> float:

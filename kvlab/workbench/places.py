@@ -149,12 +149,14 @@ class Cluster:
 
     def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Remote:
         notebook = Path(spec["notebook"]).read_bytes()
+        from distributed.client import ClosedClientError
+
         at_once = max(self.shares.values(), default=1)
         try:
             # A job is no pure function: the same notebook run again is another run.
-            future = self.client.submit(work, dict(spec), notebook, dict(environment), at_once, pure=False, retries=0,
-                                        key=f"kvlab-{environment['MLFLOW_RUN_ID']}")
-        except Exception as error:
+            future = self.client.submit(work, {**spec, "code": project.code_hash()}, notebook, dict(environment),
+                                        at_once, pure=False, retries=0, key=f"kvlab-{environment['MLFLOW_RUN_ID']}")
+        except (OSError, RuntimeError, CancelledError, ClosedClientError) as error:
             raise KvlabError(f"the Dask scheduler went away ({type(error).__name__})") from error
         return Remote(future, folder)
 
@@ -191,6 +193,10 @@ class Remote:
 
 def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_once: int) -> tuple[int, dict]:
     """On a worker of the cluster: run one job in a process of its own, and return its exit code and its files."""
+    if about()[1] != spec["code"]:
+        error = f"{socket.gethostname()} has another version of kvlab's code by now"
+        note = {"ok": False, "html": None, "error": error}
+        return 1, {RESULT: json.dumps(note).encode()}
     if _begun_elsewhere(environment):
         return 1, {LOG: b"its first worker was lost, and a run is logged into once"}
     folder = Path(tempfile.mkdtemp(prefix="kvlab-job-"))

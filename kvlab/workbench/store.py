@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from kvlab.errors import KvlabError
+from kvlab.files import first_line, why
 from kvlab.workbench import project
 
 if TYPE_CHECKING:
@@ -108,10 +110,9 @@ def _ready_database(path: Path) -> None:
     except TimeoutError:
         raise KvlabError(f"the MLflow store {path} has been locked by another process for five minutes") from None
     except OSError as error:
-        raise KvlabError(f"the MLflow store {path} cannot be reached: {error.strerror or error}") from None
+        raise KvlabError(f"the MLflow store {path} cannot be reached: {why(error)}") from None
     except Exception as error:
-        first = str(error).strip().splitlines()[0]
-        raise KvlabError(f"the MLflow store {path} cannot be used: {first}") from None
+        raise KvlabError(f"the MLflow store {path} cannot be used: {first_line(error)}") from None
 
 
 def _create(path: Path) -> None:
@@ -187,12 +188,15 @@ def write_through(connection: Patient, run_id: str) -> None:
     if place.scheme not in ("", "file"):
         return
     folder = Path(url2pathname(place.path))
-    for path in (folder, *folder.rglob("*")):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    # Files need their folders' entries, up to the experiment's.
+    for path in (*folder.rglob("*"), folder, *folder.parents[:2]):
+        # Not every system opens or syncs folders.
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
 
 def exists() -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
+from kvlab.files import first_line, why
 from kvlab.workbench import project
 from kvlab.workbench.store import client, ensure_store, experiment_id, store_uri
 
@@ -40,13 +41,14 @@ def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         from mlflow.exceptions import MlflowException
+        from requests import RequestException
 
         try:
             return method(*args, **kwargs)
-        except MlflowException as error:
-            raise KvlabError(f"MLflow refused: {str(error).strip().splitlines()[0]}") from error
+        except (MlflowException, RequestException) as error:     # the latter are OSErrors, too
+            raise KvlabError(f"the MLflow store failed: {first_line(error)}") from error
         except OSError as error:
-            raise KvlabError(f"cannot write an artifact: {error.strerror or error}") from error
+            raise KvlabError(f"cannot write an artifact: {why(error)}") from error
 
     return wrapped
 
