@@ -328,14 +328,13 @@ def eval_(names: Annotated[str, typer.Argument(metavar="TASK", help="Or several 
 
 def _task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     """Parameters of a task, read as YAML: numbers, lists, true and false, or text."""
-    import yaml
+    from kvlab import yamls
 
     found = {}
     for key, value in _overrides(pairs).items():
         try:
-            found[key] = yaml.safe_load(value)
-        # A date that does not exist, or what nests deeply, is no YAMLError.
-        except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
+            found[key] = yamls.value(value)
+        except ValueError:
             raise typer.BadParameter(f"the value of {key} is no YAML: {value[:80]!r}") from None
     return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
 

@@ -40,6 +40,15 @@ class Lines:
         return f", line {line}" if line else ""
 
 
+def value(text: str) -> Any:
+    """The value that a text stands for on a command line. Raises ValueError where it is no YAML."""
+    try:
+        return yaml.safe_load(text)
+    # A date that does not exist, or what nests deeply, is no YAMLError.
+    except (yaml.YAMLError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
 def load(path: Path) -> tuple[Any, Lines]:
     """The plain data of a YAML file, and the lines of its values.
 

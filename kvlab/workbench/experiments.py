@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvlab import yamls
@@ -246,8 +245,8 @@ def _read(text: str, default: Any) -> Any:
     if isinstance(default, list) and not text.lstrip().startswith("["):
         text = f"[{text}]"
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
+        value = yamls.value(text)
+    except ValueError:
         return text
     if isinstance(default, list) and isinstance(value, list) and default and isinstance(default[0], str):
         return [located(str(entry)) for entry in value]
