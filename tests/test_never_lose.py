@@ -153,7 +153,7 @@ def test_a_server_that_goes_away_stops_the_command_with_a_sentence_and_loses_not
     """After it has come back, only what is missing is run."""
     take_down(server, project)
     console = Console(file=io.StringIO(), width=200)
-    with pytest.raises(KvlabError, match=r"went away|cannot be reached|refused"):
+    with pytest.raises(KvlabError, match="cannot be reached; 1 of 3 jobs are done"):
         driver.run(EXPERIMENT, workers=1, console=console)
     server.process.wait()
     store._ready.cache_clear()

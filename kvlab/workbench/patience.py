@@ -46,7 +46,7 @@ class Patient:
 
     All that kvlab logs may be sent twice without harm (metrics with their time, tags, files), but for a run that was
     created while its answer was lost: it stays empty, and the next sweep marks it KILLED. Once patience has run out,
-    nothing waits any more until a call has succeeded, so that a command ends soon.
+    nothing waits any more until a call has succeeded, so that a command ends soon; its calls raise KvlabError.
     """
 
     def __init__(self, client: MlflowClient) -> None:
@@ -70,12 +70,14 @@ class Patient:
                     answer = call(*args, **kwargs)
                     break
                 except (MlflowException, RequestException) as error:
-                    if self._lost or not self._away(error):
+                    if not self._away(error):
                         raise
-                    deadline = deadline or self._begin_to_wait()
-                    if not self._wait(deadline):
-                        self._lost = True
-                        raise
+                    if not self._lost:
+                        deadline = deadline or self._begin_to_wait()
+                        self._lost = not self._wait(deadline)
+                    if self._lost:
+                        place = self._client.tracking_uri
+                        raise KvlabError(f"the MLflow store at {place} cannot be reached") from error
             if deadline:
                 _tell("the MLflow store is back")
             self._lost = False
