@@ -21,7 +21,7 @@ import numpy as np
 
 from kvlab import packs
 from kvlab.errors import KvlabError, nearest
-from kvlab.files import expanded, jsonl, parsed, read_text
+from kvlab.files import expanded, jsonl, parsed, read_text, writable
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def document(name: str | os.PathLike) -> Document:
         return Document(name, _SOURCES[prefix].text(rest), _SOURCES[prefix].licence)
     path = expanded(name)
     if os.path.isfile(path):
-        if not _writable(name):
+        if not writable(name):
             raise KvlabError(f"the name of the file {name!r} is no text, so that no result could name it; rename it")
         return Document(name, read_text(path))
     if os.path.isdir(path):
@@ -121,14 +121,6 @@ def document(name: str | os.PathLike) -> Document:
     meant = [known for known in names() if known.partition("/")[2].lower() == name.lower()]
     hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
     raise KvlabError(f"there is no document or text file {name}; a document is {forms}, or the path of a file{hint}")
-
-
-def _writable(name: str) -> bool:
-    """Whether a name can be written as UTF-8; the bytes of a file's name may be anything."""
-    try:
-        return bool(name.encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def documents(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Document]:

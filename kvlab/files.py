@@ -42,6 +42,16 @@ def located(text: str) -> str:
     return os.path.realpath(path) if named else text
 
 
+def writable(text: str) -> bool:
+    """Whether a text can be written as UTF-8: names of files, and JSON's and YAML's escapes, may hold half a character
+    (a lone surrogate)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def why(error: Exception) -> str:
     """What the system has against a file, in a few words."""
     return getattr(error, "strerror", None) or str(error)

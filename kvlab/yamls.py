@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from kvlab.errors import KvlabError
-from kvlab.files import read_text
+from kvlab.files import read_text, writable
 
 # Aliases make a small file stand for a huge one; no file of ours comes near this many values, or characters.
 LARGEST = 200_000
@@ -120,11 +120,8 @@ def _writable(value: Any, lines: Lines, name: str, place: tuple = ()) -> None:
     elif isinstance(value, list):
         for number, entry in enumerate(value):
             _writable(entry, lines, name, (*place, number))
-    elif isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise KvlabError(f"{name}{lines.shown(place)}: half a character (a lone surrogate)") from None
+    elif isinstance(value, str) and not writable(value):
+        raise KvlabError(f"{name}{lines.shown(place)}: half a character (a lone surrogate)")
     elif isinstance(value, int) and value.bit_length() > BITS:
         raise KvlabError(f"{name}{lines.shown(place)}: a number of thousands of digits")
 

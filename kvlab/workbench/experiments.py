@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvlab import yamls
 from kvlab.errors import KvlabError, nearest
-from kvlab.files import located
+from kvlab.files import located, writable
 from kvlab.workbench import content, project
 from kvlab.workbench.notebooks import parameters_of
 
@@ -296,10 +296,8 @@ def plain(value: Any, what: str = "value") -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise KvlabError(f"{what} holds half a character (a lone surrogate), which no file can") from None
+        if not writable(value):
+            raise KvlabError(f"{what} holds half a character (a lone surrogate), which no file can")
         return value
     if isinstance(value, int):
         if value.bit_length() > yamls.BITS:
