@@ -76,11 +76,9 @@ def parsed(text: str) -> Any:
         raise
     except ValueError:
         raise json.JSONDecodeError("a number has thousands of digits", text, 0) from None
-    if half := re.search(r"\\u[dD][89a-fA-F]", text):
-        try:
-            json.dumps(found, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise json.JSONDecodeError("half a character (a lone surrogate)", text, half.start()) from None
+    half = re.search(r"\\u[dD][89a-fA-F]", text)
+    if half and not writable(json.dumps(found, ensure_ascii=False)):
+        raise json.JSONDecodeError("half a character (a lone surrogate)", text, half.start())
     return found
 
 

@@ -194,9 +194,7 @@ class Remote:
 def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_once: int) -> tuple[int, dict]:
     """On a worker of the cluster: run one job in a process of its own, and return its exit code and its files."""
     if about()[1] != spec["code"]:
-        error = f"{socket.gethostname()} has another version of kvlab's code by now"
-        note = {"ok": False, "html": None, "error": error}
-        return 1, {RESULT: json.dumps(note).encode()}
+        return 1, {RESULT: _failed(f"{socket.gethostname()} has another version of kvlab's code by now").encode()}
     if _begun_elsewhere(environment):
         return 1, {LOG: b"its first worker was lost, and a run is logged into once"}
     folder = Path(tempfile.mkdtemp(prefix="kvlab-job-"))
@@ -224,8 +222,12 @@ def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_
 
 def note_late(folder: Path, limit: float) -> None:
     """The note of a job that was stopped at its time limit, in its worker's place."""
-    late = {"ok": False, "error": f"took longer than its limit of {duration(limit)}", "html": None}
-    (folder / RESULT).write_text(json.dumps(late), encoding="utf-8")
+    (folder / RESULT).write_text(_failed(f"took longer than its limit of {duration(limit)}"), encoding="utf-8")
+
+
+def _failed(error: str) -> str:
+    """The note of a job that failed before, or without, a word of its worker's."""
+    return json.dumps({"ok": False, "error": error, "html": None})
 
 
 def _begun_elsewhere(environment: Mapping[str, str]) -> bool:

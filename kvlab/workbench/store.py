@@ -87,9 +87,9 @@ def silence(uri: str) -> str | None:
 
 
 def _ready_server(uri: str) -> None:
-    if why := silence(uri):
+    if reason := silence(uri):
         place = urlsplit(uri).netloc or uri
-        raise KvlabError(f"the MLflow store at {place} cannot be reached ({why}); start it, or unset "
+        raise KvlabError(f"the MLflow store at {place} cannot be reached ({reason}); start it, or unset "
                          "MLFLOW_TRACKING_URI to log into the project's mlruns folder")
 
 
