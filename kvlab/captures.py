@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab import packs
 from kvlab.errors import KvlabError
 from kvlab.files import why
-from kvlab.trace import FORMAT, Plan, Trace, capture, planned, several
+from kvlab.trace import FORMAT, Plan, Trace, capture, check_keep, placed, planned, several
 
 if TYPE_CHECKING:
     from kvlab.models import LM
@@ -55,6 +55,7 @@ def shared(lm: LM, text_or_ids: Any, *args: Any, **options: Any) -> Trace | list
     given = signature(capture).bind(lm, text_or_ids, *args, **options)
     given.apply_defaults()
     asked = {name: value for name, value in given.arguments.items() if name != "progress"}
+    check_keep(asked["keep"])
     limit = _limit()
     if not several(text_or_ids):
         return _one(asked, limit)
@@ -86,15 +87,19 @@ def _one(asked: dict[str, Any], limit_gb: float, wait: float = -1) -> Trace:
 
     Raises filelock.Timeout where it takes longer.
     """
-    path = folder() / f"{_key(asked['lm'], planned(**asked), str(asked['chat']))}.safetensors"
+    lm, keep = asked["lm"], asked["keep"]
+    # Where a trace lies is no part of it.
+    plan = planned(**{name: value for name, value in asked.items() if name != "keep"})
+    path = folder() / f"{_key(lm, plan, str(asked['chat']))}.safetensors"
     with _locked(path, wait):
         if path.exists():
             try:
                 trace = Trace.load(path)
                 os.utime(path)
-                return trace
             except (KvlabError, FileNotFoundError):
                 path.unlink(missing_ok=True)
+            else:
+                return placed(trace, keep, lm.device)
         trace = capture(**asked)
         trace.save(path)
     prune(limit_gb)

@@ -469,14 +469,14 @@ class Session:
     def kept(self, layer: int, sequence: int = 0) -> Tensor:
         """Positions stored now, int64 `[kv_heads, n]`, -1 padded, of one sequence of the batch."""
         group, row = self._find(layer, sequence)
-        return group.store.positions[row].clone()
+        return group.store.positions[row].to("cpu", copy=True)
 
     def kept_after_prefill(self, layer: int, sequence: int = 0) -> Tensor:
         """Positions that the policy kept of the prompt, int64 `[kv_heads, n]`, -1 padded."""
         group, row = self._find(layer, sequence)
         if group.kept is None:
             raise KvlabError("the prompt has not ended yet, so nothing was compressed; see end_prompt")
-        return group.kept[row]
+        return group.kept[row].cpu()
 
     def _find(self, layer: int, sequence: int) -> tuple[Group, int]:
         if self._cache is None or not self._cache.layers[0].groups:

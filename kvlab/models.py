@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from kvlab import packs, shapes
+from kvlab.devices import resolved
 from kvlab.errors import KvlabError, nearest
 from kvlab.files import allowed, expanded, parsed, read_text
 from kvlab.packs import home
@@ -199,14 +200,15 @@ def random_lm(shape: str, layers: int | None = None, seed: int = 0, dtype: str |
     """
     from transformers import AutoModelForCausalLM
 
-    place = _device(device)
+    place = resolved(device)
     if isinstance(tokenizer, str):
         tokenizer = _tokenizer(pull(tokenizer))
     config = shapes.config(shape, layers, **changes)
     if tokenizer is not None:
         config.vocab_size = max(config.vocab_size, len(tokenizer))
     kind = _dtype(dtype, place, torch.bfloat16)
-    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.device(place):
+    gpus = [place] if place.type != "cpu" else []
+    with torch.random.fork_rng(devices=gpus, device_type=place.type), torch.device(place):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa")
     recipe = json.dumps([shape, config.num_hidden_layers, seed, str(kind), config.vocab_size, changes], default=str)
@@ -221,7 +223,7 @@ def _finish(model: torch.nn.Module, tokenizer: object | None, name: str, sha256:
 def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype, gguf_file: str | None = None) -> LM:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    place = _device(device)
+    place = resolved(device)
     source = {"gguf_file": gguf_file} if gguf_file else {}
     local = {"local_files_only": True, "trust_remote_code": False} | source
     weights = [folder / gguf_file] if gguf_file else _weight_files(folder)
@@ -391,18 +393,6 @@ def _cached_sha256(files: list[Path]) -> str:
             stream.write(found)
         os.replace(stream.name, memo)
     return found
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise KvlabError(f"unknown device {device!r}; use 'auto', 'cpu', 'cuda' or 'cuda:0'") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise KvlabError(f"device {device!r} was asked for, but torch finds no GPU here; use 'auto' or 'cpu'")
-    return place
 
 
 def _dtype(dtype: str | torch.dtype, place: torch.device, own: str | torch.dtype) -> torch.dtype:

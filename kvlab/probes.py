@@ -66,7 +66,11 @@ class Shadow:
 
 
 class Seen:
-    """One layer at one decoding step, as probes see it; what is costly is computed once, when first asked for."""
+    """One layer at one decoding step, as probes see it; what is costly is computed once, when first asked for.
+
+    `read`, `output`, `full_weights` and `full_output` lie together: on the CPU in a live run, where the shadow is, and
+    where the trace lies in a replay.
+    """
 
     def __init__(
         self,
@@ -81,14 +85,21 @@ class Seen:
     ):
         self.policy, self.store, self.queries, self.step = policy, store, queries, step
         self.scaling, self.shadow, self.pre_queries = scaling, shadow, pre_queries
+        self._place = torch.device("cpu")
         if full is not None:
             # A replay knows what the full cache does without a shadow of it.
             self.full_weights, self.full_output = full
+            self._place = self.full_output.device
 
     @cached_property
     def read(self) -> Tensor:
         """Positions read, `[rows, kv_heads, n]`, -1 padded."""
-        return self.step.read(self.store).cpu()
+        return self.step.read(self.store).to(self._place)
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the step's attention put out, `[rows, heads, head_dim]`."""
+        return self.step.output[:, :, 0].to(self._place)
 
     @cached_property
     def full_weights(self) -> Tensor:
@@ -134,7 +145,7 @@ class Records:
 
     def add_positions(self, positions: Tensor, *, step: int, layer: int | None, rows: list[int]) -> None:
         """What a step read, `[rows, kv_heads, n]`, -1 padded."""
-        for row, found in zip(rows, positions, strict=True):
+        for row, found in zip(rows, positions.cpu(), strict=True):
             self._positions[self._prompt, *self._place(row, layer), step] = found
 
     def positions(self, layer: int, step: int, sequence: int = 0, prompt: int | None = None) -> Tensor:
@@ -233,7 +244,7 @@ class OutputError(Probe):
     name, summary, needs_shadow = "output_error", "relative error of the attention output", True
 
     def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
-        error = measures.output_error(seen.full_output, seen.step.output[:, :, 0].cpu())
+        error = measures.output_error(seen.full_output, seen.output)
         records.add("output_error", error, axis="head", **where)
 
 
@@ -304,7 +315,7 @@ class QuerySimilarity(Probe):
         for name, reference, queries in pairs:
             layer = where["layer"]
             true = reference[:, :, now] if layer is None else reference[layer : layer + 1, :, now]
-            cosine = torch.cosine_similarity(queries[:, :, 0].cpu().float(), true.float(), dim=-1)
+            cosine = torch.cosine_similarity(queries[:, :, 0].cpu().float(), true.cpu().float(), dim=-1)
             records.add(name, cosine, axis="head", **where)
 
 

@@ -37,7 +37,7 @@ class Reference:
         self.trace = trace
         entries = trace.n_layers * trace.heads * trace.steps * trace.length
         self._shape = (trace.n_layers, trace.heads, trace.steps, trace.length)
-        self._all = torch.empty(self._shape) if 4 * entries <= KEPT_BYTES else None
+        self._all = torch.empty(self._shape, device=trace.device) if 4 * entries <= KEPT_BYTES else None
         self._done = [False] * trace.n_layers
 
     def weights(self, layer: int) -> Tensor:
@@ -45,7 +45,7 @@ class Reference:
         if self._done[layer]:
             return self._all[layer]
         trace = self.trace
-        visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
+        visible = attention.last_visible(trace.steps, trace.length, trace.device)
         rows = attention.weights(trace.response_queries[layer], trace.keys[layer], trace.scaling, visible)
         if self._all is not None:
             self._all[layer], self._done[layer] = rows, True
@@ -80,7 +80,8 @@ class Reference:
     def step_ranks(self) -> Tensor:
         """Rank of each key at each step by the group's summed attention, `[layers, kv_heads, steps, length]`."""
         trace = self.trace
-        ranks = torch.empty(trace.n_layers, trace.kv_heads, trace.steps, trace.length, dtype=torch.int32)
+        shape = trace.n_layers, trace.kv_heads, trace.steps, trace.length
+        ranks = torch.empty(shape, dtype=torch.int32, device=trace.device)
         for layer in range(trace.n_layers):
             rows = self.weights(layer).transpose(0, 1)
             ranks[layer] = measures.ranks(attention.sum_over_group(rows, trace.kv_heads)).transpose(0, 1)
@@ -113,7 +114,7 @@ def reference(trace: Trace) -> Reference:
 
 
 class Replay:
-    """One policy over one trace.
+    """One policy over one trace, computed where the trace lies; what comes out lies on the CPU.
 
     Attributes:
         trace, policy: what was replayed.
@@ -133,11 +134,15 @@ class Replay:
         self._reference = reference(trace)
         self._read: list[Tensor] = []
         self._stored: list[Tensor] = []
-        shape = (trace.n_layers, trace.heads, trace.steps)
-        self.mass_lost, self.output_error = torch.zeros(shape), torch.zeros(shape)
-        self.step_recall = torch.zeros(trace.n_layers, trace.kv_heads, trace.steps)
+        shape, make = (trace.n_layers, trace.heads, trace.steps), {"device": trace.device}
+        self.mass_lost, self.output_error = torch.zeros(shape, **make), torch.zeros(shape, **make)
+        self.step_recall = torch.zeros(trace.n_layers, trace.kv_heads, trace.steps, **make)
         self.stored_bytes, self.read_bytes = torch.zeros(trace.steps), torch.zeros(trace.steps)
         self._run()
+        # At the end and not step by step: every copy waits for the device.
+        for name in ("mass_lost", "output_error", "step_recall", "recall", "window_recall", "_kept"):
+            setattr(self, name, getattr(self, name).cpu())
+        self._read, self._stored = ([sets.cpu() for sets in each] for each in (self._read, self._stored))
 
     # ------------------------------------------------------------------ the run
 
@@ -207,7 +212,7 @@ class Replay:
         if trace.steps == 0:
             return
         everything = self._kept.shape[2] == prompt and not store.ragged
-        k = torch.arange(prompt + 1, trace.length + 1).clamp_max(self.budget)[:, None, None]
+        k = torch.arange(prompt + 1, trace.length + 1, device=trace.device).clamp_max(self.budget)[:, None, None]
         for layer in range(trace.n_layers):
             weights = self._reference.weights(layer)
             # Other layers may keep more: no need to look at this one's padding.
@@ -246,7 +251,7 @@ class Replay:
         all_keys = attention.to_query_heads(trace.keys[layer].transpose(0, 1), len(kept)).transpose(0, 1)
         keys = torch.cat([pick(all_keys[None], kept[None])[0], all_keys[:, prompt:]], 1)
         occupied = attention.to_query_heads(kept != EMPTY, trace.heads)[:, None].expand(-1, trace.steps, -1)
-        own = attention.last_visible(trace.steps, trace.steps).expand(trace.heads, -1, -1)
+        own = attention.last_visible(trace.steps, trace.steps, trace.device).expand(trace.heads, -1, -1)
         weights = attention.weights(trace.response_queries[layer], keys, trace.scaling, torch.cat([occupied, own], -1))
         return attention.output(weights, torch.cat([values, response_values], 1))
 

@@ -6,11 +6,11 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvlab import attention
 from kvlab.cache import LayerStore, StoreCache
+from kvlab.devices import resolved
 from kvlab.errors import KvlabError
 from kvlab.files import parsed, replacing
 from kvlab.policies import Policy, Prompt, policy, registry
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
 
 FORMAT = "kvlab-trace-1"
 GIVEN = "given"
+Keep = Literal["device", "cpu", "pinned"]
+"""Where a captured trace lies: where the model is, in the CPU's memory, or there in page-locked memory."""
 # Logits are wide; the likelihoods of more tokens than this are not recorded, even where all queries are.
 NLL_TOKENS = 256
 
 
 @dataclass(eq=False)
 class Trace:
-    """What attention saw of one prompt and its response.
+    """What attention saw of one prompt and its response. All but `ids`, which are on the CPU, lies on one device.
 
     Attributes:
         queries: `[layers, heads, n, head_dim]`, post-RoPE, of the last n tokens: the end of the prompt, then the
@@ -134,10 +137,17 @@ class Trace:
         for name, tensor in self._tensors().items():
             if tensor.is_floating_point() == (name == "ids"):
                 raise KvlabError(f"{name} cannot be of {tensor.dtype}")
+            if name != "ids" and tensor.device != self.device:
+                raise KvlabError(f"{name} lies on {tensor.device} and the keys on {self.device}; a trace lies on one")
         if self.ids is not None and int(self.ids.min()) < 0:
             raise KvlabError(f"{int(self.ids.min())} is no token id")
 
     # ------------------------------------------------------------------ parts
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies, and where replays of it are computed."""
+        return self.keys.device
 
     @property
     def n_layers(self) -> int:
@@ -229,6 +239,35 @@ class Trace:
             f"{self.heads}/{self.kv_heads} heads, {self.nbytes / 2**20:.0f} MiB)"
         )
 
+    # ------------------------------------------------------------------ where it lies
+
+    def to(self, device: torch.device | str, pinned: bool = False) -> Trace:
+        """The same trace on another device; itself if it lies there.
+
+        Args:
+            device: "cpu", "cuda", "cuda:1", "mps", ...
+            pinned: on a CPU, in page-locked memory, from which a GPU copies several times faster.
+
+        Raises:
+            KvlabError: no such device here, or pinned memory that is not the CPU's.
+        """
+        place = resolved(device)
+        if pinned and place.type != "cpu":
+            raise KvlabError(f"pinned memory is the CPU's: use device='cpu', and not {str(place)!r}")
+        if pinned and not torch.accelerator.is_available():
+            raise KvlabError("memory is pinned for a GPU to copy from, and torch finds none here; leave pinned out")
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or (tensor.device == place and (not pinned or tensor.is_pinned())):
+                return tensor
+            return tensor.to(place).pin_memory() if pinned else tensor.to(place)
+
+        named = {name: getattr(self, name) for name in _TENSORS}
+        there = {name: moved(tensor) for name, tensor in named.items()}
+        if all(there[name] is tensor for name, tensor in named.items()):
+            return self
+        return replace(self, **there, pseudo={key: moved(tensor) for key, tensor in self.pseudo.items()})
+
     # ------------------------------------------------------------------ files
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -249,11 +288,11 @@ class Trace:
         return path
 
     @classmethod
-    def load(cls, path: str | Path) -> Trace:
-        """Read what `save` wrote.
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Trace:
+        """Read what `save` wrote, from whatever device, onto `device`.
 
         Raises:
-            KvlabError: no such file, a damaged one, or one that is no trace.
+            KvlabError: no such file, a damaged one, one that is no trace, or no such device here.
         """
         from safetensors import safe_open
 
@@ -282,7 +321,12 @@ class Trace:
             made._check()
         except KvlabError as error:
             raise KvlabError(f"{path} is damaged or not a kvlab trace ({error}); capture it again") from None
-        return made
+        return made.to(device)
+
+
+# Those that move with a trace, besides the pseudo-queries.
+_TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll")
+
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous, on the CPU, and no two in one piece of memory, which safetensors refuses."""
@@ -515,6 +559,7 @@ def capture(
     pseudo: Sequence[Policy | str] = ("dapq",),
     policies: Sequence[Policy | str] = (),
     response: Tensor | Sequence[int] | None = None,
+    keep: Keep = "device",
     progress: bool | None = None,
 ) -> Trace | list[Trace]:
     """Run one prompt and its greedy response on the full cache, and record what attention saw.
@@ -533,18 +578,22 @@ def capture(
             recorded besides.
         response: token ids to feed as the response instead of the greedy one (teacher forcing); `new_tokens` is then
             how many of them.
+        keep: where the trace lies in the end, and is replayed: "device", where the model is; "cpu", which leaves a GPU's
+            memory to the model (1,000 tokens of an 8B model take about 130 MB); "pinned", the CPU's page-locked memory,
+            from which `trace.to(lm.device)` is several times faster. With a model on the CPU all three are the same.
         progress: show a progress bar; by default when more than one document is captured.
 
     Raises:
         KvlabError: an empty prompt, one that is too long for the model, or a model that cannot be hooked; nothing has
             run by then.
     """
+    check_keep(keep)
     if several(text_or_ids):
         from tqdm.auto import tqdm
 
         if response is not None:
             raise KvlabError("one response cannot follow several documents; capture them one by one")
-        options = dict(chat=chat, queries=queries, accumulate=accumulate, pseudo=pseudo, policies=policies)
+        options = dict(chat=chat, queries=queries, accumulate=accumulate, pseudo=pseudo, policies=policies, keep=keep)
         bar = tqdm(text_or_ids, desc="capture", unit="doc", disable=progress is False, leave=False)
         return [capture(lm, one, new_tokens, window, **options) for one in bar]
 
@@ -575,7 +624,7 @@ def capture(
     from kvlab import __version__
 
     stop = length + new_tokens
-    return Trace(
+    trace = Trace(
         queries=rows[0],
         pre_queries=rows[1],
         keys=recorder.keys[:, 0, :, :stop],
@@ -594,6 +643,19 @@ def capture(
             "kvlab": __version__,
         },
     )
+    return placed(trace, keep, lm.device)
+
+
+def placed(trace: Trace, keep: Keep, device: torch.device) -> Trace:
+    """A trace of a model on `device` where `capture(..., keep=)` leaves it."""
+    if keep == "device" or device.type == "cpu":
+        return trace.to(device)
+    return trace.to("cpu", pinned=keep == "pinned")
+
+
+def check_keep(keep: str) -> None:
+    if keep not in get_args(Keep):
+        raise KvlabError(f"keep={keep!r} is none of {', '.join(map(repr, get_args(Keep)))}")
 
 
 def _whole(one: Policy | str) -> Policy:

@@ -134,7 +134,7 @@ class Prefilled:
         logits = self.lm.model(ids[None, :-1].expand(rows, -1), past_key_values=past, use_cache=True).logits
         told = ids[1:].expand(rows, -1)
         loss = F.cross_entropy(logits.float().flatten(0, 1), told.flatten(), reduction="none").view(rows, -1)
-        return loss.double().mean(1).cpu()
+        return loss.cpu().double().mean(1)
 
 
 def _stack(rows: list[Tensor]) -> Tensor:

@@ -36,7 +36,8 @@ def share_out(weights: Tensor, total: int, ceiling: int, floor: int = 0) -> Tens
     if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights to share by must be finite and not negative")
     total = min(total, n * ceiling)
-    weights = weights.double()
+    # On the CPU, since not every GPU has float64.
+    there, weights = weights.device, weights.cpu().double()
     some = weights > 0
     starved = torch.where(some, ceiling, floor).sum(-1, keepdim=True) < total
     weights = torch.where(starved, torch.where(some, 1e18, 1.0), weights)
@@ -60,4 +61,4 @@ def share_out(weights: Tensor, total: int, ceiling: int, floor: int = 0) -> Tens
     missing = total - whole.sum(-1, keepdim=True)
     order = remainders.sort(dim=-1, descending=True, stable=True).indices
     place = torch.empty_like(order).scatter_(-1, order, torch.arange(n, device=order.device).expand_as(order))
-    return (whole + (place < missing)).clamp(floor, ceiling).long()
+    return (whole + (place < missing)).clamp(floor, ceiling).long().to(there)

@@ -143,9 +143,10 @@ class CompilerKV(Policy):
 
     def risk(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
         """Entropy of the mean attention in nats (eq. 12) and perplexity (eq. 13) of a planned prompt, `[rows]` each."""
-        spread = prompt.plan[:, 1].double()
+        # On the CPU, since not every GPU has float64, which the thresholds are in.
+        spread = prompt.plan[:, 1].cpu().double()
         entropy = measures.entropy(spread / spread.sum(-1, keepdim=True))
-        return entropy, prompt.perplexity(self).to(entropy.device)
+        return entropy, prompt.perplexity(self).cpu()
 
     def _thresholds(self, prompt: Prompt) -> Tensor:
         """Of each row, `[rows]` (eq. 15)."""
@@ -171,8 +172,8 @@ class CompilerKV(Policy):
     def _candidates(self, scores: Tensor, prompt: Prompt) -> Tensor:
         if not self.gates:
             return torch.full((prompt.rows,), prompt.length, device=scores.device)
-        relative = scores / scores.amax(-1, keepdim=True)
-        return (relative >= self._thresholds(prompt)[:, None]).sum(-1)
+        relative = (scores / scores.amax(-1, keepdim=True)).cpu()
+        return (relative >= self._thresholds(prompt)[:, None]).sum(-1).to(scores.device)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         scores = self._pooled(prompt)

@@ -56,7 +56,7 @@ class MorphKV(Policy):
         super().compress(store, prompt)
         # Column r holds the row of the token at position r modulo R, so that a new row replaces the oldest.
         n = min(self.window, prompt.length)
-        ring = torch.arange(store.seen - n, store.seen) % self.window
+        ring = torch.arange(store.seen - n, store.seen, device=store.keys.device) % self.window
         profile = torch.zeros(*store.positions.shape, self.window, device=store.keys.device)
         profile[..., ring] = self._profile(prompt)
         store.add_column("profile", profile)

@@ -41,7 +41,7 @@ class ZigZagKV(SnapKV):
         def uncertainty() -> Tensor:
             attended = prompt.window_sums(self.window)
             gathered = (attended / attended.sum(-1, keepdim=True)).sort(-1, descending=True).values.cumsum(-1)
-            return ((gathered < self.mass).sum(-1) + 1).double().mean(-1)
+            return ((gathered < self.mass).sum(-1) + 1).cpu().double().mean(-1)
 
         return prompt.share(("zigzagkv", self.window, self.mass), uncertainty)
 
@@ -49,7 +49,7 @@ class ZigZagKV(SnapKV):
         """Budgets `[n_layers, batch]` from uncertainties of that shape."""
         budget = self.entries(prompt.length)
         floor = min(max(self.window, int(self.floor * budget)), prompt.length)
-        return share_out(surveys.T, prompt.n_layers * budget, prompt.length, floor).T
+        return share_out(surveys.T, prompt.n_layers * budget, prompt.length, floor).T.to(prompt.keys.device)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return super().choose(prompt, prompt.plan)

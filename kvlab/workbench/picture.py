@@ -152,7 +152,7 @@ class Look:
     @cached_property
     def weights(self) -> Tensor:
         """Attention with the full cache over every key that the query may see, `[prompt + step]`."""
-        return reference(self.trace).at(self.place.step)[self.place.layer, self.place.head]
+        return reference(self.trace).at(self.place.step)[self.place.layer, self.place.head].cpu()
 
     def _mask(self, sets: Tensor) -> Tensor:
         """Of the query head's set, bool `[prompt + step]`."""

@@ -1,0 +1,35 @@
+"""Where tensors lie: the CPU, or a GPU of any maker that torch can work on (CUDA, ROCm, Apple's mps, Intel's xpu)."""
+
+from __future__ import annotations
+
+import torch
+
+from kvlab.errors import KvlabError
+
+CPU = torch.device("cpu")
+
+
+def resolved(device: str | torch.device = "auto") -> torch.device:
+    """A device by name; "auto" takes a GPU where there is one.
+
+    Raises:
+        KvlabError: no device of that name, or none such on this machine.
+    """
+    there = torch.accelerator.current_accelerator(check_available=True)
+    if device == "auto":
+        return there or CPU
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise KvlabError(
+            f"unknown device {device!r}; use 'auto', 'cpu', or a GPU's name ('cuda', 'cuda:0', 'mps', 'xpu')"
+        ) from error
+    if place.type == "cpu":
+        return place
+    if there is None:
+        raise KvlabError(f"device {str(device)!r} was asked for, but torch finds no GPU here; use 'auto' or 'cpu'")
+    count = torch.accelerator.device_count()
+    if place.type != there.type or (place.index or 0) >= count:
+        found = f"{there.type!r}" if count == 1 else f"'{there.type}:0' .. '{there.type}:{count - 1}'"
+        raise KvlabError(f"device {str(device)!r} was asked for, but torch finds {found} here; use 'auto' or 'cpu'")
+    return place
