@@ -10,7 +10,7 @@ What works here can still fail on a real GPU, for want of a kernel or of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd.grad_mode import inference_mode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 NAME = "pretend"
 CPU = torch.device("cpu")
@@ -86,27 +85,45 @@ class Watch(TorchDispatchMode):
 
 def computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One operation: refused as a GPU would, or computed on the CPU and put where its result belongs."""
-    kind, tensors = func.overloadpacket, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    far = [x for x in tensors if isinstance(x, Far)]
+    kind, tensors = func.overloadpacket, [*_tensors_in(args), *_tensors_in(kwargs.values())]
+    far = any(isinstance(x, Far) for x in tensors)
     wanted = kwargs.get("device")
     if far:
         _refuse_mixtures(kind, args, tensors)
     if kind in (aten.is_pinned, aten._pin_memory):
         return _page_locked(kind, *args)
-    goes_far = bool(far) if wanted is None else torch.device(wanted).type == NAME
+    goes_far = far if wanted is None else torch.device(wanted).type == NAME
     generator = kwargs.get("generator")
     if goes_far and generator is not None:
         raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{generator.device.type}'")
-    inner_args, inner_kwargs = tree_map_only(Far, lambda x: x.inside, (args, kwargs))
+    inner = [_inside(x) for x in args]
+    options = {name: _inside(x) for name, x in kwargs.items() if name != "pin_memory"}
     if wanted is not None:
-        inner_kwargs["device"] = CPU
-    inner_kwargs.pop("pin_memory", None)
-    found = func(*inner_args, **inner_kwargs)
-    if kind in TO_PYTHON:
-        return found
-    if args and isinstance(found, Tensor) and found is (inner_args[0] if inner_args else None):
+        options["device"] = CPU
+    found = func(*inner, **options)
+    if inner and found is inner[0] and isinstance(found, Tensor):
         return args[0]      # changed in place
-    return tree_map_only(Tensor, Far, found) if goes_far else found
+    return _outside(found) if goes_far and kind not in TO_PYTHON else found
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors_in(x)
+
+
+def _inside(x: Any) -> Any:
+    if isinstance(x, Far):
+        return x.inside
+    return type(x)(map(_inside, x)) if type(x) in (list, tuple) else x
+
+
+def _outside(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return Far(x)
+    return type(x)(map(_outside, x)) if type(x) in (list, tuple) else x
 
 
 def _refuse_mixtures(kind: Any, args: tuple, tensors: list[Tensor]) -> None:

@@ -14,6 +14,7 @@ from live_runs import SMALL, generate, left_padded, prompt
 import kvlab
 from kvlab import models
 from kvlab.policies import registry
+from kvlab.probes import QuerySimilarity
 from kvlab.replay import MEASURES
 
 TINY = dict(shape="tiny-llama-gqa", dtype="float32")
@@ -86,3 +87,32 @@ def test_a_replay(pairs, name):
             for step in range(here.steps + 1):
                 assert found.kept(layer, step).tolist() == expected.kept(layer, step).tolist()
                 assert found.stored(layer, step).tolist() == expected.stored(layer, step).tolist()
+
+
+def two_turns(lm: models.LM, one: kvlab.Policy, turns: str, reference: kvlab.Trace):
+    """Two prompts of unequal length answered greedily, then a second turn by sampling, each seen by every probe."""
+    ids, mask = (x.to(lm.device) for x in left_padded(prompt(60)[0], prompt(44, 1)[0]))
+    session = kvlab.compress(lm.model, one, [*PROBES, QuerySimilarity(reference)], turns=turns, max_new_tokens=12)
+    with session:
+        first = generate(lm.model, ids, 6, attention_mask=mask)
+        after = [session.kept_after_prefill(layer, row).tolist() for layer in range(2) for row in range(2)]
+        longer = torch.cat([first.sequences, prompt(9, 2, rows=2).to(lm.device)], 1)
+        whole = torch.cat([mask, mask.new_ones(2, longer.shape[1] - mask.shape[1])], 1)
+        torch.manual_seed(7)
+        second = generate(lm.model, longer, 6, past_key_values=first.past_key_values, attention_mask=whole,
+                          do_sample=True)
+    kept = [session.kept(layer, row).tolist() for layer in range(2) for row in range(2)]
+    read = [session.records.positions(layer, step).tolist() for layer in range(2) for step in range(1, 6)]
+    return session, second.sequences.tolist(), (after, kept, read)
+
+
+@pytest.mark.parametrize("name, turns", [
+    *((name, "leave" if name in ("keyformer", "compilerkv") else "recompress") for name in NAMES), ("morphkv", "leave")])
+def test_a_live_run(cpu, gpu, pairs, name, turns):
+    expected, tokens, sets = two_turns(cpu, policy(name), turns, pairs[0])
+    with pretend_gpu.present():
+        found, others, same = two_turns(gpu, policy(name), turns, pairs[1])
+        assert others == tokens and same == sets
+        same_tables(found.table, expected.table)
+    for size in ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes"):
+        assert getattr(found, size) == getattr(expected, size)

@@ -67,7 +67,8 @@ class MorphKV(Policy):
         # A turn of a chat that was stored whole has no attention rows: those of older tokens must not stand for them.
         unseen = range(max(store.numbers["rows"], store.seen - self.window), store.seen - 1)
         if unseen:
-            profile[..., [position % self.window for position in unseen]] = 0
+            ring = torch.arange(unseen.start, unseen.stop, device=profile.device) % self.window
+            profile.index_fill_(-1, ring, 0)
         store.numbers["rows"] = store.seen
         profile[..., (store.seen - 1) % self.window] = self._aggregate(weights[:, :, None], store.positions.shape[1])[
             ..., 0
