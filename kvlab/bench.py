@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 import kvlab
-from kvlab import meters, models
+from kvlab import devices, meters, models
 from kvlab.errors import KvlabError, nearest
 from kvlab.files import replacing
 from kvlab.live import Session, compress
@@ -140,7 +140,7 @@ def peak_bytes(lm: models.LM, subject: Subject, contender: Contender, context: i
     Raises:
         KvlabError: that process failed, or a policy has no name to hand over.
     """
-    if lm.device.type == "cuda":
+    if lm.device.type != "cpu":
         return _peak_here(lm, contender, context, batch, steps)
     chosen = None if contender.policy is None else [contender.policy.name, dict(contender.policy)]
     order = json.dumps([asdict(subject), chosen, contender.probes, context, batch, steps])
@@ -168,7 +168,8 @@ def measure(task: str, subject: Subject, chosen: Sequence[Contender], contexts: 
 
     `value` is the median of the repetitions, `low` and `high` their extremes; `ratio` is that of the medians to the row
     of `against`, `ratio_low` and `ratio_high` the extremes of the ratios within one round. What does not fit into the
-    GPU's memory has nan. `attrs` holds what it was measured on.
+    GPU's memory has nan; where torch does not count a GPU's peak memory there are no rows of it. `attrs` holds what it
+    was measured on.
 
     Args:
         chosen: as from `contenders`, the full cache among them.
@@ -203,7 +204,7 @@ def measure(task: str, subject: Subject, chosen: Sequence[Contender], contexts: 
             for metric in METRICS[task]:
                 if metric != "peak_bytes":
                     samples[one][metric].append(found[metric])
-        if "peak_bytes" in METRICS[task]:
+        if "peak_bytes" in METRICS[task] and devices.counts_peak(lm.device):
             for one in chosen:
                 samples[one]["peak_bytes"] = [_or_nan(peak_bytes, lm, subject, one, context, batch, steps)]
                 advance(f"peak memory of {one.name}, {context} tokens", ids.numel())
@@ -221,7 +222,7 @@ def _runs(task: str, lm: models.LM, ids: Tensor, chosen: Sequence[Contender], st
           advance: Callable[[str, int], None]) -> Iterator[tuple[Contender, dict[str, float]]]:
     """Every contender in every round, each round the other way round than the last."""
     # A GPU chooses its kernels by shape, when it first meets one.
-    warm = ids if lm.device.type == "cuda" and task != "memory" else ids[:, :128]
+    warm = ids if lm.device.type != "cpu" and task != "memory" else ids[:, :128]
     for one in chosen:
         _or_nan(generate, lm, warm, 2, one)
     for turn in range(1 if task == "memory" else repeats):
@@ -267,7 +268,8 @@ def show(table: pd.DataFrame, console: Console) -> None:
     facts, task = table.attrs, table["task"].iloc[0]
     title = f"{task}: {facts['model']}, {facts['dtype']}, {facts['device']}\n{facts['versions']}"
     grid = Table("context", "policy", "budget", title=title, title_justify="left", header_style="dim", pad_edge=False)
-    for metric in METRICS[task]:
+    measured = [metric for metric in METRICS[task] if metric in set(table["metric"])]
+    for metric in measured:
         grid.add_column(SHOWN[metric][0], justify="right", no_wrap=True)
     for (context, name, budget), rows in table.groupby(["context", "policy", "budget"], sort=False, dropna=False):
         cells = {row.metric: _cell(row) for row in rows.itertuples()}
@@ -277,6 +279,8 @@ def show(table: pd.DataFrame, console: Console) -> None:
         console.print(f"Roofline: {facts['bandwidth'] / 1e9:.1f} GB/s measured; a step reads the cache and "
                       f"{facts['weight_bytes'] / 1e6:.1f} MB of weights, which takes the time under 'bound' or more.",
                       highlight=False)
+    if len(measured) < len(METRICS[task]):
+        console.print("Peak memory: torch does not count it on this device.", highlight=False)
     console.print("x: ratio to transformers' full cache; with probes, to the same policy without.", style="dim")
 
 

@@ -172,7 +172,7 @@ def bench(task: Annotated[str, typer.Argument(help="decode, prefill or memory.")
           new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Decoding steps that are timed.")] = 64,
           repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds of timed runs.")] = 3,
           batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
-          device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto",
+          device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto",
           dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")] = "auto",
           out: Annotated[Path | None, typer.Option("--out", help="A CSV file for the table.",
                                                    show_default=False)] = None,
@@ -245,7 +245,7 @@ def compile_(model: Annotated[str, typer.Option("--model", help="As for kvlab.lo
                                                       "beside the tables).", show_default=False)] = None,
              source: Annotated[str | None, typer.Option("--from", help="Learn nothing: map the tables of this file or "
                                                         "model to the layers of --model.", show_default=False)] = None,
-             device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto",
+             device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto",
              dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")] = "auto") -> None:
     """Learn compilerkv's tables on calibration texts; a run that was cut off goes on where it stopped."""
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
@@ -291,7 +291,7 @@ def eval_(names: Annotated[str, typer.Argument(metavar="TASK", help="Or several 
               "--parameter", "-p", metavar="KEY=VALUE", help="Set a parameter of the task; may be repeated.")] = None,
           out: Annotated[Path | None, typer.Option("--out", help="The JSONL file of answers (default: eval/TASK.jsonl "
                                                    "in the project).", show_default=False)] = None,
-          device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto",
+          device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto",
           dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")] = "auto",
           log: Annotated[bool, typer.Option("--log/--no-log", help="Log a run to MLflow.")] = True) -> None:
     """Run tasks with policies and budgets on a live model; a run that was cut off goes on where it stopped."""

@@ -33,3 +33,16 @@ def resolved(device: str | torch.device = "auto") -> torch.device:
         found = f"{there.type!r}" if count == 1 else f"'{there.type}:0' .. '{there.type}:{count - 1}'"
         raise KvlabError(f"device {str(device)!r} was asked for, but torch finds {found} here; use 'auto' or 'cpu'")
     return place
+
+
+def name(place: torch.device) -> str | None:
+    """What a GPU calls itself, such as "NVIDIA H100 80GB HBM3"; None for a CPU. Apple's has no name but its kind's."""
+    if place.type == "cpu":
+        return None
+    ask = getattr(torch.get_device_module(place), "get_device_name", lambda place: place.type)
+    return ask(place)
+
+
+def counts_peak(place: torch.device) -> bool:
+    """Whether the most memory in use at once is counted: on a CPU by the kernel, by torch on all GPUs but Apple's."""
+    return place.type == "cpu" or hasattr(torch.get_device_module(place), "max_memory_allocated")

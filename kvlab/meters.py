@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 import kvlab
-from kvlab import corpus, packs
+from kvlab import corpus, devices, packs
 from kvlab.errors import KvlabError
 from kvlab.live import Session
 from kvlab.models import LM
@@ -48,16 +48,16 @@ def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
 
 def clock(device: torch.device) -> float:
     """Seconds on a clock that starts anywhere, once everything queued on `device` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def tidy() -> None:
     """Give freed memory back, so that the next peak is not hidden in it."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.get_device_module().empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -65,18 +65,20 @@ def tidy() -> None:
 class Peak:
     """`with Peak(device) as peak: ...` -> `peak.bytes`: the most memory in use at once, above what was at the start.
 
-    On a GPU that is torch's own count. On a CPU it is resident memory: Linux keeps a high-water mark that can be set
-    back; where it cannot be, the process's highest mark counts, which only a fresh process keeps meaningful.
+    On a GPU that is torch's own count, which some have (`devices.counts_peak`). On a CPU it is resident memory: Linux
+    keeps a high-water mark that can be set back; where it cannot be, the process's highest mark counts, which only a
+    fresh process keeps meaningful.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.bytes = device, 0
+        self._gpu = torch.get_device_module(device)
 
     def __enter__(self) -> Peak:
         tidy()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._start = torch.cuda.memory_allocated(self.device)
+        if self.device.type != "cpu":
+            self._gpu.reset_peak_memory_stats(self.device)
+            self._start = self._gpu.memory_allocated(self.device)
             return self
         self._start = psutil.Process().memory_info().rss
         with contextlib.suppress(OSError):
@@ -84,8 +86,8 @@ class Peak:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        on_gpu = self.device.type == "cuda"
-        highest = torch.cuda.max_memory_allocated(self.device) if on_gpu else _high_water_mark()
+        on_gpu = self.device.type != "cpu"
+        highest = self._gpu.max_memory_allocated(self.device) if on_gpu else _high_water_mark()
         self.bytes = max(highest - self._start, 0)
 
 
@@ -101,7 +103,7 @@ def bandwidth(device: torch.device, size: int | None = None, repeats: int = 7) -
 
     The best, since what follows from it is a lower bound on a time. By default far more than any processor caches.
     """
-    size = size or 2 ** (30 if device.type == "cuda" else 28)
+    size = size or 2 ** (28 if device.type == "cpu" else 30)
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     best = 0.0
@@ -131,8 +133,9 @@ def facts(lm: LM) -> dict[str, Any]:
 
 def device_name(device: torch.device) -> str:
     """ "NVIDIA H100 80GB HBM3", or the processor with torch's number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    gpu = devices.name(device)
+    if gpu is not None:
+        return gpu
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -38,7 +38,7 @@ NLL_TOKENS = 256
 
 @dataclass(eq=False)
 class Trace:
-    """What attention saw of one prompt and its response. All but `ids`, which are on the CPU, lies on one device.
+    """What attention saw of one prompt and its response: all on one device, but for `ids`, which are on the CPU.
 
     Attributes:
         queries: `[layers, heads, n, head_dim]`, post-RoPE, of the last n tokens: the end of the prompt, then the
@@ -578,9 +578,9 @@ def capture(
             recorded besides.
         response: token ids to feed as the response instead of the greedy one (teacher forcing); `new_tokens` is then
             how many of them.
-        keep: where the trace lies in the end, and is replayed: "device", where the model is; "cpu", which leaves a GPU's
-            memory to the model (1,000 tokens of an 8B model take about 130 MB); "pinned", the CPU's page-locked memory,
-            from which `trace.to(lm.device)` is several times faster. With a model on the CPU all three are the same.
+        keep: where the trace lies in the end, and is replayed: "device", where the model is; "cpu", which leaves the
+            GPU's memory to the model (1,000 tokens of an 8B model take about 130 MB); "pinned", the CPU's page-locked
+            memory, from which `trace.to(lm.device)` is faster. With a model on the CPU all three are the same.
         progress: show a progress bar; by default when more than one document is captured.
 
     Raises:

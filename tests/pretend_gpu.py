@@ -154,7 +154,7 @@ def _register() -> None:
     module = SimpleNamespace(
         is_available=lambda: Here.present, device_count=lambda: int(Here.present), current_device=lambda: 0,
         is_initialized=lambda: True, _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None,
-        get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda *_: None, __name__=NAME)
+        empty_cache=lambda: None, get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda *_: None, __name__=NAME)
     backend_registration._setup_privateuseone_for_python_backend(NAME, module, hooks())
     Here.device, Here.registered = torch.device(NAME, 0), True
 
@@ -163,10 +163,11 @@ def _moved_after(make: Any) -> Any:
     """`torch.tensor` and `torch.as_tensor` bypass modes: what they make is moved where it is wanted."""
 
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        if isinstance(data, Far) or (isinstance(data, list | tuple) and any(isinstance(x, Far) for x in data)):
-            return make(data, *args, **kwargs) if device is None else make(data, *args, **kwargs).to(device)
-        found = make(data, *args, **kwargs)
-        return found if device is None else found.to(device)
+        wanted = device or torch.empty(0).device     # that of a `with torch.device(...)`
+        if isinstance(data, Tensor):
+            found = make(data, *args, **kwargs)
+            return found if device is None else found.to(device)
+        return make(data, *args, device=CPU, **kwargs).to(wanted)
 
     return made
 
@@ -191,6 +192,7 @@ def present() -> Iterator[torch.device]:
         mock.patch.object(inference_mode, "__enter__", enter), mock.patch.object(inference_mode, "__exit__", leave),
         mock.patch.object(torch, "tensor", _moved_after(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _moved_after(torch.as_tensor)),
+        mock.patch.object(torch.accelerator, "synchronize", lambda device=None: None),
         mock.patch.object(Here, "present", True), Watch(),
     ):
         yield Here.device

@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
-from kvlab import meters
+from kvlab import devices, meters
 from kvlab.analyses import Findings
 from kvlab.errors import KvlabError
 from kvlab.live import compress, gather
@@ -65,7 +65,7 @@ def plain_cache(prefilled: LiveCache) -> DynamicCache:
 
 def clock(device: torch.device) -> float:
     """Seconds on a clock that starts anywhere: the wall's once a GPU is done, the processor's on a CPU."""
-    return meters.clock(device) if device.type == "cuda" else time.process_time()
+    return time.process_time() if device.type == "cpu" else meters.clock(device)
 
 
 @contextmanager
@@ -182,15 +182,15 @@ def _decode_setting(
 
 
 def _decode(lm: LM, one: Policy | None, prefilled: LiveCache, token: Tensor, steps: int) -> dict[str, float]:
-    on_gpu = lm.device.type == "cuda"
-    with meters.Peak(lm.device) if on_gpu else nullcontext() as peak, _session(lm, one, steps + 1) as session:
+    counted = lm.device.type != "cpu" and devices.counts_peak(lm.device)
+    with meters.Peak(lm.device) if counted else nullcontext() as peak, _session(lm, one, steps + 1) as session:
         cache = plain_cache(prefilled) if session is None else session.branch(prefilled)
         first, *times = _steps(lm, cache, token, 1 + steps)
         held = meters.stored(cache, session)
     return {
         "seconds_per_step": statistics.median(times), "first_step": first,
         "kv_bytes": held["kv_bytes"], "aux_bytes": held["aux_bytes"], "read_bytes": held["read_bytes"],
-        "peak_bytes": peak.bytes if on_gpu else math.nan,
+        "peak_bytes": peak.bytes if counted else math.nan,
     }
 
 
@@ -216,7 +216,7 @@ def first_tokens(
             ids, _ = meters.prompt(lm, length)
             meters.tidy()
             try:
-                if turn == 0 and lm.device.type == "cuda":
+                if turn == 0 and lm.device.type != "cpu":
                     # A GPU chooses its kernels by shape, when it first meets one.
                     _first_token(lm, chosen[name], ids)
                 prompt_seconds, step = _first_token(lm, chosen[name], ids)

@@ -184,10 +184,15 @@ def gpu() -> Finding:
     """A GPU is welcome, and never needed."""
     import torch
 
-    if not torch.cuda.is_available():
+    from kvlab import devices
+
+    place = devices.resolved("auto")
+    if place.type == "cpu":
         return Finding("gpu", GOOD, "none: everything runs on the CPU; the gpu profiles want one")
-    properties = torch.cuda.get_device_properties(0)
-    return Finding("gpu", GOOD, f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}")
+    found, module = f"{devices.name(place)} (device {place.type!r})", torch.get_device_module(place)
+    if hasattr(module, "get_device_properties"):
+        found += f", {module.get_device_properties(place).total_memory / 1e9:.0f} GB"
+    return Finding("gpu", GOOD, found)
 
 
 def jupyter() -> Finding:
