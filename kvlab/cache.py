@@ -19,7 +19,7 @@ EMPTY = -1
 def pick(tensor: Tensor, slots: Tensor) -> Tensor:
     """Slots `[rows, kv_heads, n]` of `[rows, kv_heads, slots, ...]`; where `slots` is -1, whatever lies first."""
     slots = slots.clamp_min(0)
-    if tensor.dim() == 4 and tensor.shape[2] and tensor.device.type == "cpu" and _in_whole_slots(tensor):
+    if tensor.dim() == 4 and tensor.shape[2] and tensor.is_cpu and _in_whole_slots(tensor):
         # On a CPU, taking whole rows of one flat table is several times faster than an expanded gather.
         row, head, slot, _ = tensor.stride()
         rows, heads, n, width = tensor.shape
@@ -368,7 +368,7 @@ class LayerStore:
         whole = tensor.new_empty(*tensor.shape[:2], n + max(16, n // 8), *tensor.shape[3:]) if roomy else tensor
         start = 0 if roomy else self._start
         out = whole[:, :, start : start + n]
-        if tensor.dim() == 3 or tensor.device.type != "cpu":
+        if tensor.dim() == 3 or not tensor.is_cpu:
             out.copy_(pick(used, keep))
             return whole
         # On a CPU, copying whole rows of one head at a time is ten times faster than one gather, and needs no second

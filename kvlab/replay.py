@@ -92,14 +92,14 @@ class Reference:
 
         Args:
             ranks: `[..., kv_heads, length]`.
-            positions: `[..., kv_heads or heads, n]`, -1 padded.
+            positions: `[..., kv_heads or heads, n]`, -1 padded, on any device.
             k: one number, or `[..., 1, 1]`.
 
         Returns:
             `[..., kv_heads]`.
         """
         *_, kv_heads, length = ranks.shape
-        sets = positions.shape[-2]
+        sets, positions = positions.shape[-2], positions.to(ranks.device)
         ranks = ranks if sets == kv_heads else attention.to_query_heads(ranks, sets)
         hit = (ranks.gather(-1, positions.clamp_min(0)) < k) & (positions != EMPTY)
         return (hit.sum(-1, keepdim=True) / k)[..., 0].unflatten(-1, (kv_heads, -1)).mean(-1)

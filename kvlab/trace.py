@@ -296,7 +296,7 @@ class Trace:
         """
         from safetensors import safe_open
 
-        path = Path(path)
+        path, place = Path(path), resolved(device)
         try:
             with safe_open(path, "pt") as file:
                 header = parsed((file.metadata() or {}).get("kvlab", "{}"))
@@ -321,7 +321,7 @@ class Trace:
             made._check()
         except KvlabError as error:
             raise KvlabError(f"{path} is damaged or not a kvlab trace ({error}); capture it again") from None
-        return made.to(device)
+        return made.to(place)
 
 
 # Those that move with a trace, besides the pseudo-queries.

@@ -154,7 +154,8 @@ def _register() -> None:
     module = SimpleNamespace(
         is_available=lambda: Here.present, device_count=lambda: int(Here.present), current_device=lambda: 0,
         is_initialized=lambda: True, _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None,
-        empty_cache=lambda: None, get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda *_: None, __name__=NAME)
+        empty_cache=lambda: None, get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda *_: None,
+        __name__=NAME)
     backend_registration._setup_privateuseone_for_python_backend(NAME, module, hooks())
     Here.device, Here.registered = torch.device(NAME, 0), True
 

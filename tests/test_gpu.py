@@ -21,6 +21,7 @@ from test_cli import call
 
 import kvlab
 from kvlab import bench, captures, compile, evaluate, heads, meters, models
+from kvlab.analyses import exploring, first_look, rocketkv_budgets
 from kvlab.live import gather
 from kvlab.policies import registry
 from kvlab.probes import QuerySimilarity
@@ -379,3 +380,17 @@ def test_auto_takes_whatever_gpu_there_is():
         for wrong in ("cuda", "pretend:1"):
             with pytest.raises(kvlab.KvlabError, match=f"{wrong!r} was asked for, but torch finds 'pretend' here"):
                 kvlab.load("random:tiny-llama-gqa", device=wrong)
+
+
+def test_what_notebooks_ask_of_a_replay(pairs):
+    def asked(trace):
+        result, tokens = kvlab.replay(trace, policy("snapkv")), [str(i) for i in range(trace.length)]
+        share = rocketkv_budgets.share_of_top(result, 8)
+        return exploring.tokens_lost(trace, [result], tokens), share, first_look.worst(result)
+
+    expected, share, place = asked(pairs[0])
+    with pretend_gpu.present():
+        found, same, there = asked(pairs[1])
+        same_tables(found, expected)
+        close(same, share)
+    assert there == place

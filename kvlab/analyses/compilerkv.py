@@ -288,8 +288,8 @@ def protected(traces: Sequence[Trace], tables: str | None, share: float, stronge
     rows = []
     for trace in traces:
         weights = ours.weights(trace.prompt)
-        reliable = weights == weights.amax(-1, keepdim=True)
-        best = measures.top_positions(trace.prompt.window_sums(ours.utility_window), strongest)
+        reliable = (weights == weights.amax(-1, keepdim=True)).cpu()
+        best = measures.top_positions(trace.prompt.window_sums(ours.utility_window), strongest).cpu()
         equal = NoHeadTable(budget=share, tables=tables, pad="budget")
         for name, one in {"compilerkv": ours, "equal_weights": equal}.items():
             found = replayed(trace, one)

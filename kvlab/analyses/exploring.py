@@ -46,7 +46,7 @@ def tokens_lost(trace: Trace, results: Sequence[Replay], tokens: Sequence[str], 
     for result in results:
         lost = torch.zeros(trace.length)
         for step in range(1, trace.steps + 1):
-            weights = reference(trace).at(step)
+            weights = reference(trace).at(step).cpu()
             for layer in range(trace.n_layers):
                 kept = result.kept(layer, step)
                 read = torch.zeros(len(kept), trace.length + 1, dtype=torch.bool)

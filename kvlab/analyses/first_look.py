@@ -50,7 +50,7 @@ def worst(result: Replay) -> Place:
 
 def lost_tokens(lm: LM, trace: Trace, result: Replay, place: Place, limit: int = 8, around: int = 4) -> pd.DataFrame:
     """The tokens that a query attended to most among those it could no longer read, each within its surroundings."""
-    weights = reference(trace).at(place.step)[place.layer, place.head].clone()
+    weights = reference(trace).at(place.step)[place.layer, place.head].to("cpu", copy=True)
     read = result.kept(place.layer, place.step)[place.head * trace.kv_heads // trace.heads]
     weights[read[read >= 0]] = 0
     best = weights.topk(min(limit, len(weights)))
