@@ -70,6 +70,14 @@ def test_morphkv_sum_and_max_differ_where_they_should():
     assert kept == {"sum": [0, 2, 3], "max": [1, 2, 3]}
 
 
+def test_morphkv_renormalises_each_head_before_the_groups_maximum():
+    """One head gives .02 + .01 to the older tokens, the other .30 + .50: by itself the first prefers token 0 by .67."""
+    rows = np.array([[.02, .01, .97], [.30, .50, .20]])
+    np.testing.assert_allclose(oracles.combined(rows, "max", 2)[:2], [2 / 3, 5 / 8])
+    np.testing.assert_allclose(oracles.combined(rows, "sum", 2)[:2], [2 / 3 + 3 / 8, 1 / 3 + 5 / 8])
+    np.testing.assert_allclose(oracles.combined(rows, "max")[:2], [.30, .50])
+
+
 def test_zsmerge_shares():
     assert oracles.zsmerge_shares(512) == (256, 251, 5)
     assert oracles.zsmerge_shares(5) == (2, 2, 1)

@@ -35,6 +35,9 @@ CASES = [
     ("morphkv", dict(budget=16, window=6, aggregation="max")),
     ("morphkv", dict(budget=16, window=6, aggregation="logits")),
     ("morphkv", dict(budget=16, window=6, renormalise=True)),
+    ("morphkv", dict(budget=16, window=6, aggregation="max", renormalise=True)),
+    ("morphkv", dict(budget=24, window=8, aggregation="max", renormalise=True, fusion="max")),
+    ("morphkv", dict(budget=16, window=6, aggregation="logits", renormalise=True)),
 ]
 ROLLING = {"streamingllm", "zsmerge", "morphkv"}               # these bound what is stored while decoding
 
@@ -161,7 +164,8 @@ def test_replay_of_a_multi_query_and_a_multi_head_layer():
 @pytest.mark.parametrize("name, parameters", [
     ("streamingllm", dict(budget=12)), ("zsmerge", dict(budget=16)), ("zsmerge", dict(budget=10, residual=2)),
     ("morphkv", dict(budget=16, window=6)), ("morphkv", dict(budget=14, window=12, fusion="max")),
-    ("snapkv", dict(budget=40))])
+    ("morphkv", dict(budget=7, window=6, aggregation="max", renormalise=True)),
+    ("morphkv", dict(budget=14, window=12, renormalise=True)), ("snapkv", dict(budget=40))])
 def test_a_short_prompt_outgrown_by_its_response(prompt, name, parameters):
     agrees_on_one_layer(4, 2, prompt, 30, name, parameters)
 

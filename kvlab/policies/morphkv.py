@@ -20,16 +20,19 @@ class MorphKV(Policy):
     stored) and never recomputed. Cost: R cached weights for each entry.
 
     Choices: attention weights are summed over the GQA group before fusion (algorithm 1). The authors' code differs:
-    `aggregation="logits"` (its Llama file: logits summed over the group, then softmax) or "max" (its other models: the
-    largest weight in the group), with `renormalise=True` (softmax over the distant keys only); it stores one entry
-    more.
+    `aggregation="logits"` (its Llama file: logits summed over the group, then one softmax) or "max" (its other models:
+    the largest weight in the group), with `renormalise=True`, where a softmax counts the distant keys only: each query
+    head's own *before* the group's maximum is taken, and with "logits" the one of the group. "sum" with renormalisation
+    is in neither paper nor code, and follows "max": each head first, then the sum, so that a head that looks mostly at
+    the window counts as much as the others. The authors' code also stores one entry more.
 
     Parameters:
         budget: entries for each layer and KV head, C + R.
         window: R (32 on LongBench, 200 on LongGenBench, 30 on LongWriter).
         fusion: how the window's rows are fused, "sum" (eq. 5) or "max" (eq. 6).
         aggregation: how a GQA group's heads are combined.
-        renormalise: score with weights renormalised over the keys older than the window.
+        renormalise: each softmax over the keys older than the window only; a row that had none when it was attended
+            stays as it was.
     """
 
     name: ClassVar[str] = "morphkv"
@@ -90,16 +93,20 @@ class MorphKV(Policy):
         grouped = weights.view(*batch, kv_heads, heads // kv_heads, n, length)
         match self.aggregation:
             case "sum":
-                rows = grouped.sum(-3)
+                rows = self._scaled(grouped).sum(-3)
             case "max":
-                rows = grouped.amax(-3)
+                rows = self._scaled(grouped).amax(-3)
             case _:
                 # A log-weight is its logit less a constant of the row, which the softmax takes away again.
-                rows = grouped.log().sum(-3).softmax(-1)
-        if self.renormalise:
-            distant = rows[..., : max(length - self.window, 0)].sum(-1, keepdim=True)
-            rows = rows / distant.clamp_min(torch.finfo(rows.dtype).tiny)
+                rows = self._scaled(grouped.log().sum(-3).softmax(-1))
         return rows.transpose(-1, -2)
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        """With `renormalise`, rows `[..., length]` as if the softmax had seen the distant keys only."""
+        older = rows.shape[-1] - self.window
+        if not self.renormalise or older <= 0:
+            return rows
+        return rows / rows[..., :older].sum(-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
 
     def _fuse(self, profile: Tensor) -> Tensor:
         return profile.sum(-1) if self.fusion == "sum" else profile.amax(-1)

@@ -317,34 +317,40 @@ def lowest(scores):
     return max(range(len(scores)), key=lambda i: (-scores[i], i))
 
 
-def combined(rows, aggregation):
-    """One row over the keys from those of a group's heads [heads, n]: summed in the paper."""
+def combined(rows, aggregation, distant=0):
+    """One row over the keys from those of a group's heads [heads, n]: summed in the paper.
+
+    With `distant` above 0 a softmax counts the first `distant` keys only, so that these have weights of sum 1: that of
+    each head before heads are combined, and where logits are combined, the one softmax that follows.
+    """
+    def over_distant(row):
+        return row / row[:distant].sum() if distant > 0 else row
+
     if aggregation == "logits":
         seen = (rows > 0).all(axis=0)
         result = np.zeros(rows.shape[1])
         result[seen] = softmax(np.log(rows[:, seen]).sum(axis=0))
-        return result
-    return {"sum": np.sum, "max": np.max}[aggregation](rows, axis=0)
+        return over_distant(result)
+    each = [over_distant(row) for row in rows]
+    return np.array([{"sum": sum, "max": max}[aggregation](column) for column in zip(*each)])
 
 
 def oracle_morphkv(queries, keys, values, prompt_length, budget, window=32, fusion="sum", aggregation="sum",
                    renormalise=False):
     """budget = C + R, R = window with the current token in it; attention profiles stay as they were attended.
 
-    `renormalise`: a row is divided by what it gave to the entries that were older than the window when it was attended.
+    `renormalise`: a head's row is divided by what it gave to the entries older than the window when it was attended.
     """
     attention, positions = window_attention(queries, keys, prompt_length, window)
     profiles = [{} for _ in keys]                       # per KV head: query position -> {key position: weight}
     for group in range(len(keys)):
         for i, p in enumerate(positions):
             rows = [attention[head, i] for head in heads_of(group, len(queries), len(keys))]
-            row = combined(np.array(rows), aggregation)
-            row = row / row[:prompt_length - window].sum() if renormalise and prompt_length > window else row
+            row = combined(np.array(rows), aggregation, prompt_length - window if renormalise else 0)
             profiles[group][p] = {k: row[k] for k in range(p + 1)}
 
     def after(group, slots, weights, position):
-        row = combined(weights, aggregation)
-        row = row / row[:len(slots) - window].sum() if renormalise and len(slots) > window else row
+        row = combined(weights, aggregation, len(slots) - window if renormalise else 0)
         profiles[group][position] = {s.position: a for s, a in zip(slots, row)}
         if len(slots) <= budget:
             return slots
