@@ -239,11 +239,11 @@ def _record(line: str, number: int, file: Path) -> Record:
 
 def _spans(tokenizer: object, text: str) -> list[tuple[int, int]]:
     """Where each token begins and ends in `text`; the tokenizer may be an LM."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if hasattr(tokenizer, "require_tokenizer"):
+        tokenizer.require_tokenizer("the tokens of a text cannot be counted")
+        tokenizer = tokenizer.tokenizer
     if tokenizer is None:
-        raise KvlabError(
-            "a model with random weights has no tokenizer to count tokens with; make it with tokenizer=NAME"
-        )
+        raise KvlabError("there is no tokenizer to count tokens with; give one, or a model that has one")
     if not getattr(tokenizer, "is_fast", False):
         raise KvlabError(f"{type(tokenizer).__name__} does not tell where its tokens lie; a fast tokenizer "
                          "(tokenizer.json) is needed")

@@ -26,6 +26,7 @@ from kvlab.policies import Policy, policy
 from kvlab.policies.full import Full
 from kvlab.spread import summarise
 from kvlab.tasks.base import Example, Task
+from kvlab.tasks.making import require_tokenizer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -241,9 +242,13 @@ def run(
 
     Returns:
         The answers of this plan, in the order of examples and policies.
+
+    Raises:
+        KvlabError: a model without tokenizer, or a file that cannot be written; nothing has run by then.
     """
     from filelock import FileLock, Timeout
 
+    require_tokenizer(lm)
     path = Path(path)
     if os.path.isdir(path):
         raise KvlabError(f"{path} is a folder; name a file in it")

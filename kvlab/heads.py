@@ -66,8 +66,7 @@ def measure(
         raise KvlabError(
             f"heads are measured with at least 1 needle in {SMALLEST} tokens of hay, not {needles} in {context}"
         )
-    if lm.tokenizer is None:
-        raise KvlabError(f"{lm.name} has no tokenizer, so no needle can be written for it; load it with one")
+    lm.require_tokenizer("no needle can be written for it")
     if hay is None:
         hay = list(corpus.documents_between(lm, context, 10**9, limit=needles, seed=seed))
     if not hay:

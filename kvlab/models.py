@@ -29,6 +29,8 @@ from kvlab.packs import home
 DEFAULT = "smollm2-135m"
 RANDOM_PREFIX = "random:"
 DEEPEST = 10_000    # layers that any model has
+# Files that hold a tokenizer's vocabulary. One whose folder has settings alone knows no token of any text.
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "*.spm")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ MODELS: dict[str, PackedModel] = {
 
 @dataclass(repr=False)
 class LM:
-    """A language model in evaluation mode, with its tokenizer (None where it has random weights).
+    """A language model in evaluation mode, with its tokenizer (None where its weights are random or came without one).
 
     `sha256` is that of its weight files, or of the recipe where the weights are random.
     """
@@ -109,8 +111,7 @@ class LM:
         chat="auto" makes it a user message where the tokenizer has a chat template, True insists on that, False takes
         the text as it stands. Raises KvlabError for an empty text, or where there is no tokenizer or no template.
         """
-        if self.tokenizer is None:
-            raise KvlabError(f"{self.name} has random weights and no tokenizer: give it token ids instead of text")
+        self.require_tokenizer("it takes token ids instead of text")
         if not text.strip():
             raise KvlabError("the text is empty: there is nothing to read")
         has_template = bool(getattr(self.tokenizer, "chat_template", None))
@@ -119,7 +120,20 @@ class LM:
         if chat and has_template:
             text = self._templated(text)
         ids = self.tokenizer(text, add_special_tokens=not (chat and has_template), verbose=False)["input_ids"]
+        if not ids:
+            raise KvlabError(f"{self.name}'s tokenizer finds no token in this text: there is nothing to read")
         return torch.tensor([ids], dtype=torch.int64, device=self.device)
+
+    def require_tokenizer(self, so: str) -> None:
+        """Raise KvlabError where there is no tokenizer, saying what follows from that."""
+        if self.tokenizer is None:
+            raise KvlabError(f"{self.name} has no tokenizer, so {so}; {self._remedy}")
+
+    @property
+    def _remedy(self) -> str:
+        if self.name.startswith(RANDOM_PREFIX):
+            return "kvlab.random_lm(..., tokenizer=NAME) makes it with one"
+        return "to give it one, put its tokenizer.json beside the weights"
 
     def _templated(self, text: str) -> str:
         import jinja2
@@ -135,8 +149,7 @@ class LM:
 
     def decode(self, ids: torch.Tensor | list[int]) -> str:
         """The text of one sequence of ids ([tokens] or [1, tokens]), without special tokens."""
-        if self.tokenizer is None:
-            raise KvlabError(f"{self.name} has random weights and no tokenizer: its ids have no text")
+        self.require_tokenizer("its ids have no text")
         return self.tokenizer.decode(torch.as_tensor(ids).reshape(-1).tolist(), skip_special_tokens=True)
 
 
@@ -266,10 +279,29 @@ def _first_line(error: Exception) -> str:
     return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1]) or type(error).__name__
 
 
-def _tokenizer(folder: Path, **source: object) -> object:
+def _tokenizer(folder: Path, **source: object) -> object | None:
+    """The tokenizer in a folder or a GGUF file; None where there is none."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **source)
+    try:
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **source)
+    except Exception:
+        if _has_vocabulary(folder, **source):
+            raise
+        return None
+    # Some families make one out of nothing. It knows its special tokens only, and any text has no length.
+    nothing = {*found.all_special_tokens, *found.get_added_vocab()}.issuperset(found.get_vocab())
+    return None if nothing else found
+
+
+def _has_vocabulary(folder: Path, gguf_file: str | None = None) -> bool:
+    if gguf_file is None:
+        return any(any(folder.glob(pattern)) for pattern in VOCABULARIES)
+    from gguf import GGUFReader
+
+    with contextlib.suppress(Exception):    # of a damaged file nothing is known: its error stands
+        return "tokenizer.ggml.tokens" in GGUFReader(folder / gguf_file).fields
+    return True
 
 
 def _fetch_and_convert(entry: PackedModel, folder: Path) -> None:
@@ -355,7 +387,7 @@ def _weight_files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise KvlabError(f"{folder} has no .safetensors files (pickled weights are not read); "
-                         "a model folder holds config.json, a tokenizer and model.safetensors")
+                         "a model folder holds config.json, model.safetensors and, for texts, a tokenizer")
     return found
 
 

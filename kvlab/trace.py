@@ -667,8 +667,7 @@ def _whole(one: Policy | str) -> Policy:
 
 def _encoder(lm: LM):
     def encode(text: str) -> Tensor:
-        if lm.tokenizer is None:
-            raise KvlabError(f"{lm.name} has no tokenizer, so pseudo-tokens cannot be made from a sentence")
+        lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
         return torch.tensor(lm.tokenizer(text, add_special_tokens=False).input_ids)
 
     return encode

@@ -19,8 +19,8 @@ def byte_letters() -> list[str]:
     return [chr(byte if byte in prints else next(hidden)) for byte in range(256)]
 
 
-def write(path: Path, seed: int = 0) -> Path:
-    """Write the file and return its path."""
+def write(path: Path, seed: int = 0, tokenizer: bool = True) -> Path:
+    """Write the file, with or without the tokenizer's vocabulary, and return its path."""
     rng = np.random.default_rng(seed)
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     letters = byte_letters()
@@ -38,16 +38,17 @@ def write(path: Path, seed: int = 0) -> Path:
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL] * len(special) + [gguf.TokenType.NORMAL] * 257)
-    writer.add_token_merges([f"{newline} {newline}"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
+    if tokenizer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(tokens)
+        writer.add_token_types([gguf.TokenType.CONTROL] * len(special) + [gguf.TokenType.NORMAL] * 257)
+        writer.add_token_merges([f"{newline} {newline}"])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        writer.add_pad_token_id(2)
+        writer.add_chat_template(TEMPLATE)
 
     def add(name: str, *shape: int) -> None:
         values = np.ones(shape) if len(shape) == 1 else rng.normal(scale=0.2, size=shape)

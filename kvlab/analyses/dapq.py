@@ -68,6 +68,7 @@ def response(trace: Trace, n: int) -> Tensor:
 
 def nonsense(lm: LM, n: int) -> Tensor:
     """`n` tokens of the paper's fixed sentence, repeated."""
+    lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
     ids = torch.tensor(lm.tokenizer(SENTENCE * n, add_special_tokens=False).input_ids)
     return ids[:n]
 

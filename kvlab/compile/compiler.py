@@ -89,8 +89,9 @@ def learn(
 
     Raises:
         KvlabError: documents that are too short or overlap with evaluations, contexts beyond what the model takes, a
-            journal that is damaged or that another process writes.
+            journal that is damaged or that another process writes, or a model without tokenizer.
     """
+    lm.require_tokenizer("nothing can be learnt from texts")
     if documents is None:
         documents = [corpus.document(name) for name in DOCUMENTS]
     documents = checked(documents)

@@ -42,8 +42,7 @@ Lengths = Several[Annotated[int, Field(ge=64)]]
 
 
 def require_tokenizer(lm: LM) -> None:
-    if lm.tokenizer is None:
-        raise KvlabError(f"{lm.name} has random weights and no tokenizer, and a task needs one to make its texts")
+    lm.require_tokenizer("no task can make its texts for it")
 
 
 def tokens(lm: LM, example: Example) -> int:
