@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvlab.errors import KvlabError
+from kvlab.hookable import PROJECTIONS, layers_of
 
 NAME = "kvlab"
 CHUNK = 256
@@ -234,36 +235,6 @@ def _as_heads(projected: Tensor, queries: Tensor) -> Tensor:
     return projected.transpose(1, 2) if tokens_first else projected
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of a decoder, by layer.
-
-    Raises:
-        KvlabError: where a layer cannot be hooked (no attention interface, no query projection, soft-capped logits,
-            learnt sinks), naming what is in the way; nothing has run by then.
-    """
-    config = model.config.get_text_config(decoder=True)
-    kind = type(model).__name__
-    can_set = getattr(type(model), "_can_set_attn_implementation", lambda: False)
-    if not can_set():
-        raise KvlabError(f"{kind} does not call transformers' attention interface, so kvlab cannot see its attention")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise KvlabError(f"{kind} soft-caps its attention logits, which kvlab does not model")
-    found = {}
-    for module in model.modules():
-        layer = getattr(module, "layer_idx", None)
-        projection = next((getattr(module, n, None) for n in ("q_proj", "qkv_proj") if hasattr(module, n)), None)
-        if isinstance(layer, int) and isinstance(projection, nn.Module):
-            if getattr(module, "sinks", None) is not None:
-                raise KvlabError(f"{kind} has learnt attention sinks, which kvlab does not model")
-            found[layer] = module
-    expected = getattr(config, "num_hidden_layers", 0)
-    if sorted(found) != list(range(expected)) or not found:
-        raise KvlabError(
-            f"{kind} has {expected} layers, but a query projection (q_proj or qkv_proj) to hook in {len(found)} of them"
-        )
-    return [found[layer] for layer in range(expected)]
-
-
 def _windows(model: nn.Module) -> list[int | None]:
     """How far back each layer sees; None where it sees everything."""
     config = model.config.get_text_config(decoder=True)
@@ -321,7 +292,7 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterato
                 continue
             source = next(
                 getattr(module, n)
-                for n in ("q_norm", "q_proj", "qkv_proj")
+                for n in ("q_norm", *PROJECTIONS)
                 if isinstance(getattr(module, n, None), nn.Module)
             )
             handles.append(source.register_forward_hook(lambda _m, _i, out, entry=entry: entry.projected.append(out)))

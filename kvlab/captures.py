@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvlab.models import LM
 
 # What a trace's numbers can depend on besides the weights and the plan; a change of any of these captures anew.
-CODE = ("attention.py", "cache.py", "models.py", "shapes.py", "trace.py")
+CODE = ("attention.py", "cache.py", "hookable.py", "models.py", "shapes.py", "trace.py")
 LIBRARIES = ("torch", "transformers")
 LIMIT_GB = 12.0
 DAY = 86400   # seconds

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from kvlab import packs, shapes
+from kvlab import hookable, packs, shapes
 from kvlab.devices import resolved
 from kvlab.errors import KvlabError, nearest
 from kvlab.files import allowed, expanded, parsed, read_text
@@ -170,7 +170,8 @@ def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype:
     """Load a model by name, local folder, .gguf file, hub id (org/name), or `random:SHAPE`.
 
     device="auto" takes a GPU where there is one; dtype="auto" is float32 on a CPU and the checkpoint's own type on a
-    GPU. A known model that is not there yet is pulled first. Raises KvlabError where nothing of that name can be had.
+    GPU. A known model that is not there yet is pulled first. Raises KvlabError where nothing of that name can be had,
+    and for a model that kvlab cannot look into, before its weights are read.
     """
     name = os.fspath(name_or_path)
     if name in MODELS:
@@ -253,6 +254,7 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
             # A configuration may name code on a hub for its attention, and files of weights that nobody looked at.
             config._attn_implementation, config.transformers_weights = "sdpa", None
             given = {} if gguf_file else {"config": config, "use_safetensors": True}
+            _check_layers(config)
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, output_loading_info=True, dtype=_dtype(dtype, place, own), attn_implementation="sdpa",
                 **local, **given)
@@ -271,6 +273,15 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
         raise KvlabError(f"cannot load a model from {shown}: it has {lm.n_layers} layers and takes {lm.context_length} "
                          "tokens")
     return lm
+
+
+def _check_layers(config: object) -> None:
+    """Raise KvlabError for a model that kvlab cannot look into, before its weights are read: its skeleton tells."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    hookable.layers_of(skeleton)
 
 
 def _first_line(error: Exception) -> str:

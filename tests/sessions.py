@@ -21,7 +21,8 @@ UNFIT = {
     "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8)),
                "soft-caps its attention logits"),
     "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)),
-             r"GPT2LMHeadModel has 2 layers, but a query projection \(q_proj or qkv_proj\) to hook in 0 of them"),
+             r"GPT2LMHeadModel can be hooked \(layer 0 is a GPT2Attention with c_attn and c_proj\): kvlab hooks "
+             r"attention that .* has a q_proj or a qkv_proj"),
 }
 
 

@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What is imported under another name than that of its distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each layer may import only those that stand before it.
-LAYERS = ("errors devices files yamls tables packs shapes models corpus attention cache measures spread policies "
+LAYERS = ("errors devices files yamls tables packs shapes hookable models corpus attention cache measures spread policies "
           "decoding trace captures heads probes replay livecache live fidelity compile scores tasks evaluate meters "
           "papers analyses workbench bench listing cli").split()
 
