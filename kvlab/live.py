@@ -25,6 +25,7 @@ from kvlab.cache import LayerStore
 from kvlab.decoding import decode
 from kvlab.errors import KvlabError
 from kvlab.livecache import Group, LiveCache, LiveLayer
+from kvlab.masks import masks_told
 from kvlab.policies import Policy, Prompt, policy
 from kvlab.probes import Probe, Records, Seen, Shadow, probe
 
@@ -79,6 +80,7 @@ class Session:
         with ExitStack() as stack:
             pre_rope = any(p.needs_pre_rope for p in self.probes)
             stack.enter_context(attention.hooked(self.model, self._attend, pre_rope))
+            stack.enter_context(masks_told(self.model))
             stack.callback(self.model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(self.model.register_forward_hook(self._after).remove)
             self._stack = stack.pop_all()
