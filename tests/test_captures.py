@@ -106,10 +106,16 @@ def test_mistakes_are_those_of_capture_and_leave_nothing(tiny, counted):
     assert kept() == [] and counted == []
 
 
+def last_byte_flipped(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-100]),
                                     lambda path: path.write_bytes(b""),
-                                    lambda path: path.write_text("no trace at all, but a longer text than a header")],
-                         ids=["cut", "empty", "alien"])
+                                    lambda path: path.write_text("no trace at all, but a longer text than a header"),
+                                    last_byte_flipped],
+                         ids=["cut", "empty", "alien", "flipped"])
 def test_a_damaged_file_is_captured_again(tiny, counted, damage):
     whole = captures.shared(tiny(), IDS, 5, 8)
     (path,) = kept()

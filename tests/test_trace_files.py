@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -82,6 +83,87 @@ def test_damaged_files_get_a_sentence(saved, damage):
     assert "\n" not in str(caught.value)
 
 
+def refused(path, content):
+    path.write_bytes(content)
+    with pytest.raises(KvlabError) as caught:
+        kvlab.Trace.load(path)
+    assert "\n" not in str(caught.value) and path.name in str(caught.value)
+    return str(caught.value)
+
+
+def flipped(content, place, other):
+    return content[:place] + bytes([content[place] ^ other]) + content[place + 1 :]
+
+
+def test_a_flipped_byte_anywhere_in_the_header_is_refused(saved):
+    """Also one that leaves it readable: in a number, a name, the checksum, or the blanks at its end."""
+    whole = saved.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    assert b'"kvlab"' in whole[:size] and b'"crc32"' in whole[:size]
+    for place in range(size):
+        refused(saved, flipped(whole, place, (1, 3, 16, 128)[place % 4]))
+    saved.write_bytes(whole)
+    assert kvlab.Trace.load(saved).steps == 5
+
+
+def test_a_flipped_bit_anywhere_in_the_tensors_is_refused(saved):
+    whole = saved.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    for place in [size, len(whole) - 1, *range(size + 7, len(whole), len(whole) // 200)]:
+        said = refused(saved, flipped(whole, place, 1 << place % 8))
+        assert said.endswith("is damaged: its bytes are not those of its checksum; capture it again")
+
+
+def test_pieces_that_changed_their_places_are_refused(saved):
+    whole = saved.read_bytes()
+    refused(saved, whole[:-512] + whole[-256:] + whole[-512:-256])
+
+
+def rewritten(path, change):
+    """The file with other metadata, as another program writes it."""
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    change(metadata)
+    safetensors.torch.save_file(safetensors.torch.load_file(path), path.with_name("b.trace"), metadata)
+    return path.with_name("b.trace")
+
+
+def test_traces_of_before_there_were_checksums_are_read(small, saved):
+    def older(metadata):
+        del metadata["crc32"]
+        metadata["kvlab"] = metadata["kvlab"].replace("kvlab-trace-2", "kvlab-trace-1")
+
+    same(small, kvlab.Trace.load(rewritten(saved, older)))
+
+
+def test_a_checksum_that_is_missing_or_another_files_is_refused(small, saved):
+    with pytest.raises(KvlabError, match="b.trace is damaged: its bytes are not those of its checksum"):
+        kvlab.Trace.load(rewritten(saved, lambda metadata: metadata.pop("crc32")))
+    with pytest.raises(KvlabError, match="b.trace is damaged: its bytes"):
+        kvlab.Trace.load(rewritten(saved, lambda metadata: metadata.update(
+            kvlab=metadata["kvlab"].replace("greedy", "given"))))
+
+
+def test_a_name_that_looks_like_a_checksum_is_no_trouble(small, tmp_path):
+    named = dataclasses.replace(small, meta={"document": 'a "crc32":"00000000" b'})
+    path = named.save(tmp_path / "a.trace")
+    same(named, kvlab.Trace.load(path))
+    same(named, kvlab.Trace.load(kvlab.Trace.load(path).save(path)))
+
+
+def test_checking_takes_no_memory_of_its_own(tmp_path):
+    """A trace of 160 MB is checked and mapped: none of it is copied."""
+    keys = torch.zeros(1, 1, 10**7, 2)
+    path = kvlab.Trace.from_tensors(torch.zeros(1, 1, 1, 2), keys, keys, 10**7).save(tmp_path / "a.trace")
+    assert path.stat().st_size > 160e6
+    code = ("import sys, kvlab\nkvlab.Trace\n"
+            "def own():\n    lines = open('/proc/self/status').read().splitlines()\n"
+            "    return sum(int(line.split()[1]) for line in lines if line.startswith(('RssAnon', 'RssShmem')))\n"
+            "before = own()\ntrace = kvlab.Trace.load(sys.argv[1])\nprint(own() - before)")
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 60_000
+
+
 @pytest.mark.parametrize("metadata, message", [
     (None, "is a safetensors file but no kvlab trace"),
     ({"format": "pt"}, "is a safetensors file but no kvlab trace"),
@@ -90,6 +172,8 @@ def test_damaged_files_get_a_sentence(saved, damage):
     ({"kvlab": '{"format": "kvlab-trace-0"}'}, "is a safetensors file but no kvlab trace"),
     ({"kvlab": "{"}, "is damaged"),
     ({"kvlab": '{"format": "kvlab-trace-1"}'}, "is damaged"),
+    ({"kvlab": '{"format": "kvlab-trace-2"}'}, "is damaged"),
+    ({"kvlab": '{"format": "kvlab-trace-2"}', "crc32": "nothing"}, "is damaged"),
     ({"kvlab": '{"format": "kvlab-trace-1", "prompt_length": 3, "scaling": 1.0, "meta": {}}'}, "is damaged"),
 ])
 def test_foreign_safetensors_files_get_a_sentence(tmp_path, metadata, message):
