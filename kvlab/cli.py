@@ -132,12 +132,10 @@ def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = Fals
     """Run all experiments, write the report and print the claims with their verdicts."""
     from kvlab.workbench import driver, experiments, report
 
-    names = experiments.names()
-    if not names:
-        experiments.load("")    # says where experiments would have to be
-    results = driver.run(names, profile, None, jobs, fresh, cluster=cluster)
-    page = report.write()
-    _print_claims(report.entries())
+    results = driver.run(experiments.names(), profile, None, jobs, fresh, cluster=cluster)
+    found = report.entries()
+    page = report.save(found)
+    _print_claims(found)
     _print_places(page)
     _finish(results, quiet=True)
 
@@ -529,7 +527,8 @@ def _usage(error: Any) -> str:
         wanted = message.split("'")[1]
         message = nearest(wanted, [command.name or command.callback.__name__ for command in app.registered_commands],
                           "command")
-    return message.removeprefix("Invalid value: ").rstrip(".") + "; see kvlab --help"
+    command = getattr(getattr(error, "ctx", None), "command_path", None) or "kvlab"
+    return message.removeprefix("Invalid value: ").rstrip(".") + f"; see {command} --help"
 
 
 def _unforeseen(error: Exception) -> str:

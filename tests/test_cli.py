@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from projects import EXPERIMENT, experiment, project  # noqa: F401
+from test_report import job
 
 from kvlab import cli, papers
 from kvlab.errors import KvlabError
@@ -41,7 +42,10 @@ MISTAKES = [
     (["run", EXPERIMENT, "-p", "sede=1"], 1, "did you mean 'seed'"),
     (["run", EXPERIMENT, "-p", "seed=one"], 1, "must be a whole number"),
     (["list", "claim"], 1, "did you mean 'claims'"),
-    (["list"], 2, "Missing argument"),
+    (["list"], 2, "Missing argument 'WHAT'; see kvlab list --help"),
+    (["run", "--nope"], 2, "see kvlab run --help"),
+    (["eval", "needle", "--budgets", "many"], 2, "see kvlab eval --help"),
+    (["--nope"], 2, "see kvlab --help"),
     (["pull", "smollm"], 1, "smollm2-135m"),
     (["report", "--out", "notebooks/toy.ipynb"], 1, "it is a file"),
 ]
@@ -67,10 +71,17 @@ def test_a_real_process_too(project):  # noqa: F811
 
 
 def test_outside_of_a_project(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("KVLAB_ROOT", raising=False)
     monkeypatch.chdir(tmp_path)
-    for arguments in (["reproduce"], ["run", "anything"]):
-        code, _, err = call(capsys, *arguments)
-        assert code == 1 and "there are no experiments in" in err
+    for arguments in (["reproduce"], ["run", "anything"], ["list", "experiments"], ["list", "experiments", "--json"],
+                      ["report"], ["report", "--profile", "full"]):
+        code, out, err = call(capsys, *arguments)
+        assert code == 1 and "there are no experiments in" in err and "KVLAB_ROOT" in err and out == "", arguments
+        assert err.count("\n") == 1 and list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("KVLAB_ROOT", str(tmp_path / "nowhere"))
+    code, _, err = call(capsys, "run", "anything")
+    assert code == 1 and f"no experiments in {tmp_path / 'nowhere'}" in err
 
 
 def test_an_unforeseen_error_is_a_sentence_as_well(project, capsys, monkeypatch):  # noqa: F811
@@ -131,8 +142,31 @@ def test_files_and_folders_named_from_the_shell_are_found_from_the_notebook(proj
 
 
 def test_report_command_names_its_files(project, capsys):  # noqa: F811
+    job(0.6)
     code, out, _ = call(capsys, "report", "--out", str(project / "here"))
     assert code == 0 and out.split() == [str(project / "here" / name) for name in ("report.html", "claims.csv")]
+
+
+def test_a_report_of_nothing_is_refused_and_leaves_nothing(project, capsys):  # noqa: F811
+    assert call(capsys, "report")[::2] == (1, "kvlab: no experiment has finished yet, so there is nothing to report; "
+                                              "run `kvlab reproduce` first\n")
+    (project / "mlruns" / "mlflow.db").unlink()
+    code, _, err = call(capsys, "report", "--out", "here/there")
+    assert code == 1 and "nothing to report" in err
+    left = [path.name for path in (project / "mlruns").iterdir() if path.suffix != ".lock"]
+    assert not left and not (project / "report").exists() and not (project / "here").exists()
+
+
+def test_a_report_of_an_unknown_profile_or_model_names_what_there_is(project, capsys):  # noqa: F811
+    job(0.6, profile="quick")
+    job(0.6, profile="full", model="big@1")
+    for arguments, found in ((["--profile", "quik"], "profile 'quik' has finished; there are runs of: full, quick"),
+                             (["--model", "biig@1"], "model 'biig' has finished; there are runs of: big, toy"),
+                             (["--model", "big", "--profile", "quick"], "none of these runs has measured a claim")):
+        code, out, err = call(capsys, "report", *arguments)
+        assert code == 1 and found in err and out == "" and err.count("\n") == 1
+    assert not (project / "report").exists()
+    assert call(capsys, "report", "--model", "big", "--profile", "full")[0] == 0
 
 
 def test_report_errors_pass_through(project, capsys, monkeypatch):  # noqa: F811

@@ -218,6 +218,7 @@ def test_the_small_axis_puts_everything_where_it_is():
 
 
 def test_writing_replaces_whole_files_and_leaves_nothing_else(project, monkeypatch):  # noqa: F811
+    job(0.6)
     first = report.write().read_text()
     assert sorted(path.name for path in (project / "report").iterdir()) == ["claims.csv", "report.html"]
 

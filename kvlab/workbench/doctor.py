@@ -38,7 +38,7 @@ class Finding:
 
 def findings() -> Iterator[Finding]:
     """All checks, one after the other; a check that breaks is a finding, too."""
-    for check in (python, versions, model, texts, store, disk, machine, gpu, jupyter):
+    for check in (python, versions, experiments, model, texts, store, disk, machine, gpu, jupyter):
         try:
             yield check()
         except KvlabError as error:
@@ -84,6 +84,17 @@ def versions() -> Finding:
         return Finding("packages", BAD if needed else REMARK, "; ".join(wrong[:4]) + more,
                        "pip install -c constraints.txt -e '.[notebooks,test]'")
     return Finding("packages", GOOD, f"kvlab {project.version()} and {len(pins) - len(absent)} packages as pinned")
+
+
+def experiments() -> Finding:
+    """The project: without its experiments kvlab can neither run nor reproduce any; all else works anywhere."""
+    from kvlab.workbench import experiments as files
+
+    try:
+        return Finding("project", GOOD, f"{len(files.names())} experiments in {project.root()}")
+    except KvlabError as error:
+        found, _, mend = str(error).partition("; ")
+        return Finding("project", REMARK, found, mend)
 
 
 def _missing() -> list[str]:

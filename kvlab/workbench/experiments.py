@@ -88,8 +88,8 @@ class Job:
 
 
 def names() -> list[str]:
-    """The experiments of the project, in the order of their files."""
-    return sorted(path.stem for path in (project.root() / "experiments").glob("*.yaml"))
+    """The experiments of the project, in the order of their files. Raises KvlabError where there are none."""
+    return sorted(path.stem for path in (project.checkout() / "experiments").glob("*.yaml"))
 
 
 def longest_first(profile: str = "quick") -> list[str]:
@@ -105,9 +105,6 @@ def longest_first(profile: str = "quick") -> list[str]:
 def load(name: str) -> Experiment:
     """The experiment `name`. Raises KvlabError, in one sentence, for an unknown name, broken YAML and unknown keys."""
     if name not in names():
-        if not names():
-            raise KvlabError(f"there are no experiments in {project.root()}: run kvlab inside a project with a folder "
-                             "`experiments`")
         raise KvlabError(nearest(name, names(), "experiment"))
     path = project.root() / "experiments" / f"{name}.yaml"
     raw, lines = yamls.load(path)

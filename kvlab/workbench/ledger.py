@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvlab import papers
 from kvlab.errors import KvlabError
-from kvlab.workbench import earlier, store
+from kvlab.workbench import earlier, project, store
 
 if TYPE_CHECKING:
     import pandas
@@ -121,6 +121,25 @@ def _finished(connection: Patient, experiment: str, model: str | None, profile: 
     found = earlier.finished(connection, known.experiment_id, **({"profile": _quotable(profile)} if profile else {}))
     wanted = model.split("@")[0] if model else None
     return [run for run in found if wanted is None or run.data.tags.get("model", "").split("@")[0] == wanted]
+
+
+def refuse(model: str | None, profile: str | None) -> NoReturn:
+    """Raise KvlabError that says why no run of that model and profile measured a claim."""
+    runs: list[Run] = []
+    if store.exists():
+        connection = store.client()
+        for name in {claim.experiment for claim in papers.claims() if claim.experiment}:
+            runs += _finished(connection, name, None, None)
+    if not runs:
+        project.checkout()
+        raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")
+    found = {"model": {run.data.tags.get("model", "").split("@")[0] for run in runs},
+             "profile": {run.data.tags.get("kvlab.profile", "") for run in runs}}
+    for what, wanted in (("profile", profile), ("model", model and model.split("@")[0])):
+        if wanted and wanted not in found[what]:
+            there = ", ".join(sorted(found[what] - {""})) or "none"
+            raise KvlabError(f"no run of the {what} {wanted!r} has finished; there are runs of: {there}")
+    raise KvlabError("none of these runs has measured a claim; run `kvlab reproduce` first")
 
 
 def _quotable(text: str) -> str:

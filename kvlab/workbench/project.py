@@ -28,6 +28,15 @@ def root() -> Path:
     return next((folder for folder in (here, *here.parents) if (folder / "experiments").is_dir()), here)
 
 
+def checkout() -> Path:
+    """`root`, which has experiments. Raises KvlabError, with what to do, where there are none."""
+    folder = root()
+    if next((folder / "experiments").glob("*.yaml"), None) is None:
+        raise KvlabError(f"there are no experiments in {folder}: they are files in a checkout of kvlab, in its folder "
+                         "`experiments`; change into one, or name it in KVLAB_ROOT")
+    return folder
+
+
 def version() -> str:
     """The version of the installed package; "0+unknown" for a source tree that was never installed."""
     from importlib.metadata import PackageNotFoundError

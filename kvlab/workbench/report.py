@@ -16,7 +16,7 @@ from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.files import replacing
 from kvlab.workbench import project, store
-from kvlab.workbench.ledger import STATES, UNTESTED, Entry, Tally, entries, frame, ledger, number
+from kvlab.workbench.ledger import STATES, UNTESTED, Entry, Tally, entries, frame, ledger, number, refuse
 from kvlab.workbench.tracking import file_name
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvlab.workbench.patience import Patient
 
-__all__ = ["entries", "evidence", "ledger", "number", "render", "signature", "write"]
+__all__ = ["entries", "evidence", "ledger", "number", "render", "save", "signature", "write"]
 
 MARKS = {"holds": ("holds", "●"), "holds in direction only": ("direction", "◐"), "fails": ("fails", "○"),
          "not measured": ("unmeasured", "–"), UNTESTED: ("untested", "∅")}
@@ -60,12 +60,26 @@ class Evidence:
 def write(out: str | Path | None = None, model: str | None = None, profile: str | None = None) -> Path:
     """Write report.html (self-contained) and claims.csv into `out` (default: the project's `report`); returns the page.
 
-    Each file appears whole or not at all. Raises KvlabError where they cannot be written or the store not be read.
+    Each file appears whole or not at all. Raises KvlabError where they cannot be written, the store not be read, or no
+    run in it measured a claim.
     """
+    folder = _folder(out)
+    found = entries(model, profile)
+    if not any(entry.run for entry in found):
+        refuse(model, profile)
+    return save(found, folder)
+
+
+def _folder(out: str | Path | None) -> Path:
     folder = Path(out) if out is not None else project.root() / "report"
     if folder.exists() and not folder.is_dir():
         raise KvlabError(f"cannot write the report into {folder}: it is a file, not a folder")
-    found = entries(model, profile)
+    return folder
+
+
+def save(found: list[Entry], out: str | Path | None = None) -> Path:
+    """Write the same of entries that are at hand, measured or not."""
+    folder = _folder(out)
     page = render(found, evidence(found))
     with replacing(folder / "claims.csv") as path:
         frame(found).to_csv(path, index=False)
