@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvlab.trace import Trace
 
 MEASURES = ("recall", "window_recall", "step_recall", "mass_lost", "output_error", "stored_bytes", "read_bytes")
+FIRST = ("recall", "mass_lost", "output_error", "stored_bytes", "read_bytes")
 # Attention of every step over every key is kept for all policies of a trace while it fits in here.
 KEPT_BYTES = 2 * 2**30
 
@@ -293,10 +294,10 @@ class Replay:
     @property
     def summary(self) -> dict[str, float]:
         """Means over layers, heads and steps of every measure; bytes are summed over layers and averaged over steps."""
-        return {
-            name: float(getattr(self, name).float().mean()) if getattr(self, name).numel() else float("nan")
-            for name in MEASURES
-        }
+        from kvlab.summaries import Means
+
+        means = {name: getattr(self, name).float() for name in MEASURES}
+        return Means({name: float(each.mean()) if each.numel() else float("nan") for name, each in means.items()})
 
     @property
     def signature(self) -> str:
@@ -363,22 +364,20 @@ class Replays(Sequence):
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """One row for each policy, budget and trace."""
-        import pandas as pd
+        """One row for each policy, budget and trace; it prints as many columns as fit into the terminal.
 
-        rows = [
-            {
-                "trace": r.trace.signature,
-                "policy": r.policy.name,
-                "budget": _budget_of(r),
-                "entries": r.budget,
-                "raised": r.raised,
-            }
-            | r.summary
-            | {"signature": r.signature}
-            for r in self.results
-        ]
-        return pd.DataFrame(rows)
+        Columns: policy, budget, recall, mass_lost, output_error, stored_bytes, read_bytes, window_recall, step_recall,
+        entries (what the budget came to), raised (to what the method needs), trace and signature.
+        """
+        from kvlab.summaries import Summary
+
+        rows = []
+        for r in self.results:
+            means = r.summary
+            first = {name: means.pop(name) for name in FIRST}
+            marks = {"entries": r.budget, "raised": r.raised, "trace": r.trace.signature, "signature": r.signature}
+            rows.append({"policy": r.policy.name, "budget": _budget_of(r)} | first | means | marks)
+        return Summary(rows)
 
     @cached_property
     def intervals(self) -> pd.DataFrame:

@@ -65,6 +65,20 @@ def test_examples_in_docstrings_say_what_comes_out(module):
     assert found.attempted and not found.failed
 
 
+def test_the_first_lines_print_the_table_that_stands_below_them(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"^ +policy .*?(?=^```)", text, re.MULTILINE | re.DOTALL)[0].splitlines()
+    exec(blocks(ROOT / "README.md", "python")[0], {})  # noqa: S102
+    printed = capsys.readouterr().out.splitlines()[-len(shown):]
+    assert [printed[0], printed[-1]] == [shown[0], shown[-1]]
+    for ours, theirs in zip(printed[1:-1], shown[1:-1], strict=True):
+        number, name, *values = ours.split()
+        assert [number, name] == theirs.split()[:2]
+        # Other processors round otherwise.
+        assert list(map(float, values)) == pytest.approx(list(map(float, theirs.split()[2:])), abs=0.005)
+
+
 def test_the_policy_of_ones_own_works_as_shown():
     (example,) = blocks(ROOT / "CONTRIBUTING.md", "python")
     shown: dict = {}

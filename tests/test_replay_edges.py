@@ -1,7 +1,10 @@
 """Replay of lists, of traces that lack something, and of policies that are not kvlab's own."""
 
+import json
+
 import numpy as np
 import oracles
+import pandas as pd
 import pytest
 import torch
 from replaying import (
@@ -32,6 +35,27 @@ def test_policies_times_budgets():
             assert row.mass_lost.item() == pytest.approx(one.summary["mass_lost"])
             assert row.output_error.item() == pytest.approx(one.summary["output_error"])
     assert set(result.table.policy) == {"streamingllm", "zsmerge"} and set(result.table.budget) == {12, 16}
+
+
+def test_summaries_read_well_in_a_terminal_of_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    table = kvlab.replay(trace(), ["streamingllm", "scissorhands", "full"], budgets=[12, 0.5, 16]).summary
+    assert isinstance(table, pd.DataFrame) and table.columns[-1] == "signature" and table.budget.dtype == float
+    header, *rows, rest = repr(table).splitlines()
+    first = ["policy", "budget", "recall", "mass_lost", "output_error", "stored_bytes"]
+    assert header.split()[:6] == list(table.columns[:6]) == first
+    assert max(map(len, [header, *rows])) <= 80 and len(rows) == len(table) == 7
+    assert [row.split()[2] for row in rows] == ["12", "0.5", "16", "12", "0.5", "16", "NaN"]
+    assert rows[0].split()[3] == f"{table.recall[0]:.3f}" and rows[0].split()[6] == f"{table.stored_bytes[0]:.0f}"
+    assert rest.startswith("[also: ") and rest.endswith("trace, signature]")
+    assert repr(table[table.budget == 12]).splitlines()[1] == rows[0]
+    signatures = repr(table[["policy", "signature"]])
+    assert "also" not in signatures and "streamingllm" in signatures and max(map(len, signatures.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "400")
+    assert "also" not in repr(table) and "signature" in repr(table)
+    one = kvlab.replay(trace(), kvlab.policy("streamingllm", budget=12)).summary
+    assert str(one).splitlines()[0].split() == ["recall", f"{one['recall']:.3f}"] and len(str(one).splitlines()) == 7
+    assert one == dict(one) and json.loads(json.dumps(one)) == one
 
 
 def test_policy_objects_with_their_parameters_times_budgets():

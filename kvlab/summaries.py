@@ -1,0 +1,43 @@
+"""Summaries of replays: data that print so that a terminal of 80 columns shows what a reader needs first."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import pandas as pd
+
+SHARE, BYTES = "{:.3f}".format, "{:.0f}".format
+FORMATS: dict[str, Callable[[float], str]] = {
+    "budget": "{:g}".format,    # entries, or a share of the prompt
+    "recall": SHARE, "window_recall": SHARE, "step_recall": SHARE, "mass_lost": SHARE, "output_error": SHARE,
+    "stored_bytes": BYTES, "read_bytes": BYTES,
+}
+
+
+class Means(dict):
+    """Means by measure, which print one to a line."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:<13} {FORMATS.get(name, str)(value):>12}" for name, value in self.items())
+
+
+class Summary(pd.DataFrame):
+    """A pandas table that prints as many of its first columns as fit into the terminal, and names the others below:
+    pandas itself would leave out the middle ones, and let a signature push the numbers aside.
+    """
+
+    @property
+    def _constructor(self) -> type[Summary]:
+        return Summary
+
+    def __repr__(self) -> str:
+        plain, room = pd.DataFrame(self), shutil.get_terminal_size().columns
+        limits = {name: pd.get_option(f"display.{name}") for name in ("max_rows", "min_rows", "max_colwidth")}
+        formats = {name: FORMATS[name] for name in plain.select_dtypes("float") if name in FORMATS}
+        for shown in range(plain.shape[1], 0, -1):
+            text = plain.iloc[:, :shown].to_string(formatters=formats, **limits)
+            if len(text.partition("\n")[0]) <= room or shown == 1:
+                left_out = ", ".join(map(str, plain.columns[shown:]))
+                return f"{text}\n[also: {left_out}]" if left_out else text
+        return repr(plain)
