@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab import packs
 from kvlab.errors import KvlabError
 from kvlab.files import why
+from kvlab.models import lm_of
 from kvlab.trace import FORMAT, Plan, Trace, capture, check_keep, placed, planned, several
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def shared(lm: LM, text_or_ids: Any, *args: Any, **options: Any) -> Trace | list
         KvlabError: as `kvlab.capture`, where the cache folder cannot be written, and for a `KVLAB_TRACES_GB` that is no
             number.
     """
-    given = signature(capture).bind(lm, text_or_ids, *args, **options)
+    given = signature(capture).bind(lm_of(lm), text_or_ids, *args, **options)
     given.apply_defaults()
     asked = {name: value for name, value in given.arguments.items() if name != "progress"}
     check_keep(asked["keep"])

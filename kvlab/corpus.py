@@ -7,6 +7,7 @@ A pack that is not there yet is pulled when one of its documents is asked for.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import importlib.util
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from kvlab import packs
-from kvlab.errors import KvlabError, nearest
+from kvlab.errors import KvlabError, nearest, whole
 from kvlab.files import expanded, jsonl, parsed, read_text, writable
 
 
@@ -55,7 +56,7 @@ class Document:
         The text is cut where the tokens end; tokenised anew, a cut within a run of spaces or a word may count one token
         more or less. Raises KvlabError where the document is shorter than that.
         """
-        if tokens < 1 or start < 0:
+        if whole("the length of a window", tokens) < 1 or whole("the start of a window", start) < 0:
             raise KvlabError(f"a window has at least 1 token and starts at 0 or later, not {tokens} from {start}")
         spans = _spans(tokenizer, self.text)
         if start + tokens > len(spans):
@@ -104,9 +105,10 @@ def document(name: str | os.PathLike) -> Document:
 
     Raises KvlabError for an unknown name, a year with several messages, a file that is missing, empty or not UTF-8.
     """
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name).strip():
+        raise KvlabError("a document needs a name, such as 'sotu/1962', or the path of a text file, and not "
+                         f"{name!r:.60}")
     name = os.fspath(name)
-    if not name.strip():
-        raise KvlabError("a document needs a name, such as 'sotu/1962', or the path of a text file")
     prefix, _, rest = name.partition("/")
     if prefix in _SOURCES and rest:
         return Document(name, _SOURCES[prefix].text(rest), _SOURCES[prefix].licence)
@@ -118,9 +120,17 @@ def document(name: str | os.PathLike) -> Document:
     if os.path.isdir(path):
         raise KvlabError(f"{name} is a folder, and a document is a text file; name one of the files in it")
     forms = ", ".join(f"{source}/..." for source in _SOURCES)
-    meant = [known for known in names() if known.partition("/")[2].lower() == name.lower()]
-    hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
+    hint = f" (did you mean {' or '.join(meant)}?)" if (meant := _meant(name)) else ""
     raise KvlabError(f"there is no document or text file {name}; a document is {forms}, or the path of a file{hint}")
+
+
+def _meant(name: str) -> list[str]:
+    """The documents that a name, which is none, comes nearest to."""
+    lowered, wanted = {known.lower(): known for known in names()}, name.lower().replace(" ", "/")
+    if (source := wanted.strip("/")) in _SOURCES:
+        return [known for known in lowered.values() if known.startswith(f"{source}/")][:3]
+    same = [known for low, known in lowered.items() if wanted in (low, low.partition("/")[2])]
+    return same or [lowered[low] for low in difflib.get_close_matches(wanted, lowered, n=3, cutoff=0.8)]
 
 
 def documents(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Document]:
@@ -128,7 +138,7 @@ def documents(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[D
 
     Raises KvlabError for an empty list, and as `document`.
     """
-    listed = [wanted] if isinstance(wanted, (str, os.PathLike)) else list(wanted)
+    listed = list(wanted) if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
     if not listed:
         raise KvlabError("no documents were named; give at least one, such as 'sotu/1962'")
     return [document(name) for name in listed]

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.errors import KvlabError
+from kvlab.errors import KvlabError, whole
 from kvlab.live import compress
+from kvlab.models import lm_of
 from kvlab.policies import Policy, policy
 from kvlab.replay import replay
 from kvlab.spread import summarise
@@ -90,7 +91,7 @@ def fidelity(
     The first token is predicted by the prefill, before anything is compressed; steps are counted from it.
 
     Args:
-        lm: from `kvlab.load` or `kvlab.random_lm`.
+        lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
         policy_or_name: a policy, or the name of one that needs no parameters.
         documents: texts, `Document`s or token ids, one or a list of them.
         new_tokens: length of the continuation, 2 or more.
@@ -102,8 +103,8 @@ def fidelity(
     import pandas as pd
     from tqdm.auto import tqdm
 
-    one = policy(policy_or_name)
-    if new_tokens < 2:
+    lm, one = lm_of(lm), policy(policy_or_name)
+    if whole("new_tokens", new_tokens) < 2:
         raise KvlabError(f"new_tokens={new_tokens}: the first token comes before any compression, so two are needed")
     many = list(documents) if several(documents) else [documents]
     frames = []
@@ -151,7 +152,7 @@ def closed_against_open(
     Once another token was generated, the two loops look at different texts; what comes later tells how far they drift.
 
     Args:
-        lm: from `kvlab.load` or `kvlab.random_lm`.
+        lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
         policy_or_name: a policy, or the name of one that needs no parameters.
         document: a text, a `Document` or token ids.
         new_tokens: length of both responses.
@@ -162,7 +163,8 @@ def closed_against_open(
     """
     import pandas as pd
 
-    one = policy(policy_or_name)
+    lm, one = lm_of(lm), policy(policy_or_name)
+    new_tokens = whole("new_tokens", new_tokens)
     ids, _ = prompt_ids(lm, document, chat)
     trace = capture(lm, ids, new_tokens, pseudo=(), policies=[one])
     opened = replay(trace, one)

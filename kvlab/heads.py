@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvlab import attention, corpus
 from kvlab.corpus import Document
-from kvlab.errors import KvlabError
+from kvlab.errors import KvlabError, whole
+from kvlab.models import lm_of
 from kvlab.tables import HeadScores
 from kvlab.trace import Trace, capture
 
@@ -62,7 +63,8 @@ def measure(
 
     from kvlab import __version__
 
-    if needles < 1 or context < SMALLEST:
+    lm = lm_of(lm)
+    if whole("needles", needles) < 1 or whole("context", context) < SMALLEST:
         raise KvlabError(
             f"heads are measured with at least 1 needle in {SMALLEST} tokens of hay, not {needles} in {context}"
         )

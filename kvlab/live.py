@@ -23,10 +23,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from kvlab import attention
 from kvlab.cache import LayerStore
 from kvlab.decoding import decode
-from kvlab.errors import KvlabError
+from kvlab.errors import KvlabError, whole
 from kvlab.livecache import Group, LiveCache, LiveLayer
 from kvlab.masks import masks_told
-from kvlab.policies import Policy, Prompt, policy
+from kvlab.models import LM, lm_of
+from kvlab.policies import Policy, Prompt, listed, policy
 from kvlab.probes import Probe, Records, Seen, Shadow, probe
 
 if TYPE_CHECKING:
@@ -585,7 +586,7 @@ def _no_tokenizer(text: str) -> Tensor:
 
 
 def compress(
-    model: nn.Module,
+    model: nn.Module | LM,
     policy_or_name: Policy | str,
     probes: Sequence[Probe | str] = (),
     *,
@@ -603,7 +604,7 @@ def compress(
     ```
 
     Args:
-        model: a transformers decoder whose attention goes through the attention interface.
+        model: a transformers decoder whose attention goes through the attention interface, or what `kvlab.load` gives.
         policy_or_name: a policy, or the name of one that needs no parameters.
         probes: what to record (`kvlab list probes`), by name or as objects.
         turns: what a prompt does that follows a response in the same cache: "recompress" takes all that is stored,
@@ -619,11 +620,17 @@ def compress(
     """
     if turns not in ("recompress", "leave"):
         raise KvlabError(f"turns={turns!r} is neither 'recompress' nor 'leave'")
+    if not isinstance(model, nn.Module):
+        model = lm_of(model)
+    if isinstance(model, LM):
+        model, tokenizer = model.model, model.tokenizer if tokenizer is None else tokenizer
     encode = None
     if tokenizer is not None:
 
         def encode(text: str) -> Tensor:
             return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
 
-    instruments = [probe(p) for p in probes]
+    instruments = [probe(p) for p in listed(probes, "probes")]
+    if whole("max_new_tokens", max_new_tokens) < 0:
+        raise KvlabError(f"max_new_tokens must not be negative, and is {max_new_tokens}")
     return Session(model, policy(policy_or_name), instruments, turns, encode, shadow_bytes, max_new_tokens)

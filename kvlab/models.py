@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import io
 import json
@@ -153,6 +154,43 @@ class LM:
         return self.tokenizer.decode(torch.as_tensor(ids).reshape(-1).tolist(), skip_special_tokens=True)
 
 
+class _Bare(LM):
+    """A transformers model that came alone: without tokenizer, and with the hash of what its weights are now."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.tokenizer = model, None
+        self.name = Path(getattr(model.config, "name_or_path", "") or type(model).__name__).name
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        config = self.model.config.to_dict()
+        own = {name: config[name] for name in sorted(config) if name not in ("_name_or_path", "transformers_version")}
+        digest = hashlib.sha256(json.dumps(own, default=str).encode())
+        for name, tensor in self.model.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def encode(self, text: str, chat: bool | str = "auto") -> torch.Tensor:
+        raise KvlabError(f"the {type(self.model).__name__} came without its tokenizer: give token ids instead of text, "
+                         "or what kvlab.load gives instead of its model")
+
+
+def lm_of(given: LM | torch.nn.Module) -> LM:
+    """What `kvlab.load` gives, or a transformers model, as an LM; a model alone has no tokenizer.
+
+    Raises KvlabError for anything else.
+    """
+    if isinstance(given, LM):
+        return given
+    whole = isinstance(given, torch.nn.Module) and hasattr(given, "config") and hasattr(given, "get_output_embeddings")
+    if whole and given.get_output_embeddings() is not None:
+        return _Bare(given)
+    if whole:
+        raise KvlabError(f"a {type(given).__name__} gives no logits: it is a part of a model; give the whole")
+    raise KvlabError(f"a model is what kvlab.load gives, or a transformers model, and not {given!r:.60}")
+
+
 def pull(name: str = DEFAULT, progress: bool = True) -> Path:
     """Fetch and convert the model `name` unless it is there, and return its folder.
 
@@ -173,6 +211,9 @@ def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype:
     GPU. A known model that is not there yet is pulled first. Raises KvlabError where nothing of that name can be had,
     and for a model that kvlab cannot look into, before its weights are read.
     """
+    if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path).strip():
+        raise KvlabError(f"a model has a name, such as {DEFAULT!r}, or a path, and not {name_or_path!r:.60}; "
+                         f"{_what_exists()}")
     name = os.fspath(name_or_path)
     if name in MODELS:
         return _from_folder(pull(name), name, device, dtype)

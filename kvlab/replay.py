@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +17,10 @@ from torch import Tensor
 from kvlab import attention, measures, spread
 from kvlab.cache import EMPTY, LayerStore, pick
 from kvlab.decoding import decode
-from kvlab.errors import KvlabError
-from kvlab.policies import Policy, Prompt, policy
+from kvlab.errors import KvlabError, whole
+from kvlab.policies import Policy, Prompt, listed, policy
 from kvlab.probes import Probe, Records, Seen, probe
+from kvlab.trace import opened
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -278,6 +280,7 @@ class Replay:
         return self._stored[step - 1][layer] if self._stored else self._with_response(layer, step)
 
     def _check(self, layer: int, step: int) -> None:
+        layer, step = whole("layer", layer), whole("step", step)
         if not 0 <= layer < self.trace.n_layers or not 0 <= step <= self.trace.steps:
             raise KvlabError(
                 f"layer {layer}, step {step} is outside this replay of {self.trace.n_layers} layers and "
@@ -410,7 +413,7 @@ class Replays(Sequence):
 
 
 def replay(
-    trace: Trace | Sequence[Trace],
+    trace: Trace | str | Path | Sequence[Trace | str | Path],
     policies: Policy | str | Sequence[Policy | str],
     budgets: Sequence[int | float] | None = None,
     progress: bool | None = None,
@@ -419,7 +422,7 @@ def replay(
     """Replay policies on traces.
 
     Args:
-        trace: one, or a list.
+        trace: one, or the path of one that was saved, or a list of these.
         policies: one policy, or a list of policies and names. A name needs `budgets`.
         budgets: every policy that has a budget is replayed at each of them.
         progress: show a progress bar; by default from eight replays on.
@@ -432,8 +435,10 @@ def replay(
         KvlabError: the trace lacks what a policy needs (pseudo-queries, a longer window), or a budget is too small.
     """
     single = not isinstance(trace, list | tuple) and isinstance(policies, Policy | str) and budgets is None
-    traces = list(trace) if isinstance(trace, list | tuple) else [trace]
-    wanted = [policies] if isinstance(policies, Policy | str) else list(policies)
+    traces = [opened(one) for one in (trace if isinstance(trace, list | tuple) else [trace])]
+    wanted = listed(policies)
+    if budgets is not None and (isinstance(budgets, str) or not isinstance(budgets, Iterable) or not list(budgets)):
+        raise KvlabError(f"budgets is a list of at least one, such as [128, 0.25], and not {budgets!r:.60}")
     if not traces or not wanted:
         raise KvlabError("a replay needs at least one trace and one policy")
     objects: list[Policy] = []
@@ -444,7 +449,7 @@ def replay(
             objects.extend(policy(one, budget=budget) for budget in budgets)
         else:
             objects.append(policy(one))
-    instruments = [probe(one) for one in probes]
+    instruments = [probe(one) for one in listed(probes, "probes")]
     if single:
         return Replay(traces[0], objects[0], instruments)
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from kvlab import attention
 from kvlab.cache import LayerStore, StoreCache
 from kvlab.devices import resolved
-from kvlab.errors import KvlabError
+from kvlab.errors import KvlabError, whole
 from kvlab.files import parsed, replacing
-from kvlab.policies import Policy, Prompt, policy, registry
+from kvlab.models import lm_of
+from kvlab.policies import Policy, Prompt, listed, policy, registry
 
 if TYPE_CHECKING:
     from kvlab.models import LM
@@ -94,6 +95,10 @@ class Trace:
         Raises:
             KvlabError: shapes that do not fit together.
         """
+        for name, given in {"queries": queries, "keys": keys, "values": values}.items():
+            if not isinstance(given, Tensor):
+                kind = type(given).__name__
+                raise KvlabError(f"{name} must be a torch tensor (torch.as_tensor makes one), not {kind}")
         pseudo = {GIVEN: pseudo} if isinstance(pseudo, Tensor) else dict(pseudo or {})
         made = cls(queries, keys, values, prompt_length, pseudo=pseudo, accumulated=accumulated, scaling=scaling)
         made._check()
@@ -368,6 +373,16 @@ def _checksum(path: Path, told: str) -> tuple[str, int]:
     return f"{found:08x}", place
 
 
+
+def opened(given: Trace | str | Path) -> Trace:
+    """A trace, or the one that was saved at that path. Raises KvlabError for anything else."""
+    if isinstance(given, Trace):
+        return given
+    if isinstance(given, str | Path):
+        return Trace.load(given)
+    raise KvlabError(f"a trace is what kvlab.capture gives, or the path where one was saved, and not {given!r:.60}")
+
+
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous, on the CPU, and no two in one piece of memory, which safetensors refuses."""
     found: dict[str, Tensor] = {}
@@ -479,6 +494,10 @@ def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Ten
     """
     from kvlab.corpus import Document
 
+    if chat not in ("auto", True, False):
+        raise KvlabError(f"chat={chat!r}: it is 'auto', True or False")
+    if isinstance(text_or_ids, Path):
+        raise KvlabError(f"{text_or_ids} is a path; give the text in it, as kvlab.document({str(text_or_ids)!r})")
     if isinstance(text_or_ids, str):
         if not text_or_ids.strip():
             raise KvlabError("the document is empty; it needs at least one token")
@@ -510,6 +529,8 @@ def _checked(lm: LM, ids: Any, what: str) -> Tensor:
             f"the {what} is one sequence of whole token ids, [tokens] or [1, tokens], and not {ids.dtype} of shape "
             f"{tuple(ids.shape)}; capture several as a list"
         )
+    if not ids.dim():
+        raise KvlabError(f"the {what} is a text, a Document or token ids, and not the number {int(ids)}")
     ids, vocabulary = ids.reshape(-1).long(), lm.model.get_input_embeddings().num_embeddings
     beyond = ids[(ids < 0) | (ids >= vocabulary)]
     if len(beyond):
@@ -555,15 +576,16 @@ def planned(
     response: Tensor | Sequence[int] | None,
 ) -> Plan:
     """What `capture` does with these arguments, checked; nothing runs. Raises KvlabError as `capture` does."""
+    new_tokens, window = whole("new_tokens", new_tokens), whole("window", window)
     if new_tokens < 0 or window < 0:
         raise KvlabError(f"new_tokens and window must not be negative, and are {new_tokens} and {window}")
     if queries not in (None, "all"):
         raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
-    served = [_whole(one) for one in policies]
+    served = [_roomy(one) for one in listed(policies)]
     window = max([window, *(one.observes or 0 for one in served), *(one.reads_perplexity for one in served)])
     queries = "all" if any(one.observes is None for one in served) else queries
     accumulate = accumulate or any(one.accumulates for one in served)
-    asking = [one for one in (*map(_whole, pseudo), *served) if one.pseudo_key]
+    asking = [one for one in (*map(_roomy, listed(pseudo, "pseudo")), *served) if one.pseudo_key]
     ids, document = prompt_ids(lm, text_or_ids, chat)
     length = len(ids)
     if response is not None:
@@ -605,7 +627,7 @@ def capture(
     """Run one prompt and its greedy response on the full cache, and record what attention saw.
 
     Args:
-        lm: from `kvlab.load` or `kvlab.random_lm`.
+        lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
         text_or_ids: a text or `Document` (with `chat="auto"` it becomes a user message where the model has a chat
             template), token ids (taken as they are), or a list of texts or documents, which gives a list of traces.
         new_tokens: length of the response, exactly (EOS is no stop); its last token is fed too, so there are as many
@@ -628,6 +650,7 @@ def capture(
             run by then.
     """
     check_keep(keep)
+    lm = lm_of(lm)
     if several(text_or_ids):
         from tqdm.auto import tqdm
 
@@ -698,7 +721,7 @@ def check_keep(keep: str) -> None:
         raise KvlabError(f"keep={keep!r} is none of {', '.join(map(repr, get_args(Keep)))}")
 
 
-def _whole(one: Policy | str) -> Policy:
+def _roomy(one: Policy | str) -> Policy:
     """A policy by name, with room for the whole prompt."""
     if isinstance(one, Policy):
         return one

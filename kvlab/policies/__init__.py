@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import entry_points
+from typing import Any
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.policies.base import Budget, Policy, Prompt
@@ -72,6 +74,23 @@ def policy(name: str | Policy, **parameters) -> Policy:
     """
     if isinstance(name, Policy):
         return name.replace(**parameters) if parameters else name
+    if not isinstance(name, str):
+        raise KvlabError(f"a policy is a name, such as 'snapkv', or what kvlab.policy gives, and not {name!r:.60}")
     if name not in registry():
-        raise KvlabError(nearest(name, registry(), "policy"))
+        raise KvlabError(unknown(name))
     return registry()[name](**parameters)
+
+
+def unknown(name: str) -> str:
+    """The sentence for a policy that does not exist: the nearest, and all that there are."""
+    told = nearest(name, registry(), "policy", limit=len(registry()))
+    return told if "known are" in told else f"{told} (known are: {', '.join(sorted(registry()))})"
+
+
+def listed(wanted: Any, what: str = "policies") -> list[Any]:
+    """Policies, probes and the like as a list: one, by name or as an object, counts as a list of one."""
+    if isinstance(wanted, str | Policy):
+        return [wanted]
+    if isinstance(wanted, Iterable):
+        return list(wanted)
+    raise KvlabError(f"{what} are names or objects, one or a list of them, and not {wanted!r:.60}")

@@ -470,7 +470,23 @@ def _first_problem(error: ValidationError) -> str:
         return message
     if problem["type"] == "missing":
         return f"parameter {field!r} is missing"
-    return f"parameter {field!r} = {problem['input']!r} is not right: {message[0].lower()}{message[1:]}"
+    meant = _number_meant(problem["input"]) if problem["type"] in ("int_type", "float_type", "int_parsing") else None
+    hint = "" if meant is None else f"; did you mean {field}={meant!r}?"
+    if field == "budget":
+        message = "It is a number of entries, such as 128, or a share of the prompt, such as 0.2"
+    return f"parameter {field!r} = {problem['input']!r} is not right: {message[0].lower()}{message[1:]}{hint}"
+
+
+def _number_meant(given: object) -> int | float | None:
+    """The number that a text, or a whole number written as a float, stands for."""
+    try:
+        number = float(given) if isinstance(given, str | float) else math.nan
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return None
+    whole = number.is_integer() and "." not in str(given).removesuffix(".0")
+    return int(number) if whole else number if isinstance(given, str) else None
 
 
 def top_and_last(scores: Tensor, top: int, last: int) -> Tensor:

@@ -8,21 +8,22 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-import operator
 import threading
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvlab import models
-from kvlab.errors import KvlabError, nearest
-from kvlab.policies import Policy, policies, policy
+from kvlab.errors import KvlabError, nearest, whole
+from kvlab.policies import Policy, policies, policy, unknown
 from kvlab.replay import Replay
+from kvlab.trace import opened
 from kvlab.workbench import picture
 from kvlab.workbench.picture import LIVE, Look, Place
 
@@ -320,14 +321,15 @@ def _watched() -> bool:
 
 
 def explore(
-    trace: Trace, left: str | Policy = LEFT, right: str | Policy = RIGHT, *, budgets: Sequence[int] | None = None,
+    trace: Trace | str | Path, left: str | Policy = LEFT, right: str | Policy = RIGHT, *,
+    budgets: Sequence[int] | None = None,
     budget: int | None = None, layer: int | None = None, head: int | None = None, step: int | None = None,
     lm: LM | None = None,
 ) -> Explorer:
     """Explore a trace by hand in JupyterLab: two policies side by side, one query, and what it lost.
 
     Args:
-        trace: with a response.
+        trace: with a response; or the path of one that was saved.
         left, right: two policies, by name or as objects (of the user's own, or two variants of one).
         budgets: the stops of the budget's slider; by default powers of two below the prompt's length, and the budgets
             of policies that are given as objects.
@@ -339,17 +341,18 @@ def explore(
         KvlabError: a trace without a response, a policy that this trace cannot serve, two policies that differ in their
             budgets alone, or a place outside the trace.
     """
+    trace = opened(trace)
     if not trace.steps:
         raise KvlabError("there is no query to look at: this trace has no response; capture it with new_tokens=32")
     for one in (left, right):
         if isinstance(one, str) and one not in policies():
-            raise KvlabError(nearest(one, policies(), "policy"))
+            raise KvlabError(unknown(one))
     if _label(left) == _label(right) and _given(left, trace) != _given(right, trace):
         raise KvlabError(f"both sides are {_label(left)}, and the slider gives both the same budget: choose two "
                          "policies that differ in something else")
-    stops = default_budgets(trace, left, right) if budgets is None else sorted({_whole("a budget", b) for b in budgets})
+    stops = default_budgets(trace, left, right) if budgets is None else sorted({whole("a budget", b) for b in budgets})
     if budget is not None:
-        stops = sorted({*stops, _whole("a budget", budget)})
+        stops = sorted({*stops, whole("a budget", budget)})
     if not stops or min(stops) < 1:
         raise KvlabError(f"budgets must be whole numbers of entries from 1 on, and are {stops}")
     likely = (budget, _given(left, trace), _given(right, trace), stops[len(stops) // 2])
@@ -418,20 +421,13 @@ def _fits(trace: Trace, name: str, budget: int) -> bool:
     return held and not (one.reads_perplexity and trace.nll is None)
 
 
-def _whole(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise KvlabError(f"{name} must be a whole number, and is {value!r}") from None
-
-
 def _checked(trace: Trace, layer: int, head: int, step: int) -> Place:
     found = []
     for name, value, low, high in (("layer", layer, 0, trace.n_layers - 1), ("head", head, 0, trace.heads - 1),
                                    ("step", step, 1, trace.steps)):
-        if not low <= _whole(name, value) <= high:
+        if not low <= whole(name, value) <= high:
             raise KvlabError(f"{name} {value} is outside this trace, which has {low} .. {high}")
-        found.append(_whole(name, value))
+        found.append(whole(name, value))
     return Place(*found)
 
 
