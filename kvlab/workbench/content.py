@@ -92,11 +92,24 @@ def cache_folder() -> Path:
 
 def model_hash(name: str) -> str | None:
     """The sha256 of the weights of a model that was pulled; None where there is none of that name."""
-    if "/" in name or any(sign in name for sign in "*?["):
-        return None
-    for note in sorted((cache_folder() / "models").glob(f"{name}-*/PROVENANCE.json"), reverse=True):
+    for note in _notes(name):
         try:
             return parsed(note.read_text(encoding="utf-8")).get("weights_sha256")
         except (OSError, ValueError, AttributeError):
             continue
     return None
+
+
+def _notes(name: str) -> list[Path]:
+    """What is noted beside a pulled model of that name, the newest version first."""
+    if not name or "/" in name or any(sign in name for sign in "*?["):
+        return []
+    return sorted((cache_folder() / "models").glob(f"{name}-*/PROVENANCE.json"), reverse=True)
+
+
+def model_folder(name: str) -> Path | None:
+    """Where a model lies that was pulled, or that is a folder itself; None for any other."""
+    if pulled := _notes(name):
+        return pulled[0].parent
+    path = expanded(name)
+    return path if name and path.is_dir() else None

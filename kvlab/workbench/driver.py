@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
 from kvlab.files import first_line, why
-from kvlab.workbench import content, earlier, experiments, inputs, patience, places, project, store, tracking
+from kvlab.workbench import content, earlier, experiments, inputs, limits, patience, places, project, store, tracking
 from kvlab.workbench.experiments import Job
 from kvlab.workbench.places import LOG, RESULT, Here, Place, Task, cores
 from kvlab.workbench.progress import Progress
@@ -80,6 +80,8 @@ def run(names: str | Sequence[str], profile: str = "quick", overrides: Mapping[s
     patience.patience()
     queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
     inputs.prepare([job.parameters for job in queue])
+    for job in queue:
+        limits.check(job.parameters, job.experiment)
     # A model pulled just now belongs into the keys.
     queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
     connection = store.client()

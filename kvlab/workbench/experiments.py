@@ -4,6 +4,7 @@
     description: one or two sentences
     parameters: {model: smollm2-135m, seed: 0}      # as in the notebook's `parameters` cell
     grid: {window: [8, 32]}                         # one job for each combination
+    limits: {budget: [33, null]}                    # the least and the most that a number, or each of a list, may be
     timeout: 3600                                   # seconds a job may take; none by default
     profiles:
       quick: {seconds: 60}                          # what a job takes, roughly
@@ -60,6 +61,7 @@ class Experiment(BaseModel):
     description: str
     parameters: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, list[Any]] = Field(default_factory=dict)
+    limits: dict[str, tuple[int | float | None, int | float | None]] = Field(default_factory=dict)
     timeout: int | None = Field(None, gt=0)
     profiles: dict[str, Profile] = Field(default_factory=dict)
 
@@ -200,7 +202,7 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
             grid[name] = value
         else:
             single[name] = value
-    for name in (*single, *grid):
+    for name in (*single, *grid, *experiment.limits):
         _known(name, declared, experiment)
     for axis, values in grid.items():
         single.pop(axis, None)
@@ -214,10 +216,28 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
         point = dict(zip(grid, combination, strict=True))
         parameters = {name: checked(name, value, declared[name], experiment.name)
                       for name, value in {**declared, **single, **point}.items()}
+        for name, value in parameters.items():
+            _within(name, value, declared[name], experiment)
         points.append(Job(experiment.name, _job_name(experiment.name, profile, point), profile, experiment.path,
                           parameters, content.key(experiment.path, parameters), changes.timeout or experiment.timeout,
                           changes.seconds))
     return points
+
+
+def _within(name: str, value: Any, default: Any, experiment: Experiment) -> None:
+    """Refuse numbers outside the experiment's limits, and whole ones below 0 where the notebook's own are not."""
+    usual = [each for each in (default if isinstance(default, list) else [default]) if _is_number(each)]
+    counts = bool(usual) and all(isinstance(each, int) and each >= 0 for each in usual)
+    least, most = experiment.limits.get(name, (0 if counts else None, None))
+    for each in filter(_is_number, value if isinstance(value, list) else [value]):
+        for beyond, bound in ((least is not None and each < least, f"at least {least}"),
+                              (most is not None and each > most, f"at most {most}")):
+            if beyond:
+                raise KvlabError(f"parameter {name!r} of {experiment.name} must be {bound}, and is {_short(each)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _known(name: str, declared: Mapping[str, Any], experiment: Experiment) -> None:
