@@ -136,6 +136,31 @@ def mass_lost(weights: Tensor, read: Tensor) -> Tensor:
     return (1 - mass_kept(weights, read)).clamp(0, 1)
 
 
+def lost_weights(weights: Tensor, read: Tensor) -> Tensor:
+    """The attention that falls on each position which is not read; shapes as `mass_lost`, -> `[..., heads, length]`."""
+    length = weights.shape[-1]
+    rows = attention.to_query_heads(read, weights.shape[-2]).to(weights.device)
+    # What only pads a row is scattered into a column of its own.
+    return F.pad(weights, (0, 1)).scatter(-1, rows.masked_fill(rows == _PAD, length), 0)[..., :length]
+
+
+def concentrated_loss(weights: Tensor, read: Tensor) -> Tensor:
+    """Attention mass lost over the square root of the number of tokens that it is lost on: m / sqrt(n).
+
+    With w_i the attention on the i-th key that is not read, m = sum w_i, and n = m^2 / sum w_i^2, the effective number
+    of tokens (the participation ratio: equal losses on k tokens give k). So it is sqrt(sum w_i^2). A head that loses
+    0.4 on two tokens has 0.28, one that loses 0.6 evenly on 900 has 0.02. Under the square root, not n itself, a token
+    lost besides never lowers the measure, and a loss on one token is worth what it is.
+
+    Args:
+        weights, read: as `mass_lost`.
+
+    Returns:
+        `[..., heads]` in [0, 1].
+    """
+    return lost_weights(weights, read).norm(dim=-1)
+
+
 def output_error(full: Tensor, compressed: Tensor) -> Tensor:
     """Relative error ||o - o'|| / ||o|| of the attention output (ZSMerge figure 4).
 

@@ -294,6 +294,22 @@ class Replay:
         padded = both.masked_fill(both == EMPTY, torch.iinfo(torch.int64).max).sort(-1).values
         return padded.masked_fill(padded == torch.iinfo(torch.int64).max, EMPTY)
 
+    def lost(self, step: int) -> Tensor:
+        """Full attention of the decoding query `step` (from 1) on keys that it does not read, zero on those that it
+        does, `[layers, heads, prompt + step]`.
+        """
+        return measures.lost_weights(self._reference.at(step), self._reads(step))
+
+    def _reads(self, step: int) -> Tensor:
+        return torch.stack([self.kept(layer, step) for layer in range(self.trace.n_layers)])
+
+    @cached_property
+    def concentrated_loss(self) -> Tensor:
+        """`measures.concentrated_loss` of every decoding query, `[layers, heads, steps]`."""
+        steps = range(1, self.trace.steps + 1)
+        each = [measures.concentrated_loss(self._reference.at(step), self._reads(step)) for step in steps]
+        return torch.stack(each, -1)
+
     @property
     def summary(self) -> dict[str, float]:
         """Means over layers, heads and steps of every measure; bytes are summed over layers and averaged over steps."""

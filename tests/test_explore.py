@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from browsing import DESKTOP, PHONE, launched, opened, overflow
 from replaying import HEADS, KV_HEADS, LAYERS, PROMPT, STEPS, tensors
 from tensors import exact
 from tokenizers import Tokenizer, decoders
@@ -171,10 +172,67 @@ def test_text_that_looks_like_markup_stays_text(trace):
     assert "<script" not in html and html.count("&lt;script&gt;") == PROMPT + PLACE.step
 
 
-def test_the_first_look_is_the_worst_query(trace, explorer):
-    lost = explorer.replay("snapkv", explorer.budget).mass_lost
+def concentrated_by_hand(result):
+    """m / sqrt(m^2 / sum w^2) of every query, from the tensors alone, with plain loops."""
+    found = np.zeros((LAYERS, HEADS, STEPS))
+    for layer, head, step in np.ndindex(found.shape):
+        kept = result.kept(layer, step + 1)
+        own = set(kept[head * len(kept) // HEADS].tolist())
+        lost, squares = 0.0, 0.0
+        for position, weight in enumerate(attention_by_hand(layer, head, step + 1)):
+            if position not in own:
+                lost += weight
+                squares += weight * weight
+        tokens = lost * lost / squares if squares else 1
+        found[layer, head, step] = lost / tokens**0.5
+    return found
+
+
+@pytest.mark.parametrize("policy", [
+    dict(name="snapkv", budget=40), dict(name="snapkv", budget=36, sets="head"),
+    dict(name="zsmerge", budget=16), dict(name="duoattention", budget=24), dict(name="exact_topk", budget=8),
+    dict(name="full"),
+], ids=str)
+def test_what_is_lost_on_few_tokens_agrees_with_plain_loops(trace, policy):
+    """Sets of a group and of a head, padded ones, and those that a step selects."""
+    result = kvlab.replay(trace, kvlab.policy(**policy))
+    by_hand = concentrated_by_hand(result)
+    assert np.abs(result.concentrated_loss.numpy() - by_hand).max() < 1e-6
+    assert by_hand.max() > 0.1 or policy["name"] == "full"
+
+
+def test_two_tokens_say_more_than_nine_hundred():
+    """Head 0 loses much, evenly over the whole text; head 1 less, on two tokens. The second is the finding."""
+    prompt = 1000
+    keys = torch.zeros(1, 1, prompt + 1, 4)
+    keys[0, 0, [400, 700], 1] = 1.0
+    keys[0, 0, -1, 2] = 1.0         # the query's own entry, which is always read
+    queries = torch.zeros(1, 2, prompt + 1, 4)
+    queries[0, 0, -1, 2] = 2 * np.log(600)
+    queries[0, 1, -1, 1:3] = 2 * np.log(50_000) * torch.tensor([1.0, 1.0])
+    explorer = kvlab.explore(Trace.from_tensors(queries, keys, keys, prompt), "streamingllm", "full", budgets=[100])
+    try:
+        diffuse, pointed = explorer.replay("streamingllm", 100).mass_lost[0, :, 0].tolist()
+        assert diffuse == pytest.approx(900 / 1600, abs=0.01) and pointed == pytest.approx(2 / 3, abs=0.02)
+        assert explorer.place == Place(0, 1, 1)
+        # Half of the second head's attention, which is then less than the first one's, still says more.
+        queries[0, 1, -1, 2] = 2 * np.log(150_000)
+        weaker = kvlab.explore(Trace.from_tensors(queries, keys, keys, prompt), "streamingllm", "full", budgets=[100])
+        try:
+            diffuse, pointed = weaker.replay("streamingllm", 100).mass_lost[0, :, 0].tolist()
+            assert pointed == pytest.approx(0.4, abs=0.02) and diffuse > pointed
+            assert weaker.place == Place(0, 1, 1) == weaker.most_different()
+            assert "2 tokens" in words(weaker.html())
+        finally:
+            weaker.close()
+    finally:
+        explorer.close()
+
+
+def test_the_first_look_is_the_worst_query(explorer):
+    lost = concentrated_by_hand(explorer.replay("snapkv", explorer.budget))
     place = explorer.place
-    assert lost[place.layer, place.head, place.step - 1] == lost.max()
+    assert (place.layer, place.head, place.step - 1) == np.unravel_index(lost.argmax(), lost.shape)
     assert explorer.budget == 40
 
 
@@ -228,7 +286,7 @@ def test_every_control_says_what_it_does(explorer):
 
 def test_the_buttons_go_to_the_worst_and_to_the_most_different_query(explorer):
     left, right, different = explorer.panel.children[1].children
-    lost = [explorer.replay(name, explorer.budget).mass_lost for name in explorer.chosen]
+    lost = [concentrated_by_hand(explorer.replay(name, explorer.budget)) for name in explorer.chosen]
 
     def at(values):
         place = explorer.place
@@ -237,7 +295,7 @@ def test_the_buttons_go_to_the_worst_and_to_the_most_different_query(explorer):
     right.click()
     assert at(lost[1]) == lost[1].max()
     different.click()
-    assert at((lost[0] - lost[1]).abs()) == (lost[0] - lost[1]).abs().max()
+    assert at(np.abs(lost[0] - lost[1])) == np.abs(lost[0] - lost[1]).max()
     left.click()
     assert at(lost[0]) == lost[0].max()
     assert [explorer._controls[name].value for name in ("layer", "head", "step")] == list(vars(explorer.place).values())
@@ -451,6 +509,90 @@ def test_the_tokens_that_lost_the_most_lead_to_their_places(trace):
     finally:
         for explorer in explorers:
             explorer.close()
+
+
+# ---------------------------------------------------------------------- a long text
+
+
+@pytest.fixture(scope="module")
+def long():
+    """A trace of 2,000 tokens, of which the only query pays much to 400 and 1600, some to 1200, and little to a few."""
+    prompt = 2000
+    weights = torch.full((prompt + 1,), 0.4 / prompt)
+    weights[[400, 1600, 1200]] = torch.tensor([0.3, 0.2, 0.05])
+    weights[[150, 700, 900, 1400, 1800]] = 0.01
+    keys = torch.zeros(1, 1, prompt + 1, 4)
+    keys[..., 0] = weights.log()
+    queries = torch.zeros(1, 2, prompt + 1, 4)
+    queries[0, 0, -1, 0] = 2        # against the scaling, 1 / sqrt(4)
+    return Trace.from_tensors(queries, keys, keys, prompt)
+
+
+@pytest.fixture
+def far(long):
+    made = kvlab.explore(long, "streamingllm", "snapkv", budgets=[64])
+    made.tokens = [f"<{position}> " for position in range(long.length)]
+    yield made
+    made.close()
+
+
+def unfolded(html):
+    """The positions in a text that are seen when it is opened, and what the folds say."""
+    folds = re.findall(r"<details.*?<summary[^>]*>(.*?)</summary>.*?</details>", html, re.DOTALL)
+    return numbers_in([(markup.unescape(re.sub(r"<details.*?</details>", "", html, flags=re.DOTALL)),)]), folds
+
+
+def test_a_long_text_is_opened_at_what_was_lost(far):
+    assert far.place == Place(0, 0, 1)
+    looks = far.looks()
+    opened = picture.passages(looks, len(far.tokens))
+    for look in looks:
+        html = text(look, far.tokens, STATIC, opened=opened)
+        seen, folds = unfolded(html)
+        assert {400, 1200, 1600} <= seen and len(seen) < 300
+        assert all(set(range(p - picture.AROUND, p + picture.AROUND + 1)) <= seen for p in (400, 1200, 1600))
+        # Nothing is left out, nothing comes twice, and what the folds and the open passages lost is all.
+        whole = re.sub(r"<summary.*?</summary>", "", html)
+        assert "".join(words(whole).split()) == "".join("".join(far.tokens).split())
+        shares = [re.fullmatch(r"([\d,]+) tokens, ([\d.]+)% lost on them", fold).groups() for fold in folds]
+        assert sum(int(count.replace(",", "")) for count, _ in shares) == len(far.tokens) - len(seen)
+        hidden = sum(float(look.lost[p]) for p in range(len(far.tokens)) if p not in seen)
+        assert sum(float(share) for _, share in shares) == pytest.approx(100 * hidden, abs=0.06 * len(shares))
+
+
+def test_both_sides_open_the_same_passages(far):
+    """What one policy lost is looked for in the other's text."""
+    far.show(left="full")
+    texts = re.findall(r'<div class="kvlab-text">.*?</div>', far.html(), re.DOTALL)
+    (kept, _), (lost, _) = map(unfolded, texts)
+    assert kept == lost and 400 in kept
+    live = {side: unfolded(html)[0] for side, html in far._live().items() if side.endswith("text")}
+    assert live["left text"] == live["right text"] == kept
+
+
+def test_a_text_of_which_nothing_is_lost_is_whole(long):
+    whole = Look(kvlab.replay(long, kvlab.policy("full")), Place(0, 0, 1))
+    assert "<details" not in text(whole, [f"<{p}>" for p in range(long.length)])
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_tokens_that_lost_the_most_are_seen_at_once(far, tmp_path, size):
+    path = tmp_path / "page.html"
+    path.write_text(f"<!doctype html><meta charset=utf-8>{far.html()}", encoding="utf-8")
+    with launched() as browser, opened(browser, path.as_uri(), size) as (page, complaints):
+        boxes = page.locator(".kvlab-text").evaluate_all("""texts => texts.map(text => {
+            const box = text.parentElement.getBoundingClientRect();
+            return [...text.querySelectorAll('[id]')].filter(each => {
+                const own = each.getBoundingClientRect();
+                return own.height && own.top >= box.top && own.bottom <= box.bottom;
+            }).map(each => each.textContent.trim());
+        })""")
+        assert all({"<400>", "<1200>", "<1600>"} <= set(seen) for seen in boxes) and len(boxes) == 2
+        # A link to a token that lies in a fold opens the fold.
+        hidden = page.locator(".kvlab-text details [id]").first
+        assert not hidden.is_visible()
+        page.locator(f".kvlab-worst a[href='#{hidden.get_attribute('id')}']").click()
+        assert hidden.is_visible() and complaints == [] and overflow(page) == 0
 
 
 # ---------------------------------------------------------------------- drawings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
-from kvlab.replay import Replay, reference
+from kvlab.replay import Replay
 
 if TYPE_CHECKING:
     from kvlab.trace import Trace
@@ -46,14 +46,7 @@ def tokens_lost(trace: Trace, results: Sequence[Replay], tokens: Sequence[str], 
     for result in results:
         lost = torch.zeros(trace.length)
         for step in range(1, trace.steps + 1):
-            weights = reference(trace).at(step).cpu()
-            for layer in range(trace.n_layers):
-                kept = result.kept(layer, step)
-                read = torch.zeros(len(kept), trace.length + 1, dtype=torch.bool)
-                # What only pads a row is scattered into a column of its own.
-                read.scatter_(1, kept.masked_fill(kept < 0, trace.length), True)
-                unread = ~read[:, : weights.shape[-1]].repeat_interleave(trace.heads // len(kept), 0)
-                lost[: weights.shape[-1]] += (weights[layer] * unread).sum(0)
+            lost[: trace.prompt_length + step] += result.lost(step).sum((0, 1)).cpu()
         best = (lost / (trace.n_layers * trace.heads * trace.steps)).topk(min(limit, trace.length))
         rows += [
             {"policy": result.policy.name, "position": position, "token": tokens[position], "share": round(share, 5)}

@@ -140,14 +140,16 @@ class Explorer:
             self.look_ahead()
 
     def worst(self, side: str = "left") -> Place:
-        """The query that loses the most attention under the policy of a side: "left" or "right"."""
+        """The query that loses the most attention on the fewest tokens (`measures.concentrated_loss`) under the policy
+        of a side: "left" or "right". One that loses a little on each of a thousand tokens says nothing about a text.
+        """
         if side not in SIDES:
             raise KvlabError(nearest(side, SIDES, "side"))
-        return self._at_most(self.replay(self.chosen[SIDES.index(side)], self.budget).mass_lost)
+        return self._at_most(self.replay(self.chosen[SIDES.index(side)], self.budget).concentrated_loss)
 
     def most_different(self) -> Place:
-        """The query at which the two policies differ the most in the attention that is lost."""
-        left, right = (self.replay(name, self.budget).mass_lost for name in self.chosen)
+        """The query at which the two policies differ the most in that measure."""
+        left, right = (self.replay(name, self.budget).concentrated_loss for name in self.chosen)
         return self._at_most((left - right).abs())
 
     def _at_most(self, values: Tensor) -> Place:
@@ -211,9 +213,9 @@ class Explorer:
         for name, control in self._controls.items():
             control.observe(lambda change, name=name: self._moved(name, change["new"]), names="value")
         places = {
-            "worst of left": ("where the left policy loses the most attention", lambda: self.worst("left")),
-            "worst of right": ("where the right policy loses the most attention", lambda: self.worst("right")),
-            "most different": ("where one policy loses much more attention than the other", self.most_different),
+            "worst of left": ("where the left policy loses much attention on few tokens", lambda: self.worst("left")),
+            "worst of right": ("the same for the right policy", lambda: self.worst("right")),
+            "most different": ("where one policy loses much on few tokens, the other not", self.most_different),
         }
         buttons = []
         for name, (about, find) in places.items():
@@ -248,11 +250,12 @@ class Explorer:
     def _live(self) -> dict[str, str]:
         """The HTML of each part of the picture."""
         looks = self.looks()
+        opened = picture.passages(looks, len(self.tokens))
         parts = {"where": picture.where(looks[0], self.tokens)}
         for side, look in zip(SIDES, looks, strict=True):
             mark = f"{self._mark}{side}"
             parts[f"{side} top"] = picture.top(look, LIVE)
-            parts[f"{side} text"] = picture.text(look, self.tokens, LIVE, mark)
+            parts[f"{side} text"] = picture.text(look, self.tokens, LIVE, mark, opened)
             parts[f"{side} below"] = picture.below(look, self.tokens, LIVE, mark)
         return parts
 
@@ -334,7 +337,8 @@ def explore(
         budgets: the stops of the budget's slider; by default powers of two below the prompt's length, and the budgets
             of policies that are given as objects.
         budget: the one to begin with; by default that of a policy given as an object, else the middle one.
-        layer, head, step: the query to begin with (step from 1); by default the one that loses the most under `left`.
+        layer, head, step: the query to begin with (step from 1); by default the worst under `left`
+            (`Explorer.worst`).
         lm: whose tokenizer shows the text; by default that of the model that the trace names.
 
     Raises:

@@ -35,7 +35,11 @@ STRONG, TOLD, WEAK = 0.05, 0.002, 0.0005
 LEVELS = 8
 CELL, SHADES = 11, 16
 MARGIN = 18     # left of a map, for the numbers of its layers
-TEXT_HEIGHT = 260
+TEXT_HEIGHT = 320
+# What of a long text is open from the first: so many of the tokens that lost the most, with so many on each side, if
+# they lost at least this share of what the first of them did; so all of it fits into the text's height.
+PASSAGES, AROUND, WORTH = 4, 12, 0.1
+SHORT = 300     # tokens; a text of so many is open as a whole, and a piece below a tenth of it is not worth folding
 
 
 # ---------------------------------------------------------------------- how it is written down
@@ -56,6 +60,8 @@ _LOOKS: dict[str | int, tuple[str, str]] = {
     **{level: ("ins", f"background:{_shade(RED, 0.1 + 0.9 * level / LEVELS)};color:#000;text-decoration:underline")
        for level in range(len(_WEAKEST) + 1, LEVELS + 1)},
 }
+_FOLD = "border-left:3px solid #d6dbe1;padding-left:6px;margin:2px 0"
+_FOLDED = f"cursor:pointer;font-size:11px;color:{FAINT}"
 _CLASSES = {look: f"k{number}" for number, look in enumerate(_LOOKS)}
 _PAGE = f"font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;color:{INK};background:#fff;padding:8px"
 _SIDES, _SIDE = "display:flex;flex-wrap:wrap;gap:22px", "flex:1 1 420px;min-width:0"
@@ -71,6 +77,7 @@ SHEET = (
     ".kvlab-picture .widget-html{margin:0;width:auto;height:auto;min-width:0}"
     f".kvlab-picture .widget-html-content{{line-height:1.45;font-size:13px;min-width:0;color:{INK}}}"
     f".kvlab-scroll{{{_TEXT}}}.kvlab-scroll .widget-html-content{{font-size:12px;color:{DIM}}}"
+    f".kvlab-text details{{{_FOLD}}}.kvlab-text summary{{{_FOLDED}}}"
     ".kvlab-text :target{outline:2px solid #000}.kvlab-text [id]{scroll-margin:110px}"
     + "".join(f".{_CLASSES[look]}{{{style}}}" for look, (_, style) in _LOOKS.items())
     + "</style>"
@@ -83,10 +90,12 @@ class Medium:
 
     Attributes:
         looks: what a token looks like -> the tag that opens it.
+        fold: attributes of a piece of text that is folded away, and of the line that stands for it.
         drawing: (name, about, SVG elements, (width, height), width on the page) -> HTML.
     """
 
     looks: Mapping[str | int, str]
+    fold: tuple[str, str]
     drawing: Callable[[str, str, str, tuple[float, float], str], str]
 
 
@@ -110,8 +119,9 @@ def _in_place(name: str, about: str, drawing: str, size: tuple[float, float], wi
     return _svg(attributes, drawing, size)
 
 
-STATIC = Medium({look: f'<{tag} style="{style}">' for look, (tag, style) in _LOOKS.items()}, _as_image)
-LIVE = Medium({look: f"<{tag} class={_CLASSES[look]}>" for look, (tag, _) in _LOOKS.items()}, _in_place)
+STATIC = Medium({look: f'<{tag} style="{style}">' for look, (tag, style) in _LOOKS.items()},
+                (f' style="{_FOLD}"', f' style="{_FOLDED}"'), _as_image)
+LIVE = Medium({look: f"<{tag} class={_CLASSES[look]}>" for look, (tag, _) in _LOOKS.items()}, ("", ""), _in_place)
 
 
 # ---------------------------------------------------------------------- what is shown
@@ -179,6 +189,12 @@ class Look:
         return self.weights.masked_fill(self.read, 0)
 
     @property
+    def spread(self) -> float:
+        """On how many tokens, effectively, attention is lost (see `measures.concentrated_loss`)."""
+        lost = self.lost.double()
+        return float(lost.sum() ** 2 / lost.square().sum().clamp_min(1e-300))
+
+    @property
     def mass_lost(self) -> float:
         return float(self.result.mass_lost[self.place.layer, self.place.head, self.place.step - 1])
 
@@ -188,9 +204,11 @@ def page(looks: Sequence[Look], tokens: Sequence[str], mark: str = "kvlab") -> s
 
     mark: begins the ids of this page's tokens, which must differ between pages of one document.
     """
+    opened = passages(looks, len(tokens))
     sides = "".join(
-        f'<section style="{_SIDE}">{top(look, STATIC)}<div style="{_TEXT}">{text(look, tokens, STATIC, f"{mark}{n}")}'
-        f"</div>{below(look, tokens, STATIC, f'{mark}{n}')}</section>"
+        f'<section style="{_SIDE}">{top(look, STATIC)}'
+        f'<div style="{_TEXT}">{text(look, tokens, STATIC, f"{mark}{n}", opened)}</div>'
+        f'{below(look, tokens, STATIC, f"{mark}{n}")}</section>'
         for n, look in enumerate(looks)
     )
     return (f'<div class="kvlab-picture" style="{_PAGE}">{where(looks[0], tokens)}{legend(STATIC)}'
@@ -200,9 +218,14 @@ def page(looks: Sequence[Look], tokens: Sequence[str], mark: str = "kvlab") -> s
 def where(look: Look, tokens: Sequence[str]) -> str:
     """The query that is shown, in words, and the trace that it belongs to."""
     place, position = look.place, look.trace.prompt_length + look.place.step - 1
-    about = f"the query of <b>{escape(shown(tokens, position))}</b> at " if position < len(tokens) else ""
+    about, said = "", ""
+    if position < len(tokens):
+        about = f"the query of <b>{escape(shown(tokens, position))}</b> at "
+        before, after = tokens[max(0, position - AROUND) : position], tokens[position + 1 : position + 5]
+        said = (f" in <i>… {_inline(before)}<b>{_inline(tokens[position : position + 1])}</b>"
+                f'<span style="color:{FAINT}">{_inline(after)}</span> …</i>')
     return (f"<div>layer {place.layer}, query head {place.head}, decoding step {place.step}: {about}position "
-            f'{position:,}</div><div style="font-size:11px;color:{FAINT};overflow-wrap:anywhere">'
+            f'{position:,}{said}</div><div style="font-size:11px;color:{FAINT};overflow-wrap:anywhere">'
             f"{escape(look.trace.signature)}</div>")
 
 
@@ -227,6 +250,8 @@ def top(look: Look, medium: Medium) -> str:
     error = float(result.output_error[place.layer, place.head, place.step - 1])
     facts = [
         ("lost by query", f"{look.mass_lost:.1%}", "share of its attention that lies on keys it cannot read"),
+        ("on about", f"{look.spread:,.0f} token{'s' * (round(look.spread) != 1)}" if look.mass_lost >= WEAK else "-",
+         "how many tokens the loss is spread over: equal losses on k tokens give k"),
         ("output error", f"{error:.2f}", "how far this head's output moves, relative to its length"),
         ("keys read", f"{int(look.read.sum()):,} of {len(look.weights):,}", "by this query, of those before it"),
         ("model: lost", f"{float(result.mass_lost.mean()):.1%}", "mean over layers, heads and steps"),
@@ -267,6 +292,11 @@ def visible(text: str) -> str:
     return escape(text.translate(_VISIBLE))
 
 
+def _inline(tokens: Iterable[str]) -> str:
+    """Some text within a line, as HTML."""
+    return escape("".join(tokens).translate(_VISIBLE).replace("\n", " "))
+
+
 def shown(tokens: Sequence[str], position: int) -> str:
     """The token at a position, for a sentence: never empty."""
     start = position
@@ -286,19 +316,62 @@ def _opened(look: str | int, medium: Medium) -> tuple[str, str]:
     return (medium.looks[look], f"</{_LOOKS[look][0]}>") if look in _LOOKS else ("", "")
 
 
-def text(look: Look, tokens: Sequence[str], medium: Medium = STATIC, mark: str = "kvlab") -> str:
-    """The prompt and the response up to the query, each token as the policy left it; neighbours that look the same
-    share an element, and a token that attention was lost on says how much when pointed at.
+def passages(looks: Sequence[Look], count: int) -> list[range]:
+    """The positions to show when the text is opened, in order: around the tokens that lost the most in any of the looks
+    at one query; all of them where the text is short, or nothing was lost.
+
+    count: of tokens that have a text.
     """
-    lost, read, stored = look.lost.tolist(), look.read.tolist(), look.stored.tolist()
+    lost = torch.stack([look.lost[:count] for look in looks]).amax(0)
+    length = len(lost)
+    best = lost.topk(min(PASSAGES, length))
+    least = max(WEAK, WORTH * float(best.values[0])) if length else 0.0
+    centres = sorted(p for share, p in zip(best.values.tolist(), best.indices.tolist(), strict=True) if share >= least)
+    if length <= SHORT or not centres:
+        return [range(length)]
+    found: list[range] = []
+    for centre in centres:
+        start, stop = max(0, centre - AROUND), min(length, centre + AROUND + 1)
+        start = 0 if start < SHORT / 10 else start
+        if found and start - found[-1].stop < SHORT / 10:
+            start = found.pop().start
+        found.append(range(start, length if length - stop < SHORT / 10 else stop))
+    return found
+
+
+def text(look: Look, tokens: Sequence[str], medium: Medium = STATIC, mark: str = "kvlab",
+         opened: Sequence[range] | None = None) -> str:
+    """The prompt and the response up to the query, each token as the policy left it; what lies between the opened
+    passages is folded away, with what was lost there.
+
+    opened: of `passages`; by default those of this look alone.
+    """
+    length = min(len(look.lost), len(tokens))
     linked = set(_worst(look, len(tokens)))
+    parts, at = [], 0
+    for passage in [*(passages([look], len(tokens)) if opened is None else opened), range(length, length)]:
+        if at < passage.start:
+            gap = range(at, passage.start)
+            lost = float(look.lost[at : passage.start].sum())
+            parts.append(f"<details{medium.fold[0]}><summary{medium.fold[1]}>{len(gap):,} tokens, {lost:.1%} lost on "
+                         f"them</summary>{_painted(look, tokens, gap, linked, medium, mark)}</details>")
+        parts.append(_painted(look, tokens, passage, linked, medium, mark))
+        at = passage.stop
+    return f'<div class="kvlab-text">{"".join(parts)}</div>'
+
+
+def _painted(look: Look, tokens: Sequence[str], span: range, linked: set[int], medium: Medium, mark: str) -> str:
+    """Some of the text; neighbours that look the same share an element, and a token that attention was lost on says how
+    much when pointed at.
+    """
+    lost, read, stored = (each[span.start : span.stop].tolist() for each in (look.lost, look.read, look.stored))
     runs: list[tuple[str | int, str, list[str]]] = []
-    for position in range(min(len(lost), len(tokens))):
-        state = READ if read[position] else STORED if stored[position] else GONE
-        kind = _level(lost[position]) or state
+    for position, share, is_read, is_stored in zip(span, lost, read, stored, strict=True):
+        state = READ if is_read else STORED if is_stored else GONE
+        kind = _level(share) or state
         extra = f' id="{mark}-{position}"' if position in linked else ""
-        if lost[position] >= TOLD:
-            extra += f' title="position {position}: {lost[position]:.2%} of the attention, {state}"'
+        if share >= TOLD:
+            extra += f' title="position {position}: {share:.2%} of the attention, {state}"'
         if not extra and runs and runs[-1][:2] == (kind, extra):
             runs[-1][2].append(tokens[position])
         else:
@@ -307,7 +380,7 @@ def text(look: Look, tokens: Sequence[str], medium: Medium = STATIC, mark: str =
     for kind, extra, some in runs:
         tag, end = _opened(kind, medium)
         parts.append(f"{tag[:-1]}{extra}>{visible(''.join(some))}{end}" if tag else visible("".join(some)))
-    return f'<div class="kvlab-text">{"".join(parts)}</div>'
+    return "".join(parts)
 
 
 def _worst(look: Look, count: int, rows: int = 8) -> dict[int, float]:
@@ -322,8 +395,7 @@ def worst(look: Look, tokens: Sequence[str], mark: str = "kvlab", around: int = 
     lines = []
     for position, share in _worst(look, len(tokens)).items():
         before, after = tokens[max(0, position - around) : position], tokens[position + 1 : position + around + 1]
-        left, token, right = (escape("".join(part).translate(_VISIBLE).replace("\n", " "))
-                              for part in (before, tokens[position] or shown(tokens, position), after))
+        left, token, right = map(_inline, (before, tokens[position] or shown(tokens, position), after))
         lines.append(
             f'<tr style="background:none"><td style="text-align:right">{share:.1%}</td><td style="text-align:right">'
             f'<a href="#{mark}-{position}" title="show it in the text" style="color:rgb{BLUE}">{position:,}</a></td>'
