@@ -6,14 +6,17 @@ import doctest
 import importlib
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+from projects import blank_store
+from texts import FERRY
 
 import kvlab
-from kvlab import cli
+from kvlab import cli, models
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -22,6 +25,22 @@ COMMANDS = typer.main.get_command(cli.app).commands
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+# What the first line of an example says that needs the names of the one above it.
+GOES_ON = "# goes on from "
+
+
+def examples(page: Path) -> list[str]:
+    """The Python examples of a page, those within lists too, each with those above it that it goes on from."""
+    found: list[str] = []
+    for block in re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        block = textwrap.dedent(block)
+        if block.startswith(GOES_ON):
+            found[-1] += block
+        else:
+            found.append(block)
+    return found
 
 
 def lines(page: Path, first: str) -> list[list[str]]:
@@ -90,3 +109,49 @@ def test_the_policy_of_ones_own_works_as_shown():
     with kvlab.compress(lm.model, shown["Ends"](budget=10)) as session:
         lm.model.generate(ids[None], max_new_tokens=2, do_sample=False)
     assert session.kept(0)[0].tolist()[:10] == replayed.kept(0)[0].tolist()
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A working directory with what the examples name, and a store of its own."""
+    import matplotlib
+
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "folder").symlink_to(models.pull(models.DEFAULT), target_is_directory=True)
+    (tmp_path / "notes.txt").write_text(FERRY, encoding="utf-8")
+    (tmp_path / "mlflow.db").write_bytes(blank_store())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with matplotlib.rc_context({"backend": "agg"}):
+        yield tmp_path
+
+
+def run(page: Path, example: str) -> dict:
+    names: dict = {"__name__": "__main__"}
+    exec(compile(example, page.name, "exec", dont_inherit=True), names)  # noqa: S102
+    return names
+
+
+def test_the_examples_of_the_readme_run_and_print_what_it_shows(desk):
+    """On the real model, each alone but where it says that it goes on from the one above."""
+    page = ROOT / "README.md"
+    first, *others = [run(page, example) for example in examples(page)]
+    shown = {(name, int(budget)): tuple(map(float, numbers.split())) for name, budget, numbers in re.findall(
+        r"^ *(\w+) +(\d+) +((?:\d\.\d+ +){3}\d+)$", page.read_text(encoding="utf-8"), re.MULTILINE)}
+    columns = ["recall", "mass_lost", "output_error", "stored_bytes"]
+    table = first["table"].set_index(["policy", "budget"])[columns]
+    assert len(shown) == 4
+    for place, values in shown.items():
+        assert tuple(table.loc[place]) == pytest.approx(values, abs=2e-3), place
+    assert first["session"].means["mass_lost"] > 0
+    assert len(others) == 1 and (desk / "notes.safetensors").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_the_examples_of_other_pages_run(page, desk, monkeypatch):
+    """Each alone, on a small random model in the place of the named one: what they would find is not looked at."""
+    monkeypatch.setattr(models, "load", lambda name: kvlab.random_lm(
+        "tiny-llama-gqa", tokenizer=name, max_position_embeddings=4096, dtype="float32", device="cpu"))
+    for example in examples(page):
+        run(page, example)
