@@ -18,9 +18,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What is imported under another name than that of its distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each layer may import only those that stand before it.
-LAYERS = ("errors devices files limits yamls tables packs shapes hookable models corpus attention cache measures spread "
-          "policies decoding trace captures heads probes summaries replay livecache masks live fidelity compile scores "
-          "tasks evaluate meters papers analyses workbench bench listing cli").split()
+LAYERS = ("errors devices files limits yamls tables packs shapes hookable models corpus attention cache measures "
+          "spread policies decoding trace captures heads probes summaries replay livecache masks live fidelity compile "
+          "scores tasks evaluate meters papers analyses workbench bench listing cli").split()
 
 
 def canonical(name: str) -> str:
