@@ -248,7 +248,6 @@ def run(
     """
     from filelock import FileLock, Timeout
 
-    require_tokenizer(lm)
     path = Path(path)
     if os.path.isdir(path):
         raise KvlabError(f"{path} is a folder; name a file in it")
@@ -256,6 +255,7 @@ def run(
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KvlabError(f"cannot write {path}: {why(error)}") from None
+    require_tokenizer(lm)
     try:
         with FileLock(path.with_name(f".{path.name}.lock"), timeout=0):
             return _run(lm, wanted, path, advance)

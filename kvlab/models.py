@@ -290,7 +290,7 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
         with _quiet(), contextlib.redirect_stderr(io.StringIO()):
             config = AutoConfig.from_pretrained(folder, **local)
             own = getattr(config, "dtype", None) or torch.float32
-            if (layers := config.get_text_config().num_hidden_layers) > DEEPEST:
+            if not 0 < (layers := config.get_text_config().num_hidden_layers) <= DEEPEST:
                 raise KvlabError(f"cannot load a model from {shown}: it says that it has {layers:,} layers")
             # A configuration may name code on a hub for its attention, and files of weights that nobody looked at.
             config._attn_implementation, config.transformers_weights = "sdpa", None

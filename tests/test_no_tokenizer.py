@@ -145,7 +145,7 @@ def test_eval_refuses_at_once(bare, project, capsys, monkeypatch, task):  # noqa
     code, out, err = call(capsys, "eval", task, "--policies", "snapkv", "--budgets", "64", "--limit", "1", *more)
     assert (code, out) == (1, "")
     assert "tiny-qwen20 has no tokenizer" in err.splitlines()[-1]
-    assert not (project / "eval").exists()
+    assert not list((project / "eval").iterdir())
 
 
 def test_tables_cannot_be_learnt_from_texts_without_one(bare):
@@ -163,4 +163,4 @@ def test_evaluate_leaves_nothing(bare, tmp_path):
     plan = evaluate.plan(tasks.task("needle"), ["snapkv"], [64])
     with pytest.raises(KvlabError, match="has no tokenizer"):
         evaluate.run(bare, plan, tmp_path / "new" / "a.jsonl")
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "new").iterdir()) == []
