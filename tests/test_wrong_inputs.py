@@ -75,6 +75,14 @@ def test_a_part_of_a_model(tiny):
         kvlab.capture(tiny().model.model, IDS)
 
 
+def test_tables_are_not_learnt_without_a_tokenizer(tiny, tmp_path):
+    from kvlab import compile as compiling
+
+    with pytest.raises(KvlabError, match="has no tokenizer, and tables are learnt on texts"):
+        compiling.learn(tiny(), compiling.Settings(budget=64), journal=tmp_path / "log.jsonl")
+    assert not list(tmp_path.iterdir())
+
+
 # Traces by their path
 
 def test_replay_and_explore_take_paths(trace, saved):
