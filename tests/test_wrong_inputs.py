@@ -78,7 +78,7 @@ def test_a_part_of_a_model(tiny):
 def test_tables_are_not_learnt_without_a_tokenizer(tiny, tmp_path):
     from kvlab import compile as compiling
 
-    with pytest.raises(KvlabError, match="has no tokenizer, and tables are learnt on texts"):
+    with pytest.raises(KvlabError, match="has no tokenizer, so nothing can be learnt from texts"):
         compiling.learn(tiny(), compiling.Settings(budget=64), journal=tmp_path / "log.jsonl")
     assert not list(tmp_path.iterdir())
 
