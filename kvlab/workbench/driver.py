@@ -370,7 +370,7 @@ class Sweep:
             if state == "failed":
                 with contextlib.suppress(OSError):
                     kept = _keep_copy(running)
-                running.run.tag("kvlab.error", error)
+                running.run.tag(tracking.ERROR, error)
                 if (running.folder / LOG).exists() and (running.folder / LOG).stat().st_size:
                     self.client.log_artifact(running.run.id, str(running.folder / LOG), "notebook")
             if state == "finished":

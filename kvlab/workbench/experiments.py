@@ -27,11 +27,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvlab import yamls
 from kvlab.errors import KvlabError, nearest
-from kvlab.files import located, writable
+from kvlab.files import expanded, located, writable
 from kvlab.workbench import content, project
 from kvlab.workbench.notebooks import parameters_of
 
-__all__ = ["Experiment", "Job", "Profile", "jobs", "load", "longest_first", "names", "plain"]
+__all__ = ["Experiment", "Job", "Profile", "checked", "jobs", "load", "longest_first", "names", "plain", "read"]
 
 
 MOST = 10_000   # jobs of an experiment
@@ -194,7 +194,7 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
     grid = {**usual, **changes.grid}
     for name, value in (overrides or {}).items():
         _known(name, declared, experiment)
-        value = _read(value, declared[name]) if isinstance(value, str) else value
+        value = read(value, declared[name]) if isinstance(value, str) else value
         is_axis = name in grid and isinstance(value, list) and not isinstance(declared[name], list)
         grid.pop(name, None)
         single.pop(name, None)
@@ -250,10 +250,13 @@ def _job_name(experiment: str, profile: str, point: Mapping[str, Any]) -> str:
     return re.sub(r"\s+", " ", shown)[:120] or profile
 
 
-def _read(text: str, default: Any) -> Any:
-    """The value that a command line's text stands for, where the notebook's default has the type of `default`."""
+def read(text: str, default: Any) -> Any:
+    """The value that a command line's text stands for, where the notebook's default has the type of `default`: a list
+    may be given as JSON, with commas, or as its only entry."""
     if isinstance(default, str):
         return text
+    if isinstance(default, list) and all(isinstance(entry, str) for entry in default) and _is_file(text):
+        return [located(text)]      # its name may hold a comma
     if isinstance(default, float):
         try:
             return float(text)
@@ -268,6 +271,10 @@ def _read(text: str, default: Any) -> Any:
     if isinstance(default, list) and isinstance(value, list) and default and isinstance(default[0], str):
         return [located(str(entry)) for entry in value]
     return value
+
+
+def _is_file(text: str) -> bool:
+    return len(text) < 500 and "\0" not in text and os.path.isfile(expanded(text))
 
 
 def checked(name: str, value: Any, default: Any, where: str) -> Any:
@@ -303,7 +310,9 @@ def _fits(value: Any, default: Any) -> bool:
 
 def _type_name(default: Any) -> str:
     if isinstance(default, list):
-        return "a list"
+        kinds = {"texts": str, "whole numbers": int, "numbers": (int, float)}
+        named = next((word for word, kind in kinds.items() if all(isinstance(entry, kind) for entry in default)), "")
+        return f"a list of {named}" if default else "a list"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
     return names.get(type(default), type(default).__name__)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
 import re
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.errors import KvlabError
 from kvlab.files import first_line, why
 from kvlab.workbench import project
+from kvlab.workbench.given import typed
 from kvlab.workbench.store import client, ensure_store, experiment_id, store_uri
 
 if TYPE_CHECKING:
@@ -27,9 +30,10 @@ if TYPE_CHECKING:
     from kvlab.probes import Records
     from kvlab.workbench.patience import Patient
 
-__all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri"]
+__all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri", "typed"]
 
 BATCH = 1000        # what MLflow's log_batch takes at once
+ERROR = "kvlab.error"
 LONGEST = 5000      # longer parameters are cut by MLflow without a word
 NAME = re.compile(r"[\w\-. /]{1,240}")
 COLOURS = {"holds": "#d5efe0", "holds in direction only": "#fdf0c8", "fails": "#f8d9d3", "not measured": "#e8eaee"}
@@ -63,6 +67,8 @@ class Run:
         self.client, self.id, self.experiment, self.attached = connection, run_id, experiment, attached
         self.metrics: dict[str, float] = {}
         self.intervals: dict[str, tuple[float, float]] = {}
+        self._error = ""
+        self._unwatch: Callable[[], object] = lambda: None
 
     def __enter__(self) -> Run:
         return self
@@ -166,7 +172,33 @@ class Run:
     def finish(self, status: str = "FINISHED") -> None:
         """End the run. A run that a driver owns is left to it: only the driver knows how the notebook ended."""
         if not self.attached:
+            if self._error and status == "FINISHED":    # mended by hand, in a notebook that went on
+                self.client.delete_tag(self.id, ERROR)
             self.client.set_terminated(self.id, status)
+        self._unwatch()
+
+    @_one_sentence
+    def _stopped_by(self, error: BaseException) -> None:
+        self._error = f"{type(error).__name__}: {first_line(error)}"
+        self.tag(ERROR, self._error)
+        self.client.set_terminated(self.id, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+
+    def watch(self) -> None:
+        """Until it is finished, a notebook's cell that fails makes this run FAILED (one that is interrupted, KILLED):
+        plain papermill ends the kernel there, and nobody else would say so. Outside IPython nothing is watched."""
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if shell is None:
+            return
+
+        def ended(result: Any) -> None:
+            if error := result.error_before_exec or result.error_in_exec:
+                # The cell tells what failed; a store that is away must not hide it.
+                with contextlib.suppress(KvlabError):
+                    self._stopped_by(error)
+
+        shell.events.register("post_run_cell", ended)
+        self._unwatch = lambda: ended in shell.events.callbacks["post_run_cell"] and shell.events.unregister(
+            "post_run_cell", ended)
 
 
 def start(experiment: str, parameters: Mapping[str, Any], **tags: object) -> Run:
@@ -180,7 +212,9 @@ def start(experiment: str, parameters: Mapping[str, Any], **tags: object) -> Run
         for key, value in tags.items():
             run.tag(key, value)
         return run
-    return create_run(client(), experiment, parameters, {"kvlab.kind": "interactive", **tags}, name="interactive")
+    run = create_run(client(), experiment, parameters, {"kvlab.kind": "interactive", **tags}, name="interactive")
+    run.watch()
+    return run
 
 
 @_one_sentence
