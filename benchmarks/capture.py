@@ -84,9 +84,15 @@ def measure(model: str, lengths: list[int], repeats: int, limit: float, pseudo: 
                 found = in_fresh_process(method, model, tokens, pseudo)
                 progress.advance(task)
                 ratios = [a / b for a, b in zip(times[method], times[PLAIN], strict=True)]
-                row = dict(tokens=tokens, method=method, seconds=statistics.median(times[method]),
-                           ratio=statistics.median(ratios), ratio_low=min(ratios), ratio_high=max(ratios),
-                           peak_mib=found["bytes"] / MIB)
+                row = dict(
+                    tokens=tokens,
+                    method=method,
+                    seconds=statistics.median(times[method]),
+                    ratio=statistics.median(ratios),
+                    ratio_low=min(ratios),
+                    ratio_high=max(ratios),
+                    peak_mib=found["bytes"] / MIB,
+                )
                 rows.append(row)
                 if found["trace"]:
                     plain = next(r["peak_mib"] for r in rows if (r["tokens"], r["method"]) == (tokens, PLAIN))
@@ -106,19 +112,30 @@ def show(rows: list[dict], title: str) -> Table:
         if "needs_gib" in row:
             continue
         trace = [f"{row['trace_mib']:.0f}", f"{row['extra_per_trace']:.2f}"] if "trace_mib" in row else []
-        table.add_row(str(row["tokens"]), row["method"], f"{row['seconds']:.2f} s", f"{row['ratio']:.2f}",
-                      f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}", f"{row['peak_mib']:.0f}", *trace)
+        table.add_row(
+            str(row["tokens"]),
+            row["method"],
+            f"{row['seconds']:.2f} s",
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
+            f"{row['peak_mib']:.0f}",
+            *trace,
+        )
     return table
 
 
 def main(
-    tokens: Annotated[list[int], typer.Option(min=1, help="Length of a prompt; may be given several times.")]
-    = [1024, 2048, 4096],
+    tokens: Annotated[list[int], typer.Option(min=1, help="Length of a prompt; may be given several times.")] = [
+        1024,
+        2048,
+        4096,
+    ],
     model: Annotated[str, typer.Option(help="As for kvlab.load.")] = "smollm2-135m",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is shown.")] = 5,
-    memory_limit: Annotated[float, typer.Option(help="GiB that output_attentions=True may take.",
-                                                show_default="half of the machine's memory")]
-    = psutil.virtual_memory().total / 2**31,
+    memory_limit: Annotated[
+        float,
+        typer.Option(help="GiB that output_attentions=True may take.", show_default="half of the machine's memory"),
+    ] = psutil.virtual_memory().total / 2**31,
     pseudo: Annotated[bool, typer.Option(help="Record DapQ's pseudo-queries, as capture does by default.")] = True,
     out: Annotated[Path | None, typer.Option(help="A CSV file for the figures.")] = None,
     method: Annotated[str | None, typer.Option("--peak-of", hidden=True)] = None,

@@ -22,9 +22,11 @@ import kvlab
 from kvlab.analyses import common_traces
 
 
-def main(tokens: Annotated[int, typer.Option(min=100, help="Length of the prompt.")] = 2000,
-         left: Annotated[str, typer.Option(help="One policy.")] = "snapkv",
-         right: Annotated[str, typer.Option(help="The other.")] = "dapq") -> None:
+def main(
+    tokens: Annotated[int, typer.Option(min=100, help="Length of the prompt.")] = 2000,
+    left: Annotated[str, typer.Option(help="One policy.")] = "snapkv",
+    right: Annotated[str, typer.Option(help="The other.")] = "dapq",
+) -> None:
     lm = kvlab.load("smollm2-135m")
     trace = common_traces(lm, ["sotu/1962"], tokens)[0]
     explorer = kvlab.explore(trace, left, right, lm=lm)
@@ -33,8 +35,12 @@ def main(tokens: Annotated[int, typer.Option(min=100, help="Length of the prompt
     for made in explorer.look_ahead():
         made.result()
     ahead = time.perf_counter() - start
-    values = {"budget": explorer.budgets, "layer": range(0, trace.n_layers, 3), "head": range(trace.heads),
-              "step": range(1, trace.steps + 1, 3)}
+    values = {
+        "budget": explorer.budgets,
+        "layer": range(0, trace.n_layers, 3),
+        "head": range(trace.heads),
+        "step": range(1, trace.steps + 1, 3),
+    }
     table = Table("slider", "median", "slowest", "goal", "sent", title=f"{trace}")
     sent = []
     for part in explorer._parts.values():
@@ -46,12 +52,19 @@ def main(tokens: Annotated[int, typer.Option(min=100, help="Length of the prompt
             start = time.perf_counter()
             explorer.show(**{name: value})
             taken.append(1000 * (time.perf_counter() - start))
-        table.add_row(name, f"{statistics.median(taken):.0f} ms", f"{max(taken):.0f} ms", "100 ms",
-                      f"{sum(sent) / len(taken) / 1000:.0f} kB")
+        table.add_row(
+            name,
+            f"{statistics.median(taken):.0f} ms",
+            f"{max(taken):.0f} ms",
+            "100 ms",
+            f"{sum(sent) / len(taken) / 1000:.0f} kB",
+        )
     console = Console()
     console.print(table)
-    console.print(f"replays of the other budgets, made in the background: {ahead:.1f} s; "
-                  f"the picture as it is saved: {len(explorer.html().encode()) / 1000:.0f} kB")
+    console.print(
+        f"replays of the other budgets, made in the background: {ahead:.1f} s; "
+        f"the picture as it is saved: {len(explorer.html().encode()) / 1000:.0f} kB"
+    )
     explorer.close()
 
 

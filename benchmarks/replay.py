@@ -27,8 +27,7 @@ import kvlab
 from kvlab.policies import registry
 
 
-TWELVE = ("streamingllm,h2o,snapkv,pyramidkv,dynamickv,duoattention,morphkv,zsmerge,dapq,quest,rocketkv,"
-          "compilerkv")
+TWELVE = "streamingllm,h2o,snapkv,pyramidkv,dynamickv,duoattention,morphkv,zsmerge,dapq,quest,rocketkv,compilerkv"
 
 
 def possible(names: str, budgets: list[int], console: Console) -> list:
@@ -75,8 +74,13 @@ def measure(lm, ids, new_tokens: int, policies: list, repeats: int, console: Con
 def main(
     tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 4096,
     new_tokens: Annotated[int, typer.Option(min=1, help="Length of the response.")] = 64,
-    budgets: Annotated[list[int], typer.Option(min=1, help="May be given several times.")]
-    = [128, 256, 512, 1024, 2048],
+    budgets: Annotated[list[int], typer.Option(min=1, help="May be given several times.")] = [
+        128,
+        256,
+        512,
+        1024,
+        2048,
+    ],
     policies: Annotated[str, typer.Option(help="Names between commas, or all.")] = TWELVE,
     model: Annotated[str, typer.Option(help="As for kvlab.load.")] = "smollm2-135m",
     repeats: Annotated[int, typer.Option(min=1, help="Prefills before and as many after the replays.")] = 2,

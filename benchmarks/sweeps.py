@@ -29,33 +29,55 @@ from rich.console import Console
 from rich.table import Table
 
 PARAMETERS = "number = 0\n"
-BODY = ("from kvlab.workbench import tracking\n"
-        "run = tracking.start('short', {'number': number})\n"
-        "run.log({'number': number})\nrun.finish()\n")
+BODY = (
+    "from kvlab.workbench import tracking\n"
+    "run = tracking.start('short', {'number': number})\n"
+    "run.log({'number': number})\nrun.finish()\n"
+)
 VICTIMS = {"driver": None, "worker": r"kvlab\.workbench\.worker", "kernel": r"ipykernel"}
 
 
 def make_project(folder: Path, jobs: int) -> None:
     """A project with one experiment of `jobs` short jobs."""
+
     def cell(source: str, *tags: str) -> dict:
-        return {"cell_type": "code", "source": source, "metadata": {"tags": list(tags)}, "outputs": [],
-                "execution_count": None, "id": f"cell-{len(source)}"}
+        return {
+            "cell_type": "code",
+            "source": source,
+            "metadata": {"tags": list(tags)},
+            "outputs": [],
+            "execution_count": None,
+            "id": f"cell-{len(source)}",
+        }
 
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    content = {"cells": [cell(PARAMETERS, "parameters"), cell(BODY)], "metadata": kernel, "nbformat": 4,
-               "nbformat_minor": 5}
+    content = {
+        "cells": [cell(PARAMETERS, "parameters"), cell(BODY)],
+        "metadata": kernel,
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     for name in ("notebooks", "experiments"):
         (folder / name).mkdir(parents=True)
     (folder / "notebooks" / "short.ipynb").write_text(json.dumps(content))
-    (folder / "experiments" / "short.yaml").write_text(yaml.safe_dump(
-        {"notebook": "notebooks/short.ipynb", "description": "Short jobs.", "grid": {"number": list(range(jobs))}}))
+    (folder / "experiments" / "short.yaml").write_text(
+        yaml.safe_dump(
+            {"notebook": "notebooks/short.ipynb", "description": "Short jobs.", "grid": {"number": list(range(jobs))}}
+        )
+    )
 
 
 def begin(folder: Path, at_once: int) -> subprocess.Popen:
     environment = {**os.environ, "KVLAB_ROOT": str(folder), "OMP_NUM_THREADS": "1"}
     environment.pop("MLFLOW_TRACKING_URI", None)
-    return subprocess.Popen([sys.executable, "-m", "kvlab", "run", "short", "--jobs", str(at_once)], cwd=folder,
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvlab", "run", "short", "--jobs", str(at_once)],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
 
 
 def sweep(folder: Path, at_once: int) -> float:
@@ -110,7 +132,7 @@ def torment(folder: Path, kills: int, seed: int, console: Console) -> tuple[int,
             struck += 1
             console.print(f"kill {struck} of {kills}: {victim}")
         elif process.poll() is not None and len(finished(folder)[0]) == len(list_of_jobs(folder)):
-            break   # all is done before enough kills have struck
+            break  # all is done before enough kills have struck
     process.communicate()
     sweep(folder, 2)
     return struck, starts + 1
@@ -120,9 +142,11 @@ def list_of_jobs(folder: Path) -> list[int]:
     return yaml.safe_load((folder / "experiments" / "short.yaml").read_text())["grid"]["number"]
 
 
-def main(jobs: Annotated[int, typer.Option(min=2, help="Jobs of the sweep.")] = 40,
-         kills: Annotated[int, typer.Option(min=0, help="Kills at random moments.")] = 20,
-         seed: Annotated[int, typer.Option(help="Of the kills' moments and victims.")] = 0) -> None:
+def main(
+    jobs: Annotated[int, typer.Option(min=2, help="Jobs of the sweep.")] = 40,
+    kills: Annotated[int, typer.Option(min=0, help="Kills at random moments.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of the kills' moments and victims.")] = 0,
+) -> None:
     console = Console()
     table = Table("what", "measured", "goal")
     with tempfile.TemporaryDirectory(prefix="kvlab-sweeps-") as place:
@@ -141,9 +165,11 @@ def main(jobs: Annotated[int, typer.Option(min=2, help="Jobs of the sweep.")] = 
             struck, starts = torment(folders[2], kills, seed, console)
             found, _, states = finished(folders[2])
             lost, doubled = set(range(jobs)) - set(found), len(found) - len(set(found))
-            table.add_row(f"{struck} kills, {starts} starts",
-                          f"{len(lost)} lost, {doubled} doubled, {'some' if 'RUNNING' in states else 'none'} running",
-                          "0, 0, none")
+            table.add_row(
+                f"{struck} kills, {starts} starts",
+                f"{len(lost)} lost, {doubled} doubled, {'some' if 'RUNNING' in states else 'none'} running",
+                "0, 0, none",
+            )
     console.print(table)
 
 

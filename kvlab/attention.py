@@ -291,9 +291,7 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterato
             if not pre_rope:
                 continue
             source = next(
-                getattr(module, n)
-                for n in ("q_norm", *PROJECTIONS)
-                if isinstance(getattr(module, n, None), nn.Module)
+                getattr(module, n) for n in ("q_norm", *PROJECTIONS) if isinstance(getattr(module, n, None), nn.Module)
             )
             handles.append(source.register_forward_hook(lambda _m, _i, out, entry=entry: entry.projected.append(out)))
         for config in configs.values():

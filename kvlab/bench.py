@@ -40,8 +40,22 @@ if TYPE_CHECKING:
 
 TASKS = ("decode", "prefill", "memory")
 FULL_CACHE = "transformers"
-COLUMNS = ("task", "policy", "budget", "context", "batch", "metric", "value", "low", "high", "ratio", "ratio_low",
-           "ratio_high", "against", "signature")
+COLUMNS = (
+    "task",
+    "policy",
+    "budget",
+    "context",
+    "batch",
+    "metric",
+    "value",
+    "low",
+    "high",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "against",
+    "signature",
+)
 Samples = dict[str, list[float]]  # metric -> one value for each repetition
 
 
@@ -122,8 +136,10 @@ def generate(lm: models.LM, ids: Tensor, steps: int, contender: Contender) -> di
     prefill, first, *decoding = [after - before for before, after in zip(times, times[1:], strict=False)]
     found = {"time_to_first_token": prefill + first, "prompt_time": prefill, "first_step": first}
     if decoding:
-        found |= {"tokens_per_second": ids.shape[0] * steps / sum(decoding),
-                  "time_per_output_token": statistics.median(decoding)}
+        found |= {
+            "tokens_per_second": ids.shape[0] * steps / sum(decoding),
+            "time_per_output_token": statistics.median(decoding),
+        }
     return found | held
 
 
@@ -162,8 +178,16 @@ def _peak_here(lm: models.LM, contender: Contender, context: int, batch: int, st
     return peak.bytes
 
 
-def measure(task: str, subject: Subject, chosen: Sequence[Contender], contexts: Sequence[int], new_tokens: int = 64,
-            repeats: int = 3, batch: int = 1, advance: Callable[[str, int], None] = lambda *_: None) -> pd.DataFrame:
+def measure(
+    task: str,
+    subject: Subject,
+    chosen: Sequence[Contender],
+    contexts: Sequence[int],
+    new_tokens: int = 64,
+    repeats: int = 3,
+    batch: int = 1,
+    advance: Callable[[str, int], None] = lambda *_: None,
+) -> pd.DataFrame:
     """Run one task: a tidy table, one row for each contender, context and metric.
 
     `value` is the median of the repetitions, `low` and `high` their extremes; `ratio` is that of the medians to the row
@@ -189,8 +213,10 @@ def measure(task: str, subject: Subject, chosen: Sequence[Contender], contexts: 
     lm = subject.load()
     steps = 0 if task == "prefill" else new_tokens
     if max(contexts) + steps + 1 > lm.context_length:
-        raise KvlabError(f"{lm.name} takes {lm.context_length} tokens, and a prompt of {max(contexts)} would need "
-                         f"{max(contexts) + steps + 1} with its response; use shorter contexts or fewer new tokens")
+        raise KvlabError(
+            f"{lm.name} takes {lm.context_length} tokens, and a prompt of {max(contexts)} would need "
+            f"{max(contexts) + steps + 1} with its response; use shorter contexts or fewer new tokens"
+        )
     facts = meters.facts(lm)
     if task == "decode":
         facts["bandwidth"] = meters.bandwidth(lm.device)
@@ -210,16 +236,29 @@ def measure(task: str, subject: Subject, chosen: Sequence[Contender], contexts: 
                 advance(f"peak memory of {one.name}, {context} tokens", ids.numel())
         for one in chosen:
             signature = f"{lm.signature}|{source}|{one.policy or FULL_CACHE}|seed 0|kvlab {kvlab.__version__}"
-            marks = {"task": task, "policy": one.name, "budget": getattr(one.policy, "budget", None),
-                     "context": context, "batch": batch, "signature": signature}
+            marks = {
+                "task": task,
+                "policy": one.name,
+                "budget": getattr(one.policy, "budget", None),
+                "context": context,
+                "batch": batch,
+                "signature": signature,
+            }
             rows += [marks | row for row in _summary(samples, one)]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     table.attrs = facts
     return table
 
 
-def _runs(task: str, lm: models.LM, ids: Tensor, chosen: Sequence[Contender], steps: int, repeats: int,
-          advance: Callable[[str, int], None]) -> Iterator[tuple[Contender, dict[str, float]]]:
+def _runs(
+    task: str,
+    lm: models.LM,
+    ids: Tensor,
+    chosen: Sequence[Contender],
+    steps: int,
+    repeats: int,
+    advance: Callable[[str, int], None],
+) -> Iterator[tuple[Contender, dict[str, float]]]:
     """Every contender in every round, each round the other way round than the last."""
     # A GPU chooses its kernels by shape, when it first meets one.
     warm = ids if lm.device.type != "cpu" and task != "memory" else ids[:, :128]
@@ -245,9 +284,17 @@ def _summary(samples: dict[Contender, Samples], one: Contender) -> Iterator[dict
         reference = samples[one.against][metric]
         middle, base = statistics.median(values), statistics.median(reference)
         ratios = [value / other if other else math.nan for value, other in zip(values, reference, strict=True)]
-        yield {"metric": metric, "value": middle, "low": min(values), "high": max(values),
-               "ratio": middle / base if base else math.nan, "ratio_low": min(ratios), "ratio_high": max(ratios),
-               "against": one.against.name}
+        yield {
+            "metric": metric,
+            "value": middle,
+            "low": min(values),
+            "high": max(values),
+            "ratio": middle / base if base else math.nan,
+            "ratio_low": min(ratios),
+            "ratio_high": max(ratios),
+            "against": one.against.name,
+        }
+
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
     """The table, with what it was measured on in columns of its own; a file that is half written is never there."""
@@ -255,12 +302,19 @@ def write_csv(table: pd.DataFrame, path: Path) -> None:
         table.assign(**table.attrs).to_csv(part, index=False)
 
 
-SHOWN = {"tokens_per_second": ("tokens/s", 1, 1), "time_per_output_token": ("ms per token", 1e3, 2),
-         "time_to_first_token": ("s to first token", 1, 3), "prompt_time": ("s of prompt", 1, 3),
-         "first_step": ("ms of first step", 1e3, 1), "step_lower_bound": ("bound, ms", 1e3, 2),
-         "peak_bytes": ("peak, MiB", 2**-20, 1), "kv_bytes": ("K and V, MiB", 2**-20, 2),
-         "aux_bytes": ("beside, MiB", 2**-20, 2), "allocated_bytes": ("allocated, MiB", 2**-20, 2),
-         "read_bytes": ("read, MiB", 2**-20, 2)}  # heading, factor, decimals
+SHOWN = {
+    "tokens_per_second": ("tokens/s", 1, 1),
+    "time_per_output_token": ("ms per token", 1e3, 2),
+    "time_to_first_token": ("s to first token", 1, 3),
+    "prompt_time": ("s of prompt", 1, 3),
+    "first_step": ("ms of first step", 1e3, 1),
+    "step_lower_bound": ("bound, ms", 1e3, 2),
+    "peak_bytes": ("peak, MiB", 2**-20, 1),
+    "kv_bytes": ("K and V, MiB", 2**-20, 2),
+    "aux_bytes": ("beside, MiB", 2**-20, 2),
+    "allocated_bytes": ("allocated, MiB", 2**-20, 2),
+    "read_bytes": ("read, MiB", 2**-20, 2),
+}  # heading, factor, decimals
 
 
 def show(table: pd.DataFrame, console: Console) -> None:
@@ -276,9 +330,11 @@ def show(table: pd.DataFrame, console: Console) -> None:
         grid.add_row(str(context), name, "" if budget != budget else f"{budget:g}", *cells.values())
     console.print(grid, highlight=False)
     if "bandwidth" in facts:
-        console.print(f"Roofline: {facts['bandwidth'] / 1e9:.1f} GB/s measured; a step reads the cache and "
-                      f"{facts['weight_bytes'] / 1e6:.1f} MB of weights, which takes the time under 'bound' or more.",
-                      highlight=False)
+        console.print(
+            f"Roofline: {facts['bandwidth'] / 1e9:.1f} GB/s measured; a step reads the cache and "
+            f"{facts['weight_bytes'] / 1e6:.1f} MB of weights, which takes the time under 'bound' or more.",
+            highlight=False,
+        )
     if len(measured) < len(METRICS[task]):
         console.print("Peak memory: torch does not count it on this device.", highlight=False)
     console.print("x: ratio to transformers' full cache; with probes, to the same policy without.", style="dim")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CODE = ("attention.py", "cache.py", "hookable.py", "models.py", "shapes.py", "trace.py")
 LIBRARIES = ("torch", "transformers")
 LIMIT_GB = 12.0
-DAY = 86400   # seconds
+DAY = 86400  # seconds
 
 
 def folder() -> Path:
@@ -68,7 +68,7 @@ def shared(lm: LM, text_or_ids: Any, *args: Any, **options: Any) -> Trace | list
 
     quiet = given.arguments["progress"] is False or len(text_or_ids) < 2
     waiting, found = deque(enumerate(text_or_ids)), {}
-    busy = 0        # how many in a row another process is capturing
+    busy = 0  # how many in a row another process is capturing
     with tqdm(total=len(text_or_ids), desc="capture", unit="doc", disable=quiet, leave=False) as bar:
         while waiting:
             number, one = waiting.popleft()
@@ -119,7 +119,7 @@ def prune(limit_gb: float | None = None) -> list[Path]:
     for path in folder().glob("[!.]*.safetensors"):
         try:
             found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-        except FileNotFoundError:   # another process prunes as well
+        except FileNotFoundError:  # another process prunes as well
             continue
     for left in folder().glob(".*.safetensors"):
         with suppress(FileNotFoundError):

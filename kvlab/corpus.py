@@ -61,7 +61,7 @@ class Document:
         spans = _spans(tokenizer, self.text)
         if start + tokens > len(spans):
             raise KvlabError(f"{self.name} has {len(spans)} tokens: too short for {tokens} from token {start} on")
-        text = self.text[spans[start][0]:spans[start + tokens - 1][1]]
+        text = self.text[spans[start][0] : spans[start + tokens - 1][1]]
         return dataclasses.replace(self, name=f"{self.name}[{start}:{start + tokens}]", text=text)
 
 
@@ -106,8 +106,9 @@ def document(name: str | os.PathLike) -> Document:
     Raises KvlabError for an unknown name, a year with several messages, a file that is missing, empty or not UTF-8.
     """
     if not isinstance(name, str | os.PathLike) or not os.fspath(name).strip():
-        raise KvlabError("a document needs a name, such as 'sotu/1962', or the path of a text file, and not "
-                         f"{name!r:.60}")
+        raise KvlabError(
+            f"a document needs a name, such as 'sotu/1962', or the path of a text file, and not {name!r:.60}"
+        )
     name = os.fspath(name)
     prefix, _, rest = name.partition("/")
     if prefix in _SOURCES and rest:
@@ -152,8 +153,9 @@ def names(source: str | None = None) -> list[str]:
     return [f"{prefix}/{name}" for prefix in chosen for name in _SOURCES[prefix].names() or []]
 
 
-def documents_between(tokenizer: object, low: int, high: int, source: str = "sotu", limit: int | None = None,
-                      seed: int | None = None) -> Iterator[Document]:
+def documents_between(
+    tokenizer: object, low: int, high: int, source: str = "sotu", limit: int | None = None, seed: int | None = None
+) -> Iterator[Document]:
     """Documents of `source` that have low <= tokens <= high, at most `limit`, in a fixed order.
 
     The order is that of the names, or a shuffle by `seed`. `tokenizer` may be an LM too. Raises KvlabError where
@@ -169,7 +171,7 @@ def documents_between(tokenizer: object, low: int, high: int, source: str = "sot
         if limit is not None and found >= limit:
             return
         text = _SOURCES[source].text(name.partition("/")[2])
-        if not text.strip() or len(text.encode("utf-8")) < low:   # a token is at least a byte
+        if not text.strip() or len(text.encode("utf-8")) < low:  # a token is at least a byte
             continue
         candidate = Document(name, text, _SOURCES[source].licence)
         if low <= candidate.tokens(tokenizer) <= high:
@@ -188,9 +190,12 @@ def questions(name: str) -> list[Question]:
     if prefix != "squad":
         raise KvlabError(f"only squad/ARTICLE (such as squad/Oxygen) has questions, and {name} is not one")
     return [
-        Question(qa["id"], qa["question"], tuple(dict.fromkeys(a["text"] for a in qa["answers"])), name,
-                 paragraph["context"])
-        for paragraph in _article(title)["paragraphs"] for qa in paragraph["qas"] if not qa["is_impossible"]
+        Question(
+            qa["id"], qa["question"], tuple(dict.fromkeys(a["text"] for a in qa["answers"])), name, paragraph["context"]
+        )
+        for paragraph in _article(title)["paragraphs"]
+        for qa in paragraph["qas"]
+        if not qa["is_impossible"]
     ]
 
 
@@ -242,9 +247,17 @@ def _record(line: str, number: int, file: Path) -> Record:
         raise refuse("a record needs 'answers', a list of texts")
     if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
         raise refuse(f"'length' must be a whole number, not {json.dumps(length)[:40]}")
-    return Record(task=text("task", "dataset") or file.stem, id=text("id", "_id") or f"{file.stem}-{number}",
-                  prompt=prompt, context=context or "", input=text("input") or "", answers=answers,
-                  all_classes=texts("all_classes"), length=length, line=number)
+    return Record(
+        task=text("task", "dataset") or file.stem,
+        id=text("id", "_id") or f"{file.stem}-{number}",
+        prompt=prompt,
+        context=context or "",
+        input=text("input") or "",
+        answers=answers,
+        all_classes=texts("all_classes"),
+        length=length,
+        line=number,
+    )
 
 
 def _spans(tokenizer: object, text: str) -> list[tuple[int, int]]:
@@ -255,8 +268,10 @@ def _spans(tokenizer: object, text: str) -> list[tuple[int, int]]:
     if tokenizer is None:
         raise KvlabError("there is no tokenizer to count tokens with; give one, or a model that has one")
     if not getattr(tokenizer, "is_fast", False):
-        raise KvlabError(f"{type(tokenizer).__name__} does not tell where its tokens lie; a fast tokenizer "
-                         "(tokenizer.json) is needed")
+        raise KvlabError(
+            f"{type(tokenizer).__name__} does not tell where its tokens lie; a fast tokenizer "
+            "(tokenizer.json) is needed"
+        )
     return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
 
 
@@ -272,8 +287,9 @@ def _load_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise KvlabError(f"the pulled pack {path.parent} is damaged ({error}); remove that folder and pull it "
-                         "again") from error
+        raise KvlabError(
+            f"the pulled pack {path.parent} is damaged ({error}); remove that folder and pull it again"
+        ) from error
 
 
 def _sotu_names() -> list[str] | None:

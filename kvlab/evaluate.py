@@ -143,8 +143,10 @@ def feed(lm: LM, example: Example, compress_at: CompressAt) -> Fed:
             )
         context = _tokens_of_context(lm, example)
     if example.prefix:
-        ids = torch.cat([ids, lm.tokenizer(example.prefix, add_special_tokens=False, return_tensors="pt").input_ids
-                         .to(ids.device)], 1)
+        ids = torch.cat(
+            [ids, lm.tokenizer(example.prefix, add_special_tokens=False, return_tensors="pt").input_ids.to(ids.device)],
+            1,
+        )
     if ids.shape[1] + example.max_new_tokens > lm.context_length:
         raise KvlabError(
             f"{example.id} has {ids.shape[1]} tokens and asks for {example.max_new_tokens} more, which is beyond the "
@@ -166,9 +168,9 @@ def _tokens_of_context(lm: LM, example: Example) -> int:
     start = text.rfind(question)
     if start < 0:
         raise KvlabError(f"the chat template of {lm.name} changes the question of {example.id}, so it cannot be found")
-    offsets = lm.tokenizer(
-        text, add_special_tokens=not templated, return_offsets_mapping=True, verbose=False
-    )["offset_mapping"]
+    offsets = lm.tokenizer(text, add_special_tokens=not templated, return_offsets_mapping=True, verbose=False)[
+        "offset_mapping"
+    ]
     return sum(1 for _, end in offsets if end <= start)
 
 
@@ -287,9 +289,7 @@ def _run(lm: LM, wanted: Plan, path: Path, advance: Callable[[str, int, int], No
     return found
 
 
-def _answer(
-    wanted: Plan, example: Example, one: Policy, key: str, signature: str, made: dict[str, Any]
-) -> Answer:
+def _answer(wanted: Plan, example: Example, one: Policy, key: str, signature: str, made: dict[str, Any]) -> Answer:
     return Answer(
         key=key,
         task=wanted.task.name,
@@ -307,8 +307,9 @@ def _answer(
 
 
 def _key(signature: str, example: Example) -> str:
-    text = json.dumps([signature, example.id, example.prompt, example.prefix, example.chat, example.max_new_tokens,
-                       example.until])
+    text = json.dumps(
+        [signature, example.id, example.prompt, example.prefix, example.chat, example.max_new_tokens, example.until]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -337,8 +338,9 @@ def read(path: str | Path, mend: bool = False) -> list[Answer]:
         try:
             found.append(ANSWER.validate_python(parsed(line)))
         except (json.JSONDecodeError, ValidationError) as error:
-            raise KvlabError(f"{path}, line {number} is no answer of an evaluation ({_problem(error)}); name another "
-                             "file") from None
+            raise KvlabError(
+                f"{path}, line {number} is no answer of an evaluation ({_problem(error)}); name another file"
+            ) from None
     return found
 
 

@@ -23,7 +23,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise KvlabError(f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it") from error
-    except (OSError, ValueError) as error:      # a name with a NUL is a ValueError
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         raise KvlabError(f"cannot read {path}: {why(error).lower()}") from error
 
 
@@ -37,8 +37,12 @@ def located(text: str) -> str:
     names, and any other text as it is: a notebook would look for it from where it lies itself.
     """
     path = os.path.expanduser(text)
-    named = bool(text) and len(text) < 500 and "\0" not in text and (
-        os.path.isfile(path) or ("/" in text and os.path.isdir(path)))
+    named = (
+        bool(text)
+        and len(text) < 500
+        and "\0" not in text
+        and (os.path.isfile(path) or ("/" in text and os.path.isdir(path)))
+    )
     return os.path.realpath(path) if named else text
 
 
@@ -116,7 +120,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-", suffix=path.suffix)
         os.close(handle)
-    except (OSError, ValueError) as error:      # a name with a NUL is a ValueError
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         raise KvlabError(f"cannot write {path}: {why(error)}") from None
     temporary = Path(name)
     try:

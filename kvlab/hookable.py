@@ -7,8 +7,10 @@ from torch import nn
 from kvlab.errors import KvlabError
 
 PROJECTIONS = ("q_proj", "qkv_proj")
-KNOWN = ("kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, as "
-         "in Llama, Mistral, Qwen, Phi-3 and Gemma")
+KNOWN = (
+    "kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, as "
+    "in Llama, Mistral, Qwen, Phi-3 and Gemma"
+)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -23,12 +25,15 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     if not getattr(config, "num_attention_heads", None):
         raise KvlabError(f"{kind} has no attention, and so no KV cache to look into or to compress; {KNOWN}")
     if getattr(config, "kv_lora_rank", None):
-        raise KvlabError(f"{kind} has latent attention (keys and values are made from one compressed vector for each "
-                         f"token), which kvlab does not model; {KNOWN}")
+        raise KvlabError(
+            f"{kind} has latent attention (keys and values are made from one compressed vector for each "
+            f"token), which kvlab does not model; {KNOWN}"
+        )
     can_set = getattr(type(model), "_can_set_attn_implementation", lambda: False)
     if not can_set():
         raise KvlabError(
-            f"{kind} does not call transformers' attention interface, so kvlab cannot see its attention; {KNOWN}")
+            f"{kind} does not call transformers' attention interface, so kvlab cannot see its attention; {KNOWN}"
+        )
     if getattr(config, "attn_logit_softcapping", None):
         raise KvlabError(f"{kind} soft-caps its attention logits, which kvlab does not model")
     found, others = {}, {}

@@ -447,10 +447,13 @@ class Session:
         caches = [session._cache for session in sessions]
         if not caches or any(cache is None or not cache.ended for cache in caches):
             raise KvlabError("sessions are joined once their prompts have ended; see end_prompt")
-        if any(cache.seen != caches[0].seen or cache.padding is not None or len(cache.layers[0].groups) != 1
-               for cache in caches):
-            raise KvlabError("sessions that are joined hold sequences of one length, without padding, and were not "
-                             "joined before")
+        if any(
+            cache.seen != caches[0].seen or cache.padding is not None or len(cache.layers[0].groups) != 1
+            for cache in caches
+        ):
+            raise KvlabError(
+                "sessions that are joined hold sequences of one length, without padding, and were not joined before"
+            )
         if self.turns != "leave" or self.probes or any(session.probes for session in sessions):
             raise KvlabError("sessions are joined without probes, in one with turns='leave'")
         joined = LiveCache(self, self._n_layers)

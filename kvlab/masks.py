@@ -21,7 +21,7 @@ def masks_told(model: nn.Module) -> Iterator[None]:
     """
     before = vars(model).get("generate")
     generate = getattr(model, "generate", None)
-    if generate is None:        # a decoder without a head
+    if generate is None:  # a decoder without a head
         yield
         return
 

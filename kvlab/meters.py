@@ -127,8 +127,13 @@ def weight_bytes(model: nn.Module) -> int:
 def facts(lm: LM) -> dict[str, Any]:
     """What a table of benchmarks was measured on."""
     versions = f"kvlab {kvlab.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-    return {"model": lm.signature, "dtype": str(lm.dtype).removeprefix("torch."), "device": device_name(lm.device),
-            "versions": versions, "weight_bytes": weight_bytes(lm.model)}
+    return {
+        "model": lm.signature,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": device_name(lm.device),
+        "versions": versions,
+        "weight_bytes": weight_bytes(lm.model),
+    }
 
 
 def device_name(device: torch.device) -> str:

@@ -29,7 +29,7 @@ from kvlab.packs import home
 
 DEFAULT = "smollm2-135m"
 RANDOM_PREFIX = "random:"
-DEEPEST = 10_000    # layers that any model has
+DEEPEST = 10_000  # layers that any model has
 # Files that hold a tokenizer's vocabulary. One whose folder has settings alone knows no token of any text.
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "*.spm")
 
@@ -41,7 +41,7 @@ class PackedModel:
     name: str
     pack: packs.Pack
     summary: str
-    single_digits: bool = False     # the tokenizer splits numbers into digits, which transformers' GGUF reader forgets
+    single_digits: bool = False  # the tokenizer splits numbers into digits, which transformers' GGUF reader forgets
 
     @property
     def folder(self) -> Path:
@@ -143,8 +143,16 @@ class LM:
         try:
             return self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         # A template is a program of the model's makers, run in a sandbox: it can fail in any way.
-        except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError,
-                RecursionError, MemoryError) as error:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            TypeError,
+            ValueError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             why = _first_line(error).rstrip(".")
             raise KvlabError(f"the chat template of {self.name} fails ({why}); use chat=False") from error
 
@@ -172,8 +180,10 @@ class _Bare(LM):
         return digest.hexdigest()
 
     def encode(self, text: str, chat: bool | str = "auto") -> torch.Tensor:
-        raise KvlabError(f"the {type(self.model).__name__} came without its tokenizer: give token ids instead of text, "
-                         "or what kvlab.load gives instead of its model")
+        raise KvlabError(
+            f"the {type(self.model).__name__} came without its tokenizer: give token ids instead of text, "
+            "or what kvlab.load gives instead of its model"
+        )
 
 
 def lm_of(given: LM | torch.nn.Module) -> LM:
@@ -212,8 +222,9 @@ def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype:
     and for a model that kvlab cannot look into, before its weights are read.
     """
     if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path).strip():
-        raise KvlabError(f"a model has a name, such as {DEFAULT!r}, or a path, and not {name_or_path!r:.60}; "
-                         f"{_what_exists()}")
+        raise KvlabError(
+            f"a model has a name, such as {DEFAULT!r}, or a path, and not {name_or_path!r:.60}; {_what_exists()}"
+        )
     name = os.fspath(name_or_path)
     if name in MODELS:
         return _from_folder(pull(name), name, device, dtype)
@@ -244,8 +255,15 @@ def tokenizer(name: str) -> object | None:
     return _tokenizer(folder) if os.path.isfile(folder / "tokenizer_config.json") else None
 
 
-def random_lm(shape: str, layers: int | None = None, seed: int = 0, dtype: str | torch.dtype = "auto",
-              device: str = "auto", tokenizer: str | object | None = None, **changes: object) -> LM:
+def random_lm(
+    shape: str,
+    layers: int | None = None,
+    seed: int = 0,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+    tokenizer: str | object | None = None,
+    **changes: object,
+) -> LM:
     """A model of a known shape (`kvlab.shapes`) with random weights: for plumbing, tests and speed, not for findings.
 
     The weights follow from `seed` (torch's global generator is left as it was). `layers` cuts the depth (None: as
@@ -297,8 +315,13 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
             given = {} if gguf_file else {"config": config, "use_safetensors": True}
             _check_layers(config)
             model, report = AutoModelForCausalLM.from_pretrained(
-                folder, output_loading_info=True, dtype=_dtype(dtype, place, own), attn_implementation="sdpa",
-                **local, **given)
+                folder,
+                output_loading_info=True,
+                dtype=_dtype(dtype, place, own),
+                attn_implementation="sdpa",
+                **local,
+                **given,
+            )
             tokenizer = _tokenizer(folder, **source)
     except KvlabError:
         raise
@@ -307,12 +330,15 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
         raise KvlabError(f"cannot load a model from {shown}: {_first_line(error)}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         lacking = sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]}))
-        raise KvlabError(f"the weights in {shown} do not fit its config.json: {len(lacking)} are missing or of another "
-                         f"size, such as {lacking[0]}")
+        raise KvlabError(
+            f"the weights in {shown} do not fit its config.json: {len(lacking)} are missing or of another "
+            f"size, such as {lacking[0]}"
+        )
     lm = _finish(model.to(place), tokenizer, name, sha256)
     if min(lm.n_layers, lm.context_length) < 1:
-        raise KvlabError(f"cannot load a model from {shown}: it has {lm.n_layers} layers and takes {lm.context_length} "
-                         "tokens")
+        raise KvlabError(
+            f"cannot load a model from {shown}: it has {lm.n_layers} layers and takes {lm.context_length} tokens"
+        )
     return lm
 
 
@@ -351,7 +377,7 @@ def _has_vocabulary(folder: Path, gguf_file: str | None = None) -> bool:
         return any(any(folder.glob(pattern)) for pattern in VOCABULARIES)
     from gguf import GGUFReader
 
-    with contextlib.suppress(Exception):    # of a damaged file nothing is known: its error stands
+    with contextlib.suppress(Exception):  # of a damaged file nothing is known: its error stands
         return "tokenizer.ggml.tokens" in GGUFReader(folder / gguf_file).fields
     return True
 
@@ -392,8 +418,9 @@ def _convert(gguf: Path, folder: Path, single_digits: bool) -> None:
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         if single_digits:
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-                pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
         tokenizer.model_max_length = model.config.max_position_embeddings
         tokenizer.save_pretrained(folder)
         (folder / "model.safetensors").chmod(allowed(0o666))
@@ -417,8 +444,10 @@ def _what_exists() -> str:
     pulled = [name for name, entry in MODELS.items() if entry.folder.is_dir()]
     fetched = [f"{name} (with kvlab pull)" for name in MODELS if name not in pulled]
     here = pulled + _hub_cache() + fetched
-    return (f"there is {', '.join(here)}, {RANDOM_PREFIX}SHAPE (such as {RANDOM_PREFIX}tiny-llama-gqa), "
-            "or any folder in Hugging Face's format or .gguf file")
+    return (
+        f"there is {', '.join(here)}, {RANDOM_PREFIX}SHAPE (such as {RANDOM_PREFIX}tiny-llama-gqa), "
+        "or any folder in Hugging Face's format or .gguf file"
+    )
 
 
 def _hub_cache() -> list[str]:
@@ -432,14 +461,16 @@ def _hub_cache() -> list[str]:
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model in `folder`, in order."""
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if one.is_file():       # as transformers, which looks for it first
+    if one.is_file():  # as transformers, which looks for it first
         return [one]
     if index.is_file():
         return [folder / name for name in _indexed(index)]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
-        raise KvlabError(f"{folder} has no .safetensors files (pickled weights are not read); "
-                         "a model folder holds config.json, model.safetensors and, for texts, a tokenizer")
+        raise KvlabError(
+            f"{folder} has no .safetensors files (pickled weights are not read); "
+            "a model folder holds config.json, model.safetensors and, for texts, a tokenizer"
+        )
     return found
 
 
@@ -453,8 +484,10 @@ def _indexed(index: Path) -> list[str]:
         raise KvlabError(f"{index} is no index of a model's weights: it has no weight_map of files")
     for name in names:
         if not name.endswith(".safetensors") or Path(name).name != name:
-            raise KvlabError(f"{index} names {name!r}, and weights are .safetensors files beside their index (pickled "
-                             "ones are not read)")
+            raise KvlabError(
+                f"{index} names {name!r}, and weights are .safetensors files beside their index (pickled "
+                "ones are not read)"
+            )
     return names
 
 

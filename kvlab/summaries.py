@@ -9,9 +9,14 @@ import pandas as pd
 
 SHARE, BYTES = "{:.3f}".format, "{:.0f}".format
 FORMATS: dict[str, Callable[[float], str]] = {
-    "budget": "{:g}".format,    # entries, or a share of the prompt
-    "recall": SHARE, "window_recall": SHARE, "step_recall": SHARE, "mass_lost": SHARE, "output_error": SHARE,
-    "stored_bytes": BYTES, "read_bytes": BYTES,
+    "budget": "{:g}".format,  # entries, or a share of the prompt
+    "recall": SHARE,
+    "window_recall": SHARE,
+    "step_recall": SHARE,
+    "mass_lost": SHARE,
+    "output_error": SHARE,
+    "stored_bytes": BYTES,
+    "read_bytes": BYTES,
 }
 
 

@@ -33,7 +33,7 @@ def read(path: str | Path, kind: type[T]) -> T:
     path = expanded(path)
     try:
         stamp = path.stat()
-    except (OSError, ValueError) as error:      # a name with a NUL is a ValueError
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
     return _read(path, kind, stamp.st_mtime_ns, stamp.st_size)
 

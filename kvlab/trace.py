@@ -221,8 +221,10 @@ class Trace:
         if self.nll is None:
             return None
         if not 0 < n <= len(self.nll):
-            raise KvlabError(f"the likelihood of the last {n} prompt tokens is needed and {len(self.nll)} are at hand; "
-                             f"capture with window={n}")
+            raise KvlabError(
+                f"the likelihood of the last {n} prompt tokens is needed and {len(self.nll)} are at hand; "
+                f"capture with window={n}"
+            )
         return self.nll[len(self.nll) - n :].mean().exp().expand(self.n_layers)
 
     def _pseudo_for(self, wanted: Policy) -> Tensor | None:
@@ -348,7 +350,6 @@ class Trace:
 _TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll")
 
 
-
 def _sign(path: Path) -> None:
     """Put a saved trace's checksum into its place in the header."""
     found, place = _checksum(path, BLANK)
@@ -371,7 +372,6 @@ def _checksum(path: Path, told: str) -> tuple[str, int]:
         while n := file.readinto(piece):
             found = zlib.crc32(piece[:n], found)
     return f"{found:08x}", place
-
 
 
 def opened(given: Trace | str | Path) -> Trace:
@@ -432,9 +432,7 @@ class _Recorder:
         return call.attend()
 
 
-def _forward(
-    lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = None, logits_of: int = 1
-) -> Tensor:
+def _forward(lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = None, logits_of: int = 1) -> Tensor:
     """Logits of the last tokens, `[logits_of, vocabulary]`."""
     extra = {} if positions is None else {"position_ids": positions[None].to(lm.device)}
     out = lm.model(

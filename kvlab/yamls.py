@@ -35,7 +35,7 @@ class Lines:
         return None
 
     def shown(self, place: Sequence[str | int]) -> str:
-        """", line 7" for a place that is known, else nothing: to stand behind a file's name."""
+        """ ", line 7" for a place that is known, else nothing: to stand behind a file's name."""
         line = self.at(place)
         return f", line {line}" if line else ""
 
@@ -134,4 +134,3 @@ def _where(error: yaml.YAMLError) -> str:
 def _problem(error: yaml.YAMLError) -> str:
     said = getattr(error, "problem", None) or str(error)
     return " ".join(str(said).split())
-

@@ -34,8 +34,9 @@ def launched() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, address: str, size: tuple[int, int] = DESKTOP,
-           **context: object) -> Iterator[tuple[Page, list[str]]]:
+def opened(
+    browser: Browser, address: str, size: tuple[int, int] = DESKTOP, **context: object
+) -> Iterator[tuple[Page, list[str]]]:
     """A page at an address, and the growing list of its complaints: errors on the console, exceptions, failed requests.
 
     size: of the window, in pixels; context: as playwright's `new_context` takes it (color_scheme="dark").

@@ -13,9 +13,9 @@ class Seen:
     """One plain forward pass over `ids` `[tokens]`, all layers."""
 
     weights: list = field(default_factory=list)  # [heads, tokens, tokens]
-    hidden: list = field(default_factory=list)   # [tokens, hidden], what goes into each attention module
-    mixed: list = field(default_factory=list)    # [tokens, heads * head_dim], what goes into each output projection
-    logits: torch.Tensor = None                  # [tokens, vocabulary]
+    hidden: list = field(default_factory=list)  # [tokens, hidden], what goes into each attention module
+    mixed: list = field(default_factory=list)  # [tokens, heads * head_dim], what goes into each output projection
+    logits: torch.Tensor = None  # [tokens, vocabulary]
 
 
 def eager(lm, ids):
@@ -25,7 +25,8 @@ def eager(lm, ids):
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda _m, args, kwargs: seen.hidden.append((args[0] if args else kwargs["hidden_states"])[0]),
-            with_kwargs=True)
+            with_kwargs=True,
+        )
         layer.self_attn.o_proj.register_forward_pre_hook(lambda _m, args: seen.mixed.append(args[0][0]))
     with torch.no_grad():
         out = model(ids[None], output_attentions=True, use_cache=False)

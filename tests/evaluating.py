@@ -56,7 +56,10 @@ class Echo(Task):
 
 
 POLICIES = (
-    kvlab.policy("streamingllm", budget=10), kvlab.policy("h2o", budget=12), kvlab.policy("quest", budget=16, page=2))
+    kvlab.policy("streamingllm", budget=10),
+    kvlab.policy("h2o", budget=12),
+    kvlab.policy("quest", budget=16, page=2),
+)
 KILLED = evaluate.Plan(Echo(n=80, words=60, tokens=10), POLICIES)
 
 

@@ -72,11 +72,16 @@ class Witness(Probe):
 
     def look(self, seen, records, where):
         own = (seen.store.counts - 1)[:, :, None, None]
-        key, value = (x.gather(2, own.expand(*own.shape[:3], x.shape[-1]))[:, :, 0]
-                      for x in (seen.store.keys, seen.store.values))
+        key, value = (
+            x.gather(2, own.expand(*own.shape[:3], x.shape[-1]))[:, :, 0] for x in (seen.store.keys, seen.store.values)
+        )
         self.steps[where["layer"], where["step"]] = dict(
-            queries=seen.queries[:, :, 0].clone(), key=key, value=value, read=seen.read.clone(),
-            output=seen.step.output[:, :, 0].clone())
+            queries=seen.queries[:, :, 0].clone(),
+            key=key,
+            value=value,
+            read=seen.read.clone(),
+            output=seen.step.output[:, :, 0].clone(),
+        )
 
     def look_after(self, seen, records, where):
         self.steps[where["layer"], where["step"]]["stored"] = seen.store.positions.clone()

@@ -38,7 +38,7 @@ class Here:
     registered = False
     present = False
     device: torch.device
-    locked: WeakSet[torch.UntypedStorage] = WeakSet()   # storages in page-locked memory
+    locked: WeakSet[torch.UntypedStorage] = WeakSet()  # storages in page-locked memory
 
 
 class Far(Tensor):
@@ -52,7 +52,8 @@ class Far(Tensor):
             raise TypeError(f"the pretended GPU has no {inside.dtype}")
         layout = dict(strides=inside.stride(), storage_offset=inside.storage_offset(), layout=inside.layout)
         found = torch.Tensor._make_wrapper_subclass(
-            cls, inside.shape, dtype=inside.dtype, device=Here.device, requires_grad=inside.requires_grad, **layout)
+            cls, inside.shape, dtype=inside.dtype, device=Here.device, requires_grad=inside.requires_grad, **layout
+        )
         found.inside = inside
         return found
 
@@ -102,7 +103,7 @@ def computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         options["device"] = CPU
     found = func(*inner, **options)
     if inner and found is inner[0] and isinstance(found, Tensor):
-        return args[0]      # changed in place
+        return args[0]  # changed in place
     return _outside(found) if goes_far and kind not in TO_PYTHON else found
 
 
@@ -148,14 +149,27 @@ def _register() -> None:
     """Tell torch of the device, once; it cannot be taken back, so outside `present` it is there but out of order."""
     if Here.registered:
         return
-    hooks = type("Hooks", (torch._C._acc.PrivateUse1Hooks,), {
-        "is_available": lambda self: Here.present, "is_built": lambda self: True,
-        "has_primary_context": lambda self, index: Here.present})
+    hooks = type(
+        "Hooks",
+        (torch._C._acc.PrivateUse1Hooks,),
+        {
+            "is_available": lambda self: Here.present,
+            "is_built": lambda self: True,
+            "has_primary_context": lambda self, index: Here.present,
+        },
+    )
     module = SimpleNamespace(
-        is_available=lambda: Here.present, device_count=lambda: int(Here.present), current_device=lambda: 0,
-        is_initialized=lambda: True, _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None,
-        empty_cache=lambda: None, get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda *_: None,
-        __name__=NAME)
+        is_available=lambda: Here.present,
+        device_count=lambda: int(Here.present),
+        current_device=lambda: 0,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,
+        empty_cache=lambda: None,
+        get_rng_state=lambda *_: torch.get_rng_state(),
+        set_rng_state=lambda *_: None,
+        __name__=NAME,
+    )
     backend_registration._setup_privateuseone_for_python_backend(NAME, module, hooks())
     Here.device, Here.registered = torch.device(NAME, 0), True
 
@@ -164,7 +178,7 @@ def _moved_after(make: Any) -> Any:
     """`torch.tensor` and `torch.as_tensor` bypass modes: what they make is moved where it is wanted."""
 
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        wanted = device or torch.empty(0).device     # that of a `with torch.device(...)`
+        wanted = device or torch.empty(0).device  # that of a `with torch.device(...)`
         if isinstance(data, Tensor):
             found = make(data, *args, **kwargs)
             return found if device is None else found.to(device)
@@ -190,10 +204,12 @@ def present() -> Iterator[torch.device]:
         torch.set_grad_enabled(gradients.pop())
 
     with (
-        mock.patch.object(inference_mode, "__enter__", enter), mock.patch.object(inference_mode, "__exit__", leave),
+        mock.patch.object(inference_mode, "__enter__", enter),
+        mock.patch.object(inference_mode, "__exit__", leave),
         mock.patch.object(torch, "tensor", _moved_after(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _moved_after(torch.as_tensor)),
         mock.patch.object(torch.accelerator, "synchronize", lambda device=None: None),
-        mock.patch.object(Here, "present", True), Watch(),
+        mock.patch.object(Here, "present", True),
+        Watch(),
     ):
         yield Here.device

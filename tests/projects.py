@@ -12,24 +12,30 @@ import yaml
 
 from kvlab.workbench import store
 
-EXPERIMENT = "zsmerge_error_curves"     # a name that claims belong to, so that the ledger has something to judge
+EXPERIMENT = "zsmerge_error_curves"  # a name that claims belong to, so that the ledger has something to judge
 
 PARAMETERS = "seed = 0\nreduction = 0.6\nboom = False\nnames = ['a', 'b']\nscale = 0.5\n"
-BODY = '''import pandas
+BODY = """import pandas
 from matplotlib.figure import Figure
 from kvlab.workbench import tracking
 run = tracking.start("zsmerge_error_curves", {"seed": seed}, signature=f"toy@0|seed {seed}", model="toy")
 run.log({"reduction/0.20": reduction}, {"reduction/0.20": (reduction - 0.05, reduction + 0.05)})
 run.table("errors", pandas.DataFrame({"ratio": [0.2], "reduction": [reduction]}))
 figure = Figure(figsize=(3, 2)); figure.subplots().plot([1, 2, 3]); run.figure("curve", figure)
-run.claims()'''
+run.claims()"""
 CHECK = "if boom:\n    raise ValueError('the roof is on fire')"
 
 
 def cell(source: str, *tags: str) -> dict:
     """A code cell."""
-    return {"cell_type": "code", "source": source, "metadata": {"tags": list(tags)}, "outputs": [],
-            "execution_count": None, "id": f"cell-{abs(hash(source)) % 10**8}"}
+    return {
+        "cell_type": "code",
+        "source": source,
+        "metadata": {"tags": list(tags)},
+        "outputs": [],
+        "execution_count": None,
+        "id": f"cell-{abs(hash(source)) % 10**8}",
+    }
 
 
 def notebook(path: Path, *cells: dict) -> None:
@@ -44,7 +50,8 @@ def experiment(root: Path, name: str = EXPERIMENT, **changes: object) -> None:
     content = {"notebook": "notebooks/toy.ipynb", "description": "A toy.", **changes}
     (root / "experiments").mkdir(exist_ok=True)
     (root / "experiments" / f"{name}.yaml").write_text(
-        yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+        yaml.safe_dump({key: value for key, value in content.items() if value is not None})
+    )
 
 
 @functools.cache

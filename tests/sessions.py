@@ -18,11 +18,15 @@ def state(model):
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 UNFIT = {
     "falcon": (lambda: FalconForCausalLM(FalconConfig(**SMALL)), "FalconForCausalLM does not call"),
-    "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8)),
-               "soft-caps its attention logits"),
-    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)),
-             r"GPT2LMHeadModel can be hooked \(layer 0 is a GPT2Attention with c_attn and c_proj\): kvlab hooks "
-             r"attention that .* has a q_proj or a qkv_proj"),
+    "gemma2": (
+        lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8)),
+        "soft-caps its attention logits",
+    ),
+    "gpt2": (
+        lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)),
+        r"GPT2LMHeadModel can be hooked \(layer 0 is a GPT2Attention with c_attn and c_proj\): kvlab hooks "
+        r"attention that .* has a q_proj or a qkv_proj",
+    ),
 }
 
 

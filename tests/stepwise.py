@@ -10,7 +10,7 @@ from tensors import exact, layer, sets, shaken
 import kvlab
 from kvlab.probes import Probe
 
-SHAPES = [(8, 2), (4, 4), (4, 1)]           # grouped-query, multi-head, multi-query
+SHAPES = [(8, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 LAYERS, HEAD_DIM = 2, 16
 
 
@@ -48,8 +48,9 @@ def decided(run, tensors, size=1e-5):
     """The oracle's steps; the same under a little noise, so that no decision is a near-tie that float32 could turn."""
     arrays = exact(*tensors)
     steps, noisy = run(*arrays), run(*shaken(*arrays, size=size))
-    assert [(s["read"], s["stored"]) for s in noisy] == [(s["read"], s["stored"]) for s in steps], \
+    assert [(s["read"], s["stored"]) for s in noisy] == [(s["read"], s["stored"]) for s in steps], (
         "the test's input has near-ties"
+    )
     return steps
 
 

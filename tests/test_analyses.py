@@ -71,8 +71,12 @@ def figure_4(traces):
 def test_figure_4_is_made_of_replays(traces, figure_4):
     policies = {"evict": dict(residual=0), "merge": {}, "merge_alpha0": dict(alpha=0.0)}
     for ratio in RATIOS:
-        errors = {name: [kvlab.replay(t, kvlab.policy("zsmerge", budget=ratio, **more)).summary["output_error"]
-                         for t in traces] for name, more in policies.items()}
+        errors = {
+            name: [
+                kvlab.replay(t, kvlab.policy("zsmerge", budget=ratio, **more)).summary["output_error"] for t in traces
+            ]
+            for name, more in policies.items()
+        }
         for name, values in errors.items():
             assert figure_4.metrics[f"error/{name}/{ratio:.2f}"] == pytest.approx(np.mean(values), rel=1e-5)
             low_high = figure_4.intervals[f"error/{name}/{ratio:.2f}"]
@@ -84,8 +88,13 @@ def test_figure_4_is_made_of_replays(traces, figure_4):
 
 def test_figure_4s_squared_errors_are_squared_before_they_are_averaged(traces, figure_4):
     ratio = RATIOS[-1]
-    merged, evicted = ([float((kvlab.replay(t, kvlab.policy("zsmerge", budget=ratio, **more)).output_error ** 2).mean())
-                        for t in traces] for more in ({}, {"residual": 0}))
+    merged, evicted = (
+        [
+            float((kvlab.replay(t, kvlab.policy("zsmerge", budget=ratio, **more)).output_error ** 2).mean())
+            for t in traces
+        ]
+        for more in ({}, {"residual": 0})
+    )
     expected = np.mean([1 - m / e for m, e in zip(merged, evicted, strict=True)])
     assert figure_4.metrics[f"reduction_squared/{ratio:.2f}"] == pytest.approx(expected, abs=1e-5)
     assert figure_4.metrics[f"reduction/{ratio:.2f}"] != pytest.approx(expected, abs=1e-4)
@@ -120,10 +129,13 @@ def test_theorem_1_holds(traces):
     assert first["entries"] == kept + 1 - slots, "all entries but the residual slots, and the step's own"
 
 
-@pytest.mark.parametrize("broken", [
-    lambda bias: 2 * bias,              # a merged entry counts for more than what it stands for
-    lambda bias: bias + (bias > 0) * 8,
-])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda bias: 2 * bias,  # a merged entry counts for more than what it stands for
+        lambda bias: bias + (bias > 0) * 8,
+    ],
+)
 def test_theorem_1_catches_a_wrong_compensation(trace, monkeypatch, broken):
     true = ZSMerge.bias
     monkeypatch.setattr(ZSMerge, "bias", lambda self, store: broken(true(self, store)))

@@ -50,10 +50,15 @@ def test_json_that_python_has_other_errors_for(text, tmp_path):
         files.parsed(text)
     path = tmp_path / "a.json"
     path.write_text(text + "\n")
-    for load in (lambda: list(corpus.longbench(path)), lambda: predictions.read_predictions(path),
-                 lambda: evaluate.read(path), lambda: log.Journal.open(path).__enter__(),
-                 lambda: tables.read(path, tables.HeadScores), lambda: tables.read(path, tables.DecisionTables),
-                 lambda: parameters_of(path)):
+    for load in (
+        lambda: list(corpus.longbench(path)),
+        lambda: predictions.read_predictions(path),
+        lambda: evaluate.read(path),
+        lambda: log.Journal.open(path).__enter__(),
+        lambda: tables.read(path, tables.HeadScores),
+        lambda: tables.read(path, tables.DecisionTables),
+        lambda: parameters_of(path),
+    ):
         refused(load)
 
 
@@ -63,9 +68,24 @@ def test_whole_characters_of_two_escapes_pass():
 
 @pytest.mark.parametrize("change", [{"key": [1]}, {"scores": 1}, {"prompt_tokens": "many"}, {"extra": 1}, {"task": 5}])
 def test_an_answer_of_wrong_types_is_refused(change, tmp_path):
-    answer = {"key": "k", "task": "t", "example": "e", "policy": "p", "budget": 4, "compress_at": "prompt",
-              "prediction": "", "answers": [], "scores": {"score": 1}, "metric": "score", "prompt_tokens": 1,
-              "generated_tokens": 1, "prefill_seconds": 1, "seconds": 1, "kv_bytes": 1, "aux_bytes": 1}
+    answer = {
+        "key": "k",
+        "task": "t",
+        "example": "e",
+        "policy": "p",
+        "budget": 4,
+        "compress_at": "prompt",
+        "prediction": "",
+        "answers": [],
+        "scores": {"score": 1},
+        "metric": "score",
+        "prompt_tokens": 1,
+        "generated_tokens": 1,
+        "prefill_seconds": 1,
+        "seconds": 1,
+        "kv_bytes": 1,
+        "aux_bytes": 1,
+    }
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(answer) + "\n")
     (found,) = evaluate.read(path)
@@ -79,13 +99,19 @@ def test_an_answer_of_wrong_types_is_refused(change, tmp_path):
 
 @pytest.mark.parametrize("name", ["a\0b.json", "x" * 5000, "~no-such-user/x.json", "."])
 def test_names_that_no_file_has(name, tmp_path):
-    for load in (lambda: list(corpus.longbench(name)), lambda: tables.HeadScores.load(name),
-                 lambda: tables.DecisionTables.load(name), lambda: log.load(name), lambda: models.load(name),
-                 lambda: corpus.document(name), lambda: predictions.read_predictions(name)):
+    for load in (
+        lambda: list(corpus.longbench(name)),
+        lambda: tables.HeadScores.load(name),
+        lambda: tables.DecisionTables.load(name),
+        lambda: log.load(name),
+        lambda: models.load(name),
+        lambda: corpus.document(name),
+        lambda: predictions.read_predictions(name),
+    ):
         with pytest.raises(KvlabError):
             load()
     assert content._fingerprint(name) is None
-    if "/" not in name and name != ".":     # a folder that is there, and what may be a hub's
+    if "/" not in name and name != ".":  # a folder that is there, and what may be a hub's
         with pytest.raises(KvlabError):
             inputs.prepare([{"model": name}])
 
@@ -116,17 +142,32 @@ GOOD = {"queries": torch.zeros(2, 4, 7, 8), "keys": torch.zeros(2, 2, 9, 8), "va
 HEADER = {"format": "kvlab-trace-1", "prompt_length": 6, "scaling": None, "meta": {}}
 
 
-@pytest.mark.parametrize(("header", "parts"), [
-    ({"prompt_length": "6"}, {}), ({"prompt_length": 0}, {}), ({"prompt_length": 6.5}, {}), ({"scaling": "x"}, {}),
-    ({"scaling": float("nan")}, {}), ({"meta": [1]}, {}), ({"meta": None}, {}), ({"meta": {"model": {"a": 1}}}, {}),
-    ({}, {"queries": torch.zeros(2, 4, 7)}), ({}, {"queries": torch.zeros(2, 3, 7, 8)}),
-    ({}, {"values": torch.zeros(2, 2, 5, 8)}), ({}, {"keys": torch.zeros(2, 2, 9, 8, dtype=torch.int64)}),
-    ({}, {"keys": torch.zeros(2, 0, 9, 8), "values": torch.zeros(2, 0, 9, 8)}), ({}, {"ids": torch.zeros(9)}),
-    ({}, {"ids": torch.zeros(3, dtype=torch.int64)}), ({}, {"ids": torch.full((9,), -1)}),
-    ({}, {"nll": torch.zeros(3, 3)}), ({}, {"pre_queries": torch.zeros(1, 1, 1, 1)}),
-    ({}, {"accumulated": torch.zeros(2, 4, 9)}), ({}, {"pseudo/../../x": torch.zeros(2)}),
-    ({}, {"evil": torch.ones(1)}),
-])
+@pytest.mark.parametrize(
+    ("header", "parts"),
+    [
+        ({"prompt_length": "6"}, {}),
+        ({"prompt_length": 0}, {}),
+        ({"prompt_length": 6.5}, {}),
+        ({"scaling": "x"}, {}),
+        ({"scaling": float("nan")}, {}),
+        ({"meta": [1]}, {}),
+        ({"meta": None}, {}),
+        ({"meta": {"model": {"a": 1}}}, {}),
+        ({}, {"queries": torch.zeros(2, 4, 7)}),
+        ({}, {"queries": torch.zeros(2, 3, 7, 8)}),
+        ({}, {"values": torch.zeros(2, 2, 5, 8)}),
+        ({}, {"keys": torch.zeros(2, 2, 9, 8, dtype=torch.int64)}),
+        ({}, {"keys": torch.zeros(2, 0, 9, 8), "values": torch.zeros(2, 0, 9, 8)}),
+        ({}, {"ids": torch.zeros(9)}),
+        ({}, {"ids": torch.zeros(3, dtype=torch.int64)}),
+        ({}, {"ids": torch.full((9,), -1)}),
+        ({}, {"nll": torch.zeros(3, 3)}),
+        ({}, {"pre_queries": torch.zeros(1, 1, 1, 1)}),
+        ({}, {"accumulated": torch.zeros(2, 4, 9)}),
+        ({}, {"pseudo/../../x": torch.zeros(2)}),
+        ({}, {"evil": torch.ones(1)}),
+    ],
+)
 def test_a_whole_file_whose_parts_do_not_fit_is_no_trace(header, parts, tmp_path):
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file(GOOD, path, {"kvlab": json.dumps(HEADER)})
@@ -141,11 +182,16 @@ def test_a_header_that_cannot_be_read(text, tmp_path):
     refused(lambda: kvlab.Trace.load(tmp_path / "a"), "damaged")
 
 
-@pytest.mark.parametrize("tensors_", [
-    {"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 64]}},
-    {"a": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]},
-     "b": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}},
-])
+@pytest.mark.parametrize(
+    "tensors_",
+    [
+        {"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 64]}},
+        {
+            "a": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]},
+            "b": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]},
+        },
+    ],
+)
 def test_absurd_offsets_and_lengths(tensors_, tmp_path):
     header = json.dumps({"__metadata__": {"kvlab": json.dumps(HEADER)}, **tensors_}).encode()
     for content_ in (struct.pack("<Q", len(header)) + header + bytes(64), struct.pack("<Q", 2**63 - 1) + b"{}"):
@@ -155,8 +201,18 @@ def test_absurd_offsets_and_lengths(tensors_, tmp_path):
 
 @pytest.mark.parametrize("scores", [[[-0.1, 0.5]], [[0.5, 1e300]]])
 def test_scores_are_shares(scores, tmp_path):
-    about = {"model": "m", "sha256": "0", "n_layers": 1, "heads": 2, "kv_heads": 1, "contexts": [1], "depths": [0.5],
-             "seed": 0, "kvlab": "0", "scores": scores}
+    about = {
+        "model": "m",
+        "sha256": "0",
+        "n_layers": 1,
+        "heads": 2,
+        "kv_heads": 1,
+        "contexts": [1],
+        "depths": [0.5],
+        "seed": 0,
+        "kvlab": "0",
+        "scores": scores,
+    }
     (tmp_path / "a.json").write_text(json.dumps(about))
     refused(lambda: tables.HeadScores.load(tmp_path / "a.json"), r"scores\.0\.[01]")
 
@@ -226,7 +282,8 @@ def test_a_configuration_cannot_have_other_weights_read(folder):
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     torch.save({name: torch.zeros_like(tensor) for name, tensor in weights.items()}, folder / "evil.bin")
     (folder / "evil.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, "evil.bin")}))
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, "evil.bin")})
+    )
     rewrite(folder / "config.json", transformers_weights="evil.safetensors.index.json")
     found = models.load(folder).model.get_input_embeddings().weight
     assert torch.equal(found, weights["model.embed_tokens.weight"].float())
@@ -237,10 +294,20 @@ def test_a_configuration_cannot_name_code_on_a_hub(folder):
     assert models.load(folder).model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("changes", [{"num_hidden_layers": 0}, {"num_hidden_layers": "2"}, {"num_attention_heads": 0},
-                                     {"num_hidden_layers": 2**31 - 1},
-                                     {"max_position_embeddings": -5}, {"model_type": ["llama"]}, {"dtype": "float7"},
-                                     {"quantization_config": 5}, {"pad_token_id": 10**9}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": "2"},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": 2**31 - 1},
+        {"max_position_embeddings": -5},
+        {"model_type": ["llama"]},
+        {"dtype": "float7"},
+        {"quantization_config": 5},
+        {"pad_token_id": 10**9},
+    ],
+)
 def test_a_configuration_that_no_model_has(folder, changes):
     rewrite(folder / "config.json", **changes)
     refused(lambda: models.load(folder), "cannot load a model from")
@@ -254,9 +321,17 @@ def test_a_folder_is_not_believed_what_it_says_of_its_hash(folder):
         assert models.load(folder).sha256 == honest
 
 
-@pytest.mark.parametrize("template", ["{% for", "{{ a.b.c }}", "{{ raise_exception('x\ny') }}", "{{ 1 / 0 }}",
-                                      "{{ cycler.__init__.__globals__.os.mkdir('ran') }}",
-                                      "{% include '/etc/passwd' %}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for",
+        "{{ a.b.c }}",
+        "{{ raise_exception('x\ny') }}",
+        "{{ 1 / 0 }}",
+        "{{ cycler.__init__.__globals__.os.mkdir('ran') }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
 def test_a_template_that_fails_is_one_sentence(good, template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lm = models.load(good)
@@ -277,18 +352,40 @@ def test_a_trace_cannot_lead_to_a_tokenizer_elsewhere(good, monkeypatch):
 # --- YAML and notebooks ---
 
 
-@pytest.mark.parametrize("text", ["a: !!int ''", "a: !!bool maybe", "a: !!timestamp x", "a: 0x" + "f" * 5000,
-                                  'a: "\\ud800"', 'a: ["x\\ud800"]', "a: " + "1" * 600_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: !!int ''",
+        "a: !!bool maybe",
+        "a: !!timestamp x",
+        "a: 0x" + "f" * 5000,
+        'a: "\\ud800"',
+        'a: ["x\\ud800"]',
+        "a: " + "1" * 600_000,
+    ],
+)
 def test_yaml_that_its_reader_has_other_errors_for(text, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     refused(lambda: yamls.load(tmp_path / "a.yaml"), r"^a\.yaml")
 
 
-@pytest.mark.parametrize("content_", [
-    b"[" * 200_000, b"[]", {"cells": 5}, {"cells": [1]}, {"cells": [{"metadata": None}]},
-    {"cells": [{"metadata": {"tags": 5}}]}, {"cells": [{"source": [1]}]},
-    {"cells": [{"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": "a = " + "-" * 100_000 + "1"}]},
-])
+@pytest.mark.parametrize(
+    "content_",
+    [
+        b"[" * 200_000,
+        b"[]",
+        {"cells": 5},
+        {"cells": [1]},
+        {"cells": [{"metadata": None}]},
+        {"cells": [{"metadata": {"tags": 5}}]},
+        {"cells": [{"source": [1]}]},
+        {
+            "cells": [
+                {"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": "a = " + "-" * 100_000 + "1"}
+            ]
+        },
+    ],
+)
 def test_a_notebook_that_is_none(content_, tmp_path):
     path = tmp_path / "a.ipynb"
     path.write_bytes(content_ if isinstance(content_, bytes) else json.dumps(content_).encode())
@@ -296,20 +393,24 @@ def test_a_notebook_that_is_none(content_, tmp_path):
     refused(lambda: parameters_of(tmp_path), "missing")
 
 
-@pytest.mark.parametrize(("parameters", "match"), [
-    ("{things: !!pairs [a: /etc/passwd]}", "leaves the project"),
-    ("{things: [{/etc/passwd: 1}]}", "leaves the project"),
-    ("{name: texts/passwd}", "leaves the project"),
-    ("{things: [{true: 1}]}", "a key is a text"),
-    ("{things: !!set {a}}", "does not fit into JSON"),
-    ("{name: !!binary aGVsbG8=}", "must be a text|does not fit"),
-    ("{scale: .nan}", "no plain number"),
-])
+@pytest.mark.parametrize(
+    ("parameters", "match"),
+    [
+        ("{things: !!pairs [a: /etc/passwd]}", "leaves the project"),
+        ("{things: [{/etc/passwd: 1}]}", "leaves the project"),
+        ("{name: texts/passwd}", "leaves the project"),
+        ("{things: [{true: 1}]}", "a key is a text"),
+        ("{things: !!set {a}}", "does not fit into JSON"),
+        ("{name: !!binary aGVsbG8=}", "must be a text|does not fit"),
+        ("{scale: .nan}", "no plain number"),
+    ],
+)
 def test_parameters_of_a_yaml_arrive_as_they_are_or_not_at_all(project, parameters, match):  # noqa: F811
     notebook(project / "notebooks" / "toy.ipynb", cell("things = []\nname = 'x'\nscale = 0.5", "parameters"))
     (project / "texts").symlink_to("/etc")
     (project / "experiments" / f"{EXPERIMENT}.yaml").write_text(
-        f"notebook: notebooks/toy.ipynb\ndescription: d\nparameters: {parameters}\n")
+        f"notebook: notebooks/toy.ipynb\ndescription: d\nparameters: {parameters}\n"
+    )
     refused(lambda: experiments.jobs(EXPERIMENT), match)
 
 
@@ -369,8 +470,9 @@ def test_a_command_whose_output_was_closed_and_whose_folder_is_gone(tmp_path):
     gone.mkdir()
     kvlab_ = f"{sys.executable} -m kvlab"
     order = f"cd {gone} && rmdir {gone} && {kvlab_} list packs >&- && {kvlab_} list experiments"
-    done = subprocess.run(order, shell=True, text=True, capture_output=True,
-                          env=os.environ | {"PYTHONPATH": os.fspath(ROOT)})
+    done = subprocess.run(
+        order, shell=True, text=True, capture_output=True, env=os.environ | {"PYTHONPATH": os.fspath(ROOT)}
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("kvlab: the folder that this runs in is gone")
 

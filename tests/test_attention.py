@@ -95,7 +95,7 @@ def test_accumulated_attention_is_the_sum_of_all_rows(n, chunk):
 def test_projected_queries_find_their_layout_even_with_as_many_tokens_as_heads(heads):
     """A q-norm may put out tokens first or heads first; where both are equally many, only the norms can tell."""
     before = torch.randn(1, heads, heads, 16, generator=torch.Generator().manual_seed(heads))
-    after = torch.cat([-before[..., 8:], before[..., :8]], -1)          # a quarter turn keeps norms, as RoPE does
+    after = torch.cat([-before[..., 8:], before[..., :8]], -1)  # a quarter turn keeps norms, as RoPE does
     assert torch.equal(attention._as_heads(before.transpose(1, 2), after), before)
     assert torch.equal(attention._as_heads(before, after), before)
     assert torch.equal(attention._as_heads(before.transpose(1, 2).reshape(1, heads, -1), after), before)
@@ -150,7 +150,7 @@ def test_nested_sessions_are_refused_and_the_outer_one_goes_on(tiny):
             with attention.hooked(lm.model, lambda call: pytest.fail("the inner handler ran")):
                 pass
         lm.model(torch.tensor([[5, 6, 7]]))
-        with attention.hooked(tiny("tiny-qwen3").model, lambda call: call.attend()):       # another model is free
+        with attention.hooked(tiny("tiny-qwen3").model, lambda call: call.attend()):  # another model is free
             pass
     assert calls == [0, 1] and state(lm.model) == before
 
@@ -178,6 +178,7 @@ def test_the_implementation_outside_of_a_session_says_so():
 
 
 # --- what cannot be hooked ---
+
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_models_that_cannot_be_hooked_are_refused(name):

@@ -145,8 +145,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "code", "match"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(
-    value, list) else None)
+@pytest.mark.parametrize(
+    ("arguments", "code", "match"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else None
+)
 def test_a_mistake_is_one_sentence(capsys, arguments, code, match):
     left, out, err = call(capsys, "bench", *QUICK, *arguments)
     assert left == code and out == ""

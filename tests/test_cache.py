@@ -41,8 +41,10 @@ class Twin:
             self.store.append(*self.given)
         self.seen = n
         self.columns: list[str] = []
-        self.heads = [[[self.entry(*(x[r, h, i] for x in self.given), i) for i in range(n)] for h in range(HEADS)]
-                      for r in range(ROWS)]
+        self.heads = [
+            [[self.entry(*(x[r, h, i] for x in self.given), i) for i in range(n)] for h in range(HEADS)]
+            for r in range(ROWS)
+        ]
         self.check()
 
     @staticmethod
@@ -75,8 +77,18 @@ class Twin:
     def evict(self):
         ragged = self.random.random() < 0.5
         most = self.fewest
-        keep = [[sorted(self.random.sample(range(len(self.heads[r][h])), self.random.randint(0, len(self.heads[r][h]))
-                                           if ragged else most // 2)) for h in range(HEADS)] for r in range(ROWS)]
+        keep = [
+            [
+                sorted(
+                    self.random.sample(
+                        range(len(self.heads[r][h])),
+                        self.random.randint(0, len(self.heads[r][h])) if ragged else most // 2,
+                    )
+                )
+                for h in range(HEADS)
+            ]
+            for r in range(ROWS)
+        ]
         self.store.evict(padded(keep, max(len(one) for row in keep for one in row) + ragged))
         for r, h, entries in self.every:
             entries[:] = [entries[i] for i in keep[r][h]]
@@ -109,7 +121,7 @@ class Twin:
         n = self.random.randint(0, min(3, longest))
         self.store.truncate(longest - n)
         for _, _, entries in self.every:
-            del entries[max(len(entries) - n, 0):]
+            del entries[max(len(entries) - n, 0) :]
         self.seen -= n
 
     def column(self):
@@ -131,11 +143,20 @@ class Twin:
         for r, h, entries in self.every:
             n = len(entries)
             assert store.positions[r, h].tolist() == [e["position"] for e in entries] + [-1] * (store.length - n)
-            for name, tensor in [("key", store.keys), ("value", store.values), ("weight", store.weights),
-                                 *((name, store.column(name)) for name in self.columns)]:
+            for name, tensor in [
+                ("key", store.keys),
+                ("value", store.values),
+                ("weight", store.weights),
+                *((name, store.column(name)) for name in self.columns),
+            ]:
                 expected = torch.tensor([e[name] for e in entries], dtype=torch.float64)
-                torch.testing.assert_close(tensor[r, h, :n].double(), expected.view(tensor[r, h, :n].shape),
-                                           atol=1e-6, rtol=1e-6, msg=lambda m, name=name: f"{name} of {r}, {h}: {m}")
+                torch.testing.assert_close(
+                    tensor[r, h, :n].double(),
+                    expected.view(tensor[r, h, :n].shape),
+                    atol=1e-6,
+                    rtol=1e-6,
+                    msg=lambda m, name=name: f"{name} of {r}, {h}: {m}",
+                )
         entries = [e for _, _, some in self.every for e in some]
         assert store.kv_bytes == len(entries) * 2 * DIM * 8
         assert store.merged == any(e["weight"] != 1 for e in entries)
@@ -144,8 +165,12 @@ class Twin:
 
 
 @settings(deadline=None)
-@given(n=st.integers(1, 7), kind=st.sampled_from(["borrowed", "preallocated"]), seed=st.integers(0, 10**6),
-       verbs=st.lists(st.sampled_from(VERBS), max_size=12))
+@given(
+    n=st.integers(1, 7),
+    kind=st.sampled_from(["borrowed", "preallocated"]),
+    seed=st.integers(0, 10**6),
+    verbs=st.lists(st.sampled_from(VERBS), max_size=12),
+)
 def test_the_verbs_do_what_they_do_to_a_list(n, kind, seed, verbs):
     twin = Twin(n, kind, seed)
     for verb in verbs:
@@ -153,12 +178,15 @@ def test_the_verbs_do_what_they_do_to_a_list(n, kind, seed, verbs):
         twin.check()
 
 
-@pytest.mark.parametrize("change", [
-    lambda s: s.append(*fresh(1, 9)),
-    lambda s: s.evict(torch.tensor([0, 2, 3]).expand(ROWS, HEADS, 3)),
-    lambda s: s.drop(torch.ones(ROWS, HEADS, dtype=torch.int64)),
-    lambda s: s.merge(torch.ones(ROWS, HEADS, 1, dtype=torch.int64), torch.zeros(ROWS, HEADS, dtype=torch.int64)),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.append(*fresh(1, 9)),
+        lambda s: s.evict(torch.tensor([0, 2, 3]).expand(ROWS, HEADS, 3)),
+        lambda s: s.drop(torch.ones(ROWS, HEADS, dtype=torch.int64)),
+        lambda s: s.merge(torch.ones(ROWS, HEADS, 1, dtype=torch.int64), torch.zeros(ROWS, HEADS, dtype=torch.int64)),
+    ],
+)
 def test_after_its_first_change_a_store_lives_apart_from_what_it_borrowed(change):
     keys, values = fresh(5)
     store = LayerStore(keys, values)
@@ -248,8 +276,10 @@ def test_transformers_generates_with_it_as_with_its_own_cache(tiny):
     ids = torch.randint(3, 256, (1, 11), generator=torch.Generator().manual_seed(1))
     options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
     ours, theirs = empty_cache(lm, 12), DynamicCache()
-    assert torch.equal(lm.model.generate(ids, past_key_values=ours, **options),
-                       lm.model.generate(ids, past_key_values=theirs, **options))
+    assert torch.equal(
+        lm.model.generate(ids, past_key_values=ours, **options),
+        lm.model.generate(ids, past_key_values=theirs, **options),
+    )
     assert ours.get_seq_length() == theirs.get_seq_length()
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         torch.testing.assert_close(mine.store.keys, other.keys)

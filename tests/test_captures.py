@@ -48,24 +48,39 @@ def test_a_trace_read_from_disk_is_the_one_that_was_captured(tiny, counted):
     assert (first.meta, first.prompt_length, first.scaling) == (again.meta, again.prompt_length, again.scaling)
 
 
-@pytest.mark.parametrize(("args", "options"), [
-    ((5, 8), {}),
-    ((), {"window": 8, "new_tokens": 5}),
-    ((5,), {"window": 8, "chat": "auto", "queries": None, "accumulate": False, "progress": False}),
-    ((5, 8), {"policies": [policy("snapkv", budget=9, window=4)]}),     # needs no more than the window there is
-    ((5, 8), {"pseudo": [policy("dapq", budget=64)]}),
-    ((5, 8), {"response": None, "policies": ("streamingllm", "snapkv_pp")[:1]}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        ((5, 8), {}),
+        ((), {"window": 8, "new_tokens": 5}),
+        ((5,), {"window": 8, "chat": "auto", "queries": None, "accumulate": False, "progress": False}),
+        ((5, 8), {"policies": [policy("snapkv", budget=9, window=4)]}),  # needs no more than the window there is
+        ((5, 8), {"pseudo": [policy("dapq", budget=64)]}),
+        ((5, 8), {"response": None, "policies": ("streamingllm", "snapkv_pp")[:1]}),
+    ],
+    ids=str,
+)
 def test_the_same_capture_put_otherwise_is_the_same_file(tiny, counted, args, options):
     captures.shared(tiny(), IDS, 5, window=8)
     captures.shared(tiny(), IDS.tolist(), *args, **options)
     assert len(counted) == 1 and len(kept()) == 1
 
 
-@pytest.mark.parametrize("options", [
-    {"new_tokens": 6}, {"window": 9}, {"queries": "all"}, {"accumulate": True}, {"pseudo": ()}, {"policies": ["h2o"]},
-    {"pseudo": [policy("dapq", budget=64, seed=1, content="span")]}, {"response": [1, 2, 3, 4, 5]}, {"chat": False},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"new_tokens": 6},
+        {"window": 9},
+        {"queries": "all"},
+        {"accumulate": True},
+        {"pseudo": ()},
+        {"policies": ["h2o"]},
+        {"pseudo": [policy("dapq", budget=64, seed=1, content="span")]},
+        {"response": [1, 2, 3, 4, 5]},
+        {"chat": False},
+    ],
+    ids=str,
+)
 def test_another_capture_is_another_file(tiny, counted, options):
     captures.shared(tiny(), IDS, 5, 8)
     captures.shared(tiny(), IDS, **{"new_tokens": 5, "window": 8, **options})
@@ -111,11 +126,16 @@ def last_byte_flipped(path):
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-100]),
-                                    lambda path: path.write_bytes(b""),
-                                    lambda path: path.write_text("no trace at all, but a longer text than a header"),
-                                    last_byte_flipped],
-                         ids=["cut", "empty", "alien", "flipped"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-100]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_text("no trace at all, but a longer text than a header"),
+        last_byte_flipped,
+    ],
+    ids=["cut", "empty", "alien", "flipped"],
+)
 def test_a_damaged_file_is_captured_again(tiny, counted, damage):
     whole = captures.shared(tiny(), IDS, 5, 8)
     (path,) = kept()
@@ -148,8 +168,13 @@ def one(name):
 with multiprocessing.get_context("fork").Pool(2) as pool:
     print(*pool.map(one, "ab", chunksize=1))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     one, other = done.stdout.split()
     assert one == other

@@ -18,8 +18,9 @@ from kvlab.workbench import driver, report
 
 def shell(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     """Run `kvlab` in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "kvlab", *arguments], capture_output=True, text=True,
-                          env={**os.environ, **variables})
+    return subprocess.run(
+        [sys.executable, "-m", "kvlab", *arguments], capture_output=True, text=True, env={**os.environ, **variables}
+    )
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -51,8 +52,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "code", "match"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(
-    value, list) else None)
+@pytest.mark.parametrize(
+    ("arguments", "code", "match"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else None
+)
 def test_a_mistake_is_one_sentence(project, capsys, arguments, code, match):  # noqa: F811
     left, out, err = call(capsys, *arguments)
     assert left == code and out == ""
@@ -74,8 +76,14 @@ def test_outside_of_a_project(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.delenv("KVLAB_ROOT", raising=False)
     monkeypatch.chdir(tmp_path)
-    for arguments in (["reproduce"], ["run", "anything"], ["list", "experiments"], ["list", "experiments", "--json"],
-                      ["report"], ["report", "--profile", "full"]):
+    for arguments in (
+        ["reproduce"],
+        ["run", "anything"],
+        ["list", "experiments"],
+        ["list", "experiments", "--json"],
+        ["report"],
+        ["report", "--profile", "full"],
+    ):
         code, out, err = call(capsys, *arguments)
         assert code == 1 and "there are no experiments in" in err and "KVLAB_ROOT" in err and out == "", arguments
         assert err.count("\n") == 1 and list(tmp_path.iterdir()) == []
@@ -120,7 +128,7 @@ def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monke
     code, out, err = call(capsys, "reproduce")
     assert code == 1 and "it broke" in err and EXPERIMENT in err
     assert "not measured" in out and "60.5 %" in out.replace("\n", " ") and f"{project}/report/report.html" in out
-    counts = out[out.index("Counted apart"):].splitlines()
+    counts = out[out.index("Counted apart") :].splitlines()
     rows = [line.split() for line in counts if line.split()[:1] in (["ZSMerge"], ["all"])]
     mine = [claim.kind for claim in papers.claims(paper="zsmerge") if not claim.untested]
     groups = mine.count("finding"), mine.count("recomputed")
@@ -134,11 +142,24 @@ def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monke
 def test_files_and_folders_named_from_the_shell_are_found_from_the_notebook(project, monkeypatch):  # noqa: F811
     (project / "mine.txt").write_text("a text")
     (project / "benchmarks" / "long").mkdir(parents=True)
-    found = cli._overrides(["names=mine.txt", "seed=3", "reduction=a=b", "longbench=benchmarks/long",
-                            "method=benchmarks", "model=meta-llama/Llama-3.1-8B"])
-    assert found == {"names": str(project / "mine.txt"), "seed": "3", "reduction": "a=b",
-                     "longbench": str(project / "benchmarks" / "long"), "method": "benchmarks",
-                     "model": "meta-llama/Llama-3.1-8B"}
+    found = cli._overrides(
+        [
+            "names=mine.txt",
+            "seed=3",
+            "reduction=a=b",
+            "longbench=benchmarks/long",
+            "method=benchmarks",
+            "model=meta-llama/Llama-3.1-8B",
+        ]
+    )
+    assert found == {
+        "names": str(project / "mine.txt"),
+        "seed": "3",
+        "reduction": "a=b",
+        "longbench": str(project / "benchmarks" / "long"),
+        "method": "benchmarks",
+        "model": "meta-llama/Llama-3.1-8B",
+    }
 
 
 def test_report_command_names_its_files(project, capsys):  # noqa: F811
@@ -148,8 +169,10 @@ def test_report_command_names_its_files(project, capsys):  # noqa: F811
 
 
 def test_a_report_of_nothing_is_refused_and_leaves_nothing(project, capsys):  # noqa: F811
-    assert call(capsys, "report")[::2] == (1, "kvlab: no experiment has finished yet, so there is nothing to report; "
-                                              "run `kvlab reproduce` first\n")
+    assert call(capsys, "report")[::2] == (
+        1,
+        "kvlab: no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first\n",
+    )
     (project / "mlruns" / "mlflow.db").unlink()
     code, _, err = call(capsys, "report", "--out", "here/there")
     assert code == 1 and "nothing to report" in err
@@ -160,9 +183,11 @@ def test_a_report_of_nothing_is_refused_and_leaves_nothing(project, capsys):  # 
 def test_a_report_of_an_unknown_profile_or_model_names_what_there_is(project, capsys):  # noqa: F811
     job(0.6, profile="quick")
     job(0.6, profile="full", model="big@1")
-    for arguments, found in ((["--profile", "quik"], "profile 'quik' has finished; there are runs of: full, quick"),
-                             (["--model", "biig@1"], "model 'biig' has finished; there are runs of: big, toy"),
-                             (["--model", "big", "--profile", "quick"], "none of these runs has measured a claim")):
+    for arguments, found in (
+        (["--profile", "quik"], "profile 'quik' has finished; there are runs of: full, quick"),
+        (["--model", "biig@1"], "model 'biig' has finished; there are runs of: big, toy"),
+        (["--model", "big", "--profile", "quick"], "none of these runs has measured a claim"),
+    ):
         code, out, err = call(capsys, "report", *arguments)
         assert code == 1 and found in err and out == "" and err.count("\n") == 1
     assert not (project / "report").exists()

@@ -71,14 +71,17 @@ def test_rewards_are_those_of_a_file_of_tables_fed_token_by_token(lm, context, t
     rng, small = np.random.default_rng(0), settings()
     weights, thresholds = rng.choice(small.weights, (10, 2, 2)), rng.choice(small.thresholds, (10, 2))
     with trials.prefilled(lm, context, small) as found:
-        ones = [trials.with_thresholds(trials.with_weights(small, w, 2), tau)
-                for w, tau in zip(weights, thresholds, strict=True)]
+        ones = [
+            trials.with_thresholds(trials.with_weights(small, w, 2), tau)
+            for w, tau in zip(weights, thresholds, strict=True)
+        ]
         kept = [found.kept(one) for one in ones]
         losses = found.losses(kept)
     sizes = set()
     for number in (0, 4, 9):
-        path = file_of(tmp_path, heads=weights[number].repeat(2, 1).tolist(),
-                       risk=thresholds[number][:, None, None].tolist())
+        path = file_of(
+            tmp_path, heads=weights[number].repeat(2, 1).tolist(), risk=thresholds[number][:, None, None].tolist()
+        )
         one = CompilerKV(budget=16, window=16, utility_window=8, tables=path)
         loss, stored = step_by_step(lm, context, one)
         assert losses[number].item() == pytest.approx(loss, abs=2e-5)
@@ -91,7 +94,7 @@ def test_the_full_loss_is_transformers_own(lm, context):
     ids = torch.cat([context.ids, context.continuation])
     with torch.no_grad():
         logits = lm.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
-    told = logits[len(context.ids):-1].gather(1, context.continuation[1:, None])
+    told = logits[len(context.ids) : -1].gather(1, context.continuation[1:, None])
     with trials.prefilled(lm, context, settings()) as found:
         assert found.full_loss() == pytest.approx(-float(told.mean()), abs=1e-5)
 
@@ -133,7 +136,7 @@ def test_what_is_learnt(lm, learnt):
     assert (found.model, found.sha256, found.n_layers, found.kv_heads) == (lm.name, lm.sha256, 2, 2)
     assert np.array(found.risk).shape == (2, 6, 3) and np.array(found.heads).shape == (2, 4)
     assert {w for row in found.heads for w in row} <= {0.25, 0.5, 1.0, 2.0}
-    assert all(row[0] == row[1] and row[2] == row[3] for row in found.heads)    # the heads of a group act as one
+    assert all(row[0] == row[1] and row[2] == row[3] for row in found.heads)  # the heads of a group act as one
     seen = np.array(found.visited)
     assert seen.sum() == found.contexts == 4 and found.samples == {"heads": 32, "risk": 24}
     assert (np.array(found.risk)[:, seen == 0] == 0).all()
@@ -174,8 +177,7 @@ def test_a_run_that_was_cut_off_goes_on_where_it_stopped(lm, learnt, tmp_path, m
     with journal.open("a") as file:
         file.write('{"key": "1234", "kind": "hea')
     prefills = []
-    monkeypatch.setattr("kvlab.compile.compiler.prefilled",
-                        lambda *a: prefills.append(1) or trials.prefilled(*a))
+    monkeypatch.setattr("kvlab.compile.compiler.prefilled", lambda *a: prefills.append(1) or trials.prefilled(*a))
     found = compiling.learn(lm, settings(), DOCUMENTS, journal)
     assert written(tmp_path / "a", found) == written(tmp_path / "b", learnt)
     assert journal.read_text().startswith(kept) and "hea\n" not in journal.read_text()
@@ -239,11 +241,22 @@ def test_an_overlap_is_refused_by_name_and_by_content(lm, tmp_path):
         checked([])
 
 
-@pytest.mark.parametrize("changes, said", [
-    (dict(lengths=(60, 16)), "fits the budget"), (dict(contexts=9), "pool of 7"), (dict(bins=(0, 4)), "bins"),
-    (dict(weights=(0.5, 2.0)), "neutral 1"), (dict(thresholds=(0.0,)), "at least two"), (dict(neutral=1.0), "neutral"),
-    (dict(thresholds=(0.0, 1.5)), "thresholds"), (dict(samples=0, risk_samples=0), "neither"),
-    (dict(sampels=3), "did you mean 'samples'"), (dict(alpha=-1.0), "alpha"), (dict(budget="many"), "budget")])
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(lengths=(60, 16)), "fits the budget"),
+        (dict(contexts=9), "pool of 7"),
+        (dict(bins=(0, 4)), "bins"),
+        (dict(weights=(0.5, 2.0)), "neutral 1"),
+        (dict(thresholds=(0.0,)), "at least two"),
+        (dict(neutral=1.0), "neutral"),
+        (dict(thresholds=(0.0, 1.5)), "thresholds"),
+        (dict(samples=0, risk_samples=0), "neither"),
+        (dict(sampels=3), "did you mean 'samples'"),
+        (dict(alpha=-1.0), "alpha"),
+        (dict(budget="many"), "budget"),
+    ],
+)
 def test_bad_settings_are_one_sentence(changes, said):
     with pytest.raises(KvlabError, match=said) as caught:
         settings(**changes)
@@ -320,8 +333,10 @@ def test_variants_hold_the_same_numbers_in_other_places(learnt):
     found = analysis.variants(both, shuffles=4)
     assert found["neutral"].neutral and found["heads"].risk is None and found["heads"].heads == both.heads
     shuffled = [found[f"shuffled heads {n}"].heads for n in (1, 2, 3, 4)]
-    assert all(sorted(map(tuple, np.reshape(one, (4, 2)))) == sorted(map(tuple, np.reshape(both.heads, (4, 2))))
-               for one in shuffled) and any(one != both.heads for one in shuffled)
+    assert all(
+        sorted(map(tuple, np.reshape(one, (4, 2)))) == sorted(map(tuple, np.reshape(both.heads, (4, 2))))
+        for one in shuffled
+    ) and any(one != both.heads for one in shuffled)
     seen = np.array(both.visited) > 0
     for number in (1, 2, 3, 4):
         moved = np.array(found[f"shuffled risk {number}"].risk)
@@ -329,8 +344,12 @@ def test_variants_hold_the_same_numbers_in_other_places(learnt):
         assert (moved[:, ~seen] == 0).all()
     still = np.array(found["static"].risk)
     for layer in range(2):
-        of_contexts = sorted(tau for taus, visits in zip(both.risk[layer], both.visited, strict=True)
-                             for tau, times in zip(taus, visits, strict=True) for _ in range(times))
+        of_contexts = sorted(
+            tau
+            for taus, visits in zip(both.risk[layer], both.visited, strict=True)
+            for tau, times in zip(taus, visits, strict=True)
+            for _ in range(times)
+        )
         assert (still[layer] == of_contexts[(len(of_contexts) - 1) // 2]).all()
 
 
@@ -350,11 +369,16 @@ def test_held_out_differences_are_paired_by_window(lm, learnt):
     # At equal storage: what stands against a gate stores the rounded mean of what the gate stored, everywhere.
     entries = table["entries"].unstack()
     pooled = entries[["shuffled risk 1", "shuffled risk 2"]].mean(1)
-    for gated, free in ((entries["learnt"], "ungated learnt"), (entries["learnt"], "equal neutral"),
-                        (entries["static"], "ungated static"), (pooled, "ungated shuffled risk")):
+    for gated, free in (
+        (entries["learnt"], "ungated learnt"),
+        (entries["learnt"], "equal neutral"),
+        (entries["static"], "ungated static"),
+        (pooled, "ungated shuffled risk"),
+    ):
         assert set(entries[free]) == {round(gated.mean())}
     assert found.metrics["gain/nll/equal/over_neutral"] == pytest.approx(
-        (by_window["equal neutral"] - by_window["learnt"]).mean())
+        (by_window["equal neutral"] - by_window["learnt"]).mean()
+    )
     spared = {name: (by_window[f"ungated {name}"] - by_window[name]).mean() for name in ("learnt", "static")}
     assert found.metrics["gain/nll/equal/gate"] == pytest.approx(spared["learnt"])
     assert found.metrics["gain/nll/equal/learnt_over_static"] == pytest.approx(spared["learnt"] - spared["static"])
@@ -406,11 +430,20 @@ def test_the_command_writes_what_learn_finds(capsys, monkeypatch, tmp_path, lm, 
     assert mapped.heads == learnt.tables.heads
 
 
-@pytest.mark.parametrize(("arguments", "code", "said"), [
-    (["--budget", "0"], 2, "budget"), (["--contexts", "0"], 2, "contexts"), (["--out", "."], 1, "folder"),
-    (["--out", "nowhere/x.json"], 1, "folder"), (["-p", "lenghts=[300]"], 1, "lengths"),
-    (["--budget", "400"], 1, "fits the budget"), (["--documents", "sotu/1888x"], 1, "sotu/1888"),
-    (["--from", "smollm2-135"], 1, "smollm2-135m"), (["--model", "smollm2-135"], 1, "smollm2-135m")])
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--budget", "0"], 2, "budget"),
+        (["--contexts", "0"], 2, "contexts"),
+        (["--out", "."], 1, "folder"),
+        (["--out", "nowhere/x.json"], 1, "folder"),
+        (["-p", "lenghts=[300]"], 1, "lengths"),
+        (["--budget", "400"], 1, "fits the budget"),
+        (["--documents", "sotu/1888x"], 1, "sotu/1888"),
+        (["--from", "smollm2-135"], 1, "smollm2-135m"),
+        (["--model", "smollm2-135"], 1, "smollm2-135m"),
+    ],
+)
 def test_a_mistake_is_one_sentence(capsys, arguments, code, said):
     left, out, err = call(capsys, *arguments)
     assert left == code and out == "" and said in err and err.count("\n") == 1

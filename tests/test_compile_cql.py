@@ -24,8 +24,12 @@ def slow(counts, means, behaviour, alpha):
     def objective(q):
         return np.mean((q[actions] - rewards) ** 2) + alpha * (special.logsumexp(q) - behaviour @ q)
 
-    return optimize.minimize(objective, np.zeros(len(counts)), method="Nelder-Mead",
-                             options=dict(xatol=1e-9, fatol=1e-14, maxiter=20_000, maxfev=20_000)).x
+    return optimize.minimize(
+        objective,
+        np.zeros(len(counts)),
+        method="Nelder-Mead",
+        options=dict(xatol=1e-9, fatol=1e-14, maxiter=20_000, maxfev=20_000),
+    ).x
 
 
 @pytest.mark.parametrize("alpha", [0.05, 1.0, 7.0])
@@ -80,8 +84,11 @@ def test_a_large_penalty_leaves_the_behaviour_policy():
     q = solve(Evidence(np.array([[4, 9, 2]]), np.array([[1.0, -1.0, 0.5]])), behaviour, 1e7)
     assert q[0] - q[0, 1] == pytest.approx(np.log(behaviour / 0.6), abs=1e-5)
     # What is worth most by its mean is given up for what was done most.
-    assert best(q, neutral=2)[0] == 1 and best(solve(Evidence(np.array([[4, 9, 2]]), np.array([[1.0, -1.0, 0.5]])),
-                                                     behaviour, 0.0), neutral=2)[0] == 0
+    assert (
+        best(q, neutral=2)[0] == 1
+        and best(solve(Evidence(np.array([[4, 9, 2]]), np.array([[1.0, -1.0, 0.5]])), behaviour, 0.0), neutral=2)[0]
+        == 0
+    )
 
 
 def test_even_logs_keep_the_order_of_the_means_whatever_the_penalty():
@@ -96,9 +103,15 @@ def test_ties_go_to_the_neutral_action():
     assert best(q, neutral=1).tolist() == [1, 1, 0] and best(q, neutral=2).tolist() == [0, 2, 0]
 
 
-@pytest.mark.parametrize("alpha, behaviour, said", [
-    (-1, EVEN, "alpha"), (float("nan"), EVEN, "alpha"), (1, np.array([0.5, 0.5, 0.5, 0.5]), "propensity"),
-    (1, np.array([1.0, 0.0, 0.0, 0.0]), "propensity")])
+@pytest.mark.parametrize(
+    "alpha, behaviour, said",
+    [
+        (-1, EVEN, "alpha"),
+        (float("nan"), EVEN, "alpha"),
+        (1, np.array([0.5, 0.5, 0.5, 0.5]), "propensity"),
+        (1, np.array([1.0, 0.0, 0.0, 0.0]), "propensity"),
+    ],
+)
 def test_bad_arguments_are_refused(alpha, behaviour, said):
     with pytest.raises(KvlabError, match=said):
         solve(Evidence(np.ones((1, 4), dtype=int), np.zeros((1, 4))), behaviour, alpha)

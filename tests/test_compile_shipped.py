@@ -59,8 +59,10 @@ def test_no_experiment_evaluates_on_what_they_were_learnt_from(shipped):
                 yield from texts(entry)
 
     folder = Path(__file__).parents[1] / "experiments"
-    read = {name: set(texts(yaml.safe_load((folder / f"{name}.yaml").read_text()))) & learnt_from
-            for name in (path.stem for path in folder.glob("*.yaml"))}
+    read = {
+        name: set(texts(yaml.safe_load((folder / f"{name}.yaml").read_text()))) & learnt_from
+        for name in (path.stem for path in folder.glob("*.yaml"))
+    }
     assert not any(read.values()), {name: found for name, found in read.items() if found}
 
 
@@ -94,14 +96,23 @@ def weighed(found):
 def test_a_sample_of_heads_learnt_again(shipped, settings, log):
     found = log["heads"]
     # Context by context, with nothing of kvlab's own but the log.
-    rewards = np.concatenate([found.change[found.context == c].mean() - found.change[found.context == c]
-                              for c in range(len(found.names))])
+    rewards = np.concatenate(
+        [found.change[found.context == c].mean() - found.change[found.context == c] for c in range(len(found.names))]
+    )
     assert (np.diff(found.context) >= 0).all()
     values = learning.head_values(found, settings)
     table = np.array(shipped.heads)[:, ::3].ravel()
     for state in np.random.default_rng(0).choice(90, 12, replace=False):
-        q = slow(np.full(len(rewards), state), found.actions[:, state], rewards, weighed(found), state, 4,
-                 np.full(4, 0.25), settings.alpha)
+        q = slow(
+            np.full(len(rewards), state),
+            found.actions[:, state],
+            rewards,
+            weighed(found),
+            state,
+            4,
+            np.full(4, 0.25),
+            settings.alpha,
+        )
         assert values[state] == pytest.approx(q, abs=1e-6)
         best = q.argsort()
         if q[best[-1]] - q[best[-2]] > 1e-5:
@@ -120,8 +131,16 @@ def test_a_sample_of_thresholds_learnt_again(shipped, settings, log):
         for layer in rng.choice(30, 4, replace=False):
             penalty = settings.penalty * np.abs(found.retained[:, layer] - settings.budget) / settings.budget
             rewards = mean[found.context] - found.change - penalty
-            q = slow(cell, found.actions[:, layer], rewards, weighed(found), where, actions,
-                     np.full(actions, 1 / actions), settings.alpha)
+            q = slow(
+                cell,
+                found.actions[:, layer],
+                rewards,
+                weighed(found),
+                where,
+                actions,
+                np.full(actions, 1 / actions),
+                settings.alpha,
+            )
             best = q.argsort()
             if q[best[-1]] - q[best[-2]] > 1e-5:
                 assert settings.thresholds[best[-1]] == table[layer, where // 4, where % 4]
@@ -142,8 +161,10 @@ def context_of(lm, name, continuation) -> Context:
 def test_logged_samples_measured_again(lm, shipped, settings, log, phase):
     """To within 2 per mille of a nat: other processors add up in another order, and a near-tie may fall otherwise."""
     found = log[phase]
-    shortest = min((name for name in found.names if not name.startswith("code/")),
-                   key=lambda name: len(context_of(lm, name, 0).ids))
+    shortest = min(
+        (name for name in found.names if not name.startswith("code/")),
+        key=lambda name: len(context_of(lm, name, 0).ids),
+    )
     which = found.names.index(shortest)
     rows = np.flatnonzero(found.context == which)[:3]
     with trials.prefilled(lm, context_of(lm, shortest, settings.continuation), settings) as prefilled:

@@ -15,7 +15,7 @@ import kvlab
 from kvlab.errors import KvlabError
 from kvlab.policies import Prompt
 
-SHAPES = [(8, 2), (4, 4), (4, 1)]           # grouped-query, multi-head, multi-query
+SHAPES = [(8, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 SMALL = dict(window=16, utility_window=8)
 ENTROPIES, PERPLEXITIES = (2, 10), (1, 100)
 
@@ -62,8 +62,16 @@ def flat(layers, threshold, bins=(20, 4)):
 
 def tables(folder, layers, heads, weights=None, risk=None, **more):
     """A table file; what is not given is neutral."""
-    content = dict(model="tensors", heads=weights or np.ones((layers, heads)).tolist(), risk=risk or flat(layers, 0.0),
-                   entropy=list(ENTROPIES), perplexity=list(PERPLEXITIES)) | more
+    content = (
+        dict(
+            model="tensors",
+            heads=weights or np.ones((layers, heads)).tolist(),
+            risk=risk or flat(layers, 0.0),
+            entropy=list(ENTROPIES),
+            perplexity=list(PERPLEXITIES),
+        )
+        | more
+    )
     path = folder / "tables.json"
     path.write_text(json.dumps(content))
     return str(path)
@@ -71,11 +79,20 @@ def tables(folder, layers, heads, weights=None, risk=None, **more):
 
 # Neutral tables
 
+
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
-@pytest.mark.parametrize("length, parameters", [
-    (40, dict(budget=10, **SMALL)), (90, dict(budget=30, **SMALL)), (90, dict(budget=30, kernel=1, **SMALL)),
-    (90, dict(budget=20, kernel=7, **SMALL)), (90, dict(budget=20, kernel=3, **SMALL)),
-    (40, dict(budget=20, window=64, utility_window=32)), (90, dict(budget=30, window=8, utility_window=8))])
+@pytest.mark.parametrize(
+    "length, parameters",
+    [
+        (40, dict(budget=10, **SMALL)),
+        (90, dict(budget=30, **SMALL)),
+        (90, dict(budget=30, kernel=1, **SMALL)),
+        (90, dict(budget=20, kernel=7, **SMALL)),
+        (90, dict(budget=20, kernel=3, **SMALL)),
+        (40, dict(budget=20, window=64, utility_window=32)),
+        (90, dict(budget=30, window=8, utility_window=8)),
+    ],
+)
 def test_neutral_tables_keep_what_the_oracle_keeps(heads, kv_heads, length, parameters):
     tensors = model(length + kv_heads, heads, kv_heads, length)
     assert quietly(trace_of(tensors, length), **parameters) == decided(tensors, length, **parameters)
@@ -151,10 +168,17 @@ def test_sequences_of_a_batch_are_planned_for_apart(tmp_path):
     """As in a live run: surveys of one layer after the other, each of two sequences, then one plan."""
     sequences, perplexities = [model(seed) for seed in (20, 21)], (5.0, 50.0)
     risk = np.zeros((3, 20, 4))
-    risk[..., 2:] = 0.8                                        # perplexity 50 is gated, 5 is not
+    risk[..., 2:] = 0.8  # perplexity 50 is gated, 5 is not
     policy = kvlab.policy("compilerkv", budget=20, tables=tables(tmp_path, 3, 8, risk=risk.tolist()), **SMALL)
-    prompts = [Prompt(*(torch.stack([one[part][index] for one in sequences]) for part in range(3)), (index, index), 3,
-                      perplexity=torch.tensor(perplexities)) for index in range(3)]
+    prompts = [
+        Prompt(
+            *(torch.stack([one[part][index] for one in sequences]) for part in range(3)),
+            (index, index),
+            3,
+            perplexity=torch.tensor(perplexities),
+        )
+        for index in range(3)
+    ]
     plan = policy.plan(torch.stack([policy.survey(prompt) for prompt in prompts]), prompts[0])
     found = [policy.prefill(prompt.with_plan(plan[index])) for index, prompt in enumerate(prompts)]
     for row, tensors in enumerate(sequences):
@@ -202,10 +226,11 @@ def test_one_layer_alone_cannot_decide():
 
 # The head table
 
+
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
 def test_head_weights_change_what_is_kept(tmp_path, heads, kv_heads):
     tensors, weights = model(9, heads, kv_heads, 70), random_weights(3, heads)
-    weights[1][heads - 1] = 20.0                               # one head of the second layer rules
+    weights[1][heads - 1] = 20.0  # one head of the second layer rules
     parameters = dict(budget=25, **SMALL)
     found = quietly(trace_of(tensors, 70), tables=tables(tmp_path, 3, heads, weights), **parameters)
     assert found == decided(tensors, 70, heads=weights, **parameters)
@@ -213,7 +238,7 @@ def test_head_weights_change_what_is_kept(tmp_path, heads, kv_heads):
     if kv_heads > 1:
         assert found != neutral
     else:
-        assert found == neutral                                # one KV head has one utility: weights scale it
+        assert found == neutral  # one KV head has one utility: weights scale it
 
 
 def test_head_weights_with_pooling(tmp_path):
@@ -223,6 +248,7 @@ def test_head_weights_with_pooling(tmp_path):
 
 
 # The risk table
+
 
 @pytest.mark.parametrize("threshold", [0.02, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("pad", ["none", "budget"])
@@ -235,9 +261,9 @@ def test_a_threshold_keeps_its_candidates_or_pads_up(tmp_path, threshold, pad):
     if pad == "budget":
         assert sizes == [30] * 3 and found == quietly(trace_of(tensors, 80), budget=30, **SMALL)
     elif threshold >= 0.7:
-        assert max(sizes) < 30 and min(sizes) >= 1             # eq. 16: fewer candidates than the budget are kept
+        assert max(sizes) < 30 and min(sizes) >= 1  # eq. 16: fewer candidates than the budget are kept
     if pad == "none" and threshold == 1.0:
-        assert sizes == [1] * 3                                # the scores are divided by their maximum
+        assert sizes == [1] * 3  # the scores are divided by their maximum
 
 
 def test_layers_may_keep_different_numbers(tmp_path):
@@ -249,9 +275,22 @@ def test_layers_may_keep_different_numbers(tmp_path):
     assert sizes[0] == 30 > sizes[1] > sizes[2]
 
 
-@pytest.mark.parametrize("perplexity, expected", [
-    (0.5, 0), (1.0, 0), (3.1, 0), (3.2, 1), (9.9, 1), (10.1, 2), (31.6, 2), (31.7, 3), (99.0, 3), (100.0, 3),
-    (5000.0, 3)])
+@pytest.mark.parametrize(
+    "perplexity, expected",
+    [
+        (0.5, 0),
+        (1.0, 0),
+        (3.1, 0),
+        (3.2, 1),
+        (9.9, 1),
+        (10.1, 2),
+        (31.6, 2),
+        (31.7, 3),
+        (99.0, 3),
+        (100.0, 3),
+        (5000.0, 3),
+    ],
+)
 def test_perplexity_bins_are_logarithmic_and_the_last_is_reached(tmp_path, perplexity, expected):
     tensors = model(13, 2, 1, prompt=50, layers=2)
     for column in range(4):
@@ -311,6 +350,7 @@ def test_a_table_may_be_null(tmp_path):
 
 # What cannot be done
 
+
 def sentence_of(trace, **parameters):
     with warnings.catch_warnings(), pytest.raises(KvlabError) as caught:
         warnings.simplefilter("ignore")
@@ -330,17 +370,31 @@ def having(**more):
     return json.dumps(GOOD | more)
 
 
-@pytest.mark.parametrize("text, said", [
-    ("not json {", "tables.json"), ("[1, 2]", "tables.json"), ("", "tables.json"),
-    (without("heads"), "heads"), (without("risk"), "risk"),
-    (having(heads=np.ones((2, 8)).tolist()), "layers"), (having(heads=np.ones((3, 7)).tolist()), "heads"),
-    (having(heads=[[1.0] * 8, [1.0] * 8, [1.0] * 7]), "heads"), (having(heads=[1.0] * 8), "heads"),
-    (having(heads=[["a"] * 8] * 3), "heads"), (having(heads=[[float("nan")] * 8] * 3), "heads"),
-    (having(heads=[[float("inf")] * 8] * 3), "heads"),
-    (having(risk=flat(2, 0.1)), "layers"), (having(risk=flat(3, float("nan"))), "risk"),
-    (having(risk=[[0.1] * 4] * 3), "risk"), (having(risk=[]), "risk"),
-    (having(entropy=[10, 2]), "entropy"), (having(entropy=[2]), "entropy"), (having(perplexity=[0, 100]), "perplexity"),
-    (having(perplexity=[100, 1]), "perplexity")])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("not json {", "tables.json"),
+        ("[1, 2]", "tables.json"),
+        ("", "tables.json"),
+        (without("heads"), "heads"),
+        (without("risk"), "risk"),
+        (having(heads=np.ones((2, 8)).tolist()), "layers"),
+        (having(heads=np.ones((3, 7)).tolist()), "heads"),
+        (having(heads=[[1.0] * 8, [1.0] * 8, [1.0] * 7]), "heads"),
+        (having(heads=[1.0] * 8), "heads"),
+        (having(heads=[["a"] * 8] * 3), "heads"),
+        (having(heads=[[float("nan")] * 8] * 3), "heads"),
+        (having(heads=[[float("inf")] * 8] * 3), "heads"),
+        (having(risk=flat(2, 0.1)), "layers"),
+        (having(risk=flat(3, float("nan"))), "risk"),
+        (having(risk=[[0.1] * 4] * 3), "risk"),
+        (having(risk=[]), "risk"),
+        (having(entropy=[10, 2]), "entropy"),
+        (having(entropy=[2]), "entropy"),
+        (having(perplexity=[0, 100]), "perplexity"),
+        (having(perplexity=[100, 1]), "perplexity"),
+    ],
+)
 def test_a_damaged_table_file(tmp_path, text, said):
     (tmp_path / "tables.json").write_text(text)
     assert said in sentence_of(trace_of(model(17), 60, 5.0), tables=str(tmp_path / "tables.json"))
@@ -350,10 +404,18 @@ def test_no_table_file():
     assert "nowhere.json" in sentence_of(trace_of(model(17), 60), tables="nowhere.json")
 
 
-@pytest.mark.parametrize("parameters, said", [
-    (dict(budget=0), "budget"), (dict(window=0), "window"), (dict(utility_window=0), "utility_window"),
-    (dict(window=8, utility_window=16), "utility_window"), (dict(kernel=4), "kernel"), (dict(pad="zeros"), "pad"),
-    (dict(windw=8), "window")])
+@pytest.mark.parametrize(
+    "parameters, said",
+    [
+        (dict(budget=0), "budget"),
+        (dict(window=0), "window"),
+        (dict(utility_window=0), "utility_window"),
+        (dict(window=8, utility_window=16), "utility_window"),
+        (dict(kernel=4), "kernel"),
+        (dict(pad="zeros"), "pad"),
+        (dict(windw=8), "window"),
+    ],
+)
 def test_bad_parameters_are_named(parameters, said):
     assert said in sentence_of(trace_of(model(17), 60), **parameters)
 

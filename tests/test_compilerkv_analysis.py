@@ -52,8 +52,15 @@ def weights():
 
 def write(folder, name, heads, risk):
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"model": "tensors", "heads": None if heads is None else heads.tolist(),
-                                "risk": None if risk is None else risk.tolist()}))
+    path.write_text(
+        json.dumps(
+            {
+                "model": "tensors",
+                "heads": None if heads is None else heads.tolist(),
+                "risk": None if risk is None else risk.tolist(),
+            }
+        )
+    )
     return str(path)
 
 
@@ -115,8 +122,11 @@ def test_a_part_taken_away_is_a_table_made_neutral(traces, tables, tmp_path, wei
     alone = policy("compilerkv", budget=budget, tables=write(tmp_path, "risk", None, risk))
     assert kept(one, variants.NoHeadTable(budget=budget, tables=tables)) == kept(one, alone)
     middle = np.sort(risk.reshape(LAYERS, -1))[:, (risk[0].size - 1) // 2]
-    same = policy("compilerkv", budget=budget,
-                  tables=write(tmp_path, "static", weights, np.broadcast_to(middle[:, None, None], risk.shape)))
+    same = policy(
+        "compilerkv",
+        budget=budget,
+        tables=write(tmp_path, "static", weights, np.broadcast_to(middle[:, None, None], risk.shape)),
+    )
     assert kept(one, variants.StaticThreshold(budget=budget, tables=tables)) == kept(one, same)
 
 
@@ -151,7 +161,8 @@ def test_steps_to_snapkv_store_the_same_and_end_there(traces):
     found = [kept(traces[1], one) for one in steps.values()]
     assert {len(one) for rows in found for layer_sets in rows for one in layer_sets} == {72}
     assert found[-1] == kept(traces[1], policy("snapkv", budget=72)) and found[1] == kept(
-        traces[1], policy("compilerkv", budget=72))
+        traces[1], policy("compilerkv", budget=72)
+    )
     assert all(a != b for a, b in zip(found, found[1:], strict=False))
 
 
@@ -171,7 +182,8 @@ def test_a_sweep_is_the_replays_by_head(traces):
     assert rows["error"].mean() == pytest.approx(found.summary["output_error"], abs=1e-6)
     means = compilerkv.by_document(table, "kept")
     assert list(means.index) == ["document 1", "document 2"] and means["a", 64]["document 2"] == pytest.approx(
-        1 - found.summary["mass_lost"], abs=1e-6)
+        1 - found.summary["mass_lost"], abs=1e-6
+    )
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +211,12 @@ def test_every_claim_s_metric_is_measured(found):
 def test_figure_2(found, traces, tables):
     metrics = found["figure_2"].metrics
     small, large = (
-        [1 - compilerkv.replayed(one, policy("compilerkv", budget=budget, tables=tables)).summary["mass_lost"]
-         for one in traces] for budget in (64, 256))
+        [
+            1 - compilerkv.replayed(one, policy("compilerkv", budget=budget, tables=tables)).summary["mass_lost"]
+            for one in traces
+        ]
+        for budget in (64, 256)
+    )
     drop = np.mean(large) - np.mean(small)
     assert metrics["drop/compilerkv"] == pytest.approx(drop, abs=1e-6)
     assert metrics["flatter/snapkv"] == pytest.approx(metrics["drop/snapkv"] - drop, abs=1e-6)
@@ -296,8 +312,9 @@ def test_a_weight_protects_what_its_head_s_values_single_out(tmp_path):
         wanted[:, row, min(2, row)] += 0.2, 0.7
         wanted[:, row, min(5, row)] += 0.7, 0.2
     both = [with_attention(np.pad(rows, ((0, 1), (0, 1)), constant_values=1 / 13)) for rows in wanted]
-    queries, keys = (torch.tensor(np.stack([pair[side][0] for pair in both]), dtype=torch.float32)[None]
-                     for side in (0, 1))
+    queries, keys = (
+        torch.tensor(np.stack([pair[side][0] for pair in both]), dtype=torch.float32)[None] for side in (0, 1)
+    )
     values = torch.ones_like(keys)
     values[0, 0, 5], values[0, 1, 2] = 3.0, 4.0
     one = Trace.from_tensors(queries, keys, values, length)
@@ -305,8 +322,13 @@ def test_a_weight_protects_what_its_head_s_values_single_out(tmp_path):
     path = tmp_path / "trusted.json"
     path.write_text(json.dumps({"heads": [[9.0, 1.0]], "risk": None}))
     veto = compilerkv.protected([one], str(path), 1 / 12, strongest=1)
-    kept_by = {name: sets(compilerkv.replayed(one, each).kept(0))[0] for name, each in {
-        "learnt": policy("compilerkv", budget=1, tables=str(path)), "equal": policy("compilerkv", budget=1)}.items()}
+    kept_by = {
+        name: sets(compilerkv.replayed(one, each).kept(0))[0]
+        for name, each in {
+            "learnt": policy("compilerkv", budget=1, tables=str(path)),
+            "equal": policy("compilerkv", budget=1),
+        }.items()
+    }
     assert kept_by == {"learnt": [5], "equal": [2]}
     assert (veto.metrics["veto/compilerkv"], veto.metrics["veto/equal_weights"]) == (1, 0)
     assert veto.metrics["veto/difference"] == 1
@@ -317,8 +339,10 @@ def test_a_veto_is_measured_on_the_head_of_the_largest_weight(tmp_path, traces, 
     path = write(tmp_path, "weights", weights, None)
     found = compilerkv.protected(traces[:1], path, SHARE, strongest=8).table.set_index(["method", "layer"])["protected"]
     attention = window_attention(traces[0])
-    for name, one in {"compilerkv": policy("compilerkv", budget=SHARE, tables=path),
-                      "equal_weights": policy("compilerkv", budget=SHARE)}.items():
+    for name, one in {
+        "compilerkv": policy("compilerkv", budget=SHARE, tables=path),
+        "equal_weights": policy("compilerkv", budget=SHARE),
+    }.items():
         for row, of_layer in enumerate(kept(traces[0], one)):
             head = int(weights[row].argmax())
             wanted = best(attention[row, head], 8)
@@ -333,8 +357,9 @@ def test_tables_1_and_2_share_their_replays(traces, tables, monkeypatch):
     again = compilerkv.sweep([one], [("b", policy("snapkv", budget=SHARE))])
     assert set(again["method"]) == {"b"} and first.drop(columns="method").equals(again.drop(columns="method"))
     monkeypatch.undo()
-    few, all_of_it = (compilerkv.sweep([one], [("c", policy("streamingllm", budget=budget, sinks=0))])
-                      for budget in (1, 1.0))
+    few, all_of_it = (
+        compilerkv.sweep([one], [("c", policy("streamingllm", budget=budget, sinks=0))]) for budget in (1, 1.0)
+    )
     assert set(few["stored"]) == {1} and set(all_of_it["stored"]) == {PROMPT}
 
 
@@ -408,12 +433,29 @@ def rows_of(name):
     return list(csv.DictReader(lines))
 
 
-@pytest.mark.parametrize(("name", "methods", "wrong"), [
-    ("table1", 8, {(model, "ZigZagKV"): gap for model, gap in [
-        ("InternLM-2.5-7B-Chat-1M", 0.083), ("LLaMA-3-8B-Instruct", 0.432), ("Qwen2-7B-Instruct", 0.469),
-        ("Mistral-7B-Instruct-v0.2", 0.259)]}),
-    ("appendix_table", 7, {("LLaMA-3-8B-Instruct", "CompilerKV"): 0.011,
-                           ("Mistral-7B-Instruct-v0.2", "CompilerKV"): 0.047})])
+@pytest.mark.parametrize(
+    ("name", "methods", "wrong"),
+    [
+        (
+            "table1",
+            8,
+            {
+                (model, "ZigZagKV"): gap
+                for model, gap in [
+                    ("InternLM-2.5-7B-Chat-1M", 0.083),
+                    ("LLaMA-3-8B-Instruct", 0.432),
+                    ("Qwen2-7B-Instruct", 0.469),
+                    ("Mistral-7B-Instruct-v0.2", 0.259),
+                ]
+            },
+        ),
+        (
+            "appendix_table",
+            7,
+            {("LLaMA-3-8B-Instruct", "CompilerKV"): 0.011, ("Mistral-7B-Instruct-v0.2", "CompilerKV"): 0.047},
+        ),
+    ],
+)
 def test_printed_averages_are_those_of_their_rows_but_for_some(name, methods, wrong):
     """ZigZagKV's averages in table 1, and two of CompilerKV's own in the appendix, are higher than their rows."""
     scores = {}
@@ -443,8 +485,12 @@ def test_paper_values_of_claims_are_those_of_the_tables():
     gains = compilerkv_printed.gains(printed()[0])
     lost = compilerkv_printed.parts(papers.figure("compilerkv", "table2"))
     claims = {claim.id.split(".", 1)[1]: claim for claim in papers.claims(paper="compilerkv")}
-    kinds = {"over": "gain/kept", "filled_over": "gain_filled/kept", "recall_over": "gain/recall",
-             "filled_recall_over": "gain_filled/recall"}
+    kinds = {
+        "over": "gain/kept",
+        "filled_over": "gain_filled/kept",
+        "recall_over": "gain/recall",
+        "filled_recall_over": "gain_filled/recall",
+    }
     for rival, (kind, metric) in itertools.product(compilerkv.RIVALS, kinds.items()):
         claim = claims[f"table1.{kind}_{rival}"]
         assert claim.metric == f"{metric}/{rival}"
@@ -459,11 +505,19 @@ def test_paper_values_of_claims_are_those_of_the_tables():
 
 
 def test_checks_on_a_table_worked_by_hand():
-    rows = {"FullKV": (10, 30, 20, 20), "DynamicKV": (9, 20, 7, 12), "H2O": (4, 24, 8, 13),
-            "CompilerKV": (11, 23, 8, 14)}
-    tidy = pandas.DataFrame([{"model": "m", "method": method, "task": task, "score": float(score)}
-                             for method, scores in rows.items()
-                             for task, score in zip(("a", "b", "c", "average"), scores, strict=True)])
+    rows = {
+        "FullKV": (10, 30, 20, 20),
+        "DynamicKV": (9, 20, 7, 12),
+        "H2O": (4, 24, 8, 13),
+        "CompilerKV": (11, 23, 8, 14),
+    }
+    tidy = pandas.DataFrame(
+        [
+            {"model": "m", "method": method, "task": task, "score": float(score)}
+            for method, scores in rows.items()
+            for task, score in zip(("a", "b", "c", "average"), scores, strict=True)
+        ]
+    )
     metrics = compilerkv_printed.checks(tidy, tidy).metrics
     assert metrics["printed/average_gap/H2O"] == 1.0 and metrics["printed/average_gap/CompilerKV"] == 0
     assert metrics["printed/smallest_lead"] == 14 - 12

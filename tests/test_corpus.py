@@ -87,14 +87,17 @@ def test_names_need_no_pull(own_home):
     assert not own_home.exists()
 
 
-@pytest.mark.parametrize(("name", "told"), [
-    ("squad/Oxigen", "did you mean 'squad/Oxygen'"),
-    ("sotu/1862x", "did you mean 'sotu/1862'"),
-    ("Oxygen", r"did you mean squad/Oxygen\?"),
-    ("no-such-thing", "there is no document or text file no-such-thing; a document is sotu/"),
-    ("./sotu/1962", "there is no document or text file"),
-    ("", "needs a name"),
-])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("squad/Oxigen", "did you mean 'squad/Oxygen'"),
+        ("sotu/1862x", "did you mean 'sotu/1862'"),
+        ("Oxygen", r"did you mean squad/Oxygen\?"),
+        ("no-such-thing", "there is no document or text file no-such-thing; a document is sotu/"),
+        ("./sotu/1962", "there is no document or text file"),
+        ("", "needs a name"),
+    ],
+)
 def test_unknown_names_are_one_helpful_sentence(name, told):
     packs.pull("squad")
     with pytest.raises(KvlabError, match=told) as caught:
@@ -121,8 +124,10 @@ def test_a_text_file_is_a_document_under_its_path(tmp_path):
     assert corpus.documents([path, path]) == [document, document] == 2 * corpus.documents(str(path))
 
 
-@pytest.mark.parametrize(("content", "told"), [(b"", "is empty"), (b" \n\t\n", "is empty"),
-                                               (b"abc\xff\xfe", r"not UTF-8 text \(byte 3 cannot")])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(b"", "is empty"), (b" \n\t\n", "is empty"), (b"abc\xff\xfe", r"not UTF-8 text \(byte 3 cannot")],
+)
 def test_files_that_are_no_text(tmp_path, content, told):
     (tmp_path / "note.txt").write_bytes(content)
     with pytest.raises(KvlabError, match=told):
@@ -145,7 +150,7 @@ TEXT = "The quick brown fox, 1962 times, jumped over naïve dogs.\n\nThen it sle
 def test_a_window_has_the_tokens_it_says(lm, tokens, start):
     document = corpus.Document("fox", TEXT)
     window = document.window(lm, tokens, start)
-    ids = lm.encode(TEXT, chat=False)[0, start:start + tokens]
+    ids = lm.encode(TEXT, chat=False)[0, start : start + tokens]
     assert window.text == lm.decode(ids) and window.text in TEXT
     assert window.name == f"fox[{start}:{start + tokens}]"
     assert window.sha256 != document.sha256
@@ -187,14 +192,24 @@ def test_documents_between_lengths(lm):
 
 
 def write_lines(path: Path, *lines: object) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)) + "\n"
-                            for line in lines), encoding="utf-8")
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)) + "\n" for line in lines),
+        encoding="utf-8",
+    )
     return path
 
 
 def test_longbench_reads_both_dialects(tmp_path):
-    theirs = {"input": "Who?", "context": "Long ago\u2028and far", "answers": ["He"], "length": 4, "dataset": "qasper",
-              "language": "en", "all_classes": None, "_id": "x1"}
+    theirs = {
+        "input": "Who?",
+        "context": "Long ago\u2028and far",
+        "answers": ["He"],
+        "length": 4,
+        "dataset": "qasper",
+        "language": "en",
+        "all_classes": None,
+        "_id": "x1",
+    }
     ours = {"task": "trec", "id": "trec-0", "prompt": "Type?", "answers": ["Date"], "all_classes": ["Date", "City"]}
     first, second = corpus.longbench(write_lines(tmp_path / "mixed.jsonl", theirs, "", ours))
     assert (first.task, first.id, first.prompt, first.input) == ("qasper", "x1", None, "Who?")
@@ -204,17 +219,20 @@ def test_longbench_reads_both_dialects(tmp_path):
     assert second.all_classes == ("Date", "City")
 
 
-@pytest.mark.parametrize(("line", "told"), [
-    ('{"prompt": "a", "answers": ["b"]', "not valid JSON"),
-    ([1, 2], "a JSON object, not a list"),
-    ({"prompt": "a"}, "needs 'answers'"),
-    ({"prompt": "a", "answers": "b"}, "'answers' must be a list of texts"),
-    ({"prompt": "a", "answers": [1]}, "'answers' must be a list of texts"),
-    ({"answers": ["b"]}, "needs a 'prompt' or a 'context'"),
-    ({"prompt": " ", "answers": ["b"]}, "needs a 'prompt' or a 'context'"),
-    ({"prompt": 7, "answers": ["b"]}, "'prompt' must be text"),
-    ({"context": "a", "answers": ["b"], "length": "9"}, "'length' must be a whole number"),
-])
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"prompt": "a", "answers": ["b"]', "not valid JSON"),
+        ([1, 2], "a JSON object, not a list"),
+        ({"prompt": "a"}, "needs 'answers'"),
+        ({"prompt": "a", "answers": "b"}, "'answers' must be a list of texts"),
+        ({"prompt": "a", "answers": [1]}, "'answers' must be a list of texts"),
+        ({"answers": ["b"]}, "needs a 'prompt' or a 'context'"),
+        ({"prompt": " ", "answers": ["b"]}, "needs a 'prompt' or a 'context'"),
+        ({"prompt": 7, "answers": ["b"]}, "'prompt' must be text"),
+        ({"context": "a", "answers": ["b"], "length": "9"}, "'length' must be a whole number"),
+    ],
+)
 def test_longbench_errors_name_file_and_line(tmp_path, line, told):
     path = write_lines(tmp_path / "bad.jsonl", {"prompt": "a", "answers": ["b"]}, line)
     with pytest.raises(KvlabError, match=rf"bad\.jsonl, line 2: .*{told}"):

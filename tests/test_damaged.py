@@ -20,8 +20,16 @@ EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 # A GGUF file is converted by another library on every try.
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-RECORD = {"input": "Who?", "context": "It was me.", "answers": ["me"], "length": 4, "dataset": "qasper",
-          "language": "en", "all_classes": None, "_id": "1"}
+RECORD = {
+    "input": "Who?",
+    "context": "It was me.",
+    "answers": ["me"],
+    "length": 4,
+    "dataset": "qasper",
+    "language": "en",
+    "all_classes": None,
+    "_id": "1",
+}
 
 
 @st.composite
@@ -40,7 +48,7 @@ def damaged(content: bytes, how) -> bytes:
         return content[:place] + bytes_ + content[place:]
     if kind == "replace":
         return bytes_ * (1 + place % 3)
-    return content[:place] + bytes([content[place] ^ (bytes_[0] or 1)]) + content[place + 1:] if content else bytes_
+    return content[:place] + bytes([content[place] ^ (bytes_[0] or 1)]) + content[place + 1 :] if content else bytes_
 
 
 def one_sentence(folder, load):
@@ -67,16 +75,38 @@ def originals(tmp_path_factory):
     trace().save(folder / "trace.safetensors")
     tiny_gguf.write(folder / "tiny.gguf")
     grid = [[0.5, 0.25], [0.75, 1.0]]
-    tables.HeadScores(model="m", sha256="0", n_layers=2, heads=2, kv_heads=1, contexts=[1], depths=[0.5], seed=0,
-                      kvlab="0", scores=grid).save(folder / "heads.json")
+    tables.HeadScores(
+        model="m",
+        sha256="0",
+        n_layers=2,
+        heads=2,
+        kv_heads=1,
+        contexts=[1],
+        depths=[0.5],
+        seed=0,
+        kvlab="0",
+        scores=grid,
+    ).save(folder / "heads.json")
     (folder / "decisions.json").write_text(json.dumps({"heads": grid, "risk": [[[0.1, 0.2]], [[0.3, 0.4]]]}))
     (folder / "records.jsonl").write_text("\n".join(json.dumps(RECORD) for _ in range(3)))
-    (folder / "predictions.jsonl").write_text("\n".join(
-        json.dumps({"pred": "me", "answers": ["me"], "all_classes": None}) for _ in range(3)))
-    (folder / "experiment.yaml").write_text(yaml.safe_dump(
-        {"notebook": "notebooks/a.ipynb", "description": "d", "parameters": {"seed": 0}, "grid": {"x": [1, 2]}}))
-    claim = {"id": "a.b", "where": "table 1", "summary": "s", "metric": "m", "paper_value": 1.0, "experiment": "e",
-             "direction": {"kind": "greater", "than": 0.0}, "size": {"kind": "within", "of": "factor", "tolerance": 2}}
+    (folder / "predictions.jsonl").write_text(
+        "\n".join(json.dumps({"pred": "me", "answers": ["me"], "all_classes": None}) for _ in range(3))
+    )
+    (folder / "experiment.yaml").write_text(
+        yaml.safe_dump(
+            {"notebook": "notebooks/a.ipynb", "description": "d", "parameters": {"seed": 0}, "grid": {"x": [1, 2]}}
+        )
+    )
+    claim = {
+        "id": "a.b",
+        "where": "table 1",
+        "summary": "s",
+        "metric": "m",
+        "paper_value": 1.0,
+        "experiment": "e",
+        "direction": {"kind": "greater", "than": 0.0},
+        "size": {"kind": "within", "of": "factor", "tolerance": 2},
+    }
     (folder / "paper.yaml").write_text(yaml.safe_dump({"name": "a", "label": "A", "title": "T", "claims": [claim]}))
     return Originals({path.name: path.read_bytes() for path in folder.iterdir()})
 

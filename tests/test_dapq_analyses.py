@@ -89,11 +89,14 @@ def test_table_1_of_one_more_prompt_goes_by_its_length(lm, traces, table_1):
     assert not one.intervals and all(name.endswith(f"/{length}") for name in one.metrics)
 
 
-@pytest.mark.parametrize("analysis", [
-    lambda lm, trace: dapq.table_1(lm, [trace], 25),
-    lambda lm, trace: dapq.figure_2a(lm, [trace], trials=2, n=25),
-    lambda lm, trace: dapq.figure_2b(lm, [trace], parts=2, n=25),
-])
+@pytest.mark.parametrize(
+    "analysis",
+    [
+        lambda lm, trace: dapq.table_1(lm, [trace], 25),
+        lambda lm, trace: dapq.figure_2a(lm, [trace], trials=2, n=25),
+        lambda lm, trace: dapq.figure_2b(lm, [trace], parts=2, n=25),
+    ],
+)
 def test_pseudo_queries_need_as_many_decoding_queries(lm, trace, analysis):
     with pytest.raises(KvlabError, match="25 pseudo-queries need as many decoding queries .* the trace has 24"):
         analysis(lm, trace)
@@ -170,14 +173,18 @@ def test_the_longer_contexts_curve_goes_by_plain_names(figure_2b):
 
 
 def handmade(curves: dict[tuple[str, str], list[float]]) -> Findings:
-    rows = [{"document": d, "context": c, "start": 10 - i, "offset": i, "similarity": s}
-            for (d, c), values in curves.items() for i, s in enumerate(values)]
+    rows = [
+        {"document": d, "context": c, "start": 10 - i, "offset": i, "similarity": s}
+        for (d, c), values in curves.items()
+        for i, s in enumerate(values)
+    ]
     return Findings(pandas.DataFrame(rows))
 
 
 def test_contexts_are_compared_document_by_document():
-    figure = handmade({("a", "500"): [1.0, 0.7], ("b", "500"): [1.0, 0.6], ("b", "2k"): [0.9, 0.8, 0.2],
-                       ("a", "2k"): [1.0, 0.9, 0.4]})
+    figure = handmade(
+        {("a", "500"): [1.0, 0.7], ("b", "500"): [1.0, 0.6], ("b", "2k"): [0.9, 0.8, 0.2], ("a", "2k"): [1.0, 0.9, 0.4]}
+    )
     found = dapq.longer_decays_more(figure, "500", "2k")
     assert found.metrics["offset/longer_decays_more"] == pytest.approx(((0.6 - 0.3) + (0.7 - 0.4)) / 2)
     assert found.intervals["offset/longer_decays_more"] == pytest.approx((0.3, 0.3))
@@ -248,8 +255,11 @@ def test_window_recall_is_equations_1_to_3(small):
         "h2o": rows(trace.prompt.window(length), range(length)),
     }
     for name, predicted in windows.items():
-        shares = [len(best(gold[l], g, group, k) & best(predicted[l], g, group, k)) / k
-                  for l in layers for g in range(trace.kv_heads)]
+        shares = [
+            len(best(gold[l], g, group, k) & best(predicted[l], g, group, k)) / k
+            for l in layers
+            for g in range(trace.kv_heads)
+        ]
         options = {"window": window} if name == "snapkv" else {}
         found = dapq_recall.recalls(own, one if name == "dapq" else policy(name, budget=k, **options))
         assert found["window_recall"] == pytest.approx(np.mean(shares), abs=1e-6), name
@@ -306,8 +316,9 @@ def test_figure_3_is_made_of_recalls(small, figure_3):
 def test_figure_3s_random_contents_differ_between_documents(small, monkeypatch):
     seen = []
     whole = dapq_recall.with_pseudo
-    monkeypatch.setattr(dapq_recall, "with_pseudo", lambda lm, t, ps: seen.append(
-        {one.pseudo_key for one in ps}) or whole(lm, t, ps))
+    monkeypatch.setattr(
+        dapq_recall, "with_pseudo", lambda lm, t, ps: seen.append({one.pseudo_key for one in ps}) or whole(lm, t, ps)
+    )
     dapq_recall.figure_3(*small, windows=[8], budgets=[40], window=8, budget=40, contents=2)
     assert [len(keys) for keys in seen] == [2, 2, 2] and len(set.union(*seen)) == 6
     assert all(key.startswith("vocabulary/") for key in set.union(*seen))
@@ -326,9 +337,14 @@ def test_small_windows_and_small_budgets_by_hand():
     rows = [
         {"document": d, "policy": p, "window": w, "budget": b, "measure": "window_recall", "value": v}
         for p, w, b, values in (
-            ("dapq", 16, 256, (0.60, 0.50)), ("dapq", 32, 256, (0.70, 0.58)), ("dapq", 64, 256, (0.65, 0.60)),
-            ("snapkv", 16, 256, (0.40, 0.45)), ("snapkv", 32, 256, (0.5, 0.5)), ("snapkv", 64, 256, (0.5, 0.5)),
-            ("dapq", 32, 64, (0.60, 0.50)), ("snapkv", 32, 64, (0.30, 0.40)),
+            ("dapq", 16, 256, (0.60, 0.50)),
+            ("dapq", 32, 256, (0.70, 0.58)),
+            ("dapq", 64, 256, (0.65, 0.60)),
+            ("snapkv", 16, 256, (0.40, 0.45)),
+            ("snapkv", 32, 256, (0.5, 0.5)),
+            ("snapkv", 64, 256, (0.5, 0.5)),
+            ("dapq", 32, 64, (0.60, 0.50)),
+            ("snapkv", 32, 64, (0.30, 0.40)),
         )
         for d, v in zip("ab", values, strict=True)
     ]
@@ -433,16 +449,23 @@ def test_figure_6b_rises_and_falls_by_its_table(lm, traces):
         assert found.metrics[f"length/fall/{measure}"] == pytest.approx(fall)
         assert found.metrics[f"length/best/{measure}/r24"] == wide.mean().idxmax()
     window = {"content": "first_last", "first": 1, "window": 8}
-    again = [dapq_recall.recalls(dapq_recall.with_pseudo(lm, t, [dapq_pseudo.asked(window)]),
-                                 dapq_pseudo.asked(window, 48))["recall"] for t in traces]
+    again = [
+        dapq_recall.recalls(dapq_recall.with_pseudo(lm, t, [dapq_pseudo.asked(window)]), dapq_pseudo.asked(window, 48))[
+            "recall"
+        ]
+        for t in traces
+    ]
     assert found.metrics["length/recall/n8"] == pytest.approx(np.mean(again), abs=1e-6)
     points = dapq_pseudo.by_length(found, "recall")
     assert points.groupby("response")["length"].apply(list).to_dict() == {8: [1, 8, 32], 24: [1, 8, 32]}
 
 
 def test_aligned_documents_keep_their_means_and_lose_their_differences():
-    rows = [{"document": d, "response": 32, "length": n, "measure": "mass_lost", "value": v}
-            for d, values in (("a", (0.1, 0.3)), ("b", (0.5, 0.7))) for n, v in zip((1, 8), values, strict=True)]
+    rows = [
+        {"document": d, "response": 32, "length": n, "measure": "mass_lost", "value": v}
+        for d, values in (("a", (0.1, 0.3)), ("b", (0.5, 0.7)))
+        for n, v in zip((1, 8), values, strict=True)
+    ]
     figure = Findings(pandas.DataFrame(rows))
     plain, aligned = (dapq_pseudo.by_length(figure, "mass_lost", each).set_index("length") for each in (False, True))
     assert plain["value"].tolist() == pytest.approx([0.3, 0.5])
@@ -498,15 +521,22 @@ def test_effects_in_the_claims_are_the_papers_cells():
     post, pre = cells["post"], cells["pre"]
     for name, value in {
         "position_outweighs_content": post["dc_sp"] - post["sc_dp"],
-        "dc_sp": post["dc_sp"], "sc_dp": post["sc_dp"], "pre_sc_dp": pre["sc_dp"],
+        "dc_sp": post["dc_sp"],
+        "sc_dp": post["sc_dp"],
+        "pre_sc_dp": pre["sc_dp"],
     }.items():
         assert claims[f"dapq.table1.{name}"].paper_value == pytest.approx(value, abs=1e-9)
     of_content = claims["dapq.table1.content_at_wrong_position"]
     share = (post["sc_dp"] - post["dc_dp"]) / (post["dc_sp"] - post["dc_dp"])
     assert of_content.paper_value == pytest.approx(share, abs=5e-5)
     assert [test.value for test in of_content.size.tests] == pytest.approx([-2 * share, 2 * share], abs=5e-4)
-    for name, value in {"dc_sp": post["dc_sp"], "sc_dp": post["sc_dp"], "dc_dp": post["dc_dp"],
-                        "pre_sc_dp": pre["sc_dp"], "pre_dc_dp": pre["dc_dp"]}.items():
+    for name, value in {
+        "dc_sp": post["dc_sp"],
+        "sc_dp": post["sc_dp"],
+        "dc_dp": post["dc_dp"],
+        "pre_sc_dp": pre["sc_dp"],
+        "pre_dc_dp": pre["dc_dp"],
+    }.items():
         assert claims[f"dapq.table1.{name}"].size.to == pytest.approx(1 - value, abs=1e-9)
     table = papers.figure("dapq", "table4").query("model == 'Llama3-8B-Instruct' and budget == 64")
     hard = table.set_index("method")["hard"]

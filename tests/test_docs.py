@@ -61,7 +61,7 @@ def test_links_lead_somewhere(page):
 def test_commands_and_their_options_exist(page):
     for _, name, *words in lines(page, "kvlab"):
         assert name in COMMANDS, name
-        if words and not words[-1].startswith("--"):    # `kvlab compile --from` names an option, and is no command line
+        if words and not words[-1].startswith("--"):  # `kvlab compile --from` names an option, and is no command line
             COMMANDS[name].make_context(name, words)
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {words[1] for words in lines(page, "make")} <= set(targets)
@@ -89,7 +89,7 @@ def test_the_first_lines_print_the_table_that_stands_below_them(monkeypatch, cap
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.search(r"^ +policy .*?(?=^```)", text, re.MULTILINE | re.DOTALL)[0].splitlines()
     exec(blocks(ROOT / "README.md", "python")[0], {})  # noqa: S102
-    printed = capsys.readouterr().out.splitlines()[-len(shown):]
+    printed = capsys.readouterr().out.splitlines()[-len(shown) :]
     assert [printed[0], printed[-1]] == [shown[0], shown[-1]]
     for ours, theirs in zip(printed[1:-1], shown[1:-1], strict=True):
         number, name, *values = ours.split()
@@ -137,8 +137,12 @@ def test_the_examples_of_the_readme_run_and_print_what_it_shows(desk):
     """On the real model, each alone but where it says that it goes on from the one above."""
     page = ROOT / "README.md"
     first, *others = [run(page, example) for example in examples(page)]
-    shown = {(name, int(budget)): tuple(map(float, numbers.split())) for name, budget, numbers in re.findall(
-        r"^ *(\w+) +(\d+) +((?:\d\.\d+ +){3}\d+)$", page.read_text(encoding="utf-8"), re.MULTILINE)}
+    shown = {
+        (name, int(budget)): tuple(map(float, numbers.split()))
+        for name, budget, numbers in re.findall(
+            r"^ *(\w+) +(\d+) +((?:\d\.\d+ +){3}\d+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
     columns = ["recall", "mass_lost", "output_error", "stored_bytes"]
     table = first["table"].set_index(["policy", "budget"])[columns]
     assert len(shown) == 4
@@ -151,7 +155,12 @@ def test_the_examples_of_the_readme_run_and_print_what_it_shows(desk):
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
 def test_the_examples_of_other_pages_run(page, desk, monkeypatch):
     """Each alone, on a small random model in the place of the named one: what they would find is not looked at."""
-    monkeypatch.setattr(models, "load", lambda name: kvlab.random_lm(
-        "tiny-llama-gqa", tokenizer=name, max_position_embeddings=4096, dtype="float32", device="cpu"))
+    monkeypatch.setattr(
+        models,
+        "load",
+        lambda name: kvlab.random_lm(
+            "tiny-llama-gqa", tokenizer=name, max_position_embeddings=4096, dtype="float32", device="cpu"
+        ),
+    )
     for example in examples(page):
         run(page, example)

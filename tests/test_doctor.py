@@ -21,8 +21,18 @@ def project(tmp_path, monkeypatch):
 def test_every_check_has_an_end_and_what_is_bad_has_a_mend_or_a_reason(project, monkeypatch):
     monkeypatch.setenv("KVLAB_HOME", str(project / "home"))
     found = {one.what: one for one in doctor.findings()}
-    assert list(found) == ["python", "packages", "project", "model", "texts", "store", "disk", "machine", "gpu",
-                           "jupyter"]
+    assert list(found) == [
+        "python",
+        "packages",
+        "project",
+        "model",
+        "texts",
+        "store",
+        "disk",
+        "machine",
+        "gpu",
+        "jupyter",
+    ]
     assert found["project"].state == "remark" and "no experiments in" in found["project"].found
     assert "KVLAB_ROOT" in found["project"].mend
     assert found["model"].mend == "kvlab pull smollm2-135m"

@@ -14,7 +14,7 @@ from tensors import exact, layer, sets
 import kvlab
 from kvlab.errors import KvlabError
 
-SHAPES = [(8, 2), (4, 4), (4, 1)]           # grouped-query, multi-head, multi-query
+SHAPES = [(8, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 LAYERS, STEPS = 3, 52
 
 
@@ -23,8 +23,18 @@ def model(seed, heads=8, kv_heads=2, prompt=60, steps=STEPS, layers=LAYERS):
 
 
 def content(scores, kv_heads):
-    return dict(model="tensors", sha256="0" * 64, n_layers=len(scores), heads=len(scores[0]), kv_heads=kv_heads,
-                contexts=[512], depths=[0.5], seed=0, kvlab="0", scores=scores)
+    return dict(
+        model="tensors",
+        sha256="0" * 64,
+        n_layers=len(scores),
+        heads=len(scores[0]),
+        kv_heads=kv_heads,
+        contexts=[512],
+        depths=[0.5],
+        seed=0,
+        kvlab="0",
+        scores=scores,
+    )
 
 
 def head_file(folder, scores, kv_heads, **other):
@@ -53,9 +63,17 @@ def agrees(result, expected, steps):
 
 
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
-@pytest.mark.parametrize("parameters", [
-    dict(budget=40, sinks=4, recent=10), dict(budget=20, sinks=2, recent=5), dict(budget=16, sinks=4, recent=12),
-    dict(budget=55, sinks=4, recent=10), dict(budget=30)], ids=str)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        dict(budget=40, sinks=4, recent=10),
+        dict(budget=20, sinks=2, recent=5),
+        dict(budget=16, sinks=4, recent=12),
+        dict(budget=55, sinks=4, recent=10),
+        dict(budget=30),
+    ],
+    ids=str,
+)
 def test_every_step_with_measured_heads(tmp_path, heads, kv_heads, parameters):
     tensors, scores = model(heads + kv_heads, heads, kv_heads), random_scores(LAYERS, heads)
     result = replayed(tensors, 60, heads=head_file(tmp_path, scores, kv_heads), **parameters)
@@ -103,7 +121,7 @@ def test_streaming_heads_roll_and_retrieval_heads_keep_everything(tmp_path):
         assert sets(result.stored(0, t)) == [rolled, everything]
         assert sets(result.stored(1, t)) == [everything, rolled]
         assert sets(result.stored(2, t)) == [rolled, rolled]
-        assert sets(result.kept(2, t)) == [[0, 1, 2, *range(own - 15, own + 1)]] * 2   # attended before it is evicted
+        assert sets(result.kept(2, t)) == [[0, 1, 2, *range(own - 15, own + 1)]] * 2  # attended before it is evicted
         ragged = result.stored(0, t)
         assert ragged.shape == (2, 60 + t) and (ragged[0, 18:] == -1).all()
 
@@ -129,8 +147,14 @@ def test_a_short_prompt_outgrown_by_its_response(prompt, budget, rolls):
 
 
 @settings(max_examples=60, deadline=None)
-@given(layers=st.integers(1, 5), kv_heads=st.sampled_from([1, 2, 3]), prompt=st.integers(1, 90),
-       sinks=st.integers(0, 4), recent=st.integers(1, 12), more=st.integers(0, 80))
+@given(
+    layers=st.integers(1, 5),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    prompt=st.integers(1, 90),
+    sinks=st.integers(0, 4),
+    recent=st.integers(1, 12),
+    more=st.integers(0, 80),
+)
 def test_heads_spend_at_most_the_budget_and_one_more_would_exceed_it(layers, kv_heads, prompt, sinks, recent, more):
     tensors = model(8, kv_heads, kv_heads, prompt, steps=0, layers=layers)
     budget = max(sinks + recent + more, 2)
@@ -145,8 +169,10 @@ def test_heads_spend_at_most_the_budget_and_one_more_would_exceed_it(layers, kv_
         assert sizes == [prompt] * len(sizes)
 
 
-@pytest.mark.parametrize("given_parts, parts", [
-    (dict(sinks=2), (2, 28)), (dict(recent=5), (6, 5)), (dict(recent=28), (2, 28)), (dict(sinks=0), (0, 30))])
+@pytest.mark.parametrize(
+    "given_parts, parts",
+    [(dict(sinks=2), (2, 28)), (dict(recent=5), (6, 5)), (dict(recent=28), (2, 28)), (dict(sinks=0), (0, 30))],
+)
 def test_one_part_given(given_parts, parts):
     tensors = model(9, 1, 1, prompt=90, steps=0, layers=2)
     result = replayed(tensors, 90, budget=30, **given_parts)
@@ -154,9 +180,19 @@ def test_one_part_given(given_parts, parts):
     assert sets(result.kept(1, 0))[0] == [*range(sinks), *range(90 - recent, 90)]
 
 
-@pytest.mark.parametrize("budget, sinks, recent", [
-    (2, 1, 1), (7, 1, 6), (20, 4, 16), (256, 51, 205), (257, 128, 129), (640, 128, 512), (641, 128, 512),
-    (900, 128, 512)])
+@pytest.mark.parametrize(
+    "budget, sinks, recent",
+    [
+        (2, 1, 1),
+        (7, 1, 6),
+        (20, 4, 16),
+        (256, 51, 205),
+        (257, 128, 129),
+        (640, 128, 512),
+        (641, 128, 512),
+        (900, 128, 512),
+    ],
+)
 def test_sizes_that_follow_the_budget(budget, sinks, recent):
     """RocketKV's appendix; up to 640 entries all heads stream, beyond it the rest goes to retrieval heads."""
     tensors = model(9, 1, 1, prompt=1000, steps=0, layers=8)
@@ -174,7 +210,7 @@ def test_a_layer_at_a_time_is_the_replay_of_all():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for index in range(LAYERS):
-            twice = [torch.stack([t[index], t[index]]) for t in tensors]            # a batch of two
+            twice = [torch.stack([t[index], t[index]]) for t in tensors]  # a batch of two
             kept = policy.keep(*twice, layer=index, n_layers=LAYERS)
             assert [sets(k) for k in kept] == [sets(result.kept(index, 0))] * 2
 
@@ -199,15 +235,22 @@ def test_a_fraction_of_the_prompt():
 GOOD = content([[0.1, 0.2, 0.3, 0.4]] * 3, 2)
 
 
-@pytest.mark.parametrize("text, said", [
-    ("{", "heads.json"), ("[1]", "heads.json"), ("", "heads.json"),
-    (json.dumps({key: value for key, value in GOOD.items() if key != "scores"}), "scores"),
-    (json.dumps(GOOD | dict(scores=[[0.1] * 4] * 2)), "scores"),
-    (json.dumps(GOOD | dict(scores=[[0.1] * 4, [0.1] * 4, [0.1] * 3])), "scores"),
-    (json.dumps(GOOD | dict(scores=[[0.1, 0.2, 0.3, float("nan")]] * 3)), "scores"),
-    (json.dumps(GOOD | dict(scores=[[0.1, 0.2, 0.3, "high"]] * 3)), "scores"),
-    (json.dumps(content([[0.1] * 4] * 2, 2)), "layers"), (json.dumps(content([[0.1] * 4] * 3, 1)), "heads"),
-    (json.dumps(GOOD | dict(kv_heads=3)), "heads")])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "heads.json"),
+        ("[1]", "heads.json"),
+        ("", "heads.json"),
+        (json.dumps({key: value for key, value in GOOD.items() if key != "scores"}), "scores"),
+        (json.dumps(GOOD | dict(scores=[[0.1] * 4] * 2)), "scores"),
+        (json.dumps(GOOD | dict(scores=[[0.1] * 4, [0.1] * 4, [0.1] * 3])), "scores"),
+        (json.dumps(GOOD | dict(scores=[[0.1, 0.2, 0.3, float("nan")]] * 3)), "scores"),
+        (json.dumps(GOOD | dict(scores=[[0.1, 0.2, 0.3, "high"]] * 3)), "scores"),
+        (json.dumps(content([[0.1] * 4] * 2, 2)), "layers"),
+        (json.dumps(content([[0.1] * 4] * 3, 1)), "heads"),
+        (json.dumps(GOOD | dict(kv_heads=3)), "heads"),
+    ],
+)
 def test_a_damaged_head_file(tmp_path, text, said):
     (tmp_path / "heads.json").write_text(text)
     with pytest.raises(KvlabError, match=said) as caught:

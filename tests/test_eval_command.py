@@ -29,7 +29,7 @@ def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):  # no
     assert len(found) == 2 * 5 and {answer.policy for answer in found} == {"full", "streamingllm", "snapkv"}
 
     store = tracking.client()
-    run, = store.search_runs([experiment.experiment_id for experiment in store.search_experiments()])
+    (run,) = store.search_runs([experiment.experiment_id for experiment in store.search_experiments()])
     rows = evaluate.summary(found).set_index(["policy", "budget"])
     assert run.data.metrics["needle/snapkv/0.5/score"] == pytest.approx(rows.loc[("snapkv", 0.5), "score"])
     assert run.data.metrics["needle/full/kv_bytes"] == pytest.approx(rows.loc["full"].kv_bytes.iloc[0])
@@ -43,18 +43,21 @@ def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):  # no
     assert again == out
 
 
-@pytest.mark.parametrize("arguments, code, match", [
-    (["needl"], 1, "did you mean 'needle'"),
-    (["needle", "-p", "length=[256]"], 1, "did you mean 'lengths'"),
-    (["needle", "-p", "lengths=[-5]"], 1, "needle: lengths"),
-    (["needle", "-p", "lengths"], 2, "key=value"),
-    (["needle", "--policies", "snapk"], 1, "did you mean 'snapkv'"),
-    (["needle", "--budgets", "many"], 2, "--budgets takes numbers"),
-    (["needle", "--policies", "snapkv", "--budgets", "8"], 1, "budget 8 is below"),
-    (["needle", "--compress-at", "question"], 1, "neither 'prompt' nor 'context'"),
-    (["needle", "--limit", "0"], 2, "greater than or equal to 1"),
-    (["longbench"], 1, "folder"),
-])
+@pytest.mark.parametrize(
+    "arguments, code, match",
+    [
+        (["needl"], 1, "did you mean 'needle'"),
+        (["needle", "-p", "length=[256]"], 1, "did you mean 'lengths'"),
+        (["needle", "-p", "lengths=[-5]"], 1, "needle: lengths"),
+        (["needle", "-p", "lengths"], 2, "key=value"),
+        (["needle", "--policies", "snapk"], 1, "did you mean 'snapkv'"),
+        (["needle", "--budgets", "many"], 2, "--budgets takes numbers"),
+        (["needle", "--policies", "snapkv", "--budgets", "8"], 1, "budget 8 is below"),
+        (["needle", "--compress-at", "question"], 1, "neither 'prompt' nor 'context'"),
+        (["needle", "--limit", "0"], 2, "greater than or equal to 1"),
+        (["longbench"], 1, "folder"),
+    ],
+)
 def test_a_mistake_is_one_sentence(loaded, project, capsys, arguments, code, match):  # noqa: F811
     left, out, err = call(capsys, "eval", *arguments)
     assert left == code and out == ""

@@ -46,18 +46,18 @@ def without_times(made):
 def test_one_prefill_for_all_gives_what_one_for_each_gives(words, example, at):
     shared = list(evaluate.answers(words, example, EVERY, at))
     for one, made in zip(EVERY, shared, strict=True):
-        alone, = evaluate.answers(words, example, [one], at)
+        (alone,) = evaluate.answers(words, example, [one], at)
         assert without_times(made) == without_times(alone), one
     assert len({made["prediction"] for made in shared}) > 3
 
 
 @pytest.mark.parametrize("one", EVERY, ids=str)
 def test_an_answer_is_that_of_generate(words, example, one):
-    made, = evaluate.answers(words, example, [one], "prompt")
+    (made,) = evaluate.answers(words, example, [one], "prompt")
     ids = words.encode(example.prompt)
     with kvlab.compress(words.model, one, max_new_tokens=example.max_new_tokens) as session:
         out = words.model.generate(ids, max_new_tokens=example.max_new_tokens, do_sample=False, pad_token_id=0)
-    assert made["prediction"].split() == words.decode(out[0, ids.shape[1]:]).split()
+    assert made["prediction"].split() == words.decode(out[0, ids.shape[1] :]).split()
     assert (made["kv_bytes"], made["aux_bytes"]) == (session.kv_bytes, session.aux_bytes)
     assert made["prompt_tokens"] == 65 and made["generated_tokens"] == out.shape[1] - 65
 
@@ -118,8 +118,24 @@ def test_killed_twenty_times_nothing_is_lost_and_nothing_done_twice(words, tmp_p
 
 def test_differences_are_paired_by_example():
     def answer(example, policy, score):
-        return evaluate.Answer("", "t", example, policy, None if policy == "full" else 8, "prompt", "", [],
-                               {"f1": score}, "f1", 10, 2, 0.5, 0.1, 100, 0)
+        return evaluate.Answer(
+            "",
+            "t",
+            example,
+            policy,
+            None if policy == "full" else 8,
+            "prompt",
+            "",
+            [],
+            {"f1": score},
+            "f1",
+            10,
+            2,
+            0.5,
+            0.1,
+            100,
+            0,
+        )
 
     found = [answer(f"e{n}", "full", full) for n, full in enumerate([1.0, 0.5, 0.0])]
     found += [answer(f"e{n}", "snapkv", score) for n, score in enumerate([0.75, 0.5, 0.25])]
@@ -138,21 +154,24 @@ def test_differences_are_paired_by_example():
 
 
 def test_an_answer_ends_where_the_example_says(words, example):
-    whole, = evaluate.answers(words, example, [kvlab.policy("full")], "prompt")
+    (whole,) = evaluate.answers(words, example, [kvlab.policy("full")], "prompt")
     second = whole["prediction"].split()[1]
-    ended, = evaluate.answers(words, replace(example, until=second), [kvlab.policy("full")], "prompt")
+    (ended,) = evaluate.answers(words, replace(example, until=second), [kvlab.policy("full")], "prompt")
     place = whole["prediction"].split().index(second)
-    assert ended["prediction"].split() == whole["prediction"].split()[:place + 1] and place < 5
+    assert ended["prediction"].split() == whole["prediction"].split()[: place + 1] and place < 5
 
 
-@pytest.mark.parametrize("made, message", [
-    (lambda: evaluate.plan(Echo(), ["snapkv"]), "snapkv needs a budget"),
-    (lambda: evaluate.plan(Echo(), ["snapkv"], [8]), "budget 8 is below"),
-    (lambda: evaluate.plan(Echo(), ["snap"], [64]), "unknown policy 'snap'"),
-    (lambda: evaluate.plan(Echo(), ["snapkv"], [64], "question"), "neither 'prompt' nor 'context'"),
-    (lambda: Echo(m=3), "unknown parameter 'm'"),
-    (lambda: Echo(n="many"), "echo: n: .*'many'"),
-])
+@pytest.mark.parametrize(
+    "made, message",
+    [
+        (lambda: evaluate.plan(Echo(), ["snapkv"]), "snapkv needs a budget"),
+        (lambda: evaluate.plan(Echo(), ["snapkv"], [8]), "budget 8 is below"),
+        (lambda: evaluate.plan(Echo(), ["snap"], [64]), "unknown policy 'snap'"),
+        (lambda: evaluate.plan(Echo(), ["snapkv"], [64], "question"), "neither 'prompt' nor 'context'"),
+        (lambda: Echo(m=3), "unknown parameter 'm'"),
+        (lambda: Echo(n="many"), "echo: n: .*'many'"),
+    ],
+)
 def test_a_plan_that_cannot_be(made, message):
     with pytest.raises(KvlabError, match=message):
         made()
@@ -170,8 +189,19 @@ def test_a_line_separator_inside_an_answer_is_no_line_of_its_own(words, tmp_path
 def test_another_precision_and_another_table_are_other_answers(words, tmp_path):
     plan, signatures = evaluate.Plan(Echo(n=1), ()), set()
     for best in (0.1, 0.9):
-        scores = HeadScores(model="m", sha256="0" * 64, n_layers=2, heads=4, kv_heads=2, contexts=(10,), depths=(0.5,),
-                            documents=("d@0",), seed=0, kvlab="0", scores=((best, 0.2, 0.3, 0.4),) * 2)
+        scores = HeadScores(
+            model="m",
+            sha256="0" * 64,
+            n_layers=2,
+            heads=4,
+            kv_heads=2,
+            contexts=(10,),
+            depths=(0.5,),
+            documents=("d@0",),
+            seed=0,
+            kvlab="0",
+            scores=((best, 0.2, 0.3, 0.4),) * 2,
+        )
         (tmp_path / "heads.json").write_text(scores.model_dump_json())
         one = kvlab.policy("duoattention", budget=30, heads=str(tmp_path / "heads.json"))
         signatures.add(plan.signature(words, one))
@@ -180,8 +210,9 @@ def test_another_precision_and_another_table_are_other_answers(words, tmp_path):
 
 
 def test_an_answer_of_one_token_has_a_compressed_cache(words, example):
-    made, = evaluate.answers(words, replace(example, max_new_tokens=1), [kvlab.policy("streamingllm", budget=10)],
-                             "prompt")
+    (made,) = evaluate.answers(
+        words, replace(example, max_new_tokens=1), [kvlab.policy("streamingllm", budget=10)], "prompt"
+    )
     assert made["kv_bytes"] == 10 * 2 * 2 * 2 * 16 * 4 and made["generated_tokens"] == 1
 
 

@@ -19,7 +19,7 @@ from kvlab.policies import Prompt
 CASES = [
     ("scissorhands", dict(budget=24)),
     ("scissorhands", dict(budget=30, recent=0.2, history=0.6)),
-    ("scissorhands", dict(budget=60)),                          # a prompt of 40 fills it while decoding
+    ("scissorhands", dict(budget=60)),  # a prompt of 40 fills it while decoding
     ("h2o", dict(budget=16)),
     ("h2o", dict(budget=21, heavy=0.8)),
     ("h2o", dict(budget=60)),
@@ -74,8 +74,9 @@ def test_sixty_steps_go_as_the_oracle_says(case, heads, kv_heads, prompt):
     holds(kvlab.policy(case[0], **case[1]), prompt + heads + kv_heads, heads, kv_heads, prompt, 60)
 
 
-@pytest.mark.parametrize("name, parameters", [
-    ("scissorhands", dict(budget=100)), ("h2o", dict(budget=100)), ("keyformer", dict(budget=100))])
+@pytest.mark.parametrize(
+    "name, parameters", [("scissorhands", dict(budget=100)), ("h2o", dict(budget=100)), ("keyformer", dict(budget=100))]
+)
 def test_a_prompt_of_1500(name, parameters):
     holds(kvlab.policy(name, **parameters), 5, 4, 2, 1500, 50, size=1e-6)
 
@@ -109,41 +110,51 @@ def test_a_fraction_is_its_number_of_entries(name):
 
 # The oracles by hand
 
+
 def test_scissorhands_counts_by_hand():
     """Five tokens, a history of two queries: 1 is below average twice, 0 and 2 once; of equals the later goes."""
     rows = np.eye(5)
-    rows[3, :4] = [.3, .1, .3, .3]                      # average 1/4
-    rows[4, :5] = [.1, .1, .1, .35, .35]                # average 1/5
+    rows[3, :4] = [0.3, 0.1, 0.3, 0.3]  # average 1/4
+    rows[4, :5] = [0.1, 0.1, 0.1, 0.35, 0.35]  # average 1/5
     queries, keys = with_attention(rows)
-    kept = {budget: oracles.oracle_scissorhands(queries, keys, keys, 5, budget, recent=0.5, history=2.001 / budget)
-            for budget in (2, 3, 4)}
+    kept = {
+        budget: oracles.oracle_scissorhands(queries, keys, keys, 5, budget, recent=0.5, history=2.001 / budget)
+        for budget in (2, 3, 4)
+    }
     assert [steps[0]["stored"][0] for steps in kept.values()] == [[3, 4], [0, 3, 4], [0, 2, 3, 4]]
 
 
 def test_h2o_by_hand():
     """Accumulated: 1.6, 0.7 and 0.7 of the first three; the heaviest stays beside the newest."""
-    queries, keys = with_attention([[1, 0, 0, 0], [.5, .5, 0, 0], [.1, .2, .7, 0], [.1, .1, .1, .7]])
-    np.testing.assert_allclose(oracles.accumulated_attention(queries[:, :3], keys[:, :3], 3), [[1.6, .7, .7]])
+    queries, keys = with_attention([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.1, 0.2, 0.7, 0], [0.1, 0.1, 0.1, 0.7]])
+    np.testing.assert_allclose(oracles.accumulated_attention(queries[:, :3], keys[:, :3], 3), [[1.6, 0.7, 0.7]])
     steps = oracles.oracle_h2o(queries, keys, keys, 3, budget=2)
     assert [step["stored"][0] for step in steps] == [[0, 2], [0, 3]]
     assert steps[1]["read"] == [[0, 2, 3]]
 
 
 def test_keyformers_noise_and_temperature_by_hand():
-    rows = [[1, 0, 0], [.5, .5, 0], [.6, .3, .1]]
+    rows = [[1, 0, 0], [0.5, 0.5, 0], [0.6, 0.3, 0.1]]
     queries, keys = with_attention(rows)
     noise = np.log([[1.0, 4.0, 1.0]])
     gathered = oracles.accumulated_attention(queries, keys, 3, noise, tau=1.0)
-    np.testing.assert_allclose(gathered, [[1 + .2 + .6 / 1.9, .8 + 1.2 / 1.9, .1 / 1.9]], atol=1e-12)
+    np.testing.assert_allclose(gathered, [[1 + 0.2 + 0.6 / 1.9, 0.8 + 1.2 / 1.9, 0.1 / 1.9]], atol=1e-12)
     hot = oracles.attention_row(queries[0, 2], keys[0], tau=2.0)
-    np.testing.assert_allclose(hot, np.sqrt([.6, .3, .1]) / np.sqrt([.6, .3, .1]).sum())
+    np.testing.assert_allclose(hot, np.sqrt([0.6, 0.3, 0.1]) / np.sqrt([0.6, 0.3, 0.1]).sum())
 
 
 # What holds for any input
 
+
 @settings(max_examples=40, deadline=None)
-@given(name=st.sampled_from(NAMES), shape=st.sampled_from([(1, 1), (6, 2), (4, 1)]), seed=st.integers(0, 999),
-       prompt=st.integers(1, 50), steps=st.integers(1, 12), budget=st.integers(4, 60))
+@given(
+    name=st.sampled_from(NAMES),
+    shape=st.sampled_from([(1, 1), (6, 2), (4, 1)]),
+    seed=st.integers(0, 999),
+    prompt=st.integers(1, 50),
+    steps=st.integers(1, 12),
+    budget=st.integers(4, 60),
+)
 def test_the_budget_is_filled_and_never_exceeded_and_the_newest_stay(name, shape, seed, prompt, steps, budget):
     tensors = layer(seed, *shape, head_dim=4, prompt=prompt, new=steps, layers=1)
     policy = kvlab.policy(name, budget=budget)
@@ -171,22 +182,25 @@ def test_h2o_never_forgets_and_scissorhands_does():
     rows = np.eye(n)
     rows[2:prompt] = np.eye(n)[2]
     for i in range(prompt, n):
-        rows[i, i - 9:i + 1] = 0.1
+        rows[i, i - 9 : i + 1] = 0.1
     queries, keys = with_attention(rows)
     tensors = [tensor(x)[None] for x in (queries, keys, keys)]
     more = dict(accumulated=accumulated(*tensors[:2], prompt))
-    stored = {name: sets(watched(kvlab.policy(name, budget=10), tensors, prompt, **more)[0].stored(0, n - prompt))[0]
-              for name in ("h2o", "scissorhands")}
+    stored = {
+        name: sets(watched(kvlab.policy(name, budget=10), tensors, prompt, **more)[0].stored(0, n - prompt))[0]
+        for name in ("h2o", "scissorhands")
+    }
     assert 2 in stored["h2o"] and 2 not in stored["scissorhands"]
 
 
 # Keyformer's noise
 
+
 def test_the_noise_is_gumbels():
     noise = kvlab.policy("keyformer", budget=16).gumbel((0, 1), 4, 0, 5000)
     assert noise.shape == (2, 4, 5000) and noise.isfinite().all()
     assert float(noise.mean()) == pytest.approx(np.euler_gamma, abs=0.03)
-    assert float(noise.var()) == pytest.approx(np.pi ** 2 / 6, abs=0.08)
+    assert float(noise.var()) == pytest.approx(np.pi**2 / 6, abs=0.08)
     assert stats.kstest(noise[1, 2].numpy(), "gumbel_r").pvalue > 0.001
 
 
@@ -200,7 +214,7 @@ def test_the_noise_depends_on_seed_layer_head_and_position_alone():
     assert policy.gumbel((1, 1), 4, 10, 50).equal(whole[[1, 1], :, 10:50])
     assert not kvlab.policy("keyformer", budget=16, seed=8).gumbel((0, 1, 2), 4, 0, 3000).equal(whole)
     rows = whole.flatten(0, 1)
-    assert (torch.corrcoef(rows) - torch.eye(12)).abs().max() < 0.1       # standard error 0.018
+    assert (torch.corrcoef(rows) - torch.eye(12)).abs().max() < 0.1  # standard error 0.018
 
 
 def test_a_seed_decides_what_keyformer_keeps():
@@ -226,8 +240,10 @@ def test_keyformers_temperature_stays_at_its_end_beyond_what_was_announced(annou
     policy = kvlab.policy("keyformer", budget=20, recent=0.2, tau_start=0.3, tau_end=5.0)
     tensors = inputs(9, 4, 2, 50, 50)
     gumbel = exact(policy.gumbel((0, 1), 4, 0, 100))
-    expected = [oracles.oracle_keyformer(*exact(*(t[i] for t in tensors)), 50, 20, gumbel[i], 0.2, 0.3, 5.0, announced)
-                for i in range(LAYERS)]
+    expected = [
+        oracles.oracle_keyformer(*exact(*(t[i] for t in tensors)), 50, 20, gumbel[i], 0.2, 0.3, 5.0, announced)
+        for i in range(LAYERS)
+    ]
     store = begun(policy, tensors, 50, announced)
     for t in range(1, 51):
         step_of(policy, store, tensors, 50 + t - 1)
@@ -236,18 +252,29 @@ def test_keyformers_temperature_stays_at_its_end_beyond_what_was_announced(annou
 
 # Several tokens at once
 
+
 def begun(policy, tensors, prompt, max_new_tokens=0):
     """A store of the prompt, compressed."""
     queries, keys, values = (t[:, :, :prompt] for t in tensors)
     store = LayerStore(keys.clone(), values.clone())
     store.layers = (0, 1)
-    policy.compress(store, Prompt(queries, keys, values, (0, 1), 2, accumulated=accumulated(queries, keys, prompt),
-                                  max_new_tokens=max_new_tokens))
+    policy.compress(
+        store,
+        Prompt(
+            queries,
+            keys,
+            values,
+            (0, 1),
+            2,
+            accumulated=accumulated(queries, keys, prompt),
+            max_new_tokens=max_new_tokens,
+        ),
+    )
     return store
 
 
 def step_of(policy, store, tensors, position):
-    attended = decode(policy, store, *(t[:, :, position:position + 1] for t in tensors), None, weigh=True)
+    attended = decode(policy, store, *(t[:, :, position : position + 1] for t in tensors), None, weigh=True)
     policy.step(store, attended.weights)
 
 
@@ -256,18 +283,19 @@ def step_of(policy, store, tensors, position):
 def test_a_turn_that_leaves_many_too_many_is_brought_down_by_the_next_step(name, together):
     policy, tensors = kvlab.policy(name, budget=20), inputs(10, 4, 2, 100)
     store = begun(policy, tensors, 50)
-    store.append(*(t[:, :, 50:50 + together] for t in tensors[1:]))
+    store.append(*(t[:, :, 50 : 50 + together] for t in tensors[1:]))
     before = [sets(row) for row in store.positions]
     step_of(policy, store, tensors, 50 + together)
     for old, row in zip(before, store.positions, strict=True):
         for previous, stored in zip(old, sets(row), strict=True):
             assert len(stored) == 20 and set(stored) <= {*previous, 50 + together}
-            assert stored[-10:][-together - 1:] == list(range(50, 51 + together))[-10:]
+            assert stored[-10:][-together - 1 :] == list(range(50, 51 + together))[-10:]
     step_of(policy, store, tensors, 51 + together)
     assert store.positions.shape == (2, 2, 20)
 
 
 # What cannot be
+
 
 def refused(name, tensors=None, **parameters):
     queries, keys, values = inputs(9, 4, 2, 60) if tensors is None else tensors
@@ -284,13 +312,22 @@ def test_a_budget_that_is_none(name, budget):
     assert "budget" in refused(name, budget=budget)
 
 
-@pytest.mark.parametrize("name, parameters, said", [
-    ("scissorhands", dict(recent=1.5), "recent"), ("scissorhands", dict(recent=-0.1), "recent"),
-    ("scissorhands", dict(history=-1.0), "history"), ("h2o", dict(heavy=1.5), "heavy"),
-    ("h2o", dict(heavy=-0.1), "heavy"), ("keyformer", dict(recent=2.0), "recent"),
-    ("keyformer", dict(tau_start=0.0), "tau_start"),
-    ("keyformer", dict(tau_end=-1.0), "tau_end"), ("keyformer", dict(tau_end=float("nan")), "tau_end"),
-    ("keyformer", dict(seed="x"), "seed"), ("keyformer", dict(noise="yes"), "noise")])
+@pytest.mark.parametrize(
+    "name, parameters, said",
+    [
+        ("scissorhands", dict(recent=1.5), "recent"),
+        ("scissorhands", dict(recent=-0.1), "recent"),
+        ("scissorhands", dict(history=-1.0), "history"),
+        ("h2o", dict(heavy=1.5), "heavy"),
+        ("h2o", dict(heavy=-0.1), "heavy"),
+        ("keyformer", dict(recent=2.0), "recent"),
+        ("keyformer", dict(tau_start=0.0), "tau_start"),
+        ("keyformer", dict(tau_end=-1.0), "tau_end"),
+        ("keyformer", dict(tau_end=float("nan")), "tau_end"),
+        ("keyformer", dict(seed="x"), "seed"),
+        ("keyformer", dict(noise="yes"), "noise"),
+    ],
+)
 def test_bad_parameters_are_named(name, parameters, said):
     assert said in refused(name, budget=20, **parameters)
 
@@ -303,8 +340,9 @@ def test_h2o_without_accumulated_attention_says_so():
         kvlab.replay(kvlab.Trace.from_tensors(queries, keys, values, 50), kvlab.policy("h2o", budget=16))
 
 
-@pytest.mark.parametrize("name, parameters, need", [
-    ("scissorhands", dict(budget=24, history=0.5), 12), ("keyformer", dict(budget=24), 60)])
+@pytest.mark.parametrize(
+    "name, parameters, need", [("scissorhands", dict(budget=24, history=0.5), 12), ("keyformer", dict(budget=24), 60)]
+)
 def test_too_few_prompt_queries(name, parameters, need):
     queries, keys, values = inputs(9, 4, 2, 60)
     sentence = refused(name, (queries[:, :, -11:], keys, values), **parameters)

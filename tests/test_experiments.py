@@ -24,8 +24,12 @@ def test_own_experiments_parse():
 
 
 def test_grid_makes_jobs_and_profiles_change_them(project):  # noqa: F811
-    experiment(project, parameters={"seed": 1}, grid={"reduction": [0.1, 0.2]},
-               profiles={"quick": {}, "full": {"grid": {"reduction": [0.1, 0.2, 0.3]}, "parameters": {"seed": 7}}})
+    experiment(
+        project,
+        parameters={"seed": 1},
+        grid={"reduction": [0.1, 0.2]},
+        profiles={"quick": {}, "full": {"grid": {"reduction": [0.1, 0.2, 0.3]}, "parameters": {"seed": 7}}},
+    )
     quick, full = experiments.jobs(NAME), experiments.jobs(NAME, "full")
     assert [job.parameters["reduction"] for job in quick] == [0.1, 0.2]
     assert [(job.parameters["seed"], job.name) for job in full] == [(7, f"reduction=0.{n}") for n in (1, 2, 3)]
@@ -46,8 +50,10 @@ def test_files_in_a_list_are_named_from_where_the_command_runs(project, tmp_path
     (tmp_path / "elsewhere" / "notes.txt").write_text("Some notes.")
     monkeypatch.setenv("KVLAB_ROOT", str(project))
     monkeypatch.chdir(tmp_path / "elsewhere")
-    found = [experiments.jobs(NAME, overrides={"names": text})[0].parameters["names"]
-             for text in ("sotu/1962,notes.txt", '["sotu/1962", "notes.txt"]')]
+    found = [
+        experiments.jobs(NAME, overrides={"names": text})[0].parameters["names"]
+        for text in ("sotu/1962,notes.txt", '["sotu/1962", "notes.txt"]')
+    ]
     assert found == [["sotu/1962", str(tmp_path / "elsewhere" / "notes.txt")]] * 2
 
 
@@ -60,18 +66,21 @@ def test_a_text_may_be_left_out_and_nothing_else(project):  # noqa: F811
         experiments.jobs(NAME, overrides={"seed": None})
 
 
-@pytest.mark.parametrize(("overrides", "match"), [
-    ({"sede": 1}, "unknown parameter of zsmerge_error_curves 'sede'; did you mean 'seed'"),
-    ({"seed": "many"}, "'seed' of zsmerge_error_curves must be a whole number, such as 0; got 'many'"),
-    ({"seed": 1.5}, "whole number"),
-    ({"seed": True}, "whole number"),
-    ({"boom": "1"}, "true or false"),
-    ({"names": 3}, "must be a list"),
-    ({"names": [1]}, "must be a list"),
-    ({"scale": "wide"}, "must be a number"),
-    ({"scale": float("nan")}, "no plain number"),
-    ({"scale": object()}, "does not fit into JSON"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        ({"sede": 1}, "unknown parameter of zsmerge_error_curves 'sede'; did you mean 'seed'"),
+        ({"seed": "many"}, "'seed' of zsmerge_error_curves must be a whole number, such as 0; got 'many'"),
+        ({"seed": 1.5}, "whole number"),
+        ({"seed": True}, "whole number"),
+        ({"boom": "1"}, "true or false"),
+        ({"names": 3}, "must be a list"),
+        ({"names": [1]}, "must be a list"),
+        ({"scale": "wide"}, "must be a number"),
+        ({"scale": float("nan")}, "no plain number"),
+        ({"scale": object()}, "does not fit into JSON"),
+    ],
+)
 def test_wrong_parameters_teach(project, overrides, match):  # noqa: F811
     with pytest.raises(KvlabError, match=match) as caught:
         experiments.jobs(NAME, overrides=overrides)
@@ -85,17 +94,22 @@ def test_values_become_plain_json():
     assert type(plain["a"][1]) is float and type(plain["b"][0]) is int
 
 
-@pytest.mark.parametrize(("changes", "match"), [
-    ({"notebok": "x"}, "unknown key 'notebok'; did you mean 'notebook'"),
-    ({"profiles": {"quick": {"parameter": {}}}},
-     "unknown key in profiles.quick 'parameter'; did you mean 'parameters'"),
-    ({"notebook": None}, "the key 'notebook' is missing"),
-    ({"grid": {"seed": 3}}, "grid.seed: "),
-    ({"grid": {"seed": []}}, "no values for 'seed'"),
-    ({"grid": {"sed": [3]}}, "did you mean 'seed'"),
-    ({"parameters": {"names": "a"}}, "must be a list"),
-    ({"notebook": "notebooks/gone.ipynb"}, "gone.ipynb is missing"),
-])
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"notebok": "x"}, "unknown key 'notebok'; did you mean 'notebook'"),
+        (
+            {"profiles": {"quick": {"parameter": {}}}},
+            "unknown key in profiles.quick 'parameter'; did you mean 'parameters'",
+        ),
+        ({"notebook": None}, "the key 'notebook' is missing"),
+        ({"grid": {"seed": 3}}, "grid.seed: "),
+        ({"grid": {"seed": []}}, "no values for 'seed'"),
+        ({"grid": {"sed": [3]}}, "did you mean 'seed'"),
+        ({"parameters": {"names": "a"}}, "must be a list"),
+        ({"notebook": "notebooks/gone.ipynb"}, "gone.ipynb is missing"),
+    ],
+)
 def test_a_wrong_yaml_is_one_sentence(project, changes, match):  # noqa: F811
     experiment(project, **changes)
     with pytest.raises(KvlabError, match=match) as caught:
@@ -114,11 +128,14 @@ def test_broken_yaml_unknown_names_and_profiles(project):  # noqa: F811
         experiments.jobs(NAME, "full")
 
 
-@pytest.mark.parametrize(("sources", "match"), [
-    ([("x = 1", [])], "one cell tagged `parameters`, and has 0"),
-    ([("x = 1", ["parameters"]), ("y = 1", ["parameters"])], "has 2"),
-    ([("x = = 1", ["parameters"])], "not Python"),
-])
+@pytest.mark.parametrize(
+    ("sources", "match"),
+    [
+        ([("x = 1", [])], "one cell tagged `parameters`, and has 0"),
+        ([("x = 1", ["parameters"]), ("y = 1", ["parameters"])], "has 2"),
+        ([("x = = 1", ["parameters"])], "not Python"),
+    ],
+)
 def test_notebooks_without_proper_parameters(tmp_path, sources, match):
     notebook(tmp_path / "n.ipynb", *(cell(text, *tags) for text, tags in sources))
     with pytest.raises(KvlabError, match=match):
@@ -126,10 +143,23 @@ def test_notebooks_without_proper_parameters(tmp_path, sources, match):
 
 
 def test_parameters_of_reads_multiline_and_annotated_literals(tmp_path):
-    notebook(tmp_path / "n.ipynb", cell("a: int = 1\nb = [\n  1,  # one\n  2]\nc = (1.0, 2)\nd = None\ne = len('x')\n"
-                                        "f = dict(x=1, y=[2])\ng = dict(**f)", "parameters"))
-    assert parameters_of(tmp_path / "n.ipynb") == {"a": 1, "b": [1, 2], "c": [1.0, 2], "d": None, "e": None,
-                                                   "f": {"x": 1, "y": [2]}, "g": None}
+    notebook(
+        tmp_path / "n.ipynb",
+        cell(
+            "a: int = 1\nb = [\n  1,  # one\n  2]\nc = (1.0, 2)\nd = None\ne = len('x')\n"
+            "f = dict(x=1, y=[2])\ng = dict(**f)",
+            "parameters",
+        ),
+    )
+    assert parameters_of(tmp_path / "n.ipynb") == {
+        "a": 1,
+        "b": [1, 2],
+        "c": [1.0, 2],
+        "d": None,
+        "e": None,
+        "f": {"x": 1, "y": [2]},
+        "g": None,
+    }
 
 
 def test_the_key_follows_what_could_change_the_numbers(project, monkeypatch):  # noqa: F811
@@ -152,11 +182,14 @@ def test_the_key_follows_what_could_change_the_numbers(project, monkeypatch):  #
     assert experiments.jobs(NAME)[0].key != second
 
 
-@pytest.mark.parametrize(("parameters", "match"), [
-    ({"model": "smollm2-135"}, "smollm2-135m"),
-    ({"document": "missing.txt"}, "missing"),
-    ({"documents": ["empty.txt"]}, "empty"),
-])
+@pytest.mark.parametrize(
+    ("parameters", "match"),
+    [
+        ({"model": "smollm2-135"}, "smollm2-135m"),
+        ({"document": "missing.txt"}, "missing"),
+        ({"documents": ["empty.txt"]}, "empty"),
+    ],
+)
 def test_inputs_are_looked_at_before_anything_runs(project, parameters, match):  # noqa: F811
     (project / "empty.txt").write_text("  \n")
     with pytest.raises(KvlabError, match=match) as caught:
@@ -169,12 +202,15 @@ def test_inputs_that_exist_pass(project):  # noqa: F811
     inputs.prepare([{"document": str(project / "text.txt"), "model": "random:tiny-llama-gqa", "seed": 1}])
 
 
-@pytest.mark.parametrize(("changes", "match"), [
-    ({"notebook": "../elsewhere/toy.ipynb"}, r"line \d+: '../elsewhere/toy.ipynb' leaves the project; name a file"),
-    ({"parameters": {"names": ["a", "/etc/passwd"]}}, r"'/etc/passwd' leaves the project.*-p names="),
-    ({"grid": {"names": [["~/secrets"]]}}, r"'~/secrets' leaves the project"),
-    ({"profiles": {"quick": {"parameters": {"names": ["texts/../../x"]}}}}, r"leaves the project"),
-])
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"notebook": "../elsewhere/toy.ipynb"}, r"line \d+: '../elsewhere/toy.ipynb' leaves the project; name a file"),
+        ({"parameters": {"names": ["a", "/etc/passwd"]}}, r"'/etc/passwd' leaves the project.*-p names="),
+        ({"grid": {"names": [["~/secrets"]]}}, r"'~/secrets' leaves the project"),
+        ({"profiles": {"quick": {"parameters": {"names": ["texts/../../x"]}}}}, r"leaves the project"),
+    ],
+)
 def test_a_yaml_cannot_lead_out_of_the_project_but_a_person_can(project, changes, match):  # noqa: F811
     experiment(project, **changes)
     with pytest.raises(KvlabError, match=match):
@@ -186,8 +222,9 @@ def test_a_yaml_cannot_lead_out_of_the_project_but_a_person_can(project, changes
 
 def test_a_mistake_is_told_with_its_line(project):  # noqa: F811
     path = project / "experiments" / f"{NAME}.yaml"
-    path.write_text("notebook: notebooks/toy.ipynb\ndescription: A toy.\n"
-                    "profiles:\n  quick:\n    grid:\n      seed: 3\n")
+    path.write_text(
+        "notebook: notebooks/toy.ipynb\ndescription: A toy.\nprofiles:\n  quick:\n    grid:\n      seed: 3\n"
+    )
     with pytest.raises(KvlabError, match=rf"{NAME}\.yaml, line 6: profiles\.quick\.grid\.seed: "):
         experiments.load(NAME)
 

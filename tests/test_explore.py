@@ -188,11 +188,18 @@ def concentrated_by_hand(result):
     return found
 
 
-@pytest.mark.parametrize("policy", [
-    dict(name="snapkv", budget=40), dict(name="snapkv", budget=36, sets="head"),
-    dict(name="zsmerge", budget=16), dict(name="duoattention", budget=24), dict(name="exact_topk", budget=8),
-    dict(name="full"),
-], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dict(name="snapkv", budget=40),
+        dict(name="snapkv", budget=36, sets="head"),
+        dict(name="zsmerge", budget=16),
+        dict(name="duoattention", budget=24),
+        dict(name="exact_topk", budget=8),
+        dict(name="full"),
+    ],
+    ids=str,
+)
 def test_what_is_lost_on_few_tokens_agrees_with_plain_loops(trace, policy):
     """Sets of a group and of a head, padded ones, and those that a step selects."""
     result = kvlab.replay(trace, kvlab.policy(**policy))
@@ -206,7 +213,7 @@ def test_two_tokens_say_more_than_nine_hundred():
     prompt = 1000
     keys = torch.zeros(1, 1, prompt + 1, 4)
     keys[0, 0, [400, 700], 1] = 1.0
-    keys[0, 0, -1, 2] = 1.0         # the query's own entry, which is always read
+    keys[0, 0, -1, 2] = 1.0  # the query's own entry, which is always read
     queries = torch.zeros(1, 2, prompt + 1, 4)
     queries[0, 0, -1, 2] = 2 * np.log(600)
     queries[0, 1, -1, 1:3] = 2 * np.log(50_000) * torch.tensor([1.0, 1.0])
@@ -260,7 +267,8 @@ def test_the_widgets_and_the_static_page_say_the_same(explorer):
     drawings = [base64.b64decode(part).decode() for part in re.findall(r'base64,([^"]+)"', explorer.html())]
     assert len(drawings) == 8
     assert [re.findall(' d="([^"]*)"', drawing) for drawing in drawings] == [
-        re.findall(' d="([^"]*)"', drawing) for drawing in re.findall("<svg.*?</svg>", shown_by(explorer))]
+        re.findall(' d="([^"]*)"', drawing) for drawing in re.findall("<svg.*?</svg>", shown_by(explorer))
+    ]
 
 
 def test_only_what_changed_is_sent(explorer):
@@ -368,8 +376,8 @@ def test_what_is_made_in_the_background_does_not_hold_up_the_picture(explorer, m
     ahead = explorer.look_ahead()
     try:
         assert begun.wait(60)
-        explorer.show(layer=0, step=2)          # is there
-        explorer.show(left="streamingllm")      # is made meanwhile
+        explorer.show(layer=0, step=2)  # is there
+        explorer.show(left="streamingllm")  # is made meanwhile
         assert not go_on.is_set() and "streamingllm" in explorer.html()
         # What waits for policies that nobody looks at any more is left.
         assert sum(one.cancelled() for one in ahead) >= len(ahead) - 3
@@ -479,7 +487,7 @@ def test_what_has_no_shape_is_seen(trace):
     odd = ["a\n", "\n", "\t", "\x00", "\u202e", "\u200b", "é", "שלום", "👩\u200d🚀", "<b>&amp;", '"']
     tokens = odd + ["."] * (trace.length - len(odd))
     for html in (text(look, tokens, STATIC), text(look, tokens, LIVE)):
-        assert words(html).startswith("a↵\n↵\n⇥\t⟨U+0000⟩⟨U+202E⟩⟨U+200B⟩éשלום👩\u200d🚀<b>&amp;\"")
+        assert words(html).startswith('a↵\n↵\n⇥\t⟨U+0000⟩⟨U+202E⟩⟨U+200B⟩éשלום👩\u200d🚀<b>&amp;"')
         assert "\u202e" not in html and "<b>" not in html
     assert picture.shown(tokens, 1) == "'\\n'"
 
@@ -488,8 +496,9 @@ def test_tokens_keep_their_spaces_and_cut_characters_are_whole(trace):
     """As a tokenizer of Llama 2's kind tells them: spaces as ▁, and bytes for what is not in the vocabulary."""
     pieces = ["<unk>", "▁the", "▁cat", "s", *(f"<0x{byte:02X}>" for byte in range(256))]
     made = Tokenizer(BPE({piece: number for number, piece in enumerate(pieces)}, [], byte_fallback=True))
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                      decoders.Strip(" ", 1, 0)])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
     ids = [1, 2, 3, *(4 + byte for byte in "🙂é".encode()), 2, 4 + 0xF0]
     cut = SimpleNamespace(ids=torch.tensor(ids), meta={})
@@ -524,7 +533,7 @@ def long():
     keys = torch.zeros(1, 1, prompt + 1, 4)
     keys[..., 0] = weights.log()
     queries = torch.zeros(1, 2, prompt + 1, 4)
-    queries[0, 0, -1, 0] = 2        # against the scaling, 1 / sqrt(4)
+    queries[0, 0, -1, 0] = 2  # against the scaling, 1 / sqrt(4)
     return Trace.from_tensors(queries, keys, keys, prompt)
 
 
@@ -601,8 +610,10 @@ def test_the_tokens_that_lost_the_most_are_seen_at_once(far, tmp_path, size):
 def test_a_map_shades_every_cell_and_frames_the_chosen_one(trace):
     look = Look(kvlab.replay(trace, kvlab.policy("streamingllm", budget=10)), PLACE)
     lost, recall = re.findall("<svg.*?</svg>", picture.maps(look, LIVE))
-    for drawing, values, column in ((lost, look.result.mass_lost[:, :, PLACE.step - 1], PLACE.head),
-                                    (recall, look.result.recall, PLACE.head * KV_HEADS // HEADS)):
+    for drawing, values, column in (
+        (lost, look.result.mass_lost[:, :, PLACE.step - 1], PLACE.head),
+        (recall, look.result.recall, PLACE.head * KV_HEADS // HEADS),
+    ):
         shades = np.full(values.shape, np.nan)
         for path, colour in re.findall(r'<path d="((?:M\d+ \d+h\d+)+)" stroke="(#\w+)"/>', drawing):
             for x, y, run in re.findall(r"M(\d+) (\d+)h(\d+)", path):
@@ -630,16 +641,19 @@ def test_the_steps_of_a_head_are_drawn_with_the_chosen_one_framed(trace):
     assert round(left / float(width)) == PLACE.step - 1
 
 
-@pytest.mark.parametrize(("changes", "sentence"), [
-    (dict(layer=LAYERS), rf"layer {LAYERS} is outside this trace, which has 0 .. {LAYERS - 1}"),
-    (dict(step=0), rf"step 0 is outside this trace, which has 1 .. {STEPS}"),
-    (dict(head=-1), r"head -1 is outside"),
-    (dict(budget=37), r"budgets of this view are 36, 40, 44"),
-    (dict(left="snapvk"), r"snapvk.*snapkv"),
-    (dict(colour="red"), r"colour"),
-    (dict(layer="1"), r"layer must be a whole number, and is '1'"),
-    (dict(step=1.5), r"step must be a whole number"),
-])
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (dict(layer=LAYERS), rf"layer {LAYERS} is outside this trace, which has 0 .. {LAYERS - 1}"),
+        (dict(step=0), rf"step 0 is outside this trace, which has 1 .. {STEPS}"),
+        (dict(head=-1), r"head -1 is outside"),
+        (dict(budget=37), r"budgets of this view are 36, 40, 44"),
+        (dict(left="snapvk"), r"snapvk.*snapkv"),
+        (dict(colour="red"), r"colour"),
+        (dict(layer="1"), r"layer must be a whole number, and is '1'"),
+        (dict(step=1.5), r"step must be a whole number"),
+    ],
+)
 def test_a_place_that_is_not_there_is_one_sentence_and_changes_nothing(explorer, changes, sentence):
     before = explorer.html()
     with pytest.raises(KvlabError, match=sentence):

@@ -108,17 +108,21 @@ def two_turns(lm: models.LM, one: kvlab.Policy, turns: str, reference: kvlab.Tra
         longer = torch.cat([first.sequences, prompt(9, 2, rows=2).to(lm.device)], 1)
         whole = torch.cat([mask, mask.new_ones(2, longer.shape[1] - mask.shape[1])], 1)
         torch.manual_seed(7)
-        second = generate(lm.model, longer, 6, past_key_values=first.past_key_values, attention_mask=whole,
-                          do_sample=True)
+        second = generate(
+            lm.model, longer, 6, past_key_values=first.past_key_values, attention_mask=whole, do_sample=True
+        )
     kept = [session.kept(layer, row).tolist() for layer in range(2) for row in range(2)]
     read = [session.records.positions(layer, step).tolist() for layer in range(2) for step in range(1, 6)]
     return session, second.sequences.tolist(), (after, kept, read)
 
 
-@pytest.mark.parametrize("name, turns", [
-    *((name, "leave" if name in ("keyformer", "compilerkv") else "recompress") for name in NAMES),
-    ("morphkv", "leave"),
-])
+@pytest.mark.parametrize(
+    "name, turns",
+    [
+        *((name, "leave" if name in ("keyformer", "compilerkv") else "recompress") for name in NAMES),
+        ("morphkv", "leave"),
+    ],
+)
 def test_a_live_run(cpu, gpu, pairs, name, turns):
     expected, tokens, sets = two_turns(cpu, policy(name), turns, pairs[0])
     with pretend_gpu.present():
@@ -160,8 +164,9 @@ def test_a_trace_lies_where_it_is_asked_to(gpu, pairs, tmp_path):
 
 def test_a_trace_that_is_shared_lies_where_it_is_asked_to(cpu, gpu, own_home):
     with pretend_gpu.present():
-        places = [captures.shared(gpu, prompt(40), 4, keep=keep).device.type
-                  for keep in ("cpu", "device", "pinned", "device")]
+        places = [
+            captures.shared(gpu, prompt(40), 4, keep=keep).device.type for keep in ("cpu", "device", "pinned", "device")
+        ]
         assert places == ["cpu", "pretend", "cpu", "pretend"]
         assert len(list(captures.folder().glob("*.safetensors"))) == 1
     assert captures.shared(cpu, prompt(40), 4, keep="pinned").device.type == "cpu"
@@ -238,7 +243,8 @@ def test_an_evaluation(compress_at, tmp_path):
         found = evaluate.run(on_gpu_like(words), one, tmp_path / "there.jsonl")
     assert [answer.prediction for answer in found] == [answer.prediction for answer in expected]
     assert [(answer.kv_bytes, answer.aux_bytes) for answer in found] == [
-        (answer.kv_bytes, answer.aux_bytes) for answer in expected]
+        (answer.kv_bytes, answer.aux_bytes) for answer in expected
+    ]
 
 
 def test_answers_that_go_on_as_one_batch(cpu, gpu):
@@ -269,8 +275,14 @@ def test_answers_that_go_on_as_one_batch(cpu, gpu):
 def test_beams(cpu, gpu):
     def beams(lm):
         with kvlab.compress(lm.model, policy("h2o"), ["mass_lost"]) as session:
-            out = lm.model.generate(prompt(40, rows=2).to(lm.device), max_new_tokens=4, min_new_tokens=4, num_beams=2,
-                                    do_sample=False, pad_token_id=0)
+            out = lm.model.generate(
+                prompt(40, rows=2).to(lm.device),
+                max_new_tokens=4,
+                min_new_tokens=4,
+                num_beams=2,
+                do_sample=False,
+                pad_token_id=0,
+            )
         return out.tolist(), session
 
     expected, session = beams(cpu)
@@ -325,8 +337,21 @@ def test_exploring(pairs):
 
 
 def test_eval_takes_the_gpu(readers, monkeypatch, capsys, tmp_path):
-    asked = ["eval", "needle", "-p", "lengths=[144]", "-p", "depths=[0.5]", "--limit", "1", "--policies", "h2o",
-             "--budgets", "48", "--no-log"]
+    asked = [
+        "eval",
+        "needle",
+        "-p",
+        "lengths=[144]",
+        "-p",
+        "depths=[0.5]",
+        "--limit",
+        "1",
+        "--policies",
+        "h2o",
+        "--budgets",
+        "48",
+        "--no-log",
+    ]
     lines = {}
     for name, lm in zip(("here", "there"), readers, strict=True):
         monkeypatch.setattr(models, "load", lambda *_, lm=lm: lm)
@@ -341,8 +366,26 @@ def test_eval_takes_the_gpu(readers, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("task", bench.TASKS)
 def test_bench_takes_the_gpu(task, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(meters, "bandwidth", lambda device: 1e9)
-    asked = ["bench", task, "--shape", TINY["shape"], "--dtype", "float32", "--policies", "snapkv,dapq", "--budget",
-             "40", "--contexts", "64", "--new-tokens", "2", "--repeats", "1", "--out", str(tmp_path / "bench.csv")]
+    asked = [
+        "bench",
+        task,
+        "--shape",
+        TINY["shape"],
+        "--dtype",
+        "float32",
+        "--policies",
+        "snapkv,dapq",
+        "--budget",
+        "40",
+        "--contexts",
+        "64",
+        "--new-tokens",
+        "2",
+        "--repeats",
+        "1",
+        "--out",
+        str(tmp_path / "bench.csv"),
+    ]
     with pretend_gpu.present():
         code, out, err = call(capsys, *asked)
     assert code == 0, err

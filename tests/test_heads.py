@@ -34,9 +34,20 @@ def scores(reader):
 
 def content(**changes) -> dict:
     """What a file holds of a model of 2 layers, 4 query heads and 2 KV heads."""
-    good = dict(format="kvlab-heads-1", model="m", sha256="0" * 64, n_layers=2, heads=4, kv_heads=2, contexts=[70],
-                depths=[0.5], documents=["ferry@0"], seed=0, kvlab="0.1.0",
-                scores=[[0.1, 0.4, 0.2, 0.2], [0.3, 0.0, 0.5, 0.6]])
+    good = dict(
+        format="kvlab-heads-1",
+        model="m",
+        sha256="0" * 64,
+        n_layers=2,
+        heads=4,
+        kv_heads=2,
+        contexts=[70],
+        depths=[0.5],
+        documents=["ferry@0"],
+        seed=0,
+        kvlab="0.1.0",
+        scores=[[0.1, 0.4, 0.2, 0.2], [0.3, 0.0, 0.5, 0.6]],
+    )
     return good | changes
 
 
@@ -114,7 +125,7 @@ def test_the_needle_stands_where_its_tokens_are_said_to_be(lm, reader, monkeypat
     before = lm.tokenizer.decode(ids[: int(needle[0])])
     assert ("<|im_start|>" in before) == templated
     if templated or depth:
-        assert before.rstrip().endswith((".", "user"))          # between two sentences, or at the start
+        assert before.rstrip().endswith((".", "user"))  # between two sentences, or at the start
     share = len(before) / len(lm.tokenizer.decode(ids))
     assert abs(share - depth) < 0.3
 
@@ -155,12 +166,22 @@ def test_a_kv_head_is_worth_its_best_query_head():
     assert found.best(3) == [(1, 3, 0.6), (1, 2, 0.5), (0, 1, 0.4)]
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("{", "line 1"), ("", "not valid JSON"), ("[]", "dictionary"), (json.dumps({}), "model"),
-    (json.dumps(content(format="kvlab-heads-2")), "format"), (json.dumps(content(scores=[[0.1] * 4])), "scores"),
-    (json.dumps(content(scores=[[0.1] * 4, [0.1] * 3])), "scores"), (json.dumps(content(kv_heads=3)), "KV heads"),
-    (json.dumps(content(scores=[[0.1] * 3 + [float("nan")]] * 2)), "scores"), (json.dumps(content(layers=2)), "layers"),
-    (json.dumps(content(n_layers=0, scores=[])), "n_layers")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "line 1"),
+        ("", "not valid JSON"),
+        ("[]", "dictionary"),
+        (json.dumps({}), "model"),
+        (json.dumps(content(format="kvlab-heads-2")), "format"),
+        (json.dumps(content(scores=[[0.1] * 4])), "scores"),
+        (json.dumps(content(scores=[[0.1] * 4, [0.1] * 3])), "scores"),
+        (json.dumps(content(kv_heads=3)), "KV heads"),
+        (json.dumps(content(scores=[[0.1] * 3 + [float("nan")]] * 2)), "scores"),
+        (json.dumps(content(layers=2)), "layers"),
+        (json.dumps(content(n_layers=0, scores=[])), "n_layers"),
+    ],
+)
 def test_a_file_that_is_not_right_is_refused_by_name(tmp_path, text, said):
     path = tmp_path / "heads.json"
     path.write_text(text)
@@ -212,10 +233,16 @@ def test_the_command_writes_what_measure_finds(capsys, monkeypatch, tmp_path, re
     assert out.startswith(f"layer {layer:2}, head {head:2}: {best:.1%}")
 
 
-@pytest.mark.parametrize(("arguments", "code", "said"), [
-    (["--needles", "0"], 2, "needles"), (["--context", "8"], 2, "context"),
-    (["--out", "nowhere/heads.json"], 1, "folder"), (["--out", "."], 1, "folder"),
-    (["smollm2-135"], 1, "smollm2-135m")])
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--needles", "0"], 2, "needles"),
+        (["--context", "8"], 2, "context"),
+        (["--out", "nowhere/heads.json"], 1, "folder"),
+        (["--out", "."], 1, "folder"),
+        (["smollm2-135"], 1, "smollm2-135m"),
+    ],
+)
 def test_a_mistake_is_one_sentence(capsys, arguments, code, said):
     left, out, err = call(capsys, *arguments)
     assert left == code and out == "" and said in err and err.count("\n") == 1

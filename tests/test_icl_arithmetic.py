@@ -38,8 +38,11 @@ def test_the_rule_is_decided_by_one_trait(lm):
     for example in ManyShot(kinds=("rule",), lengths=(1024,), trials=6).examples(lm):
         shots = [(re.fullmatch(TRAITS, item).groups(), label) for item, label in SHOT.findall(example.context)]
         asked = re.search(TRAITS, example.question).groups()
-        deciding = [trait for trait in range(3)
-                    if len({(traits[trait], label) for traits, label in shots}) == len({label for _, label in shots})]
+        deciding = [
+            trait
+            for trait in range(3)
+            if len({(traits[trait], label) for traits, label in shots}) == len({label for _, label in shots})
+        ]
         assert len(deciding) == 1, "one trait decides, and the others do not"
         assert {label for traits, label in shots if traits[deciding[0]] == asked[deciding[0]]} == set(example.answers)
 
@@ -51,8 +54,10 @@ def test_topics_are_the_articles_of_the_sentences(lm):
             assert item in " ".join(text.split())
 
 
-@pytest.mark.parametrize(("prediction", "score"), [
-    (" dax", 1), ("Dax.\nItem: a pot", 1), ("", 0), ("dax and wug", 0), ("wug\ndax", 0), ("\n\ndax", 1)])
+@pytest.mark.parametrize(
+    ("prediction", "score"),
+    [(" dax", 1), ("Dax.\nItem: a pot", 1), ("", 0), ("dax and wug", 0), ("wug\ndax", 0), ("\n\ndax", 1)],
+)
 def test_only_the_first_line_counts(prediction, score):
     assert ManyShot().score(Example("x", "c", "q", ("dax",), 12), prediction) == {"score": score}
 
@@ -66,8 +71,10 @@ def evaluate(text):
     for name, right in re.findall(r"(\w+) = (.+?)\.(?= |\n)", text):
         assert name not in values
         uses[name] = [part for part in re.findall(r"[a-z]\w*", right)]
-        values[name] = sum((-1 if sign == "-" else 1) * (values[part] if part in uses and part in values else int(part))
-                           for sign, part in re.findall(r"(?:^|([+-]) )(\w+)", right))
+        values[name] = sum(
+            (-1 if sign == "-" else 1) * (values[part] if part in uses and part in values else int(part))
+            for sign, part in re.findall(r"(?:^|([+-]) )(\w+)", right)
+        )
     return values, uses
 
 
@@ -85,8 +92,10 @@ def test_sums_can_be_worked_out_and_need_their_difficulty(lm):
         assert len(values) > example.marks["length"] / 15
 
 
-@pytest.mark.parametrize(("prediction", "score"), [
-    (" 17.", 1), ("17", 1), (" bak + 4 = 17", 0), ("-17", 0), ("", 0), ("1,700", 0), ("seventeen", 0)])
+@pytest.mark.parametrize(
+    ("prediction", "score"),
+    [(" 17.", 1), ("17", 1), (" bak + 4 = 17", 0), ("-17", 0), ("", 0), ("1,700", 0), ("seventeen", 0)],
+)
 def test_the_first_number_counts(prediction, score):
     assert Arithmetic().score(Example("x", "c", "q", ("17",), 12), prediction) == {"score": score}
 
@@ -99,12 +108,15 @@ def test_the_same_seed_makes_the_same_bytes(lm):
     seeded(Arithmetic, lm, lengths=(256,), trials=2)
 
 
-@pytest.mark.parametrize(("make", "sentence"), [
-    (lambda: ManyShot(classes=1), "icl: classes: Input should be greater than or equal to 2"),
-    (lambda: ManyShot(kinds=("rules",)), "icl: kinds.0: .*'rule'"),
-    (lambda: Arithmetic(difficulties=(-1,)), "arithmetic: difficulties.0"),
-    (lambda: Arithmetic(difficulty=2), "did you mean 'difficulties'"),
-])
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: ManyShot(classes=1), "icl: classes: Input should be greater than or equal to 2"),
+        (lambda: ManyShot(kinds=("rules",)), "icl: kinds.0: .*'rule'"),
+        (lambda: Arithmetic(difficulties=(-1,)), "arithmetic: difficulties.0"),
+        (lambda: Arithmetic(difficulty=2), "did you mean 'difficulties'"),
+    ],
+)
 def test_bad_parameters_are_one_sentence(make, sentence):
     with pytest.raises(KvlabError, match=sentence) as raised:
         make()

@@ -25,7 +25,7 @@ from kvlab.workbench import worker
 pytestmark = pytest.mark.roundtrip
 
 ROOT = Path(__file__).parents[1]
-SLOW = 120_000      # ms; nothing waits as long on an idle machine
+SLOW = 120_000  # ms; nothing waits as long on an idle machine
 LAYERS, HEADS, KV_HEADS, PROMPT, STEPS = 3, 4, 2, 48, 8
 TRACE = f"""import torch
 import kvlab
@@ -100,14 +100,28 @@ class Lab:
         self.process, self.server = None, {}
 
     def start(self):
-        command = ["make", "-f", str(ROOT / "Makefile"), "--old-file", ".venv/.stamp", "lab",
-                   f"BIN={Path(sys.executable).parent}", f"PORT={self.mlflow_port}"]
+        command = [
+            "make",
+            "-f",
+            str(ROOT / "Makefile"),
+            "--old-file",
+            ".venv/.stamp",
+            "lab",
+            f"BIN={Path(sys.executable).parent}",
+            f"PORT={self.mlflow_port}",
+        ]
         folders = {f"JUPYTER_{name}_DIR": str(self.home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
         with (self.home / "log").open("w") as log:
             self.process = subprocess.Popen(
-                command, cwd=self.project, stdout=log, stderr=log, start_new_session=True,
-                env=environment(JUPYTER_PORT=str(free_port()), BROWSER="true", IPYTHONDIR=str(self.home / "ipython"),
-                                **folders))
+                command,
+                cwd=self.project,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment(
+                    JUPYTER_PORT=str(free_port()), BROWSER="true", IPYTHONDIR=str(self.home / "ipython"), **folders
+                ),
+            )
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             assert self.process.poll() is None, (self.home / "log").read_text()
@@ -161,8 +175,9 @@ def lab(browser, project, tmp_path_factory):
 
 def test_both_servers_listen_on_loopback_alone_and_want_a_token(lab, browser):
     family = psutil.Process(lab.process.pid).children(recursive=True)
-    listening = {each.laddr for one in family for each in one.net_connections("inet")
-                 if each.status == psutil.CONN_LISTEN}
+    listening = {
+        each.laddr for one in family for each in one.net_connections("inet") if each.status == psutil.CONN_LISTEN
+    }
     assert {lab.server["port"], lab.mlflow_port} <= {port for _, port in listening}
     assert {address for address, _ in listening} == {"127.0.0.1"}
     assert len(lab.server["token"]) >= 32
@@ -200,9 +215,11 @@ def test_a_slider_moved_in_jupyterlab_moves_the_picture(lab, browser, pictures):
         expect(picture).to_contain_text(AFTER, timeout=SLOW)
         expect(slider.locator(".widget-readout")).to_have_text("1")
         # The parts of a picture arrive one by one.
-        page.wait_for_function("""expected => JSON.stringify(expected) == JSON.stringify(
+        page.wait_for_function(
+            """expected => JSON.stringify(expected) == JSON.stringify(
             [...document.querySelectorAll('.kvlab-picture svg path')].map(each => each.getAttribute('d')))""",
-                               arg=pictures[1][1])
+            arg=pictures[1][1],
+        )
         assert pictures[1][1] != pictures[0][1]
         assert scrolled.evaluate("box => box.scrollTop") == 30
 

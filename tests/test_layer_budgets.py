@@ -18,12 +18,12 @@ from kvlab.policies import Prompt
 from kvlab.policies.budgets import share_out
 from kvlab.policies.snapkv import SnapKV
 
-SHAPES = [(8, 2), (4, 4), (4, 1)]           # grouped-query, multi-head, multi-query
+SHAPES = [(8, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 SMALL = dict(window=8, kernel=5)
 CASES = [
     ("pyramidkv", dict(budget=20, **SMALL)),
     ("pyramidkv", dict(budget=31, window=4, kernel=1, beta=3)),
-    ("pyramidkv", dict(budget=37, **SMALL)),                   # the first layer's share exceeds the shortest prompt
+    ("pyramidkv", dict(budget=37, **SMALL)),  # the first layer's share exceeds the shortest prompt
     ("zigzagkv", dict(budget=20, **SMALL)),
     ("zigzagkv", dict(budget=30, window=3, kernel=3, mass=0.5, floor=0.6)),
     ("zigzagkv", dict(budget=37, **SMALL)),
@@ -65,6 +65,7 @@ def decided(name, tensors, prompt, **parameters):
 
 # Against the oracles
 
+
 @pytest.mark.parametrize("case", CASES, ids=named)
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
 @pytest.mark.parametrize("length", [40, 90])
@@ -75,9 +76,16 @@ def test_every_layer_keeps_what_the_oracle_keeps(case, heads, kv_heads, length):
     assert found == decided(name, tensors, length, **parameters)
 
 
-@pytest.mark.parametrize("name, parameters", [
-    ("pyramidkv", dict(budget=48)), ("zigzagkv", dict(budget=48)), ("dynamickv", dict(budget=48)),
-    ("lacache", dict(budget=48)), ("dynamickv", dict(budget=0.4))])
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("pyramidkv", dict(budget=48)),
+        ("zigzagkv", dict(budget=48)),
+        ("dynamickv", dict(budget=48)),
+        ("lacache", dict(budget=48)),
+        ("dynamickv", dict(budget=0.4)),
+    ],
+)
 def test_with_the_default_parameters(name, parameters):
     tensors = model(3, 4, 2, 120, layers=5, n=32)
     entries = dict(parameters, budget=48)
@@ -98,7 +106,7 @@ def test_one_layer_at_a_time_is_the_replay_of_all(name, parameters):
     found = kept_sets(replayed(tensors, 70, name, **parameters))
     policy = kvlab.policy(name, **parameters)
     for index in range(4):
-        twice = [torch.stack([t[index], t[index]]) for t in tensors]            # a batch of two
+        twice = [torch.stack([t[index], t[index]]) for t in tensors]  # a batch of two
         kept = policy.keep(*twice, layer=index, n_layers=4)
         assert kept.dtype == torch.int64
         assert [sets(k) for k in kept] == [found[index]] * 2
@@ -155,8 +163,10 @@ def test_sequences_of_a_batch_are_planned_for_apart(name, parameters):
     """As in a live run: surveys of one layer after the other, each of two sequences, then one plan."""
     sequences = [model(seed, prompt=70) for seed in (26, 27)]
     policy = kvlab.policy(name, **parameters)
-    prompts = [Prompt(*(torch.stack([one[part][index] for one in sequences]) for part in range(3)), (index, index), 4)
-               for index in range(4)]
+    prompts = [
+        Prompt(*(torch.stack([one[part][index] for one in sequences]) for part in range(3)), (index, index), 4)
+        for index in range(4)
+    ]
     plan = policy.plan(torch.stack([policy.survey(prompt) for prompt in prompts]), prompts[0])
     found = [policy.prefill(prompt.with_plan(plan[index])) for index, prompt in enumerate(prompts)]
     for row, tensors in enumerate(sequences):
@@ -173,9 +183,16 @@ def test_half_precision(name, parameters, dtype):
 
 # What is spent
 
+
 @settings(max_examples=40, deadline=None)
-@given(name=st.sampled_from(SHARES), layers=st.integers(1, 6), kv_heads=st.sampled_from([1, 2]),
-       length=st.integers(1, 60), budget=st.integers(5, 70), seed=st.integers(0, 99))
+@given(
+    name=st.sampled_from(SHARES),
+    layers=st.integers(1, 6),
+    kv_heads=st.sampled_from([1, 2]),
+    length=st.integers(1, 60),
+    budget=st.integers(5, 70),
+    seed=st.integers(0, 99),
+)
 def test_all_layers_together_spend_layers_times_budget(name, layers, kv_heads, length, budget, seed):
     tensors = model(seed, 2, kv_heads, length, layers)
     kept = kept_sets(replayed(tensors, length, name, budget=budget, window=4))
@@ -188,8 +205,10 @@ def test_all_layers_together_spend_layers_times_budget(name, layers, kv_heads, l
 
 def test_what_a_layer_cannot_use_goes_to_the_others():
     tensors = model(8, prompt=60, layers=4)
-    sizes = {budget: [len(heads[0]) for heads in kept_sets(replayed(tensors, 60, "pyramidkv", budget=budget, **SMALL))]
-             for budget in (20, 50)}
+    sizes = {
+        budget: [len(heads[0]) for heads in kept_sets(replayed(tensors, 60, "pyramidkv", budget=budget, **SMALL))]
+        for budget in (20, 50)
+    }
     assert sizes[20] == oracles.pyramidkv_shares(4, 60, 20, 8) == [31, 24, 16, 9]
     assert sizes[50][0] == 60 and sum(sizes[50]) == 4 * 50
     assert sizes[50] == oracles.pyramidkv_shares(4, 60, 50, 8)
@@ -242,6 +261,7 @@ def test_dynamickv_reaches_no_further_than_it_may():
 
 # A budget of the prompt or more, nested sets
 
+
 @pytest.mark.parametrize("name", [*SHARES, "lacache"])
 @pytest.mark.parametrize("length, budget", [(50, 50), (50, 51), (50, 1000), (50, 1.0), (6, 40), (33, 40), (1, 33)])
 def test_a_budget_of_the_prompt_or_more_keeps_everything(name, length, budget):
@@ -250,10 +270,13 @@ def test_a_budget_of_the_prompt_or_more_keeps_everything(name, length, budget):
 
 
 @settings(max_examples=30, deadline=None)
-@given(name=st.sampled_from(["pyramidkv", "dynamickv", "zigzagkv", "snapkv", "snapkv by head"]),
-       seed=st.integers(0, 99), budgets=st.lists(st.integers(10, 80), min_size=2, max_size=4, unique=True).map(sorted))
+@given(
+    name=st.sampled_from(["pyramidkv", "dynamickv", "zigzagkv", "snapkv", "snapkv by head"]),
+    seed=st.integers(0, 99),
+    budgets=st.lists(st.integers(10, 80), min_size=2, max_size=4, unique=True).map(sorted),
+)
 def test_sets_are_nested_as_the_budget_grows_where_layers_share_alike(name, seed, budgets):
-    tensors = [t.expand(3, -1, -1, -1) for t in layer(seed, 4, 2, prompt=80, n=8, layers=1)]    # three equal layers
+    tensors = [t.expand(3, -1, -1, -1) for t in layer(seed, 4, 2, prompt=80, n=8, layers=1)]  # three equal layers
     uniform = {"pyramidkv": dict(beta=1), "snapkv by head": dict(sets="head")}.get(name, {})
     found = [kept_sets(replayed(tensors, 80, name.split()[0], budget=b, **SMALL, **uniform)) for b in budgets]
     for smaller, larger in zip(found, found[1:]):
@@ -262,6 +285,7 @@ def test_sets_are_nested_as_the_budget_grows_where_layers_share_alike(name, seed
 
 
 # Shares
+
 
 def around(weights, total, ceiling, floor):
     """The real shares c * weight within [floor, ceiling], c found by bisection; positive weights."""
@@ -273,8 +297,11 @@ def around(weights, total, ceiling, floor):
     return found
 
 
-shares = st.integers(1, 4).flatmap(lambda n: st.tuples(
-    st.lists(st.integers(1, 30), min_size=n, max_size=n), st.integers(0, 24), st.integers(0, 7), st.integers(0, 3)))
+shares = st.integers(1, 4).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(1, 30), min_size=n, max_size=n), st.integers(0, 24), st.integers(0, 7), st.integers(0, 3)
+    )
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -289,16 +316,23 @@ def test_shares_are_the_whole_numbers_nearest_to_the_proportional_ones(given_sha
     def distance(whole):
         return sum((a - b) ** 2 for a, b in zip(whole, ideal))
 
-    possible = [whole for whole in itertools.product(range(floor, ceiling + 1), repeat=len(weights))
-                if sum(whole) == min(total, len(weights) * ceiling)]
+    possible = [
+        whole
+        for whole in itertools.product(range(floor, ceiling + 1), repeat=len(weights))
+        if sum(whole) == min(total, len(weights) * ceiling)
+    ]
     nearest = min(map(distance, possible))
-    best = max(whole for whole in possible if distance(whole) < nearest + 1e-6)      # ties to the earlier one
+    best = max(whole for whole in possible if distance(whole) < nearest + 1e-6)  # ties to the earlier one
     assert found == list(best) == oracles.share_out(weights, total, ceiling, floor)
 
 
 @settings(max_examples=200, deadline=None)
-@given(weights=st.lists(st.integers(0, 10**4).map(lambda w: w / 8), min_size=1, max_size=40),
-       total=st.integers(0, 5000), ceiling=st.integers(1, 300), floor=st.integers(0, 20))
+@given(
+    weights=st.lists(st.integers(0, 10**4).map(lambda w: w / 8), min_size=1, max_size=40),
+    total=st.integers(0, 5000),
+    ceiling=st.integers(1, 300),
+    floor=st.integers(0, 20),
+)
 def test_shares_sum_exactly_and_grow_with_the_weights(weights, total, ceiling, floor):
     floor = min(floor, ceiling)
     assume(total >= len(weights) * floor)
@@ -324,19 +358,35 @@ def test_shares_row_by_row():
         assert row == oracles.share_out(expected, 100, 40, 2)
 
 
-@pytest.mark.parametrize("weights, total, ceiling, expected", [
-    ([1, 1, 1], 4, 9, [2, 1, 1]), ([1, 1, 1], 5, 9, [2, 2, 1]), ([3, 1], 8, 5, [5, 3]), ([0, 0, 0], 7, 9, [3, 2, 2]),
-    ([1, 2, 3], 100, 10, [10, 10, 10]), ([100, 1, 1], 12, 6, [6, 3, 3]), ([1, 0, 0], 12, 6, [6, 3, 3])])
+@pytest.mark.parametrize(
+    "weights, total, ceiling, expected",
+    [
+        ([1, 1, 1], 4, 9, [2, 1, 1]),
+        ([1, 1, 1], 5, 9, [2, 2, 1]),
+        ([3, 1], 8, 5, [5, 3]),
+        ([0, 0, 0], 7, 9, [3, 2, 2]),
+        ([1, 2, 3], 100, 10, [10, 10, 10]),
+        ([100, 1, 1], 12, 6, [6, 3, 3]),
+        ([1, 0, 0], 12, 6, [6, 3, 3]),
+    ],
+)
 def test_shares_by_hand(weights, total, ceiling, expected):
     assert share_out(torch.tensor(weights, dtype=torch.float32), total, ceiling).tolist() == expected
 
 
 # The ladder
 
+
 @settings(max_examples=100, deadline=None)
-@given(layers=st.integers(1, 33), budget=st.integers(12, 60), length=st.integers(12, 200), sinks=st.integers(0, 5),
-       recent=st.sampled_from([0.1, 0.25, 0.5]), span=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
-       overlap=st.sampled_from([0.0, 0.25, 0.5]))
+@given(
+    layers=st.integers(1, 33),
+    budget=st.integers(12, 60),
+    length=st.integers(12, 200),
+    sinks=st.integers(0, 5),
+    recent=st.sampled_from([0.1, 0.25, 0.5]),
+    span=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
+    overlap=st.sampled_from([0.0, 0.25, 0.5]),
+)
 def test_the_ladder_climbs_from_the_first_token_to_the_last(layers, budget, length, sinks, recent, span, overlap):
     queries, keys, values = layer(14, 1, 1, head_dim=2, prompt=length, n=1, layers=1)
     parameters = dict(sinks=sinks, recent=recent, span=span, overlap=overlap)
@@ -344,8 +394,12 @@ def test_the_ladder_climbs_from_the_first_token_to_the_last(layers, budget, leng
     kept = [sets(policy.keep(queries, keys, values, layer=i, n_layers=layers)[0])[0] for i in range(layers)]
     assert kept == [oracles.lacache_layer(i, layers, length, budget, **parameters) for i in range(layers)]
     last = max(1, int(recent * budget))
-    assert all(row[:sinks] == list(range(min(sinks, length))) and row[-last:] == list(range(length))[-last:]
-               and len(row) == min(budget, length) for row in kept)
+    assert all(
+        row[:sinks] == list(range(min(sinks, length)))
+        and row[-last:] == list(range(length))[-last:]
+        and len(row) == min(budget, length)
+        for row in kept
+    )
     if length > budget:
         starts = [row[sinks] for row in kept]
         assert starts == sorted(starts) and starts[0] == sinks
@@ -353,7 +407,7 @@ def test_the_ladder_climbs_from_the_first_token_to_the_last(layers, budget, leng
         if rungs > 1:
             assert kept[-1][-last - 1] == length - last - 1
         middle, width = length - sinks - last, budget - sinks - last
-        if rungs * width >= middle:           # then nothing falls between two rungs
+        if rungs * width >= middle:  # then nothing falls between two rungs
             assert set().union(*kept) == set(range(length))
 
 
@@ -361,16 +415,18 @@ def test_neighbouring_rungs_overlap():
     tensors = model(15, 1, 1, 100, layers=8, n=1)
     kept = [set(heads[0]) for heads in kept_sets(replayed(tensors, 100, "lacache", budget=40))]
     for lower, upper in zip(kept, kept[1:]):
-        assert len(lower & upper) > 4 + 10                       # more than the sinks and the recent tokens
+        assert len(lower & upper) > 4 + 10  # more than the sinks and the recent tokens
         assert lower != upper
     assert set().union(*kept) == set(range(100))
 
 
 # SnapKV with a set for each query head
 
+
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
-@pytest.mark.parametrize("length, parameters", [(45, dict(budget=20, **SMALL)), (90, dict(budget=40)),
-                                                (1000, dict(budget=100, window=4))])
+@pytest.mark.parametrize(
+    "length, parameters", [(45, dict(budget=20, **SMALL)), (90, dict(budget=40)), (1000, dict(budget=100, window=4))]
+)
 def test_snapkv_by_query_head_keeps_what_the_oracle_keeps(heads, kv_heads, length, parameters):
     queries, keys, values = layer(length + kv_heads, heads, kv_heads, prompt=length, layers=2)
     kept = kvlab.policy("snapkv", sets="head", **parameters).keep(queries, keys, values)
@@ -406,13 +462,14 @@ def test_snapkv_by_query_head_in_a_replay(heads, kv_heads):
         recalls += oracles.recall(expected[0]["read"], [gold[h // group] for h in range(heads)])
         for t in range(1, steps + 1):
             weights = oracles.decoding_weights(arrays[0], arrays[1], prompt, t)
-            full = [oracles.attention_output(weights[h], arrays[2][h // group, :prompt + t]) for h in range(heads)]
+            full = [oracles.attention_output(weights[h], arrays[2][h // group, : prompt + t]) for h in range(heads)]
             lost = oracles.mass_lost(weights, expected[t]["read"])
             np.testing.assert_allclose(result.mass_lost[index, :, t - 1], lost, atol=1e-5)
             error = oracles.output_error(full, expected[t]["output"])
             np.testing.assert_allclose(result.output_error[index, :, t - 1], error, atol=1e-5)
-            own = [oracles.top_positions(oracles.summed_over_group(weights, g, kv_heads), budget)
-                   for g in range(kv_heads)]
+            own = [
+                oracles.top_positions(oracles.summed_over_group(weights, g, kv_heads), budget) for g in range(kv_heads)
+            ]
             by_group[t] = oracles.recall(expected[t]["read"], [own[h // group] for h in range(heads)])
             step_recalls += by_group[t]
     assert result.summary["recall"] == pytest.approx(np.mean(recalls), abs=1e-6)
@@ -437,6 +494,7 @@ def test_a_prompt_within_the_budget_is_kept_whole_by_every_head(length):
 
 # What cannot be done
 
+
 def refused(name, **parameters):
     tensors = model(20, prompt=90)
     with warnings.catch_warnings(), pytest.raises((KvlabError, ValueError)) as caught:
@@ -447,10 +505,20 @@ def refused(name, **parameters):
     return sentence
 
 
-@pytest.mark.parametrize("name, parameters, least", [
-    ("pyramidkv", {}, 33), ("pyramidkv", dict(window=8), 9), ("zigzagkv", {}, 33), ("zigzagkv", dict(window=8), 9),
-    ("dynamickv", {}, 33), ("lacache", {}, 6), ("lacache", dict(sinks=0), 2),
-    ("duoattention", dict(sinks=4, recent=8), 12), ("duoattention", {}, 2)])
+@pytest.mark.parametrize(
+    "name, parameters, least",
+    [
+        ("pyramidkv", {}, 33),
+        ("pyramidkv", dict(window=8), 9),
+        ("zigzagkv", {}, 33),
+        ("zigzagkv", dict(window=8), 9),
+        ("dynamickv", {}, 33),
+        ("lacache", {}, 6),
+        ("lacache", dict(sinks=0), 2),
+        ("duoattention", dict(sinks=4, recent=8), 12),
+        ("duoattention", {}, 2),
+    ],
+)
 def test_a_budget_below_what_the_method_needs(name, parameters, least):
     assert str(least) in refused(name, budget=least - 1, **parameters)
     with warnings.catch_warnings():
@@ -458,18 +526,34 @@ def test_a_budget_below_what_the_method_needs(name, parameters, least):
         assert replayed(model(21, prompt=60), 60, name, budget=least, **parameters).budget == least
 
 
-@pytest.mark.parametrize("name, parameters, said", [
-    ("pyramidkv", dict(window=0), "window"), ("pyramidkv", dict(kernel=4), "kernel"),
-    ("pyramidkv", dict(beta=0), "beta"), ("pyramidkv", dict(betta=20), "beta"), ("pyramidkv", dict(budget=0), "budget"),
-    ("zigzagkv", dict(mass=0.0), "mass"), ("zigzagkv", dict(mass=1.5), "mass"), ("zigzagkv", dict(floor=1.5), "floor"),
-    ("zigzagkv", dict(floor=-0.1), "floor"), ("zigzagkv", dict(kernel=2), "kernel"),
-    ("dynamickv", dict(reach=0.5), "reach"), ("dynamickv", dict(kernel=0), "kernel"),
-    ("dynamickv", dict(reach=float("nan")), "reach"), ("zigzagkv", dict(mass=float("nan")), "mass"),
-    ("lacache", dict(sinks=-1), "sinks"), ("lacache", dict(recent=1.5), "recent"), ("lacache", dict(span=0.0), "span"),
-    ("lacache", dict(overlap=1.5), "overlap"), ("lacache", dict(span="wide"), "span"),
-    ("duoattention", dict(sinks=-1), "sinks"), ("duoattention", dict(recent=0), "recent"),
-    ("duoattention", dict(heads="nowhere.json"), "nowhere.json"),
-    ("snapkv", dict(sets="layer"), "sets")])
+@pytest.mark.parametrize(
+    "name, parameters, said",
+    [
+        ("pyramidkv", dict(window=0), "window"),
+        ("pyramidkv", dict(kernel=4), "kernel"),
+        ("pyramidkv", dict(beta=0), "beta"),
+        ("pyramidkv", dict(betta=20), "beta"),
+        ("pyramidkv", dict(budget=0), "budget"),
+        ("zigzagkv", dict(mass=0.0), "mass"),
+        ("zigzagkv", dict(mass=1.5), "mass"),
+        ("zigzagkv", dict(floor=1.5), "floor"),
+        ("zigzagkv", dict(floor=-0.1), "floor"),
+        ("zigzagkv", dict(kernel=2), "kernel"),
+        ("dynamickv", dict(reach=0.5), "reach"),
+        ("dynamickv", dict(kernel=0), "kernel"),
+        ("dynamickv", dict(reach=float("nan")), "reach"),
+        ("zigzagkv", dict(mass=float("nan")), "mass"),
+        ("lacache", dict(sinks=-1), "sinks"),
+        ("lacache", dict(recent=1.5), "recent"),
+        ("lacache", dict(span=0.0), "span"),
+        ("lacache", dict(overlap=1.5), "overlap"),
+        ("lacache", dict(span="wide"), "span"),
+        ("duoattention", dict(sinks=-1), "sinks"),
+        ("duoattention", dict(recent=0), "recent"),
+        ("duoattention", dict(heads="nowhere.json"), "nowhere.json"),
+        ("snapkv", dict(sets="layer"), "sets"),
+    ],
+)
 def test_bad_parameters_are_named(name, parameters, said):
     assert said in refused(name, **{"budget": 64, **parameters})
 

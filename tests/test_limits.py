@@ -23,8 +23,10 @@ WRONG = [
     (["quickstart", "-p", "budget=1"], "parameter 'budget' of quickstart must be at least 33, and is 1"),
     (["quickstart", "-p", "new_tokens=-1"], "'new_tokens' of quickstart must be at least 0, and is -1"),
     (["explore", "-p", "tokens=0"], "'tokens' of explore must be at least 1, and is 0"),
-    (["morphkv_window_ablation", "-p", "answering={tokens: 9000, new_tokens: 32, window: 5, capacity: 150}"],
-     "'answering.tokens' of morphkv_window_ablation: prompts of 9,000 tokens and the 32 that follow"),
+    (
+        ["morphkv_window_ablation", "-p", "answering={tokens: 9000, new_tokens: 32, window: 5, capacity: 150}"],
+        "'answering.tokens' of morphkv_window_ablation: prompts of 9,000 tokens and the 32 that follow",
+    ),
 ]
 # Says what was imported, once the command has ended.
 SCRIPT = """import atexit, sys

@@ -68,9 +68,24 @@ def test_the_real_model_says_the_same_at_full_budget(lm, said, name):
 # --- step by step against the plain loops ---
 
 
-@pytest.mark.parametrize("name", [
-    "streamingllm", "scissorhands", "h2o", "keyformer", "snapkv", "morphkv", "zsmerge", "dapq", "quest", "sparq",
-    "hybrid", "snapkv_pp", "rocketkv"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "streamingllm",
+        "scissorhands",
+        "h2o",
+        "keyformer",
+        "snapkv",
+        "morphkv",
+        "zsmerge",
+        "dapq",
+        "quest",
+        "sparq",
+        "hybrid",
+        "snapkv_pp",
+        "rocketkv",
+    ],
+)
 def test_what_is_read_and_stored_follows_the_simulation_for_200_steps(tiny, name):
     session, witness, trace, _ = witnessed(tiny, name)
     for layer in range(2):
@@ -230,8 +245,11 @@ def test_a_selection_policy_stores_all_and_reads_its_budget_with_what_finding_co
 def tensors_alive(length):
     """Bytes of the tensors that hold `length` entries in all heads."""
     gc.collect()
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects()
-             if type(t) is torch.Tensor and t.dim() == 4 and t.shape[1:] == (2, length, 16)}
+    found = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if type(t) is torch.Tensor and t.dim() == 4 and t.shape[1:] == (2, length, 16)
+    }
     return sum(found.values())
 
 
@@ -258,12 +276,15 @@ class Quantized(DynamicCache):
     """As transformers' quantised cache: a DynamicCache by inheritance whose layers hold something else."""
 
 
-@pytest.mark.parametrize("options, message", [
-    (dict(use_cache=False), "use_cache=False"),
-    (dict(cache_implementation="static"), "StaticCache cannot be compressed"),
-    (dict(cache_implementation="offloaded"), "an offloaded cache cannot be compressed"),
-    (dict(past_key_values=Quantized()), "Quantized cannot be compressed"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(use_cache=False), "use_cache=False"),
+        (dict(cache_implementation="static"), "StaticCache cannot be compressed"),
+        (dict(cache_implementation="offloaded"), "an offloaded cache cannot be compressed"),
+        (dict(past_key_values=Quantized()), "Quantized cannot be compressed"),
+    ],
+)
 def test_a_cache_that_cannot_shrink_is_refused_before_anything_runs(tiny, options, message):
     model = tiny().model
     ran = []

@@ -95,9 +95,10 @@ def test_padding_neither_gives_nor_gathers_attention(tiny, curious):
     with kvlab.compress(lm.model, curious):
         generate(lm.model, ids, 3, attention_mask=mask)
     told = list(curious.told)
-    assert len(told) == 4                        # two layers of two groups of equal length
+    assert len(told) == 4  # two layers of two groups of equal length
     for (members, layer), (layers, accumulated, found, _) in zip(
-            [([0, 2], 0), ([0, 2], 1), ([1], 0), ([1], 1)], sorted(told, key=lambda t: -t[1].shape[2]), strict=True):
+        [([0, 2], 0), ([0, 2], 1), ([1], 0), ([1], 1)], sorted(told, key=lambda t: -t[1].shape[2]), strict=True
+    ):
         assert layers == (layer,) * len(members)
         for place, row in enumerate(members):
             alone = kvlab.capture(lm, rows[row], new_tokens=0, window=12, accumulate=True, pseudo=())

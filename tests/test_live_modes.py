@@ -19,8 +19,8 @@ from kvlab.errors import KvlabError
 
 
 STORE_ALL = ("quest", "sparq", "hybrid", "exact_topk")
-STORE_MORE = ("duoattention", "rocketkv")            # than their budget, but not all
-NEED_WHOLE_PROMPT = ("keyformer", "compilerkv")      # which only a first turn is
+STORE_MORE = ("duoattention", "rocketkv")  # than their budget, but not all
+NEED_WHOLE_PROMPT = ("keyformer", "compilerkv")  # which only a first turn is
 LOOK_FAR_BACK = ("h2o", "keyformer", "scissorhands")  # at a budget of 2,000, beyond what was fed inside the session
 
 
@@ -50,7 +50,7 @@ def test_each_row_of_a_padded_batch_goes_as_it_goes_alone(tiny, name):
         kept = [[sets(session.kept(layer, row)) for row in range(4)] for layer in range(2)]
         table = session.table
     by_length = {}
-    for alone in rows[:3]:      # the last is the second again
+    for alone in rows[:3]:  # the last is the second again
         with kvlab.compress(model, small(name), probes=["mass_lost"]) as session:
             by_length[len(alone)] = generate(model, alone[None], 40), session
     for row, alone in enumerate(rows):
@@ -101,10 +101,16 @@ def plain_turns(tiny):
     return two_turns(tiny().model)
 
 
-@pytest.mark.parametrize("name, turns", [
-    # Keyformer scores with every query of a prompt, and those of a response are not kept.
-    (name, turns) for name in EVERYTHING for turns in ("recompress", "leave")
-    if (name, turns) != ("keyformer", "recompress")])
+@pytest.mark.parametrize(
+    "name, turns",
+    [
+        # Keyformer scores with every query of a prompt, and those of a response are not kept.
+        (name, turns)
+        for name in EVERYTHING
+        for turns in ("recompress", "leave")
+        if (name, turns) != ("keyformer", "recompress")
+    ],
+)
 def test_a_second_turn_at_full_budget_goes_on_as_plain_generation(tiny, plain_turns, name, turns):
     model = tiny().model
     with kvlab.compress(model, everything(name), turns=turns, probes=["mass_lost"]) as session:
@@ -225,8 +231,12 @@ def test_a_prompt_in_pieces_is_one_prompt(tiny, name):
         assert sets(session.kept_after_prefill(1, 1)) == kept
         past, positions = None, (mask.cumsum(1) - 1).clamp_min(0)
         for piece in (slice(0, 20), slice(20, 38), slice(38, 60)):
-            past = model(ids[:, piece], attention_mask=mask[:, : piece.stop], position_ids=positions[:, piece],
-                         past_key_values=past).past_key_values
+            past = model(
+                ids[:, piece],
+                attention_mask=mask[:, : piece.stop],
+                position_ids=positions[:, piece],
+                past_key_values=past,
+            ).past_key_values
         session.end_prompt()
         session.end_prompt()
         assert sets(session.kept_after_prefill(1, 1)) == kept
@@ -344,6 +354,7 @@ def test_drafted_tokens_are_taken_back(tiny, name):
 
 def test_a_turn_left_whole_leaves_morphkv_no_stale_attention(tiny):
     """None of the window's tokens but the last was seen attending, so its row alone decides."""
+
     class Weights(kvlab.probes.Probe):
         name, needs_weights, last = "weights", True, {}
 

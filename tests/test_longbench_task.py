@@ -20,9 +20,16 @@ needs_data = pytest.mark.skipif(not MINILONGBENCH.is_dir(), reason="the sample o
 
 
 def record(task: str, **changes) -> dict:
-    return {"dataset": task, "_id": f"{task}-{len(changes)}", "context": FERRY, "input": "Who owned the piano?",
-            "answers": ["Ilse Brandt"], "all_classes": ["Person", "Date"] if task in ("trec", "lsht") else None,
-            "length": 300, "language": "en"} | changes
+    return {
+        "dataset": task,
+        "_id": f"{task}-{len(changes)}",
+        "context": FERRY,
+        "input": "Who owned the piano?",
+        "answers": ["Ilse Brandt"],
+        "all_classes": ["Person", "Date"] if task in ("trec", "lsht") else None,
+        "length": 300,
+        "language": "en",
+    } | changes
 
 
 @pytest.fixture
@@ -59,11 +66,11 @@ def test_every_task_has_a_prompt_and_a_convention():
 
 @pytest.mark.parametrize("task", PROMPTS)
 def test_a_record_becomes_a_prompt_with_its_question_last(folder, small, task):
-    example, = LongBench(folder=folder(record(task, context=FERRY[:1000] + " {input} {x}"))).examples(small)
+    (example,) = LongBench(folder=folder(record(task, context=FERRY[:1000] + " {input} {x}"))).examples(small)
     rule = scores.LONGBENCH[task]
     assert example.id == f"{task}/{task}-1" and example.answers == ("Ilse Brandt",)
     assert (example.chat, example.max_new_tokens, example.prefix) == (rule.chat, rule.new_tokens, "")
-    assert example.context.endswith(FERRY[:1000] + " {input} {x}")      # braces of a context are its own
+    assert example.context.endswith(FERRY[:1000] + " {input} {x}")  # braces of a context are its own
     assert ("Who owned the piano?" in example.question) == ("{input}" in PROMPTS[task].after)
     assert example.question and example.marks["kind"] == task and example.marks["tokens"] == tokens(small, example)
     assert example.marks.get("all_classes") == (["Person", "Date"] if task in ("trec", "lsht") else None)
@@ -84,7 +91,7 @@ def test_a_ready_prompt_is_told_apart_where_its_question_begins(folder, small):
 @pytest.mark.parametrize("length", [64 + 120, 300, 701])
 def test_a_long_prompt_loses_its_middle(folder, small, task, length):
     text = "".join(f" {number}号钢琴" for number in range(1000))
-    example, = LongBench(folder=folder(record(task, context=text)), length=length).examples(small)
+    (example,) = LongBench(folder=folder(record(task, context=text)), length=length).examples(small)
     found = tokens(small, example)
     assert length - 4 <= found <= length and example.marks["tokens"] == found
     before, after = PROMPTS[task].before + text, PROMPTS[task].question("Who owned the piano?")
@@ -92,19 +99,21 @@ def test_a_long_prompt_loses_its_middle(folder, small, task, length):
     cut = next(i for i, (a, b) in enumerate(zip(example.context, before, strict=False)) if a != b)
     assert before.endswith(example.context[cut:]) and "\ufffd" not in example.prompt
     plain = [len(small.encode(part, chat=False)[0]) for part in (example.prompt[:cut], example.prompt[cut:])]
-    assert abs(plain[0] - plain[1]) <= 16     # both sides of the cut may begin alike
+    assert abs(plain[0] - plain[1]) <= 16  # both sides of the cut may begin alike
 
 
 def test_a_question_longer_than_half_is_cut_too(folder, small):
     question = "Who? " * 500 + "End"
-    example, = LongBench(folder=folder(record("hotpotqa", context="short", input=question)), length=200).examples(small)
+    (example,) = LongBench(folder=folder(record("hotpotqa", context="short", input=question)), length=200).examples(
+        small
+    )
     assert tokens(small, example) <= 200 and example.question.endswith("End\nAnswer:")
     assert example.context == PROMPTS["hotpotqa"].before + "short" and len(example.question) < len(question) / 2
 
 
 def test_the_model_s_context_less_the_answer_is_the_limit(folder, small):
     long = record("gov_report", context=FERRY * 10)
-    example, = LongBench(folder=folder(long)).examples(small)
+    (example,) = LongBench(folder=folder(long)).examples(small)
     assert 2048 - 512 - 4 <= tokens(small, example) <= 2048 - 512
     with pytest.raises(KvlabError, match="every prompt is longer than 2048 tokens"):
         list(LongBench(folder=folder(), longer="skip").examples(small))
@@ -112,7 +121,7 @@ def test_the_model_s_context_less_the_answer_is_the_limit(folder, small):
 
 def test_skipping_leaves_the_short_ones(folder, small):
     where = folder(record("qasper", _id="long", context=FERRY * 10), record("qasper", _id="short"))
-    example, = LongBench(folder=where, length=1000, longer="skip").examples(small)
+    (example,) = LongBench(folder=where, length=1000, longer="skip").examples(small)
     assert example.id == "qasper/short"
 
 

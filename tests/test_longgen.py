@@ -19,8 +19,14 @@ from kvlab.tasks.longgen_prompts import SHORT
 LONGGENBENCH = Path(__file__).parents[2] / "shared" / "data" / "longgenbench_short.jsonl"
 needs_data = pytest.mark.skipif(not LONGGENBENCH.is_file(), reason="the sample of LongGenBench is not there")
 
-CHECKS = ("once 2: my wife birthday", "once 5: lobster soup", "range 3: holidays at the lake",
-          "range 4: holidays at the lake", "periodic 1: baking bread", "periodic 4: baking bread")
+CHECKS = (
+    "once 2: my wife birthday",
+    "once 5: lobster soup",
+    "range 3: holidays at the lake",
+    "range 4: holidays at the lake",
+    "periodic 1: baking bread",
+    "periodic 4: baking bread",
+)
 DIARY = Example("diary/x", "Write.", "", CHECKS, 500, True, "#*# Week 1:", {"type": "Week", "entries": 5})
 
 
@@ -33,18 +39,23 @@ def small(tiny):
 # --- the checks ---
 
 
-@pytest.mark.parametrize(("answer", "expected"), [
-    (" We baked bread.\n#*# Week 2: my wife's birthday.\n#*# Week 3: A holiday at the lake.\n"
-     "#*# Week 4: still at the lake, holidays; bread baked.\n#*# Week 5: Soup of lobsters.\n*** finished ***",
-     (1, 1, 1, 1, 1, 1)),
-    (" We baked bread.\n#*# Week 2: my wife's birthday.", (0.4, 0.5, 0, 0.5, 1 / 3, 1)),
-    (" Nothing.\n#*# Week 2: Nothing.", (0.4, 0, 0, 0, 0, 0)),
-    ("", (0, 0, 0, 0, 0, 0)),
-    ("\n#*# Week 2:\n#*# Week 3 (May):\n#*# Week 4: .", (0, 0, 0, 0, 0, 0)),     # headings alone
-    (" a\n#*# Week 1: bake bread\n#*# Week 9: x\n#*# Month 2: birthday wife", (0.2, 0, 0, 0.5, 1 / 6, 1)),
-    (" bread, baking\n*** finished ***\n#*# Week 2: my wife's birthday", (0.2, 0, 0, 0.5, 1 / 6, 1)),
-    (" baking bread, my wife's birthday, lobster soup, holidays at the lake", (0.2, 0, 0, 0.5, 1 / 6, 1)),
-])
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (
+            " We baked bread.\n#*# Week 2: my wife's birthday.\n#*# Week 3: A holiday at the lake.\n"
+            "#*# Week 4: still at the lake, holidays; bread baked.\n#*# Week 5: Soup of lobsters.\n*** finished ***",
+            (1, 1, 1, 1, 1, 1),
+        ),
+        (" We baked bread.\n#*# Week 2: my wife's birthday.", (0.4, 0.5, 0, 0.5, 1 / 3, 1)),
+        (" Nothing.\n#*# Week 2: Nothing.", (0.4, 0, 0, 0, 0, 0)),
+        ("", (0, 0, 0, 0, 0, 0)),
+        ("\n#*# Week 2:\n#*# Week 3 (May):\n#*# Week 4: .", (0, 0, 0, 0, 0, 0)),  # headings alone
+        (" a\n#*# Week 1: bake bread\n#*# Week 9: x\n#*# Month 2: birthday wife", (0.2, 0, 0, 0.5, 1 / 6, 1)),
+        (" bread, baking\n*** finished ***\n#*# Week 2: my wife's birthday", (0.2, 0, 0, 0.5, 1 / 6, 1)),
+        (" baking bread, my wife's birthday, lobster soup, holidays at the lake", (0.2, 0, 0, 0.5, 1 / 6, 1)),
+    ],
+)
 def test_a_response_and_its_scores(answer, expected):
     found = LongGen().score(DIARY, answer)
     assert list(found) == ["completion", "once", "range", "periodic", "accuracy", "accuracy_written"]
@@ -53,32 +64,41 @@ def test_a_response_and_its_scores(answer, expected):
 
 def test_a_kind_that_was_not_asked_for_is_left_out():
     asked = Example("x", "Write.", "", ("once 1: bread",), 5, marks={"type": "Week", "entries": 2})
-    assert LongGen().score(asked, "#*# Week 1: bread") == {"completion": 0.5, "once": 1, "accuracy": 1,
-                                                           "accuracy_written": 1}
+    assert LongGen().score(asked, "#*# Week 1: bread") == {
+        "completion": 0.5,
+        "once": 1,
+        "accuracy": 1,
+        "accuracy_written": 1,
+    }
     nothing = Example("x", "Write.", "", (), 5, marks={"type": "Week", "entries": 2})
     assert LongGen().score(nothing, "#*# Week 1: bread")["accuracy"] == 0
 
 
 def test_entries_are_told_by_unit_and_number():
-    text = ("before #*# Menu Week 1 (January 1st - January 7th): soup #*#menu week 2\nfish #*# Menu Week 3: old "
-            "#*# Menu Week 3: new #*# Menu Week 12: too many #*# Week 4: another unit #*# see Menu Week 5: x")
+    text = (
+        "before #*# Menu Week 1 (January 1st - January 7th): soup #*#menu week 2\nfish #*# Menu Week 3: old "
+        "#*# Menu Week 3: new #*# Menu Week 12: too many #*# Week 4: another unit #*# see Menu Week 5: x"
+    )
     assert entries(text, "Menu Week", 11) == {1: "(January 1st - January 7th): soup", 2: "fish", 3: ": new"}
     assert entries("#*# Block 2 (1, 0): a park", "Block", 4) == {2: "(1, 0): a park"}
 
 
-@pytest.mark.parametrize(("entry", "phrase", "met"), [
-    ("We explored art galleries and a museum in London", "Exploring the art galleries and museums of London", True),
-    ("We went to a gallery", "Exploring the art galleries and museums of London", False),
-    ("The birthday of my husband!", "husband (yourself) birthday", True),
-    ("the birthday", "husband (yourself) birthday", False),
-    ("Child's birthday, we had cake with my child", "my child_1 birthday", True),
-    ("a RETAIL store", "retail store", True),
-    ("stored details", "retail store", False),
-    ("Pasta Wednesdays: spaghetti carbonara", "Pasta Wednesdays featuring Spaghetti Carbonara", True),
-    ("pasta: spaghetti with tomatoes", "Pasta Wednesdays featuring Spaghetti Carbonara", False),
-    ("", "retail store", False),
-    ("anything", "(the)", False),
-])
+@pytest.mark.parametrize(
+    ("entry", "phrase", "met"),
+    [
+        ("We explored art galleries and a museum in London", "Exploring the art galleries and museums of London", True),
+        ("We went to a gallery", "Exploring the art galleries and museums of London", False),
+        ("The birthday of my husband!", "husband (yourself) birthday", True),
+        ("the birthday", "husband (yourself) birthday", False),
+        ("Child's birthday, we had cake with my child", "my child_1 birthday", True),
+        ("a RETAIL store", "retail store", True),
+        ("stored details", "retail store", False),
+        ("Pasta Wednesdays: spaghetti carbonara", "Pasta Wednesdays featuring Spaghetti Carbonara", True),
+        ("pasta: spaghetti with tomatoes", "Pasta Wednesdays featuring Spaghetti Carbonara", False),
+        ("", "retail store", False),
+        ("anything", "(the)", False),
+    ],
+)
 def test_whether_an_entry_holds_a_phrase(entry, phrase, met):
     assert holds(entry, phrase) is met
 
@@ -102,9 +122,9 @@ def demands(prompt: str) -> dict[str, list[tuple[int, str]]]:
     """What a made prompt plans for which entry, read back from its text."""
     unit = r"(?:Menu Week|Week|Floor|Block)"
     found = {"once": [(int(n), thing) for n, thing in re.findall(rf"^- {unit} (\d+): (.*)\.$", prompt, re.M)]}
-    (first, last, over), = re.findall(rf"^- From {unit} (\d+) to {unit} (\d+): (.*)\.$", prompt, re.M)
+    ((first, last, over),) = re.findall(rf"^- From {unit} (\d+) to {unit} (\d+): (.*)\.$", prompt, re.M)
     found["range"] = [(entry, over) for entry in range(int(first), int(last) + 1)]
-    (period, start, again), = re.findall(rf"^- Every (\d+) \w+, starting from {unit} (\d+): (.*)\.$", prompt, re.M)
+    ((period, start, again),) = re.findall(rf"^- Every (\d+) \w+, starting from {unit} (\d+): (.*)\.$", prompt, re.M)
     number = int(re.search(r"Write all (\d+) entries", prompt)[1])
     found["periodic"] = [(entry, again) for entry in range(int(start), number + 1, int(period))]
     return found
@@ -131,8 +151,10 @@ def obedient(example: Example) -> str:
     for check in example.answers:
         _, number, thing = re.fullmatch(r"(\w+) (\d+): (.*)", check).groups()
         things[int(number)] = f"{things.get(int(number), '')} {thing}"
-    said = [f"#*# {example.marks['type']} {n}: Today there was {things.get(n, 'nothing')}."
-            for n in range(1, example.marks["entries"] + 1)]
+    said = [
+        f"#*# {example.marks['type']} {n}: Today there was {things.get(n, 'nothing')}."
+        for n in range(1, example.marks["entries"] + 1)
+    ]
     return "\n".join(said).removeprefix(example.prefix) + "\n*** finished ***"
 
 
@@ -175,9 +197,14 @@ def test_the_answer_fits_what_the_model_takes(small, tiny):
         next(LongGen().examples(tiny()))
 
 
-@pytest.mark.parametrize(("parameters", "match"), [
-    ({"entries": 5}, "entries: "), ({"share": 0}, "share: "), ({"entrys": 8}, "did you mean 'entries'"),
-])
+@pytest.mark.parametrize(
+    ("parameters", "match"),
+    [
+        ({"entries": 5}, "entries: "),
+        ({"share": 0}, "share: "),
+        ({"entrys": 8}, "did you mean 'entries'"),
+    ],
+)
 def test_parameters_are_checked(parameters, match):
     with pytest.raises(KvlabError, match=match):
         LongGen(**parameters)
@@ -185,8 +212,15 @@ def test_parameters_are_checked(parameters, match):
 
 # --- its file ---
 
-RECORD = {"prompt": "Write.\n*** started ***\n#*# Floor 1:", "checks_once": {"2": "bank"}, "checks_range": {},
-          "checks_periodic": {"1": "roof terrace"}, "type": "Floor", "prefix": "#*# Floor 1:", "number": 4}
+RECORD = {
+    "prompt": "Write.\n*** started ***\n#*# Floor 1:",
+    "checks_once": {"2": "bank"},
+    "checks_range": {},
+    "checks_periodic": {"1": "roof terrace"},
+    "type": "Floor",
+    "prefix": "#*# Floor 1:",
+    "number": 4,
+}
 
 
 def test_a_record_s_prefix_begins_the_answer(tmp_path, small):
@@ -201,13 +235,19 @@ def test_a_record_s_prefix_begins_the_answer(tmp_path, small):
     assert scored == {"completion": 0.5, "once": 0, "periodic": 1, "accuracy": 0.5, "accuracy_written": 0.5}
 
 
-@pytest.mark.parametrize(("text", "match"), [
-    ("", "is empty"), ("{", "line 1 is no record"), ("[]", "line 1 is no record"), ("{}", "'type' is missing"),
-    (json.dumps(RECORD | {"number": "many"}), "line 1 is no record"),
-    (json.dumps(RECORD | {"checks_once": {"x": "y"}}), "line 1 is no record"),
-    (json.dumps(RECORD | {"checks_once": ["x"]}), "line 1 is no record"),
-    (json.dumps(RECORD | {"prompt": 3}), "line 1 is no record"),
-])
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "is empty"),
+        ("{", "line 1 is no record"),
+        ("[]", "line 1 is no record"),
+        ("{}", "'type' is missing"),
+        (json.dumps(RECORD | {"number": "many"}), "line 1 is no record"),
+        (json.dumps(RECORD | {"checks_once": {"x": "y"}}), "line 1 is no record"),
+        (json.dumps(RECORD | {"checks_once": ["x"]}), "line 1 is no record"),
+        (json.dumps(RECORD | {"prompt": 3}), "line 1 is no record"),
+    ],
+)
 def test_files_that_are_none_of_its(tmp_path, small, text, match):
     path = tmp_path / "own.jsonl"
     path.write_text(text)

@@ -10,7 +10,7 @@ from tensors import exact, layer, sets
 
 from kvlab import measures
 
-SHAPES = [(6, 2), (4, 4), (4, 1)]           # grouped-query, multi-head, multi-query
+SHAPES = [(6, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 quick = settings(max_examples=30, deadline=None)
 
 
@@ -22,7 +22,7 @@ def close(fast, slow, tolerance=2e-6):
 def test_attention_over_prompt_agrees(heads, kv_heads):
     queries, keys, _ = layer(1, heads, kv_heads, prompt=30, n=7)
     close(measures.attention_over_prompt(queries, keys), oracles.attention_over_prompt(*exact(queries, keys)))
-    inside = measures.attention_over_prompt(queries, keys, inside=True)     # the last 7 tokens of the prompt themselves
+    inside = measures.attention_over_prompt(queries, keys, inside=True)  # the last 7 tokens of the prompt themselves
     close(inside, oracles.attention_over_prompt(*exact(queries, keys), range(23, 30)))
     assert inside[:, 0, 24:].abs().max() == 0
     double = measures.attention_over_prompt(2 * queries, keys, scaling=1 / 8)
@@ -49,7 +49,7 @@ def test_gold_topk_takes_leading_dimensions_and_the_earlier_of_equals():
 
 def test_top_positions_agrees_and_breaks_ties_by_position():
     generator = np.random.default_rng(0)
-    scores = generator.integers(0, 4, size=(5, 200)).astype(float)          # many ties, at the cut too
+    scores = generator.integers(0, 4, size=(5, 200)).astype(float)  # many ties, at the cut too
     fast = measures.top_positions(torch.tensor(scores), 37)
     assert fast.tolist() == [oracles.top_positions(row, 37) for row in scores]
 
@@ -73,7 +73,7 @@ def test_mass_lost_and_entropy_agree(heads, kv_heads):
 
 
 def test_entropy_of_a_point_and_of_a_uniform_row():
-    close(measures.entropy(torch.tensor([[0., 1, 0, 0], [.25, .25, .25, .25]])), [0, np.log(4)])
+    close(measures.entropy(torch.tensor([[0.0, 1, 0, 0], [0.25, 0.25, 0.25, 0.25]])), [0, np.log(4)])
 
 
 def test_output_error_agrees():
@@ -147,7 +147,7 @@ def test_permuting_heads_within_a_group_or_whole_groups_changes_nothing_else(sha
 
 
 @quick
-@given(seeds, st.floats(.1, 10))
+@given(seeds, st.floats(0.1, 10))
 def test_similarity_is_bounded_symmetric_and_one_with_itself(seed, factor):
     a, b, _ = layer(seed, heads=4, kv_heads=4, prompt=6)
     close(measures.query_similarity(a, factor * a), 1, 1e-5)

@@ -42,7 +42,7 @@ def test_default_models_hash_is_that_of_its_weights(lm):
 def test_default_model_answers_a_chat_question(lm):
     ids = lm.encode("What is the capital of France? Answer in one sentence.")
     out = lm.model.generate(ids, max_new_tokens=16, do_sample=False)
-    assert "Paris" in lm.decode(out[0, ids.shape[1]:])
+    assert "Paris" in lm.decode(out[0, ids.shape[1] :])
 
 
 def test_chat_template_wraps_only_when_it_should(lm):
@@ -267,8 +267,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         models.load(tmp_path / "weights.bin")
 
 
-@pytest.mark.parametrize(("wrong", "told"), [({"dtype": "float31"}, "float32"), ({"dtype": "int8"}, "float32"),
-                                             ({"device": "tpu9"}, "cuda")])
+@pytest.mark.parametrize(
+    ("wrong", "told"), [({"dtype": "float31"}, "float32"), ({"dtype": "int8"}, "float32"), ({"device": "tpu9"}, "cuda")]
+)
 def test_wrong_dtype_or_device_is_one_sentence(wrong, told):
     with pytest.raises(KvlabError, match=told):
         models.load("random:tiny-llama-gqa", **wrong)
@@ -304,9 +305,19 @@ def test_every_tiny_family_attends_unevenly(tiny, name):
     assert attention[..., -1, :].amax(-1).median() > 4 / 64
 
 
-@pytest.mark.parametrize(("shape", "billions"), [
-    ("llama-3.1-8b", 8.030), ("llama-2-7b", 6.738), ("mistral-7b-v0.2", 7.242), ("qwen2.5-7b", 7.616),
-    ("qwen3-8b", 8.191), ("phi-3-mini", 3.821), ("gemma-7b", 8.538), ("smollm2-135m", 0.1345)])
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [
+        ("llama-3.1-8b", 8.030),
+        ("llama-2-7b", 6.738),
+        ("mistral-7b-v0.2", 7.242),
+        ("qwen2.5-7b", 7.616),
+        ("qwen3-8b", 8.191),
+        ("phi-3-mini", 3.821),
+        ("gemma-7b", 8.538),
+        ("smollm2-135m", 0.1345),
+    ],
+)
 def test_published_shapes_have_the_published_number_of_parameters(shape, billions):
     from transformers import AutoModelForCausalLM
 

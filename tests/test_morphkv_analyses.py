@@ -125,11 +125,12 @@ def test_fusion_gains_go_by_the_regimes_name(tiny_traces):
 
 
 def test_methods_get_the_same_bytes_or_the_same_entries(tiny_traces):
-    one = tiny_traces[0]     # 120 tokens, two query heads for each KV head
+    one = tiny_traces[0]  # 120 tokens, two query heads for each KV head
     policies = morphkv_responses.at_budget(one, 0.2, 4)
     stored = {name: kvlab.replay(one, each) for name, each in policies.items()}
-    kept = {name: sum(int((each.kept(layer) >= 0).sum()) for layer in range(one.n_layers))
-            for name, each in stored.items()}
+    kept = {
+        name: sum(int((each.kept(layer) >= 0).sum()) for layer in range(one.n_layers)) for name, each in stored.items()
+    }
     assert kept["snapkv_shared"] == kept["h2o"] == kept["streamingllm"] == 24 * one.n_layers * one.kv_heads
     assert kept["snapkv"] == 12 * one.n_layers * one.heads == kept["h2o"], "half the entries for twice the sets"
     last = [stored["morphkv"].stored(layer, one.steps) for layer in range(one.n_layers)]
@@ -165,8 +166,12 @@ def test_small_budgets_pair_their_documents(tiny_traces):
 def test_slopes_by_hand():
     """MorphKV rises by 0.03 and 0.05 for each 100 tokens, H2O by 0.10 and 0.06, SnapKV not at all."""
     rises = {"morphkv": (3e-4, 5e-4), "h2o": (1e-3, 6e-4), "snapkv": (0.0, 0.0)}
-    rows = [{"document": f"d{number}", "policy": name, "step": step, "measure": "kl", "value": 0.2 + rise * step}
-            for name, pair in rises.items() for number, rise in enumerate(pair) for step in (1, 2, 3, 4)]
+    rows = [
+        {"document": f"d{number}", "policy": name, "step": step, "measure": "kl", "value": 0.2 + rise * step}
+        for name, pair in rises.items()
+        for number, rise in enumerate(pair)
+        for step in (1, 2, 3, 4)
+    ]
     found = morphkv_responses.fading(pandas.DataFrame(rows), ["kl"])
     assert found.metrics["slope/kl/morphkv"] == pytest.approx(0.04)
     assert found.intervals["slope/kl/morphkv"] == pytest.approx((0.03, 0.05))
@@ -186,8 +191,12 @@ def test_a_response_fades_where_something_is_evicted(tiny_traces):
     for name in ("morphkv", "h2o"):
         assert lost.loc[name].loc[:15].max() < 1e-5 < lost.loc[name].loc[16:].min()
     policies = [kvlab.policy("h2o", budget=24), kvlab.policy("morphkv", budget=24, window=4)]
-    slopes = np.array([[np.polyfit(range(110), kvlab.replay(t, each).mass_lost.mean((0, 1)), 1)[0] for each in policies]
-                       for t in cuts])
+    slopes = np.array(
+        [
+            [np.polyfit(range(110), kvlab.replay(t, each).mass_lost.mean((0, 1)), 1)[0] for each in policies]
+            for t in cuts
+        ]
+    )
     times = slopes[:, 0] / slopes[:, 1]
     assert found.metrics["times/mass_lost/h2o"] == pytest.approx(np.mean(times), rel=1e-4)
     assert found.metrics["times/mass_lost/snapkv"] == 0
@@ -324,9 +333,9 @@ def test_printed_sizes_by_hand():
     assert found.metrics["relative_size/longwriter/h2o"] == pytest.approx(0.25 * (4 + 4 + 4 + 7) / 4)
     assert found.metrics["relative_size/longgenbench/snapkv"] == pytest.approx((4 + 4 + 7) / 3)
     assert found.metrics["relative_size/longgenbench/h2o"] == pytest.approx(0.55 * (4 + 4 + 7) / 3, rel=1e-4)
-    rows = 200 / (2 * 128)    # weights for each entry, beside the numbers of its key and value
+    rows = 200 / (2 * 128)  # weights for each entry, beside the numbers of its key and value
     assert found.metrics["relative_size/longgenbench/morphkv_with_rows"] == pytest.approx(0.55 * (1 + rows), rel=1e-4)
-    answer = (3 * 512 + 4 * 128 + 2 * 64 + 6 * 32) / 15      # the longest answers of table 3's tasks
+    answer = (3 * 512 + 4 * 128 + 2 * 64 + 6 * 32) / 15  # the longest answers of table 3's tasks
     snapkv = 4 * (1024 + answer) / (2000 / 0.15)
     assert found.metrics["relative_size/longbench/snapkv"] == pytest.approx(snapkv, rel=1e-3)
     savings = [1 - 1 / g for g in (4, 4, 4, 7, 4, 4, 7)]
@@ -379,8 +388,10 @@ def test_table_4s_rows_say_the_opposite_of_its_text():
 
 def test_predictions_are_scored_where_there_are_any(tmp_path):
     """Two answers, one right and one with half of its words: an F1 of 1 and of 2/3."""
-    rows = [{"pred": "green boats", "answers": ["green boats"], "all_classes": None},
-            {"pred": "green", "answers": ["green boats"], "all_classes": None}]
+    rows = [
+        {"pred": "green boats", "answers": ["green boats"], "all_classes": None},
+        {"pred": "green", "answers": ["green boats"], "all_classes": None},
+    ]
     path = tmp_path / f"{morphkv_printed.PREFIX}qasper.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = morphkv_printed.rescored(tmp_path)
@@ -422,9 +433,16 @@ def test_the_folder_of_predictions(tmp_path, monkeypatch):
 def test_every_claim_of_the_responses_is_about_something_found(tiny_traces, inside):
     cuts = [morphkv.continuation(t, 30, 90, accumulate=True) for t in tiny_traces]
     along = morphkv_responses.along_a_response(cuts, 24, 4)
-    found = [morphkv_responses.small_budgets(tiny_traces, (0.01, 0.03, 0.07), 1), along, inside[-1],
-             morphkv_sizes.against_formula(along.table, Geometry(2, 4, 2, 16), 24, 4), morphkv_sizes.printed_sizes(),
-             morphkv_printed.long_responses(), morphkv_printed.long_contexts(), morphkv_printed.rescored(None)]
+    found = [
+        morphkv_responses.small_budgets(tiny_traces, (0.01, 0.03, 0.07), 1),
+        along,
+        inside[-1],
+        morphkv_sizes.against_formula(along.table, Geometry(2, 4, 2, 16), 24, 4),
+        morphkv_sizes.printed_sizes(),
+        morphkv_printed.long_responses(),
+        morphkv_printed.long_contexts(),
+        morphkv_printed.rescored(None),
+    ]
     names = {name for one in found for name in one.metrics}
     names |= {f"{name}/{end}" for one in found for name in one.intervals for end in ("low", "high")}
     asked = [claim for claim in papers.claims(experiment="morphkv_long_responses") if claim.paper == "morphkv"]

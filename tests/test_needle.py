@@ -22,9 +22,14 @@ def prompt(lm, depth):
 
 
 def answer(lm, ids):
-    out = lm.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
-                            pad_token_id=lm.tokenizer.eos_token_id)
-    return lm.decode(out[0, ids.shape[1]:])
+    out = lm.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=lm.tokenizer.eos_token_id,
+    )
+    return lm.decode(out[0, ids.shape[1] :])
 
 
 @pytest.mark.parametrize("depth", [0.5, 0.9])

@@ -16,8 +16,11 @@ from kvlab.tasks.needle import Needle
 
 KINDS = ("number", "word", "sentence")
 CAKE = "eat a plum cake and feed the swans at low tide"
-FORMS = {"number": r"The secret code is (\d{5})\.", "word": r"The secret word is ([a-z]+)\.",
-         "sentence": r"The best thing to do in \w+ is to (.+?)\."}
+FORMS = {
+    "number": r"The secret code is (\d{5})\.",
+    "word": r"The secret word is ([a-z]+)\.",
+    "sentence": r"The best thing to do in \w+ is to (.+?)\.",
+}
 
 
 @pytest.mark.parametrize("size", [256, 512, 2048])
@@ -34,7 +37,7 @@ def test_needles_have_their_length_and_stand_at_their_depth(lm, size):
         assert abs(before / hay - example.marks["placed"]) < 0.02
         assert before == 0 if example.marks["depth"] == 0 else before > 0
         assert before == hay if example.marks["depth"] == 1 else before < hay
-        ends = text[:text.index(found[0])].rstrip()
+        ends = text[: text.index(found[0])].rstrip()
         assert re.search(r"(^|[.!?]\W*|[A-Z]{2,}\W*)$", ends), "behind a sentence or a heading"
 
 
@@ -58,8 +61,9 @@ def test_hay_is_counted_as_the_tokenizer_counts_it(lm):
 def test_the_answer_stands_nowhere_else_and_the_hay_is_the_same_at_all_depths(lm):
     made = list(Needle(lengths=(512,), kinds=("number",), depths=(0.0, 0.5, 1.0), trials=2).examples(lm))
     assert all(example.prompt.count(example.answers[0]) == 1 for example in made)
-    bare = [re.sub(f" ?{FORMS['number']} ?", " ", example.context.partition("\n\n")[2]).strip()[:1200]
-            for example in made]
+    bare = [
+        re.sub(f" ?{FORMS['number']} ?", " ", example.context.partition("\n\n")[2]).strip()[:1200] for example in made
+    ]
     for trial in (0, 1):
         first, *others = [text for text, example in zip(bare, made, strict=True) if example.marks["trial"] == trial]
         assert all(text == first for text in others)
@@ -91,32 +95,38 @@ def test_limits_are_spread_over_kinds_and_grow(lm):
     assert len({size for size, _ in five}) >= 4 and len({depth for _, depth in five}) >= 4
 
 
-@pytest.mark.parametrize(("kind", "answer", "prediction", "score", "exact"), [
-    ("number", "48213", "The secret code is 48213.", 1, 1),
-    ("number", "48213", "It is 48,213", 1, 1),
-    ("number", "48213", "482135", 0, 0),
-    ("number", "48213", "", 0, 0),
-    ("word", "marigold", "Marigold!", 1, 1),
-    ("word", "marigold", "marigolds", 0, 0),
-    ("sentence", CAKE, "Eat a plum cake and feed the swans at low tide", 1, 1),
-    ("sentence", CAKE, "Eat plum cake, at low tide", 5 / 7, 0),
-    ("sentence", CAKE, "the a and at", 0, 0),
-])
+@pytest.mark.parametrize(
+    ("kind", "answer", "prediction", "score", "exact"),
+    [
+        ("number", "48213", "The secret code is 48213.", 1, 1),
+        ("number", "48213", "It is 48,213", 1, 1),
+        ("number", "48213", "482135", 0, 0),
+        ("number", "48213", "", 0, 0),
+        ("word", "marigold", "Marigold!", 1, 1),
+        ("word", "marigold", "marigolds", 0, 0),
+        ("sentence", CAKE, "Eat a plum cake and feed the swans at low tide", 1, 1),
+        ("sentence", CAKE, "Eat plum cake, at low tide", 5 / 7, 0),
+        ("sentence", CAKE, "the a and at", 0, 0),
+    ],
+)
 def test_scores(lm, kind, answer, prediction, score, exact):
     (example,) = Needle(lengths=(256,), depths=(0.5,), kinds=(kind,)).examples(lm)
     example = type(example)(**{**vars(example), "answers": (answer,)})
     assert Needle().score(example, prediction) == {"score": pytest.approx(score), "exact": exact}
 
 
-@pytest.mark.parametrize(("parameters", "sentence"), [
-    ({"lengths": ()}, "at least 1"),
-    ({"lengths": (256, 256)}, "once only"),
-    ({"lengths": (10,)}, "greater than or equal to 64"),
-    ({"depths": (1.5,)}, "less than or equal to 1"),
-    ({"kinds": ("numbr",)}, "'number', 'word' or 'sentence'"),
-    ({"trials": 0}, "greater than or equal to 1"),
-    ({"lenghts": (256,)}, "did you mean 'lengths'"),
-])
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"lengths": ()}, "at least 1"),
+        ({"lengths": (256, 256)}, "once only"),
+        ({"lengths": (10,)}, "greater than or equal to 64"),
+        ({"depths": (1.5,)}, "less than or equal to 1"),
+        ({"kinds": ("numbr",)}, "'number', 'word' or 'sentence'"),
+        ({"trials": 0}, "greater than or equal to 1"),
+        ({"lenghts": (256,)}, "did you mean 'lengths'"),
+    ],
+)
 def test_bad_parameters_are_one_sentence(parameters, sentence):
     with pytest.raises(KvlabError, match=sentence) as raised:
         Needle(**parameters)
@@ -134,22 +144,39 @@ def test_lengths_that_cannot_be(lm, tiny):
 
 def test_an_example_that_cannot_grow_is_refused(lm):
     (example,) = Needle(lengths=(256,), depths=(0.5,)).examples(lm)
-    with pytest.raises(KvlabError, match=f"no prompt of 500 tokens can be made, the nearest below has "
-                                         f"{length(lm, example)}"):
+    with pytest.raises(
+        KvlabError, match=f"no prompt of 500 tokens can be made, the nearest below has {length(lm, example)}"
+    ):
         fit(lm, lambda room: example, 500, "a test")
 
 
-@pytest.mark.parametrize(("lengths", "room", "chosen"), [
-    ([5, 5, 5], 12, [0, 1]), ([5, 9, 3, 4], 12, [1, 2]), ([5, 9, 3, 6], 12, [1, 2]), ([5], 3, []), ([], 9, []),
-    ([5, 5], -1, []),
-])
+@pytest.mark.parametrize(
+    ("lengths", "room", "chosen"),
+    [
+        ([5, 5, 5], 12, [0, 1]),
+        ([5, 9, 3, 4], 12, [1, 2]),
+        ([5, 9, 3, 6], 12, [1, 2]),
+        ([5], 3, []),
+        ([], 9, []),
+        ([5, 5], -1, []),
+    ],
+)
 def test_fill_takes_the_first_ones_and_then_what_fits_best(lengths, room, chosen):
     assert fill(lengths, room) == chosen
 
 
 def test_sentences():
-    text = ('Mr. Speaker, we met at 5 p.m. in the U.S. Capitol. "Is it so?" he asked. Yes!\nIt is\nso.\n\nA heading\n\n'
-            "J. F. Kennedy said: it cost 3.50 dollars. 这是一句。那是另一句！")
+    text = (
+        'Mr. Speaker, we met at 5 p.m. in the U.S. Capitol. "Is it so?" he asked. Yes!\nIt is\nso.\n\nA heading\n\n'
+        "J. F. Kennedy said: it cost 3.50 dollars. 这是一句。那是另一句！"
+    )
     assert sentences(text) == [
-        "Mr. Speaker, we met at 5 p.m. in the U.S. Capitol.", '"Is it so?" he asked.', "Yes!", "It is so.", "A heading",
-        "J. F. Kennedy said: it cost 3.50 dollars.", "这是一句。", "那是另一句！"]
+        "Mr. Speaker, we met at 5 p.m. in the U.S. Capitol.",
+        '"Is it so?" he asked.',
+        "Yes!",
+        "It is so.",
+        "A heading",
+        "J. F. Kennedy said: it cost 3.50 dollars.",
+        "这是一句。",
+        "那是另一句！",
+    ]

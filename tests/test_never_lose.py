@@ -73,12 +73,29 @@ class Server:
         self.uri = f"http://127.0.0.1:{self.port}"
 
     def start(self):
-        command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1", "--port",
-                   str(self.port), "--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}",
-                   "--artifacts-destination", str(self.folder / "artifacts")]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                        start_new_session=True,
-                                        env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"))
+        command = [
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--workers",
+            "1",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--backend-store-uri",
+            f"sqlite:///{self.folder / 'mlflow.db'}",
+            "--artifacts-destination",
+            str(self.folder / "artifacts"),
+        ]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"),
+        )
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             try:
@@ -106,8 +123,12 @@ def server(project, tmp_path, monkeypatch):  # noqa: F811
 
 
 def write_from_many_processes():
-    subprocess.run([sys.executable, "-c", WRITER, str(WRITERS), str(RUNS), str(METRICS)], env=environment(), check=True,
-                   timeout=450)
+    subprocess.run(
+        [sys.executable, "-c", WRITER, str(WRITERS), str(RUNS), str(METRICS)],
+        env=environment(),
+        check=True,
+        timeout=450,
+    )
 
 
 def check_what_many_processes_wrote():
@@ -135,9 +156,11 @@ def test_eight_processes_lose_nothing_through_a_server(server):
 def take_down(server, project):  # noqa: F811
     """The second of three jobs takes the server down in the middle of its notebook; returns the mark that it leaves."""
     gone = project / "server-gone"
-    strike = (f"import os, pathlib, signal\ngone = pathlib.Path({str(gone)!r})\n"
-              f"if reduction == 0.62 and not gone.exists():\n"
-              f"    os.killpg({server.process.pid}, signal.SIGKILL); gone.touch()\n")
+    strike = (
+        f"import os, pathlib, signal\ngone = pathlib.Path({str(gone)!r})\n"
+        f"if reduction == 0.62 and not gone.exists():\n"
+        f"    os.killpg({server.process.pid}, signal.SIGKILL); gone.touch()\n"
+    )
     notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(strike), cell(BODY))
     experiment(project, grid={"reduction": [0.55, 0.62, 0.7]})
     return gone
@@ -189,8 +212,13 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(server, project, monkey
 
 def test_two_sweeps_at_once_share_the_jobs(project):  # noqa: F811
     experiment(project, grid={"reduction": [0.5, 0.55, 0.6]})
-    other = subprocess.Popen([sys.executable, "-m", "kvlab", "run", EXPERIMENT, "--jobs", "1"], env=environment(),
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-m", "kvlab", "run", EXPERIMENT, "--jobs", "1"],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     console = Console(file=io.StringIO(), width=200)
     ours = driver.run(EXPERIMENT, workers=1, console=console)
     _, theirs = other.communicate(timeout=300)

@@ -115,7 +115,8 @@ CALLS = {
     "heads": lambda lm: heads.measure(lm, context=64, needles=1, hay=[corpus.Document("a", FERRY)]),
     "nonsense": lambda lm: dapq.nonsense(lm, 4),
     "pseudo": lambda lm: dapq_recall.with_pseudo(
-        lm, kvlab.capture(lm, IDS, 4), [kvlab.policy("dapq", budget=9, content="sentence")]),
+        lm, kvlab.capture(lm, IDS, 4), [kvlab.policy("dapq", budget=9, content="sentence")]
+    ),
 }
 
 

@@ -18,12 +18,27 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXPERIMENTS = {name: experiments.load(name) for name in experiments.names()}
 
 # A column of a printed table that says where a figure stands, and is no figure itself.
-AXES = re.compile(r"budget|length|window|context|tokens?|steps?|capacity|batch|ratio|kernel|layers?|heads?|shots?|"
-                  r"depth|prompt|generated|first|last|sequence|position|size|model|year|n|k|bits?|alpha|beta|gamma|"
-                  r"parameter|setting")
+AXES = re.compile(
+    r"budget|length|window|context|tokens?|steps?|capacity|batch|ratio|kernel|layers?|heads?|shots?|"
+    r"depth|prompt|generated|first|last|sequence|position|size|model|year|n|k|bits?|alpha|beta|gamma|"
+    r"parameter|setting"
+)
 # How large something is drawn is no figure of a paper, whatever number it is.
-LAYOUT = {"figsize", "width_ratios", "height_ratios", "wspace", "hspace", "fontsize", "linewidth", "bbox_to_anchor",
-          "dpi", "alpha", "s", "pad", "rotation"}
+LAYOUT = {
+    "figsize",
+    "width_ratios",
+    "height_ratios",
+    "wspace",
+    "hspace",
+    "fontsize",
+    "linewidth",
+    "bbox_to_anchor",
+    "dpi",
+    "alpha",
+    "s",
+    "pad",
+    "rotation",
+}
 
 
 def digits(value: float) -> int:
@@ -34,6 +49,7 @@ def digits(value: float) -> int:
 
 def literals(source: str) -> list[float]:
     """The numbers that stand in a piece of code, less those that say how something is drawn."""
+
     def walk(node: ast.AST):
         if isinstance(node, ast.keyword) and node.arg in LAYOUT:
             return
@@ -59,7 +75,18 @@ def printed() -> dict[float, str]:
 
 def test_how_digits_are_counted():
     assert [digits(n) for n in (0.7238, 0.605, 60.5, 512, 4096, 1000, 1200, 0.10, 2.72e-4, -1.5, 0)] == [
-        4, 3, 3, 3, 4, 1, 2, 1, 3, 2, 0]
+        4,
+        3,
+        3,
+        3,
+        4,
+        1,
+        2,
+        1,
+        3,
+        2,
+        0,
+    ]
 
 
 def test_the_search_finds_what_it_should():
@@ -80,8 +107,11 @@ def test_no_notebook_holds_a_papers_figure(path):
     for cell in notebooks.cells(path):
         if cell["cell_type"] == "code":
             is_setting = "parameters" in cell["metadata"].get("tags", [])
-            found += [f"{number} ({known[number]})" for number in literals(notebooks.source(cell))
-                      if digits(number) >= 3 and number in known and not (is_setting and isinstance(number, int))]
+            found += [
+                f"{number} ({known[number]})"
+                for number in literals(notebooks.source(cell))
+                if digits(number) >= 3 and number in known and not (is_setting and isinstance(number, int))
+            ]
     assert not found
 
 
@@ -130,8 +160,10 @@ def test_a_notebook_is_kept_with_its_outputs_and_explains_itself(path):
     if "run.claims(" in "".join(notebooks.code(path)[-2:]):
         assert "claims" in notebooks.source(cells[-1]) or "verdicts" in notebooks.source(cells[-1])
         assert cells[-1]["outputs"], "the verdicts are the last thing that is seen"
-    assert not any(re.search(r"/(?:root|home|tmp|work|mnt|Users)/", "".join(map(str, output.get("text", ""))))
-                   for output in outputs)
+    assert not any(
+        re.search(r"/(?:root|home|tmp|work|mnt|Users)/", "".join(map(str, output.get("text", ""))))
+        for output in outputs
+    )
     parameters = next(cell for cell in cells if "parameters" in cell["metadata"].get("tags", []))
     lines = [line for line in notebooks.source(parameters).splitlines() if re.match(r"(?!seed)\w+ *=", line)]
     bare = [line for line in lines if "#" not in line and not line.rstrip().endswith((",", "("))]

@@ -8,42 +8,48 @@ from tensors import exact, layer, with_attention
 
 def test_attention_is_uniform_for_a_query_of_zeros_and_causal():
     attention = oracles.attention_over_prompt(np.zeros((2, 2, 4)), np.ones((1, 5, 4)), positions=[1, 3])
-    np.testing.assert_allclose(attention[0], [[.5, .5, 0, 0, 0], [.25, .25, .25, .25, 0]])
+    np.testing.assert_allclose(attention[0], [[0.5, 0.5, 0, 0, 0], [0.25, 0.25, 0.25, 0.25, 0]])
 
 
 def test_crafted_attention_is_what_was_asked_for():
-    rows = [[1, 0, 0], [.4, .6, 0], [.2, .3, .5]]
+    rows = [[1, 0, 0], [0.4, 0.6, 0], [0.2, 0.3, 0.5]]
     queries, keys = with_attention(rows)
     np.testing.assert_allclose(oracles.attention_over_prompt(queries, keys, [0, 1, 2])[0], rows, atol=1e-12)
 
 
 def test_top_positions_prefers_the_earlier_of_equals():
     assert oracles.top_positions([1, 3, 2, 3, 2], 3) == [1, 2, 3]
-    assert oracles.lowest([.2, .1, .1, .5]) == 2
+    assert oracles.lowest([0.2, 0.1, 0.1, 0.5]) == 2
 
 
 def test_entropy_and_error_by_hand():
-    assert oracles.entropy([.25] * 4) == pytest.approx(np.log(4))
-    assert oracles.output_error(np.array([[3., 4.]]), np.array([[3., 3.]]))[0] == pytest.approx(.2)
-    assert oracles.mass_lost([[.5, .3, .2]], [[0, 2]])[0] == pytest.approx(.3)
+    assert oracles.entropy([0.25] * 4) == pytest.approx(np.log(4))
+    assert oracles.output_error(np.array([[3.0, 4.0]]), np.array([[3.0, 3.0]]))[0] == pytest.approx(0.2)
+    assert oracles.mass_lost([[0.5, 0.3, 0.2]], [[0, 2]])[0] == pytest.approx(0.3)
 
 
 def test_streamingllm_rolls():
     queries, keys, values = exact(*layer(0, prompt=10, new=3))
     steps = oracles.oracle_streamingllm(queries, keys, values, 10, budget=6)
-    assert [step["read"][0] for step in steps] == [[0, 1, 2, 3, 8, 9], [0, 1, 2, 3, 8, 9, 10],
-                                                   [0, 1, 2, 3, 9, 10, 11], [0, 1, 2, 3, 10, 11, 12]]
+    assert [step["read"][0] for step in steps] == [
+        [0, 1, 2, 3, 8, 9],
+        [0, 1, 2, 3, 8, 9, 10],
+        [0, 1, 2, 3, 9, 10, 11],
+        [0, 1, 2, 3, 10, 11, 12],
+    ]
     assert steps[3]["stored"][0] == [0, 1, 2, 3, 11, 12]
 
 
 def test_snapkv_pools_with_zeros_counted():
     """Window of 2 over 6 tokens: raw scores .7 .1 .2 .4 of the older ones; pooled by 3: .8 1 .7 .6 (all over 3)."""
     rows = np.tril(np.ones((6, 6))) / np.arange(1, 7)[:, None]
-    rows[4] = [.4, .1, .1, .1, .3, 0]
-    rows[5] = [.3, 0, .1, .3, .2, .1]
+    rows[4] = [0.4, 0.1, 0.1, 0.1, 0.3, 0]
+    rows[5] = [0.3, 0, 0.1, 0.3, 0.2, 0.1]
     queries, keys = with_attention(rows)
-    kept = {budget: oracles.oracle_snapkv(queries, keys, keys, 6, budget, window=2, kernel=3)[0]["read"][0]
-            for budget in (3, 4, 6)}
+    kept = {
+        budget: oracles.oracle_snapkv(queries, keys, keys, 6, budget, window=2, kernel=3)[0]["read"][0]
+        for budget in (3, 4, 6)
+    }
     # an average over the true neighbours only would put token 0 first (.8 / 2)
     assert kept == {3: [1, 4, 5], 4: [0, 1, 4, 5], 6: list(range(6))}
 
@@ -51,10 +57,10 @@ def test_snapkv_pools_with_zeros_counted():
 def test_morphkv_walk_through_of_section_3_2():
     """Old tokens me, today's; recent ones weather, The. Fused scores 0.1 and 0.6; with C = 1 today's stays."""
     me, today, weather, the = range(4)
-    queries, keys = with_attention([[1, 0, 0, 0], [.5, .5, 0, 0], [.05, .30, .65, 0], [.05, .30, .35, .30]])
+    queries, keys = with_attention([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.05, 0.30, 0.65, 0], [0.05, 0.30, 0.35, 0.30]])
     attention = oracles.attention_over_prompt(queries, keys, range(4))[0]
-    assert attention[[weather, the], today].sum() == pytest.approx(.6)
-    assert attention[[weather, the], me].sum() == pytest.approx(.1)
+    assert attention[[weather, the], today].sum() == pytest.approx(0.6)
+    assert attention[[weather, the], me].sum() == pytest.approx(0.1)
     for fusion in ("sum", "max"):
         steps = oracles.oracle_morphkv(queries, keys, keys, 3, budget=3, window=2, fusion=fusion)
         assert steps[0]["stored"] == [[me, today, weather]]
@@ -64,18 +70,20 @@ def test_morphkv_walk_through_of_section_3_2():
 
 def test_morphkv_sum_and_max_differ_where_they_should():
     """Token 0 gets .2 + .2 of the window, token 1 gets .35 + 0: the sum keeps the former, the maximum the latter."""
-    queries, keys = with_attention([[1, 0, 0, 0], [.5, .5, 0, 0], [.2, .35, .45, 0], [.2, 0, .4, .4]])
-    kept = {fusion: oracles.oracle_morphkv(queries, keys, keys, 3, budget=3, window=2, fusion=fusion)[1]["stored"][0]
-            for fusion in ("sum", "max")}
+    queries, keys = with_attention([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.2, 0.35, 0.45, 0], [0.2, 0, 0.4, 0.4]])
+    kept = {
+        fusion: oracles.oracle_morphkv(queries, keys, keys, 3, budget=3, window=2, fusion=fusion)[1]["stored"][0]
+        for fusion in ("sum", "max")
+    }
     assert kept == {"sum": [0, 2, 3], "max": [1, 2, 3]}
 
 
 def test_morphkv_renormalises_each_head_before_the_groups_maximum():
     """One head gives .02 + .01 to the older tokens, the other .30 + .50: by itself the first prefers token 0 by .67."""
-    rows = np.array([[.02, .01, .97], [.30, .50, .20]])
+    rows = np.array([[0.02, 0.01, 0.97], [0.30, 0.50, 0.20]])
     np.testing.assert_allclose(oracles.combined(rows, "max", 2)[:2], [2 / 3, 5 / 8])
     np.testing.assert_allclose(oracles.combined(rows, "sum", 2)[:2], [2 / 3 + 3 / 8, 1 / 3 + 5 / 8])
-    np.testing.assert_allclose(oracles.combined(rows, "max")[:2], [.30, .50])
+    np.testing.assert_allclose(oracles.combined(rows, "max")[:2], [0.30, 0.50])
 
 
 def test_zsmerge_shares():
@@ -89,9 +97,9 @@ def test_zsmerge_by_hand():
     """Budget 4 = 2 recent + 1 context + 1 residual over six prompt tokens, then one step."""
     rows = np.zeros((7, 7))
     rows[:4, 0] = 1
-    rows[4, :5] = [.1, .1, .5, .1, .2]
-    rows[5, :6] = [.1, .1, .4, .2, .1, .1]
-    rows[6] = [.1, .1, .1, .1, .2, .2, .2]
+    rows[4, :5] = [0.1, 0.1, 0.5, 0.1, 0.2]
+    rows[5, :6] = [0.1, 0.1, 0.4, 0.2, 0.1, 0.1]
+    rows[6] = [0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2]
     queries, keys = with_attention(rows)
     steps = oracles.oracle_zsmerge(queries, keys, keys, 6, budget=4, window=2)
     # scores .198 .198 .89 .298 of the four older ones: 2 is context, 0 1 3 merge into the slot at 0

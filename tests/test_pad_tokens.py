@@ -18,12 +18,23 @@ def olmo(tmp_path_factory):
     """A tiny OLMo 2, loaded from a folder, whose pad id is a token like any other."""
     folder = tmp_path_factory.mktemp("models") / "olmo"
     torch.manual_seed(0)
-    config = AutoConfig.for_model("olmo2", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                                  num_key_value_heads=2, intermediate_size=48, initializer_range=0.3, pad_token_id=PAD,
-                                  bos_token_id=None, eos_token_id=63, max_position_embeddings=256)
+    config = AutoConfig.for_model(
+        "olmo2",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        initializer_range=0.3,
+        pad_token_id=PAD,
+        bos_token_id=None,
+        eos_token_id=63,
+        max_position_embeddings=256,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     lm = models.load(folder, device="cpu")
-    lm.model.generation_config.eos_token_id = None      # a response of random weights may hold it
+    lm.model.generation_config.eos_token_id = None  # a response of random weights may hold it
     return lm
 
 

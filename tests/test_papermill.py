@@ -22,7 +22,7 @@ from kvlab.errors import KvlabError
 from kvlab.workbench import driver, experiments, notebooks, store, tracking
 
 ROOT = Path(__file__).parents[1]
-WHOLE = "00_quickstart"     # run to its end, too
+WHOLE = "00_quickstart"  # run to its end, too
 SMALLEST = {"tokens": 300, "new_tokens": 8, "length": 300}
 BY_NAME = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -30,23 +30,26 @@ BY_NAME = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # ---------------------------------------------------------------- what is read
 
 
-@pytest.mark.parametrize(("kind", "given", "read"), [
-    (list[str], ["a", "b"], ["a", "b"]),
-    (list[str], '["sotu/1962"]', ["sotu/1962"]),
-    (list[str], "['a', \"b\"]", ["a", "b"]),
-    (list[str], "sotu/1962", ["sotu/1962"]),
-    (list[str], "a, b", ["a", "b"]),
-    (list[str], "2012,2013", ["2012", "2013"]),
-    (list[str], 2012, ["2012"]),
-    (list[int], "[64, 128]", [64, 128]),
-    (list[int], "64,128", [64, 128]),
-    (list[int], 64, [64]),
-    (list[float], "0.1,1", [0.1, 1]),
-    (list[float], 0.1, [0.1]),
-    (list[float], (0, 0.5), [0, 0.5]),
-    (dict, '{"snapkv": [128]}', {"snapkv": [128]}),
-    (dict, {"a": 1}, {"a": 1}),
-])
+@pytest.mark.parametrize(
+    ("kind", "given", "read"),
+    [
+        (list[str], ["a", "b"], ["a", "b"]),
+        (list[str], '["sotu/1962"]', ["sotu/1962"]),
+        (list[str], "['a', \"b\"]", ["a", "b"]),
+        (list[str], "sotu/1962", ["sotu/1962"]),
+        (list[str], "a, b", ["a", "b"]),
+        (list[str], "2012,2013", ["2012", "2013"]),
+        (list[str], 2012, ["2012"]),
+        (list[int], "[64, 128]", [64, 128]),
+        (list[int], "64,128", [64, 128]),
+        (list[int], 64, [64]),
+        (list[float], "0.1,1", [0.1, 1]),
+        (list[float], 0.1, [0.1]),
+        (list[float], (0, 0.5), [0, 0.5]),
+        (dict, '{"snapkv": [128]}', {"snapkv": [128]}),
+        (dict, {"a": 1}, {"a": 1}),
+    ],
+)
 def test_a_list_may_be_given_in_every_form(kind, given, read):
     namespace = {"named": given, "other": "a,b"}
     tracking.typed(namespace, named=kind)
@@ -54,17 +57,20 @@ def test_a_list_may_be_given_in_every_form(kind, given, read):
     assert [type(entry) for entry in namespace["named"]] == [type(entry) for entry in read]
 
 
-@pytest.mark.parametrize(("kind", "given", "wanted"), [
-    (list[str], '["sotu/1962"', "must be a list of texts, such as ['one', 'another']; got '[\"sotu/1962\"'"),
-    (list[str], [1], "a list of texts"),
-    (list[str], None, "a list of texts"),
-    (list[int], "64,many", "a list of whole numbers, such as [64, 128]; got [64, 'many']"),
-    (list[int], 0.5, "a list of whole numbers"),
-    (list[float], "all", "a list of numbers"),
-    (list[float], True, "a list of numbers"),
-    (dict, "[1]", "a mapping"),
-    (dict, "snapkv", "a mapping"),
-])
+@pytest.mark.parametrize(
+    ("kind", "given", "wanted"),
+    [
+        (list[str], '["sotu/1962"', "must be a list of texts, such as ['one', 'another']; got '[\"sotu/1962\"'"),
+        (list[str], [1], "a list of texts"),
+        (list[str], None, "a list of texts"),
+        (list[int], "64,many", "a list of whole numbers, such as [64, 128]; got [64, 'many']"),
+        (list[int], 0.5, "a list of whole numbers"),
+        (list[float], "all", "a list of numbers"),
+        (list[float], True, "a list of numbers"),
+        (dict, "[1]", "a mapping"),
+        (dict, "snapkv", "a mapping"),
+    ],
+)
 def test_what_is_no_such_list_is_told_what_is_wanted(kind, given, wanted):
     with pytest.raises(KvlabError) as caught:
         tracking.typed({"named": given}, named=kind)
@@ -85,9 +91,13 @@ def test_a_file_with_a_comma_in_its_name_is_one_document(tmp_path, monkeypatch):
 
 def kinds(path):
     """parameter -> type, as a notebook's first cells have it read."""
-    calls = [node for source in notebooks.code(path) if "tracking.typed(" in source
-             for node in ast.walk(ast.parse(source))
-             if isinstance(node, ast.Call) and ast.unparse(node.func) == "tracking.typed"]
+    calls = [
+        node
+        for source in notebooks.code(path)
+        if "tracking.typed(" in source
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tracking.typed"
+    ]
     return {keyword.arg: ast.unparse(keyword.value) for call in calls for keyword in call.keywords}
 
 
@@ -123,8 +133,10 @@ def elsewhere(tmp_path_factory):
 def kernel(elsewhere):
     """One kernel for all notebooks: imports take longest, and papermill runs cells in any kernel it is given."""
     manager = KernelManager(kernel_name="python3")
-    manager.start_kernel(cwd=str(elsewhere), env=environment(
-        MLFLOW_TRACKING_URI=f"sqlite:///{elsewhere / 'mlflow.db'}", PYTHONPATH=str(ROOT)))
+    manager.start_kernel(
+        cwd=str(elsewhere),
+        env=environment(MLFLOW_TRACKING_URI=f"sqlite:///{elsewhere / 'mlflow.db'}", PYTHONPATH=str(ROOT)),
+    )
     yield manager
     manager.shutdown_kernel(now=True)
 
@@ -148,13 +160,14 @@ def test_every_notebook_takes_its_lists_from_papermill(path, kernel, elsewhere):
     content = nbformat.read(path, as_version=4)
     started = next(number for number, cell in enumerate(content.cells) if "tracking.start(" in cell.source)
     if path.stem != WHOLE:
-        content.cells = content.cells[:started + 1]
+        content.cells = content.cells[: started + 1]
     nbformat.write(content, elsewhere / path.name)
     declared, types = notebooks.parameters_of(path), kinds(path)
     given = {name: as_text(kind, declared[name]) for name, kind in types.items()}
     given |= {name: value for name, value in SMALLEST.items() if name in declared}
-    papermill.execute_notebook(elsewhere / path.name, elsewhere / f"{path.stem}.out.ipynb", parameters=given, km=kernel,
-                               progress_bar=False)
+    papermill.execute_notebook(
+        elsewhere / path.name, elsewhere / f"{path.stem}.out.ipynb", parameters=given, km=kernel, progress_bar=False
+    )
     (name,) = [one for one in experiments.names() if experiments.load(one).path.name == path.name]
     run = logged(elsewhere, name)
     assert run.info.status == ("FINISHED" if path.stem == WHOLE else "RUNNING")
@@ -167,15 +180,34 @@ def test_every_notebook_takes_its_lists_from_papermill(path, kernel, elsewhere):
 def test_a_whole_notebook_from_readmes_command(elsewhere):
     """The very command, but for the paths, in a folder of its own."""
     (line,) = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("papermill ")]
-    assert line.startswith("papermill notebooks/zsmerge_error_curves.ipynb out.ipynb -p tokens 500 "
-                           "-p documents '[\"sotu/1962\"]'")
+    assert line.startswith(
+        "papermill notebooks/zsmerge_error_curves.ipynb out.ipynb -p tokens 500 -p documents '[\"sotu/1962\"]'"
+    )
     folder = elsewhere / "whole"
     folder.mkdir()
     (folder / "mlflow.db").write_bytes(blank_store())
-    command = [sys.executable, "-m", "papermill", str(ROOT / "notebooks" / "zsmerge_error_curves.ipynb"), "out.ipynb",
-               "-p", "tokens", "500", "-p", "documents", '["sotu/1962"]', "--no-progress-bar"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=environment(
-        MLFLOW_TRACKING_URI=f"sqlite:///{folder / 'mlflow.db'}", PYTHONPATH=str(ROOT)))
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        str(ROOT / "notebooks" / "zsmerge_error_curves.ipynb"),
+        "out.ipynb",
+        "-p",
+        "tokens",
+        "500",
+        "-p",
+        "documents",
+        '["sotu/1962"]',
+        "--no-progress-bar",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment(MLFLOW_TRACKING_URI=f"sqlite:///{folder / 'mlflow.db'}", PYTHONPATH=str(ROOT)),
+    )
     assert done.returncode == 0, done.stderr
     run = logged(folder, "zsmerge_error_curves")
     assert run.info.status == "FINISHED" and run.data.params["tokens"] == "500" and run.data.metrics
@@ -187,14 +219,26 @@ def test_a_whole_notebook_from_readmes_command(elsewhere):
 
 @pytest.mark.roundtrip
 def test_a_run_that_fails_is_failed_and_the_driver_agrees(project):  # noqa: F811
-    command = [sys.executable, "-m", "papermill", "notebooks/toy.ipynb", "out.ipynb", "-p", "boom", "True",
-               "--no-progress-bar"]
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        "notebooks/toy.ipynb",
+        "out.ipynb",
+        "-p",
+        "boom",
+        "True",
+        "--no-progress-bar",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(PYTHONPATH=str(ROOT)))
     assert done.returncode != 0 and "the roof is on fire" in done.stderr
     (driven,) = driver.run(EXPERIMENT, overrides={"boom": True})
     client = store.client()
-    found = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id],
-                               "tags.`kvlab.kind` != 'sweep'", order_by=["attributes.start_time ASC"])
+    found = client.search_runs(
+        [client.get_experiment_by_name(EXPERIMENT).experiment_id],
+        "tags.`kvlab.kind` != 'sweep'",
+        order_by=["attributes.start_time ASC"],
+    )
     assert [run.data.tags["kvlab.kind"] for run in found] == ["interactive", "job"]
     assert [run.info.status for run in found] == ["FAILED", "FAILED"] and driven.state == "failed"
     assert found[0].data.tags["kvlab.error"] == "ValueError: the roof is on fire"

@@ -20,10 +20,18 @@ CLAIMS = papers.claims()
 
 def claim(**changes) -> Claim:
     """A claim that a metric of about 0.6 exceeds zero."""
-    content = {"id": "toy", "paper": "p", "where": "table 1", "summary": "s", "metric": "m", "paper_value": 0.6,
-               "experiment": "e",
-               "direction": {"kind": "greater", "than": 0.0},
-               "size": {"kind": "within", "of": "absolute", "tolerance": 0.1}, **changes}
+    content = {
+        "id": "toy",
+        "paper": "p",
+        "where": "table 1",
+        "summary": "s",
+        "metric": "m",
+        "paper_value": 0.6,
+        "experiment": "e",
+        "direction": {"kind": "greater", "than": 0.0},
+        "size": {"kind": "within", "of": "absolute", "tolerance": 0.1},
+        **changes,
+    }
     return Claim.model_validate(content)
 
 
@@ -33,9 +41,19 @@ def condition(test: dict, metrics: dict[str, float], paper_value: float | None =
     return judge(tested, {**metrics, "sure": 1}).verdict == "holds"
 
 
-@pytest.mark.parametrize(("value", "verdict"), [
-    (0.65, "holds"), (0.7, "holds"), (0.75, "holds in direction only"), (0.05, "holds in direction only"),
-    (0.0, "fails"), (-0.6, "fails"), (None, "not measured"), (math.nan, "not measured")])
+@pytest.mark.parametrize(
+    ("value", "verdict"),
+    [
+        (0.65, "holds"),
+        (0.7, "holds"),
+        (0.75, "holds in direction only"),
+        (0.05, "holds in direction only"),
+        (0.0, "fails"),
+        (-0.6, "fails"),
+        (None, "not measured"),
+        (math.nan, "not measured"),
+    ],
+)
 def test_verdict_follows_the_number(value, verdict):
     assert judge(claim(), {} if value is None else {"m": value}).verdict == verdict
 
@@ -54,37 +72,56 @@ def test_intervals_come_along_and_doubt_is_said():
     assert "contains 0.55" in against.why
 
 
-@pytest.mark.parametrize(("test", "passes", "misses"), [
-    ({"kind": "within", "of": "relative", "tolerance": 0.5}, 0.85, 0.95),
-    ({"kind": "within", "of": "factor", "tolerance": 2}, 1.15, 0.29),
-    ({"kind": "within", "of": "absolute", "tolerance": 0.1, "to": "x"}, 1.05, 0.6),
-    ({"kind": "greater", "than": "x", "margin": 0.5}, 1.51, 1.5),
-    ({"kind": "greater", "than": "x", "factor": 2}, 2.01, 1.99),
-    ({"kind": "less", "than": "x", "factor": 0.9}, 0.89, 0.91),
-    ({"kind": "less", "than": "x", "margin": 0.2}, 0.79, 0.81),
-    ({"kind": "at_most", "value": 0}, 0, 1e-9),
-    ({"kind": "at_least", "value": 2}, 2, 1.999),
-    ({"kind": "all_of", "tests": [{"kind": "at_least", "value": 1}, {"kind": "at_most", "value": 2}]}, 1.5, 2.5),
-])
+@pytest.mark.parametrize(
+    ("test", "passes", "misses"),
+    [
+        ({"kind": "within", "of": "relative", "tolerance": 0.5}, 0.85, 0.95),
+        ({"kind": "within", "of": "factor", "tolerance": 2}, 1.15, 0.29),
+        ({"kind": "within", "of": "absolute", "tolerance": 0.1, "to": "x"}, 1.05, 0.6),
+        ({"kind": "greater", "than": "x", "margin": 0.5}, 1.51, 1.5),
+        ({"kind": "greater", "than": "x", "factor": 2}, 2.01, 1.99),
+        ({"kind": "less", "than": "x", "factor": 0.9}, 0.89, 0.91),
+        ({"kind": "less", "than": "x", "margin": 0.2}, 0.79, 0.81),
+        ({"kind": "at_most", "value": 0}, 0, 1e-9),
+        ({"kind": "at_least", "value": 2}, 2, 1.999),
+        ({"kind": "all_of", "tests": [{"kind": "at_least", "value": 1}, {"kind": "at_most", "value": 2}]}, 1.5, 2.5),
+    ],
+)
 def test_each_kind_of_test_turns_where_it_says(test, passes, misses):
     assert condition(test, {"m": passes, "x": 1.0})
     assert not condition(test, {"m": misses, "x": 1.0})
 
 
-@pytest.mark.parametrize(("test", "passes", "misses"), [
-    ({"kind": "clearly_greater", "than": 0.0}, (0.01, 0.9), (0.0, 0.9)),
-    ({"kind": "clearly_greater", "than": "x"}, (1.01, 1.2), (0.9, 1.2)),
-    ({"kind": "clearly_less", "than": 0.0}, (-0.9, -0.01), (-0.9, 0.0)),
-    ({"kind": "clearly_less", "than": "x"}, (0.2, 0.99), (0.9, 1.01)),
-    ({"kind": "covers"}, (0.6, 0.9), (0.61, 0.9)),
-    ({"kind": "covers", "to": 0.0}, (-0.1, 0.0), (0.1, 0.2)),
-    ({"kind": "covers"}, (0.1, 0.9), (-0.1, 0.9)),
-    ({"kind": "covers", "to": "x"}, (0.5, 1.5), (1.1, 1.5)),
-    ({"kind": "any_of", "tests": [{"kind": "covers"}, {"kind": "within", "of": "factor", "tolerance": 2}]},
-     (0.65, 0.75), (0.0, 0.2)),
-    ({"kind": "any_of", "tests": [{"kind": "covers", "to": 5}, {"kind": "at_least", "metric": "x", "value": 2},
-                                  {"kind": "clearly_less", "than": 0}]}, (4, 6), (0, 1)),
-])
+@pytest.mark.parametrize(
+    ("test", "passes", "misses"),
+    [
+        ({"kind": "clearly_greater", "than": 0.0}, (0.01, 0.9), (0.0, 0.9)),
+        ({"kind": "clearly_greater", "than": "x"}, (1.01, 1.2), (0.9, 1.2)),
+        ({"kind": "clearly_less", "than": 0.0}, (-0.9, -0.01), (-0.9, 0.0)),
+        ({"kind": "clearly_less", "than": "x"}, (0.2, 0.99), (0.9, 1.01)),
+        ({"kind": "covers"}, (0.6, 0.9), (0.61, 0.9)),
+        ({"kind": "covers", "to": 0.0}, (-0.1, 0.0), (0.1, 0.2)),
+        ({"kind": "covers"}, (0.1, 0.9), (-0.1, 0.9)),
+        ({"kind": "covers", "to": "x"}, (0.5, 1.5), (1.1, 1.5)),
+        (
+            {"kind": "any_of", "tests": [{"kind": "covers"}, {"kind": "within", "of": "factor", "tolerance": 2}]},
+            (0.65, 0.75),
+            (0.0, 0.2),
+        ),
+        (
+            {
+                "kind": "any_of",
+                "tests": [
+                    {"kind": "covers", "to": 5},
+                    {"kind": "at_least", "metric": "x", "value": 2},
+                    {"kind": "clearly_less", "than": 0},
+                ],
+            },
+            (4, 6),
+            (0, 1),
+        ),
+    ],
+)
 def test_tests_of_intervals_turn_at_their_ends_however_the_interval_comes(test, passes, misses):
     """The middle of an interval is its value; it comes as two metrics, or apart."""
     for (low, high), expected in ((passes, True), (misses, False)):
@@ -94,8 +131,9 @@ def test_tests_of_intervals_turn_at_their_ends_however_the_interval_comes(test, 
         assert (judge(apart, {"m": value, "x": 1.0}, {"m": (low, high)}).verdict == "holds") is expected
 
 
-@pytest.mark.parametrize("test", [{"kind": "clearly_greater", "than": 0.0}, {"kind": "clearly_less", "than": 9},
-                                  {"kind": "covers"}])
+@pytest.mark.parametrize(
+    "test", [{"kind": "clearly_greater", "than": 0.0}, {"kind": "clearly_less", "than": 9}, {"kind": "covers"}]
+)
 def test_a_test_of_an_interval_needs_both_ends(test):
     tested = claim(direction=test)
     assert tested.metrics == {"m", "m/low", "m/high"}
@@ -106,23 +144,45 @@ def test_a_test_of_an_interval_needs_both_ends(test):
 
 
 def test_the_metrics_of_tests_within_tests_are_needed_too():
-    parts = [{"kind": "clearly_less", "metric": "d", "than": "e"}, {"kind": "all_of", "metric": "f", "tests": [
-        {"kind": "covers"}, {"kind": "monotone", "metrics": ["g", "h"], "trend": "increasing"}]}]
+    parts = [
+        {"kind": "clearly_less", "metric": "d", "than": "e"},
+        {
+            "kind": "all_of",
+            "metric": "f",
+            "tests": [{"kind": "covers"}, {"kind": "monotone", "metrics": ["g", "h"], "trend": "increasing"}],
+        },
+    ]
     tested = claim(size={"kind": "any_of", "tests": parts})
     assert tested.metrics == {"m", "d", "d/low", "d/high", "e", "f", "f/low", "f/high", "g", "h"}
 
 
-@pytest.mark.parametrize(("test", "interval", "why"), [
-    ({"kind": "clearly_greater", "than": 0.0}, (0.5, 0.7), "the interval of m, 0.5 to 0.7, asked to lie above 0 as a "
-                                                           "whole"),
-    ({"kind": "clearly_less", "than": 0.0}, (-0.5, 0.7), "the interval of m, -0.5 to 0.7, asked to lie below 0 as a "
-                                                         "whole"),
-    ({"kind": "covers"}, (0.5, 0.7), "the interval of m, 0.5 to 0.7, asked to contain the paper's 0.6"),
-    ({"kind": "any_of", "tests": [{"kind": "at_most", "value": 0}, {"kind": "at_least", "value": 0.5}]}, (0.5, 0.7),
-     "Direction met: m = 0.6, asked to be at least 0.5."),
-    ({"kind": "any_of", "tests": [{"kind": "at_most", "value": 0}, {"kind": "at_least", "value": 1}]}, (0.5, 0.7),
-     "none of these: m = 0.6, asked to be at most 0; m = 0.6, asked to be at least 1"),
-], ids=["above", "below", "contains", "one of", "none of"])
+@pytest.mark.parametrize(
+    ("test", "interval", "why"),
+    [
+        (
+            {"kind": "clearly_greater", "than": 0.0},
+            (0.5, 0.7),
+            "the interval of m, 0.5 to 0.7, asked to lie above 0 as a whole",
+        ),
+        (
+            {"kind": "clearly_less", "than": 0.0},
+            (-0.5, 0.7),
+            "the interval of m, -0.5 to 0.7, asked to lie below 0 as a whole",
+        ),
+        ({"kind": "covers"}, (0.5, 0.7), "the interval of m, 0.5 to 0.7, asked to contain the paper's 0.6"),
+        (
+            {"kind": "any_of", "tests": [{"kind": "at_most", "value": 0}, {"kind": "at_least", "value": 0.5}]},
+            (0.5, 0.7),
+            "Direction met: m = 0.6, asked to be at least 0.5.",
+        ),
+        (
+            {"kind": "any_of", "tests": [{"kind": "at_most", "value": 0}, {"kind": "at_least", "value": 1}]},
+            (0.5, 0.7),
+            "none of these: m = 0.6, asked to be at most 0; m = 0.6, asked to be at least 1",
+        ),
+    ],
+    ids=["above", "below", "contains", "one of", "none of"],
+)
 def test_the_comparison_is_said(test, interval, why):
     told = judge(claim(direction=test, size={"kind": "at_most", "value": 9}), {"m": 0.6}, {"m": interval}).why
     assert why in told and told.count("interval") == why.count("interval")
@@ -138,8 +198,16 @@ def test_a_factor_does_not_pass_with_the_wrong_sign():
     assert not condition({"kind": "within", "of": "factor", "tolerance": 2}, {"m": -0.6})
 
 
-@pytest.mark.parametrize(("values", "slack", "passes"), [
-    ([1, 2, 3], 0, True), ([1, 3, 2], 0, False), ([1, 3, 2.9], 0.2, True), ([3, 2, 1], 0, False), ([1, 1, 1], 0, True)])
+@pytest.mark.parametrize(
+    ("values", "slack", "passes"),
+    [
+        ([1, 2, 3], 0, True),
+        ([1, 3, 2], 0, False),
+        ([1, 3, 2.9], 0.2, True),
+        ([3, 2, 1], 0, False),
+        ([1, 1, 1], 0, True),
+    ],
+)
 def test_monotone(values, slack, passes):
     metrics = dict(zip("abc", values, strict=True)) | {"m": 0}
     test = {"kind": "monotone", "metrics": list("abc"), "trend": "increasing", "slack": slack}
@@ -157,8 +225,11 @@ def test_the_number_of_claims_and_their_papers():
 @pytest.mark.parametrize("each", [each for each in CLAIMS if each.paper_value is not None], ids=lambda each: each.id)
 def test_the_papers_own_figure_passes_its_test_of_size(each):
     """Where a claim is judged on nothing but its own metric, the paper's figure, had we measured it, must hold."""
-    measured = {each.metric: each.paper_value, f"{each.metric}/low": each.paper_value - 1e-9 * abs(each.paper_value),
-                f"{each.metric}/high": each.paper_value + 1e-9 * abs(each.paper_value)}
+    measured = {
+        each.metric: each.paper_value,
+        f"{each.metric}/low": each.paper_value - 1e-9 * abs(each.paper_value),
+        f"{each.metric}/high": each.paper_value + 1e-9 * abs(each.paper_value),
+    }
     if each.metrics <= measured.keys():
         assert judge(each, measured).verdict == "holds", judge(each, measured).why
 
@@ -169,8 +240,15 @@ def test_every_claim_can_fail_and_says_so(each):
     numbers = (-1e6, -1.0, 0.0, 0.5, 1.0, 1e6)
     # Series that a trend is asked of: level, rising and falling in the order in which the claim names them.
     named = [name for test in (each.direction, each.size) for name in getattr(test, "metrics", [])]
-    slopes = [dict.fromkeys(named, 0.0), {n: float(i) for i, n in enumerate(named)},
-              {n: -float(i) for i, n in enumerate(named)}] if named else [{}]
+    slopes = (
+        [
+            dict.fromkeys(named, 0.0),
+            {n: float(i) for i, n in enumerate(named)},
+            {n: -float(i) for i, n in enumerate(named)},
+        ]
+        if named
+        else [{}]
+    )
     verdicts = set()
     for value, others, slope in itertools.product(numbers, numbers, slopes):
         verdicts.add(judge(each, dict.fromkeys(each.metrics, others) | {each.metric: value} | slope).verdict)
@@ -183,22 +261,30 @@ def test_every_claim_can_fail_and_says_so(each):
 def test_printed_numbers_judged_on_themselves():
     """DapQ's table 1 as if we had measured it: every claim on the table must hold, or the claim is badly put."""
     table = papers.figure("dapq", "table1").set_index("condition")
-    measured = {f"similarity/{column}/{row}": table.loc[row, column]
-                for row in table.index for column in ("post", "pre")}
+    measured = {
+        f"similarity/{column}/{row}": table.loc[row, column] for row in table.index for column in ("post", "pre")
+    }
     measured |= {name.replace("similarity", "distance"): 1 - value for name, value in measured.items()}
     measured["ratio/post/dc_sp_over_sc_dp"] = table.loc["dc_sp", "post"] / table.loc["sc_dp", "post"]
     without = table.loc["dc_dp", "post"]
     measured["ratio/post/content_over_position"] = (table.loc["sc_dp", "post"] - without) / (
-        table.loc["dc_sp", "post"] - without)
+        table.loc["dc_sp", "post"] - without
+    )
     for rope in ("post", "pre"):
-        differences = {"position_less_content": ("dc_sp", "sc_dp"), "position/different_content": ("dc_sp", "dc_dp"),
-                       "content/different_position": ("sc_dp", "dc_dp")}
+        differences = {
+            "position_less_content": ("dc_sp", "sc_dp"),
+            "position/different_content": ("dc_sp", "dc_dp"),
+            "content/different_position": ("sc_dp", "dc_dp"),
+        }
         for name, (left, right) in differences.items():
             effect = f"effect/{rope}/{name}"
             measured[effect] = table.loc[left, rope] - table.loc[right, rope]
             measured |= {f"{effect}/low": measured[effect] - 1e-9, f"{effect}/high": measured[effect] + 1e-9}
-    judged = {each.id: judge(each, measured).verdict for each in papers.claims(paper="dapq")
-              if each.metrics <= measured.keys()}
+    judged = {
+        each.id: judge(each, measured).verdict
+        for each in papers.claims(paper="dapq")
+        if each.metrics <= measured.keys()
+    }
     assert len(judged) >= 9 and set(judged.values()) == {"holds"}
 
 
@@ -228,23 +314,34 @@ def test_unknown_names_teach():
         papers.figure("zsmerge", "figure_4")
 
 
-@pytest.mark.parametrize(("text", "match"), [
-    ("name: x\nlabel: X\ntitle: T\nclaims: [{id: a}]", "claims.0.where"),
-    ("name: x\nlabel: X\ntitle: T\nsurprise: 1", "surprise"),
-    ("name: [", "not valid YAML"),
-    ("name: x\nlabel: X\ntitle: T\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: null, "
-     "direction: {kind: at_least, value: 0}, size: {kind: within, of: absolute, tolerance: 1}}]",
-     "paper_value is null"),
-    ("name: x\nlabel: X\ntitle: T\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: 1, "
-     "direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
-     "no experiment measures a: say in `untested` why not"),
-    ("name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: 1, "
-     "untested: too large, direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
-     "although e measures it"),
-    ("name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: null, "
-     "direction: {kind: at_least, value: 0}, size: {kind: any_of, tests: [{kind: covers}]}}]",
-     "paper_value is null"),
-])
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("name: x\nlabel: X\ntitle: T\nclaims: [{id: a}]", "claims.0.where"),
+        ("name: x\nlabel: X\ntitle: T\nsurprise: 1", "surprise"),
+        ("name: [", "not valid YAML"),
+        (
+            "name: x\nlabel: X\ntitle: T\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: null, "
+            "direction: {kind: at_least, value: 0}, size: {kind: within, of: absolute, tolerance: 1}}]",
+            "paper_value is null",
+        ),
+        (
+            "name: x\nlabel: X\ntitle: T\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: 1, "
+            "direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
+            "no experiment measures a: say in `untested` why not",
+        ),
+        (
+            "name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: 1, "
+            "untested: too large, direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
+            "although e measures it",
+        ),
+        (
+            "name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: null, "
+            "direction: {kind: at_least, value: 0}, size: {kind: any_of, tests: [{kind: covers}]}}]",
+            "paper_value is null",
+        ),
+    ],
+)
 def test_a_bad_file_is_one_sentence(tmp_path, text, match):
     path = tmp_path / "x.yaml"
     path.write_text(text)

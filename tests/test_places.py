@@ -40,8 +40,14 @@ def test_a_cluster_keeps_what_this_machine_would_have_kept(project, console, clu
     for result, value in zip(found, (0.55, 0.62), strict=True):
         run = by_id[result.run_id]
         assert run.info.status == "FINISHED" and run.data.metrics["reduction/0.20"] == value
-        assert artifacts(run) == {"notebook/toy.ipynb", "notebook/toy.html", "figures/curve.png", "figures/curve.svg",
-                                  "tables/errors.parquet", "claims.json"}
+        assert artifacts(run) == {
+            "notebook/toy.ipynb",
+            "notebook/toy.html",
+            "figures/curve.png",
+            "figures/curve.svg",
+            "tables/errors.parquet",
+            "claims.json",
+        }
     again = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
     assert [result.state for result in again] == ["done earlier"] * 2
 
@@ -49,12 +55,14 @@ def test_a_cluster_keeps_what_this_machine_would_have_kept(project, console, clu
 def test_a_worker_that_is_killed_is_replaced_and_its_job_begun_anew(project, console, cluster):  # noqa: F811
     """The notebook kills the worker process that it runs under, the first time only."""
     marker = project / "died"
-    suicide = (f"import os, pathlib, psutil, signal\nmarker = pathlib.Path({str(marker)!r})\n"
-               "if not marker.exists():\n"
-               "    marker.touch()\n"
-               "    parents = psutil.Process().parents()\n"
-               "    worker = next(one for one in parents if 'multiprocessing' in ' '.join(one.cmdline()))\n"
-               "    os.kill(worker.pid, signal.SIGKILL)\n")
+    suicide = (
+        f"import os, pathlib, psutil, signal\nmarker = pathlib.Path({str(marker)!r})\n"
+        "if not marker.exists():\n"
+        "    marker.touch()\n"
+        "    parents = psutil.Process().parents()\n"
+        "    worker = next(one for one in parents if 'multiprocessing' in ' '.join(one.cmdline()))\n"
+        "    os.kill(worker.pid, signal.SIGKILL)\n"
+    )
     notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(suicide), cell(BODY))
     (result,) = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
     assert result.state == "finished", console.file.getvalue()
@@ -87,13 +95,16 @@ def test_workers_elsewhere_cannot_share_a_sqlite_file(project, monkeypatch, clus
         places.connect(cluster.scheduler_address)
 
 
-@pytest.mark.parametrize(("content", "sentence"), [
-    (None, r"slurm.yaml, which is not there"),
-    ("queue: [", r"slurm.yaml is not valid YAML"),
-    ("- queue", r"slurm.yaml must be a mapping"),
-    ("jobs: many", r"jobs must be a whole number"),
-    ("quueue: short", r"slurm.yaml: .*quueue"),
-])
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, r"slurm.yaml, which is not there"),
+        ("queue: [", r"slurm.yaml is not valid YAML"),
+        ("- queue", r"slurm.yaml must be a mapping"),
+        ("jobs: many", r"jobs must be a whole number"),
+        ("quueue: short", r"slurm.yaml: .*quueue"),
+    ],
+)
 def test_settings_for_slurm_that_are_wrong(project, monkeypatch, fake_slurm, content, sentence):  # noqa: F811
     if content is not None:
         (project / "slurm.yaml").write_text(content)
@@ -116,8 +127,8 @@ def fake_slurm(tmp_path, monkeypatch):
     # The real one keeps a copy of the script, which its sender removes at once.
     scripts = {
         "sbatch": f'#!/bin/sh\ncp "$1" "{folder}/script"\n'
-                  f'setsid sh "{folder}/script" >"{folder}/out" 2>&1 </dev/null &\n'
-                  f'echo $! >"{folder}/pid"\necho "Submitted batch job 7"\n',
+        f'setsid sh "{folder}/script" >"{folder}/out" 2>&1 </dev/null &\n'
+        f'echo $! >"{folder}/pid"\necho "Submitted batch job 7"\n',
         "scancel": f'#!/bin/sh\nkill -- -$(cat "{folder}/pid")\n',
     }
     for name, text in scripts.items():

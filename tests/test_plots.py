@@ -21,8 +21,9 @@ def headless():
 
 
 def test_paper_beside_ours_draws_both_and_leaves_a_gap():
-    ax = plots.paper_beside_ours({"a": 0.7, "b": None}, {"a": 0.6, "b": -0.2}, {"a": (0.5, 0.65)}, ylabel="cosine",
-                                 labels={"a": "first"})
+    ax = plots.paper_beside_ours(
+        {"a": 0.7, "b": None}, {"a": 0.6, "b": -0.2}, {"a": (0.5, 0.65)}, ylabel="cosine", labels={"a": "first"}
+    )
     assert sorted(round(bar.get_height(), 6) for bar in ax.patches) == [-0.2, 0.6, 0.7]
     assert [text.get_text() for text in ax.get_xticklabels()] == ["first", "b"]
     assert [text.get_text() for text in ax.texts] == ["0.70", "0.60", "-0.20"] and ax.get_ylabel() == "cosine"
@@ -46,8 +47,9 @@ def test_boxes_keep_the_order_and_heatmaps_name_the_unit():
     assert [text.get_text() for text in ax.get_xticklabels()] == ["A", "b"]
     level = [line.get_ydata()[0] for line in ax.lines if len(set(line.get_ydata())) == 1]
     assert [height for height in level if height in (2.5, 6.5)] == [6.5, 2.5]
-    ax = plots.heatmap(pandas.DataFrame([[0.0, 1.0]], index=[3], columns=[0.2, 0.5]), xlabel="ratio", ylabel="layer",
-                       unit="fraction")
+    ax = plots.heatmap(
+        pandas.DataFrame([[0.0, 1.0]], index=[3], columns=[0.2, 0.5]), xlabel="ratio", ylabel="layer", unit="fraction"
+    )
     assert ax.figure.axes[-1].get_ylabel() == "fraction" and list(ax.collections[0].get_array().ravel()) == [0.0, 1.0]
 
 
@@ -56,10 +58,15 @@ def test_the_palette_is_distinct_from_the_papers_grey():
 
 
 def needles():
-    return pandas.DataFrame([
-        {"policy": policy, "budget": budget, "length": length, "depth": depth, "score": score}
-        for policy, budget, best in (("full", None, 1.0), ("snapkv", 64, 0.5), ("snapkv", 128, 0.75))
-        for length in (1024, 256) for depth in (1.0, 0.0, 0.5) for score in (best, best / 2)])
+    return pandas.DataFrame(
+        [
+            {"policy": policy, "budget": budget, "length": length, "depth": depth, "score": score}
+            for policy, budget, best in (("full", None, 1.0), ("snapkv", 64, 0.5), ("snapkv", 128, 0.75))
+            for length in (1024, 256)
+            for depth in (1.0, 0.0, 0.5)
+            for score in (best, best / 2)
+        ]
+    )
 
 
 def test_needle_heatmaps_have_a_panel_for_each_policy_and_budget_and_average_a_cell():

@@ -10,7 +10,7 @@ from tensors import exact, layer, sets, shaken
 import kvlab
 from kvlab.errors import KvlabError
 
-SHAPES = [(6, 2), (4, 4), (4, 1)]           # grouped-query, multi-head, multi-query
+SHAPES = [(6, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 CASES = [
     ("streamingllm", dict(budget=9)),
     ("streamingllm", dict(budget=12, sinks=2)),
@@ -50,7 +50,7 @@ def oracle_kept(name, parameters, queries, keys, values, **more):
 @pytest.mark.parametrize("length", [45, 90])
 def test_keeps_what_the_oracle_keeps(case, heads, kv_heads, length):
     name, parameters = case
-    queries, keys, values = layer(length + kv_heads, heads, kv_heads, prompt=length, layers=2)     # as a batch of two
+    queries, keys, values = layer(length + kv_heads, heads, kv_heads, prompt=length, layers=2)  # as a batch of two
     pseudo = layer(7, heads, kv_heads, prompt=length, n=12, layers=2)[0]
     more = [dict(pseudo=pseudo[b]) if name == "dapq" else {} for b in range(2)]
     policy = kvlab.policy(name, **parameters)
@@ -66,7 +66,7 @@ def test_the_last_queries_are_enough(name, window):
     policy = kvlab.policy(name, budget=48)
     assert policy.keep(queries, keys, values).equal(policy.keep(queries[:, :, -window:], keys, values))
     with pytest.raises((KvlabError, ValueError), match=str(window)):
-        policy.keep(queries[:, :, -window + 1:], keys, values)
+        policy.keep(queries[:, :, -window + 1 :], keys, values)
 
 
 def test_random_is_seeded_and_spread():
@@ -77,7 +77,7 @@ def test_random_is_seeded_and_spread():
     found = [k for batch in kept for k in sets(batch)]
     assert all(len(k) == 50 for k in found)
     mean = sum(sum(k) for k in found) / 300
-    assert 80 < mean < 120                  # uniform over 0 .. 199: 99.5, standard error 3
+    assert 80 < mean < 120  # uniform over 0 .. 199: 99.5, standard error 3
 
 
 def test_dapq_without_pseudo_queries_says_so():
@@ -87,6 +87,7 @@ def test_dapq_without_pseudo_queries_says_so():
 
 
 # Budgets
+
 
 @pytest.mark.parametrize("name", sorted(NEEDS))
 @pytest.mark.parametrize("length, budget", [(50, 50), (50, 51), (50, 1000), (50, 1.0), (6, 40), (33, 40)])
@@ -122,9 +123,18 @@ def test_a_budget_that_is_none(name, budget):
     assert "budget" in refused(name, budget=budget)
 
 
-@pytest.mark.parametrize("name, parameters, below", [
-    ("streamingllm", {}, 4), ("streamingllm", dict(sinks=10), 10), ("snapkv", {}, 31), ("snapkv", dict(window=16), 15),
-    ("morphkv", {}, 31), ("morphkv", dict(window=8), 7), ("zsmerge", {}, 1)])
+@pytest.mark.parametrize(
+    "name, parameters, below",
+    [
+        ("streamingllm", {}, 4),
+        ("streamingllm", dict(sinks=10), 10),
+        ("snapkv", {}, 31),
+        ("snapkv", dict(window=16), 15),
+        ("morphkv", {}, 31),
+        ("morphkv", dict(window=8), 7),
+        ("zsmerge", {}, 1),
+    ],
+)
 def test_an_integer_below_what_the_method_needs(name, parameters, below):
     sentence = refused(name, budget=below, **parameters)
     assert str(below) in sentence and (str(below + 1) in sentence or str(below + 2) in sentence)
@@ -143,15 +153,27 @@ def test_a_fraction_is_floored_and_raised_to_what_the_method_needs(name):
     assert sets(least[0])[0]
 
 
-@pytest.mark.parametrize("name, parameters, said", [
-    ("snapkv", dict(windw=8), "window"), ("zsmerge", dict(decai=.9), "decay"), ("full", dict(window=8), "window"),
-    ("snapkv", dict(window="8"), "window"), ("snapkv", dict(window=0), "window"),
-    ("snapkv", dict(window=2.5), "window"), ("streamingllm", dict(sinks=-1), "sinks"),
-    ("snapkv", dict(kernel=4), "kernel"), ("snapkv", dict(kernel=0), "kernel"), ("zsmerge", dict(decay=1.5), "decay"),
-    ("zsmerge", dict(alpha=-1), "alpha"), ("zsmerge", dict(residual=1.5), "residual"),
-    ("zsmerge", dict(residual=-1), "residual"),
-    ("morphkv", dict(fusion="mean"), "fusion"), ("morphkv", dict(window=-1), "window"),
-    ("random", dict(seed="x"), "seed")])
+@pytest.mark.parametrize(
+    "name, parameters, said",
+    [
+        ("snapkv", dict(windw=8), "window"),
+        ("zsmerge", dict(decai=0.9), "decay"),
+        ("full", dict(window=8), "window"),
+        ("snapkv", dict(window="8"), "window"),
+        ("snapkv", dict(window=0), "window"),
+        ("snapkv", dict(window=2.5), "window"),
+        ("streamingllm", dict(sinks=-1), "sinks"),
+        ("snapkv", dict(kernel=4), "kernel"),
+        ("snapkv", dict(kernel=0), "kernel"),
+        ("zsmerge", dict(decay=1.5), "decay"),
+        ("zsmerge", dict(alpha=-1), "alpha"),
+        ("zsmerge", dict(residual=1.5), "residual"),
+        ("zsmerge", dict(residual=-1), "residual"),
+        ("morphkv", dict(fusion="mean"), "fusion"),
+        ("morphkv", dict(window=-1), "window"),
+        ("random", dict(seed="x"), "seed"),
+    ],
+)
 def test_bad_parameters_are_named(name, parameters, said):
     budget = {} if name == "full" else {"budget": 64}
     assert said in refused(name, **budget, **parameters)
@@ -165,9 +187,15 @@ def test_unknown_policy_offers_the_nearest():
 
 # Any shape, any budget
 
+
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(sorted(NEEDS)), shape=st.sampled_from([(1, 1), (6, 2), (4, 1)]), seed=st.integers(0, 999),
-       length=st.integers(1, 70), budget=st.one_of(st.integers(33, 80), st.floats(.01, 1)))
+@given(
+    name=st.sampled_from(sorted(NEEDS)),
+    shape=st.sampled_from([(1, 1), (6, 2), (4, 1)]),
+    seed=st.integers(0, 999),
+    length=st.integers(1, 70),
+    budget=st.one_of(st.integers(33, 80), st.floats(0.01, 1)),
+)
 def test_what_is_kept_is_a_sorted_set_of_the_prompt_within_the_budget(name, shape, seed, length, budget):
     queries, keys, values = layer(seed, *shape, head_dim=4, prompt=length, layers=1)
     policy = kvlab.policy(name, **({} if name == "full" else {"budget": budget}))

@@ -66,8 +66,9 @@ def test_losses_are_those_of_the_full_cache_on_the_same_queries(run, name):
         for t in range(1, STEPS + 1):
             weights = oracles.decoding_weights(queries, keys, LENGTH, t)
             full = [oracles.attention_output(weights[h], values[h // 2, : LENGTH + t]) for h in range(4)]
-            own = [oracles.top_positions(oracles.summed_over_group(weights, g, 2), SMALL[name]["budget"])
-                   for g in range(2)]
+            own = [
+                oracles.top_positions(oracles.summed_over_group(weights, g, 2), SMALL[name]["budget"]) for g in range(2)
+            ]
             lost.append(oracles.mass_lost(weights, steps[t]["read"]))
             error.append(oracles.output_error(full, steps[t]["output"]))
             found.append(oracles.recall(steps[t]["read"], own))
@@ -82,8 +83,10 @@ def test_entropy_is_that_of_the_attention_over_what_was_read(run, name):
     session, layers, _ = run(name)
     for layer, (queries, keys, _, steps) in enumerate(layers):
         expected = [
-            [oracles.entropy(oracles.attention_weights(queries[h, t - 1], keys[h // 2, steps[t]["read"][h // 2]]))
-             for h in range(4)]
+            [
+                oracles.entropy(oracles.attention_weights(queries[h, t - 1], keys[h // 2, steps[t]["read"][h // 2]]))
+                for h in range(4)
+            ]
             for t in range(1, STEPS + 1)
         ]
         np.testing.assert_allclose(numbers(session, "entropy", layer, "head"), expected, atol=1e-4)
@@ -110,7 +113,10 @@ def test_read_bytes_by_hand(run):
         read[name] = rows[rows.step > 1].groupby("step").value.sum().unique().tolist()
     profiles = 15 * 6 * 4
     assert read == {
-        "streamingllm": [13 * ENTRY * 4], "exact_topk": [8 * ENTRY * 4], "morphkv": [4 * (15 * ENTRY + profiles)]}
+        "streamingllm": [13 * ENTRY * 4],
+        "exact_topk": [8 * ENTRY * 4],
+        "morphkv": [4 * (15 * ENTRY + profiles)],
+    }
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -119,7 +125,14 @@ def test_the_running_means_are_the_tables(run, name):
     means = session.table.groupby("measure").value.mean().to_dict()
     assert session.means == pytest.approx(means, rel=1e-5)
     assert set(means) == {
-        "mass_lost", "step_recall", "output_error", "entropy", "stored_bytes", "read_bytes", "seconds"}
+        "mass_lost",
+        "step_recall",
+        "output_error",
+        "entropy",
+        "stored_bytes",
+        "read_bytes",
+        "seconds",
+    }
     seconds = session.table[session.table.measure == "seconds"]
     assert len(seconds) == STEPS and (seconds.value > 0).all() and seconds.layer.isna().all()
 
@@ -245,7 +258,17 @@ def test_a_probe_of_ones_own(tiny):
     with kvlab.compress(model, "full", probes=[Norms(), witness]) as session:
         generate(model, prompt(30, rows=2), 6)
     assert session.table.columns.tolist() == [
-        "policy", "budget", "prompt", "sequence", "layer", "kv_head", "head", "step", "measure", "value"]
+        "policy",
+        "budget",
+        "prompt",
+        "sequence",
+        "layer",
+        "kv_head",
+        "head",
+        "step",
+        "measure",
+        "value",
+    ]
     assert len(session.table) == 5 * 2 * 2 * 4 and set(session.table.measure) == {"norm"}
     row = session.table.query("sequence == 1 and layer == 1 and step == 4 and head == 2").iloc[0]
     assert row.value == pytest.approx(float(witness.steps[1, 4]["output"][1, 2].norm()))

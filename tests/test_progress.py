@@ -28,12 +28,15 @@ def said(followed: Progress) -> str:
     return followed.console.file.getvalue()
 
 
-@pytest.mark.parametrize(("seconds", "workers", "left"), [
-    ([60, 60, 60, 60], 2, 120),
-    ([100, 10, 10], 2, 100),            # the longest job is a floor
-    ([100, None, 50], 1, 225),          # an unknown job takes what the others do
-    ([None, None], 2, None),
-])
+@pytest.mark.parametrize(
+    ("seconds", "workers", "left"),
+    [
+        ([60, 60, 60, 60], 2, 120),
+        ([100, 10, 10], 2, 100),  # the longest job is a floor
+        ([100, None, 50], 1, 225),  # an unknown job takes what the others do
+        ([None, None], 2, None),
+    ],
+)
 def test_the_estimate_is_that_of_the_jobs_that_are_left(seconds, workers, left):
     assert following(seconds, workers).remaining() == left
 
@@ -85,15 +88,19 @@ def test_long_jobs_begin_first(project, monkeypatch):  # noqa: F811
     monkeypatch.setattr(driver.Sweep, "_begin", lambda self, number: begun.append(self.queue[number].experiment))
     console = Console(file=io.StringIO(), width=100)
     driver.run(["a", "b", "c", "d"], workers=2, console=console)
-    assert begun == ["c", "b", "d", "a"]        # b is taken for the mean of the others
+    assert begun == ["c", "b", "d", "a"]  # b is taken for the mean of the others
     assert "4 jobs, 2 at once, about 1 min 30 s" in console.file.getvalue()
 
 
 def test_notebooks_come_in_that_order_too(project):  # noqa: F811
     (project / "experiments" / "zsmerge_error_curves.yaml").unlink()
     for name, seconds in (("a", 10), ("b", None), ("c", 90), ("d", 30)):
-        experiment(project, name, notebook=f"notebooks/{name}.ipynb",
-                   profiles={"quick": {"seconds": seconds} if seconds else {}})
+        experiment(
+            project,
+            name,
+            notebook=f"notebooks/{name}.ipynb",
+            profiles={"quick": {"seconds": seconds} if seconds else {}},
+        )
     assert experiments.longest_first() == [f"notebooks/{name}.ipynb" for name in "cbda"]
 
 

@@ -5,8 +5,22 @@ import oracles
 import pytest
 import torch
 from replaying import (
-    HEAD_DIM, HEADS, KV_HEADS, LAYERS, PROMPT, STEPS, agrees_on_one_layer, from_table, key, measured_by_oracle, named,
-    oracle, replayed, tensors, trace)
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    PROMPT,
+    STEPS,
+    agrees_on_one_layer,
+    from_table,
+    key,
+    measured_by_oracle,
+    named,
+    oracle,
+    replayed,
+    tensors,
+    trace,
+)
 from tensors import exact, sets
 
 import kvlab
@@ -14,7 +28,7 @@ import kvlab
 CASES = [
     ("full", {}),
     ("streamingllm", dict(budget=12)),
-    ("streamingllm", dict(budget=60)),                         # fills up while decoding
+    ("streamingllm", dict(budget=60)),  # fills up while decoding
     ("snapkv", dict(budget=40)),
     ("snapkv", dict(budget=20, window=8, kernel=5)),
     ("dapq", dict(budget=16)),
@@ -24,7 +38,7 @@ CASES = [
     ("zsmerge", dict(budget=20, residual=0.3, window=4, decay=0.5, alpha=0.5)),
     ("zsmerge", dict(budget=60)),
     ("zsmerge", dict(budget=60, residual=0.1)),
-    ("zsmerge", dict(budget=50, residual=0.2)),                # fits, but its older part exceeds the context's share
+    ("zsmerge", dict(budget=50, residual=0.2)),  # fits, but its older part exceeds the context's share
     ("zsmerge", dict(budget=20, residual=3, initial="similarity")),
     ("zsmerge", dict(budget=18, residual=2, newcomer="displaces")),
     ("morphkv", dict(budget=16, window=6)),
@@ -39,7 +53,7 @@ CASES = [
     ("morphkv", dict(budget=24, window=8, aggregation="max", renormalise=True, fusion="max")),
     ("morphkv", dict(budget=16, window=6, aggregation="logits", renormalise=True)),
 ]
-ROLLING = {"streamingllm", "zsmerge", "morphkv"}               # these bound what is stored while decoding
+ROLLING = {"streamingllm", "zsmerge", "morphkv"}  # these bound what is stored while decoding
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
@@ -72,9 +86,14 @@ def test_summary_is_the_mean_of_the_definitions(case):
         assert summary[measure] == pytest.approx(np.mean([m[measure] for m in layers]), abs=1e-5), measure
 
 
-@pytest.mark.parametrize("name, parameters, seen", [
-    ("snapkv", dict(budget=20, window=8, kernel=5), dict(window=8)), ("snapkv", dict(budget=40), dict(window=32)),
-    ("dapq", dict(budget=16), dict(pseudo=True))])
+@pytest.mark.parametrize(
+    "name, parameters, seen",
+    [
+        ("snapkv", dict(budget=20, window=8, kernel=5), dict(window=8)),
+        ("snapkv", dict(budget=40), dict(window=32)),
+        ("dapq", dict(budget=16), dict(pseudo=True)),
+    ],
+)
 def test_window_recall_uses_raw_scores(name, parameters, seen):
     expected = []
     for queries, keys, _, pseudo in zip(*exact(*tensors())):
@@ -123,8 +142,9 @@ def test_merging_errs_less_than_its_eviction_twin():
 
 # Bytes
 
+
 def test_bytes_of_the_full_cache_and_of_a_rolling_one():
-    entry = 2 * HEAD_DIM * 4 * KV_HEADS * LAYERS              # key and value, float32
+    entry = 2 * HEAD_DIM * 4 * KV_HEADS * LAYERS  # key and value, float32
     full = replayed(*key("full", {})).summary
     mean_length = PROMPT + (STEPS + 1) / 2
     assert full["stored_bytes"] == pytest.approx(entry * mean_length)
@@ -133,7 +153,7 @@ def test_bytes_of_the_full_cache_and_of_a_rolling_one():
     assert rolling["stored_bytes"] == pytest.approx(entry * 12)
     assert rolling["read_bytes"] == pytest.approx(entry * 13)
     merge = replayed(*key("zsmerge", dict(budget=16))).summary
-    twelve_more = 16 * KV_HEADS * LAYERS * 4                  # at least one number beside each entry: its score
+    twelve_more = 16 * KV_HEADS * LAYERS * 4  # at least one number beside each entry: its score
     assert entry * 16 + twelve_more <= merge["stored_bytes"] <= entry * 16 * 1.3
 
 
@@ -161,17 +181,27 @@ def test_replay_of_a_multi_query_and_a_multi_head_layer():
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 9])
-@pytest.mark.parametrize("name, parameters", [
-    ("streamingllm", dict(budget=12)), ("zsmerge", dict(budget=16)), ("zsmerge", dict(budget=10, residual=2)),
-    ("morphkv", dict(budget=16, window=6)), ("morphkv", dict(budget=14, window=12, fusion="max")),
-    ("morphkv", dict(budget=7, window=6, aggregation="max", renormalise=True)),
-    ("morphkv", dict(budget=14, window=12, renormalise=True)), ("snapkv", dict(budget=40))])
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("streamingllm", dict(budget=12)),
+        ("zsmerge", dict(budget=16)),
+        ("zsmerge", dict(budget=10, residual=2)),
+        ("morphkv", dict(budget=16, window=6)),
+        ("morphkv", dict(budget=14, window=12, fusion="max")),
+        ("morphkv", dict(budget=7, window=6, aggregation="max", renormalise=True)),
+        ("morphkv", dict(budget=14, window=12, renormalise=True)),
+        ("snapkv", dict(budget=40)),
+    ],
+)
 def test_a_short_prompt_outgrown_by_its_response(prompt, name, parameters):
     agrees_on_one_layer(4, 2, prompt, 30, name, parameters)
 
 
-@pytest.mark.parametrize("name, parameters", [
-    ("streamingllm", dict(budget=6)), ("morphkv", dict(budget=16, window=6)), ("zsmerge", dict(budget=16))])
+@pytest.mark.parametrize(
+    "name, parameters",
+    [("streamingllm", dict(budget=6)), ("morphkv", dict(budget=16, window=6)), ("zsmerge", dict(budget=16))],
+)
 def test_attention_with_logits_hundreds_apart(name, parameters):
     agrees_on_one_layer(4, 2, PROMPT, 20, name, parameters, spread=60)
 

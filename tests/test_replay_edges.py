@@ -8,7 +8,19 @@ import pandas as pd
 import pytest
 import torch
 from replaying import (
-    HEAD_DIM, HEADS, KV_HEADS, LAYERS, PROMPT, STEPS, from_table, key, oracle, replayed, tensors, trace)
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    PROMPT,
+    STEPS,
+    from_table,
+    key,
+    oracle,
+    replayed,
+    tensors,
+    trace,
+)
 from tensors import exact, layer, sets
 
 import kvlab
@@ -17,11 +29,13 @@ from kvlab.errors import KvlabError
 
 # Budgets, lists
 
+
 def test_a_fraction_is_of_the_prompt():
     quarter = kvlab.replay(trace(), kvlab.policy("streamingllm", budget=0.26))
     assert len(sets(quarter.stored(0, STEPS))[0]) == int(0.26 * PROMPT) == 12
-    np.testing.assert_allclose(quarter.summary["mass_lost"],
-                               replayed(*key("streamingllm", dict(budget=12))).summary["mass_lost"])
+    np.testing.assert_allclose(
+        quarter.summary["mass_lost"], replayed(*key("streamingllm", dict(budget=12))).summary["mass_lost"]
+    )
 
 
 def test_policies_times_budgets():
@@ -93,9 +107,15 @@ def test_a_list_of_traces_gives_one_row_each():
 
 # What is missing
 
-@pytest.mark.parametrize("damage", [
-    dict(pseudo=torch.zeros(LAYERS, HEADS + 1, 3, HEAD_DIM)), dict(pseudo=torch.zeros(LAYERS, HEADS, HEAD_DIM)),
-    dict(accumulated=torch.zeros(LAYERS, HEADS, PROMPT - 1))])
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        dict(pseudo=torch.zeros(LAYERS, HEADS + 1, 3, HEAD_DIM)),
+        dict(pseudo=torch.zeros(LAYERS, HEADS, HEAD_DIM)),
+        dict(accumulated=torch.zeros(LAYERS, HEADS, PROMPT - 1)),
+    ],
+)
 def test_what_comes_beside_the_tensors_must_fit_them(damage):
     with pytest.raises(KvlabError, match=next(iter(damage))):
         kvlab.Trace.from_tensors(*tensors()[:3], PROMPT, **damage)
@@ -108,25 +128,34 @@ def test_a_trace_without_pseudo_queries_says_how_to_capture_them():
         kvlab.replay(bare, kvlab.policy("dapq", budget=16))
 
 
-@pytest.mark.parametrize("name, parameters, needed", [
-    ("snapkv", dict(budget=40), 32), ("zsmerge", dict(budget=16), 8), ("morphkv", dict(budget=30, window=20), 19)])
+@pytest.mark.parametrize(
+    "name, parameters, needed",
+    [("snapkv", dict(budget=40), 32), ("zsmerge", dict(budget=16), 8), ("morphkv", dict(budget=30, window=20), 19)],
+)
 def test_queries_of_the_window_are_enough_and_fewer_are_refused(name, parameters, needed):
     queries, keys, values, _ = tensors()
     policy = kvlab.policy(name, **parameters)
-    enough = kvlab.Trace.from_tensors(queries[:, :, -(STEPS + needed + 1):], keys, values, PROMPT)
+    enough = kvlab.Trace.from_tensors(queries[:, :, -(STEPS + needed + 1) :], keys, values, PROMPT)
     whole = kvlab.replay(trace(), policy)
     part = kvlab.replay(enough, policy)
     for t in (0, 1, STEPS):
         assert part.stored(1, t).equal(whole.stored(1, t))
     with pytest.raises(KvlabError):
-        kvlab.replay(kvlab.Trace.from_tensors(queries[:, :, -(STEPS + needed - 1):], keys, values, PROMPT), policy)
+        kvlab.replay(kvlab.Trace.from_tensors(queries[:, :, -(STEPS + needed - 1) :], keys, values, PROMPT), policy)
 
 
-@pytest.mark.parametrize("damage, said", [
-    (lambda q, k, v: (q[:, :5], k, v, PROMPT), "head"), (lambda q, k, v: (q, k, v[:, :, :-1], PROMPT), "values"),
-    (lambda q, k, v: (q, k, v, PROMPT + STEPS + 1), "prompt"), (lambda q, k, v: (q[0], k[0], v[0], PROMPT), "layers"),
-    (lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0], PROMPT), "layers"), (lambda q, k, v: (q, k, v, 0), "prompt"),
-    (lambda q, k, v: (q[:, :, -3:], k, v, PROMPT), "quer")])
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda q, k, v: (q[:, :5], k, v, PROMPT), "head"),
+        (lambda q, k, v: (q, k, v[:, :, :-1], PROMPT), "values"),
+        (lambda q, k, v: (q, k, v, PROMPT + STEPS + 1), "prompt"),
+        (lambda q, k, v: (q[0], k[0], v[0], PROMPT), "layers"),
+        (lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0], PROMPT), "layers"),
+        (lambda q, k, v: (q, k, v, 0), "prompt"),
+        (lambda q, k, v: (q[:, :, -3:], k, v, PROMPT), "quer"),
+    ],
+)
 def test_tensors_that_do_not_fit_are_refused(damage, said):
     with pytest.raises((KvlabError, ValueError), match=said):
         kvlab.Trace.from_tensors(*damage(*tensors()[:3]))
@@ -141,6 +170,7 @@ def test_a_trace_without_response_has_no_gold_to_recall():
 
 
 # A policy of the user's own
+
 
 class Uneven(kvlab.Policy):
     """Keeps the first 9 positions of the first KV head and 4 in the second."""
@@ -183,8 +213,9 @@ both_ways = pytest.mark.parametrize("policy", [Uneven(), UnevenStep()], ids=["at
 def test_heads_that_keep_different_numbers(policy):
     result = kvlab.replay(trace(), policy)
     for index, (queries, keys, values, _) in enumerate(zip(*exact(*tensors()))):
-        steps = oracles.simulate(queries, keys, values, PROMPT,
-                                 lambda g: oracles.taken(keys, values, g, range((9, 4)[g])))
+        steps = oracles.simulate(
+            queries, keys, values, PROMPT, lambda g: oracles.taken(keys, values, g, range((9, 4)[g]))
+        )
         for t in (0, 1, 2, STEPS):
             assert sets(result.kept(index, t)) == steps[t]["read"]
             assert sets(result.stored(index, t)) == steps[t]["stored"]

@@ -18,11 +18,19 @@ COLUMNS = "id paper where claim metric paper_value value low high verdict model 
 CLAIM = "zsmerge.figure4.reduction_20"
 
 
-def job(value: float, status: str = "FINISHED", kind: str = "job", profile: str = "quick", model: str = "toy@0",
-        metric: str = "reduction/0.20", figure: bool = False) -> str:
+def job(
+    value: float,
+    status: str = "FINISHED",
+    kind: str = "job",
+    profile: str = "quick",
+    model: str = "toy@0",
+    metric: str = "reduction/0.20",
+    figure: bool = False,
+) -> str:
     """Log a run as the driver would; returns its id."""
-    run = tracking.create_run(store.client(), EXPERIMENT, {"seed": 0}, {"kvlab.kind": kind, "kvlab.profile": profile,
-                                                                        "model": model}, "toy")
+    run = tracking.create_run(
+        store.client(), EXPERIMENT, {"seed": 0}, {"kvlab.kind": kind, "kvlab.profile": profile, "model": model}, "toy"
+    )
     run.log({metric: value}, {metric: (value - 0.1, value + 0.1)})
     run.tag("signature", f"{model}|<script>alert(1)</script>")
     if figure:
@@ -96,8 +104,11 @@ def test_the_page_is_self_contained_and_escapes_what_runs_say(project):  # noqa:
     text = page.read_text()
     parsed = Page(text)
     assert "script" not in parsed.tags and "&lt;script&gt;" in text
-    elsewhere = {address for address in parsed.addresses
-                 if not address.startswith(("data:image/webp;base64,", "data:,", "#", "claims.csv"))}
+    elsewhere = {
+        address
+        for address in parsed.addresses
+        if not address.startswith(("data:image/webp;base64,", "data:,", "#", "claims.csv"))
+    }
     (experiment,) = {run.info.experiment_id for run in runs()}
     assert elsewhere == {f"http://127.0.0.1:5000/#/experiments/{experiment}/runs/{run_id}"}
     assert sum(address.startswith("data:image/webp") for address in parsed.addresses) == 1
@@ -122,9 +133,17 @@ def slug(text: str) -> str:
 
 def with_figure(name: str, *ids: str):
     """The papers with these claims shown by a figure of that name, and the others by one that nobody draws."""
-    return tuple(paper.model_copy(update={"claims": [
-        claim.model_copy(update={"figure": name if claim.id in ids else "never drawn"})
-        for claim in paper.claims]}) for paper in papers.papers())
+    return tuple(
+        paper.model_copy(
+            update={
+                "claims": [
+                    claim.model_copy(update={"figure": name if claim.id in ids else "never drawn"})
+                    for claim in paper.claims
+                ]
+            }
+        )
+        for paper in papers.papers()
+    )
 
 
 def test_a_thumbnail_leads_to_the_figure_which_is_embedded_once(project, monkeypatch):  # noqa: F811
@@ -144,7 +163,7 @@ def test_a_thumbnail_leads_to_the_figure_which_is_embedded_once(project, monkeyp
     large = [address for address in parsed.addresses if address.startswith("data:image/webp")]
     small = re.findall(r'background-image: url\("(data:[^"]+)"\)', text)
     assert len(large) == len(small) == 1 and len(small[0]) < len(large[0]) and text.count(large[0]) == 1
-    caption = text[text.index("<figcaption>"):text.index("</figcaption>")]
+    caption = text[text.index("<figcaption>") : text.index("</figcaption>")]
     assert all(f'href="#{slug(each)}"' in caption for each in two)
 
 
@@ -168,7 +187,8 @@ def test_findings_and_checks_are_counted_apart_and_add_up(project):  # noqa: F81
     assert total.findings.total() + total.checks.total() + total.recomputed.total() == len(papers.claims())
     assert total.recomputed.total() == sum(claim.kind == "recomputed" for claim in papers.claims()) > 0
     assert total.findings["cannot be tested here"] == sum(
-        bool(claim.untested) and claim.kind == "finding" for claim in papers.claims())
+        bool(claim.untested) and claim.kind == "finding" for claim in papers.claims()
+    )
 
     rows = matrix(page.read_text())
     assert list(rows) == [paper.label for paper in papers.papers()] + ["all findings"]
@@ -179,7 +199,7 @@ def test_findings_and_checks_are_counted_apart_and_add_up(project):  # noqa: F81
 
 def matrix(text: str) -> dict[str, list[int]]:
     """The table at the top: paper -> findings by state (a dot is none)."""
-    table = text[text.index('<table class="matrix"'):text.index("</table>")]
+    table = text[text.index('<table class="matrix"') : text.index("</table>")]
     rows = {}
     for row in re.findall(r'<tr><th scope="row">(.*?)</tr>', table, re.S):
         label, cells = row.split("</th>")
@@ -198,9 +218,19 @@ def test_a_check_that_is_not_met_is_shouted(project):  # noqa: F811
 
 
 def judged(test: dict, value: float | None, low: float | None = None, high: float | None = None, paper=0.6):
-    claim = papers.Claim.model_validate({
-        "id": "p.toy", "paper": "p", "where": "w", "summary": "s", "metric": "m", "paper_value": paper,
-        "experiment": "e", "direction": test, "size": {"kind": "at_least", "value": -9}})
+    claim = papers.Claim.model_validate(
+        {
+            "id": "p.toy",
+            "paper": "p",
+            "where": "w",
+            "summary": "s",
+            "metric": "m",
+            "paper_value": paper,
+            "experiment": "e",
+            "direction": test,
+            "size": {"kind": "at_least", "value": -9},
+        }
+    )
     return ledger.Entry(claim, papers.Verdict(value=value, low=low, high=high, verdict="holds", why=""))
 
 
@@ -238,8 +268,18 @@ def test_a_file_in_the_way_is_one_sentence(project):  # noqa: F811
         report.write(project / "taken")
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (None, "–"), (-2.5e-6, "−2.50×10⁻⁶"),
-    (0.605, "0.605"), (2.72e-4, "2.72×10⁻⁴"), (45.0, "45"), (-1.0, "−1.000"), (0.0, "0"), (1.5e6, "1.50×10⁶")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (-2.5e-6, "−2.50×10⁻⁶"),
+        (0.605, "0.605"),
+        (2.72e-4, "2.72×10⁻⁴"),
+        (45.0, "45"),
+        (-1.0, "−1.000"),
+        (0.0, "0"),
+        (1.5e6, "1.50×10⁶"),
+    ],
+)
 def test_numbers_read_well(value, text):
     assert report.number(value) == text

@@ -17,13 +17,21 @@ LONG = "a_very_long_name_without_any_place_to_break_it_" * 4
 def page_of_report(project, monkeypatch):  # noqa: F811
     """The address of a report on every claim of two experiments, each with a figure, and texts that are hard to fit."""
     asked = papers.claims()
-    shown = [claim.model_copy(update={"figure": "curve"} if claim.experiment else {"untested": f"needs {LONG}"})
-             for claim in asked]
+    shown = [
+        claim.model_copy(update={"figure": "curve"} if claim.experiment else {"untested": f"needs {LONG}"})
+        for claim in asked
+    ]
     monkeypatch.setattr(papers, "claims", lambda: shown)
     for name in (EXPERIMENT, "dapq_position_vs_content"):
         run = tracking.create_run(store.client(), name, {}, {"kvlab.kind": "job", "model": LONG}, "job")
-        run.log({metric: {"low": -0.4, "high": 0.8}.get(metric.rpartition("/")[2], 0.3)
-                 for claim in asked if claim.experiment == name for metric in claim.metrics})
+        run.log(
+            {
+                metric: {"low": -0.4, "high": 0.8}.get(metric.rpartition("/")[2], 0.3)
+                for claim in asked
+                if claim.experiment == name
+                for metric in claim.metrics
+            }
+        )
         run.tag("signature", f"{LONG}|<b>|seed 0")
         for figure in ("curve", "another"):
             picture = Figure(figsize=(9, 3))
@@ -33,16 +41,18 @@ def page_of_report(project, monkeypatch):  # noqa: F811
     return report.write().as_uri()
 
 
-@pytest.mark.parametrize(("size", "scheme"), [
-    (DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), ((320, 640), "dark")], ids=str)
+@pytest.mark.parametrize(
+    ("size", "scheme"), [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), ((320, 640), "dark")], ids=str
+)
 def test_the_page_loads_whole_and_fits(browser, page_of_report, size, scheme):
     with opened(browser, page_of_report, size, color_scheme=scheme) as (page, complaints):
         asked_for = set(page.evaluate("performance.getEntriesByType('resource').map(each => each.name.split(':')[0])"))
         assert asked_for <= {"data"}
         assert page.locator("figure img").count() == 4 and missing_images(page) == []
         thumbs = page.locator(".thumb")
-        assert thumbs.count() == sum(claim.experiment in (EXPERIMENT, "dapq_position_vs_content")
-                                     for claim in papers.claims())
+        assert thumbs.count() == sum(
+            claim.experiment in (EXPERIMENT, "dapq_position_vs_content") for claim in papers.claims()
+        )
         sizes = page.evaluate("""() => Promise.all([...document.querySelectorAll('.thumb')].map(thumb => {
             const image = new Image();
             image.src = getComputedStyle(thumb).backgroundImage.slice(5, -2);

@@ -113,8 +113,9 @@ def test_all_methods_meet_at_each_budget_but_snapkv_where_it_has_no_room(found, 
 
 def test_exact_top_k_loses_what_lies_outside_the_groups_top(found, traces):
     trace = traces[1]
-    lost = [1 - attention(trace, l, h, t)[list(top_of_group(trace, l, h // GROUP, t, 57))].sum()
-            for l, h, t in every(trace)]
+    lost = [
+        1 - attention(trace, l, h, t)[list(top_of_group(trace, l, h // GROUP, t, 57))].sum() for l, h, t in every(trace)
+    ]
     row = rows_of(found, method="exact_topk", compression=16).loc[trace.document]
     assert row["mass_lost"] == pytest.approx(np.mean(lost), abs=1e-5) and row["step_recall"] == pytest.approx(1)
 
@@ -156,7 +157,8 @@ def test_bytes_are_shares_of_the_full_cache(found):
     assert exact["read"].to_numpy() == pytest.approx(114 / whole, rel=1e-5)
     per_head = (114 - STEPS) // GROUP
     assert rows_of(found, method="snapkv", compression=8)["stored"].to_numpy() == pytest.approx(
-        GROUP * (per_head + np.mean(range(1, STEPS + 1))) / whole, rel=1e-5)
+        GROUP * (per_head + np.mean(range(1, STEPS + 1))) / whole, rel=1e-5
+    )
 
 
 def test_gains_are_paired_and_positive_where_the_first_is_better(found):
@@ -181,8 +183,9 @@ def test_the_next_best_is_the_best_of_the_rivals(found):
         others = rivals.max() if row.measure == "step_recall" else rivals.min()
         assert rivals[row.next_best] == others
         assert row.value == pytest.approx(abs(means["rocketkv"] - others) * (1 if row.value > 0 else -1))
-        assert (row.value > 0) == (others < means["rocketkv"] if row.measure == "step_recall" else
-                                   others > means["rocketkv"])
+        assert (row.value > 0) == (
+            others < means["rocketkv"] if row.measure == "step_recall" else others > means["rocketkv"]
+        )
 
 
 def test_a_lead_widens_by_the_difference_of_its_ends(found):
@@ -217,8 +220,9 @@ def test_the_ladder_stands_at_one_token_budget(ladder, traces):
     apart = rows_of(ladder, method="snapkv", compression=6)["output_error"]
     assert ladder.metrics["gain/output_error/snapkv_gqa_over_snapkv/c6"] == pytest.approx((apart - shared).mean())
     widening = ladder.metrics["widening/output_error/snapkv_gqa_over_snapkv"]
-    assert widening == pytest.approx(ladder.metrics["gain/output_error/snapkv_gqa_over_snapkv/c12"]
-                                     - (apart - shared).mean())
+    assert widening == pytest.approx(
+        ladder.metrics["gain/output_error/snapkv_gqa_over_snapkv/c12"] - (apart - shared).mean()
+    )
 
 
 def test_a_ladder_needs_room_for_each_head(traces):
@@ -229,8 +233,10 @@ def test_a_ladder_needs_room_for_each_head(traces):
 def test_the_first_stage_leaves_the_root_of_the_compression(traces):
     found = design.first_stage(traces, [4, 16])
     assert set(found.table["budget"]) == {round(TOTAL / 2), round(TOTAL / 4)}
-    errors = [[Replay(trace, policy(name, budget=round(TOTAL / 4) - STEPS)).summary["output_error"] for trace in traces]
-              for name in ("snapkv", "snapkv_pp")]
+    errors = [
+        [Replay(trace, policy(name, budget=round(TOTAL / 4) - STEPS)).summary["output_error"] for trace in traces]
+        for name in ("snapkv", "snapkv_pp")
+    ]
     gain = np.subtract(*errors)
     name = "first_stage/gain/output_error/snapkv_pp_over_snapkv_gqa/c16"
     assert found.metrics[name] == pytest.approx(gain.mean(), rel=1e-5, abs=1e-7)
@@ -366,9 +372,10 @@ def test_table_1_is_named_by_compression(traces):
 
 
 def test_claims_find_their_metrics(found, ladder, pooling, between, inside, traces):
-    made = {"rocketkv_budgets": [found],
-            "rocketkv_design": [ladder, pooling, between, inside, design.table_1(traces[0]),
-                                design.first_stage(traces)]}
+    made = {
+        "rocketkv_budgets": [found],
+        "rocketkv_design": [ladder, pooling, between, inside, design.table_1(traces[0]), design.first_stage(traces)],
+    }
     for experiment, parts in made.items():
         names = {name for part in parts for name in part.metrics}
         names |= {f"{name}/{end}" for part in parts for name in part.intervals for end in ("low", "high")}

@@ -39,8 +39,11 @@ def runs(kind: str, name: str = EXPERIMENT) -> list:
 
 def artifacts(run) -> set[str]:
     client = store.client()
-    return {file.path for folder in client.list_artifacts(run.info.run_id)
-            for file in (client.list_artifacts(run.info.run_id, folder.path) if folder.is_dir else [folder])}
+    return {
+        file.path
+        for folder in client.list_artifacts(run.info.run_id)
+        for file in (client.list_artifacts(run.info.run_id, folder.path) if folder.is_dir else [folder])
+    }
 
 
 def test_a_sweep_is_logged_skipped_and_reported(project, console):  # noqa: F811
@@ -53,14 +56,23 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):  # noqa: F811
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
     by_id = {child.info.run_id: child for child in children}
     child = by_id[first[1].run_id]
-    assert child.data.metrics == {"reduction/0.20": 0.62, "reduction/0.20/low": pytest.approx(0.57),
-                                  "reduction/0.20/high": pytest.approx(0.67)}
+    assert child.data.metrics == {
+        "reduction/0.20": 0.62,
+        "reduction/0.20/low": pytest.approx(0.57),
+        "reduction/0.20/high": pytest.approx(0.67),
+    }
     assert child.data.params["reduction"] == "0.62" and child.data.params["names"] == '["a", "b"]'
     tags = child.data.tags
     assert tags["kvlab.key"] == first[1].job.key and tags["kvlab.profile"] == "quick" and tags["seed"] == "0"
     assert tags["kvlab.version"] and float(tags["kvlab.seconds"]) > 0
-    assert artifacts(child) == {"notebook/toy.ipynb", "notebook/toy.html", "figures/curve.png", "figures/curve.svg",
-                                "tables/errors.parquet", "claims.json"}
+    assert artifacts(child) == {
+        "notebook/toy.ipynb",
+        "notebook/toy.html",
+        "figures/curve.png",
+        "figures/curve.svg",
+        "tables/errors.parquet",
+        "claims.json",
+    }
     page = Path(store.client().download_artifacts(child.info.run_id, "notebook/toy.html")).read_text()
     assert not re.search(r'(src|href)="(https?:|")', page) and "0.62" in page
     assert list((project / "mlruns" / "work").iterdir()) == []
@@ -101,8 +113,11 @@ def test_a_failing_job_keeps_its_copy_and_stops_nobody(project, console, capsys)
 
 
 def test_dead_kernels_and_slow_notebooks_fail(project, console):  # noqa: F811
-    notebook(project / "notebooks" / "toy.ipynb", cell("how = 'die'", "parameters"),
-             cell("import os, time\nos._exit(9) if how == 'die' else time.sleep(600)"))
+    notebook(
+        project / "notebooks" / "toy.ipynb",
+        cell("how = 'die'", "parameters"),
+        cell("import os, time\nos._exit(9) if how == 'die' else time.sleep(600)"),
+    )
     experiment(project, parameters={"how": "die"}, timeout=120)
     experiment(project, "slow", parameters={"how": "sleep"}, timeout=8)
     dead, slow = driver.run([EXPERIMENT, "slow"], workers=2, console=console)
@@ -116,8 +131,11 @@ def test_dead_kernels_and_slow_notebooks_fail(project, console):  # noqa: F811
 @pytest.mark.parametrize("polite", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_marks_runs_killed_and_ends_the_kernels(project, polite):  # noqa: F811
     marker = project / "alive"
-    notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(
-        f"import os, pathlib, time\npathlib.Path({str(marker)!r}).write_text(str(os.getpid()))\ntime.sleep(600)"))
+    notebook(
+        project / "notebooks" / "toy.ipynb",
+        cell(PARAMETERS, "parameters"),
+        cell(f"import os, pathlib, time\npathlib.Path({str(marker)!r}).write_text(str(os.getpid()))\ntime.sleep(600)"),
+    )
     process = subprocess.Popen([sys.executable, "-m", "kvlab", "run", EXPERIMENT], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not (marker.exists() and marker.read_text()) and time.monotonic() < deadline:

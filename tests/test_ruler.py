@@ -15,7 +15,7 @@ from kvlab.tasks.base import Example
 from kvlab.tasks.ruler import KINDS, Ruler, string_match_all, string_match_part
 
 NUMBER, WORD, UUID = r"\d{7}", r"[a-z]+-[a-z]+", r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
-NIAH = {    # hay, key, value, keys, values for each key, queries
+NIAH = {  # hay, key, value, keys, values for each key, queries
     "niah_single_1": ("noise", WORD, NUMBER, 1, 1, 1),
     "niah_single_2": ("essay", WORD, NUMBER, 1, 1, 1),
     "niah_single_3": ("essay", WORD, UUID, 1, 1, 1),
@@ -91,7 +91,7 @@ def test_variables_form_one_chain_of_four_hops(made):
     for example in of(made, "vt"):
         shown, task = example.context.split("\n\n\n")
         for part, letters in ((shown, 3), (task, 5)):
-            value, = re.findall(rf"^VAR [A-Z]{{{letters}}} = (\d{{5}})$", part, re.M)
+            (value,) = re.findall(rf"^VAR [A-Z]{{{letters}}} = (\d{{5}})$", part, re.M)
             hops = re.findall(rf"^VAR ([A-Z]{{{letters}}}) = VAR ([A-Z]{{{letters}}})$", part, re.M)
             chain = re.findall(r"^VAR ([A-Z]+) = \d", part, re.M)
             assert len(hops) == 4
@@ -111,14 +111,16 @@ def test_variables_form_one_chain_of_four_hops(made):
 @pytest.mark.parametrize(("size", "often", "seldom", "shown"), [(1024, 6, 1, (20, 3, 1)), (4096, 30, 3, (40, 10, 3))])
 def test_common_words_have_rulers_frequencies(lm, size, often, seldom, shown):
     for example in sound(lm, Ruler(lengths=(size,), kinds=("cwe",), trials=2).examples(lm)):
-        worked, task = (re.findall(r"(\d+)\. ([a-z]+)", part.partition("Question")[0])
-                        for part in example.context.split("\n\n", 1))
+        worked, task = (
+            re.findall(r"(\d+)\. ([a-z]+)", part.partition("Question")[0]) for part in example.context.split("\n\n", 1)
+        )
         assert [int(number) for number, _ in task] == list(range(1, len(task) + 1))
         counts = Counter(word for _, word in task)
         assert {word for word, count in counts.items() if count == often} == set(example.answers)
         assert len(example.answers) == 10 and set(counts.values()) == {often, seldom}
         assert sorted(Counter(word for _, word in worked).values()) == sorted(
-            [shown[1]] * 10 + [shown[2]] * (shown[0] - 10))
+            [shown[1]] * 10 + [shown[2]] * (shown[0] - 10)
+        )
         assert not {word for _, word in worked} & set(counts)
 
 
@@ -129,7 +131,7 @@ def test_frequent_words_follow_the_zeta_distribution(made):
         assert ranked[0][0] == "..." and tuple(word for word, _ in ranked[1:4]) == example.answers
         words = (ranked[1][1] + 0.5) * 4 * zeta(2)
         for rank, (_, count) in enumerate(ranked[1:8], 2):
-            assert abs(count + 0.5 - words / rank ** 2 / zeta(2)) < 1.1
+            assert abs(count + 0.5 - words / rank**2 / zeta(2)) < 1.1
         assert -3 <= ranked[0][1] - words / zeta(2) <= 20, "and a little noise to fill the length"
         assert len(ranked) <= example.marks["length"] // 50
 
@@ -142,12 +144,16 @@ def test_questions_have_their_paragraphs_and_no_other_with_an_answer(made):
             assert len(documents) == example.marks["documents"] > asked
             groups, first = [], 0
             for count in example.marks["groups"]:
-                groups.append(example.answers[first:first + count])
+                groups.append(example.answers[first : first + count])
                 first += count
             assert first == len(example.answers) and len(groups) == asked
-            holding = [i for i, text in enumerate(documents)
-                       if any(re.search(rf"(?<!\w){re.escape(answer.lower())}(?!\w)", text.lower())
-                              for answer in example.answers)]
+            holding = [
+                i
+                for i, text in enumerate(documents)
+                if any(
+                    re.search(rf"(?<!\w){re.escape(answer.lower())}(?!\w)", text.lower()) for answer in example.answers
+                )
+            ]
             assert 1 <= len(holding) <= asked
             assert all(any(answer in documents[i] for i in holding for answer in group) for group in groups)
             said = example.question.partition("Question: ")[2]
@@ -181,14 +187,17 @@ def test_mistakes_are_one_sentence(lm):
         next(Ruler(kinds=("fwe",), lengths=(100,)).examples(lm))
 
 
-@pytest.mark.parametrize(("prediction", "references", "share", "any_of"), [
-    ("1234567 and 7654321", ("1234567", "7654321"), 1.0, 1.0),
-    ("1234567.", ("1234567", "7654321"), 0.5, 1.0),
-    ("ABCDE FGHIJ", ("abcde", "fghij", "klmno", "pqrst"), 0.5, 1.0),
-    ("", ("a",), 0.0, 0.0),
-    ("the \x01Rhine\n", ("the\x02rhine", "Rhine"), 0.5, 1.0),
-    ("partly", ("art",), 1.0, 1.0),
-])
+@pytest.mark.parametrize(
+    ("prediction", "references", "share", "any_of"),
+    [
+        ("1234567 and 7654321", ("1234567", "7654321"), 1.0, 1.0),
+        ("1234567.", ("1234567", "7654321"), 0.5, 1.0),
+        ("ABCDE FGHIJ", ("abcde", "fghij", "klmno", "pqrst"), 0.5, 1.0),
+        ("", ("a",), 0.0, 0.0),
+        ("the \x01Rhine\n", ("the\x02rhine", "Rhine"), 0.5, 1.0),
+        ("partly", ("art",), 1.0, 1.0),
+    ],
+)
 def test_string_matches(prediction, references, share, any_of):
     assert string_match_all(prediction, references) == share
     assert string_match_part(prediction, references) == any_of

@@ -36,13 +36,18 @@ def test_a_byte_order_mark_and_a_line_separator_inside_a_text(tmp_path, capsys):
 
 
 def test_a_chinese_task_says_nothing_but_its_score(tmp_path):
-    done = shell("score", "multifieldqa_zh", lines(tmp_path, {"pred": "北京。", "answers": ["北京"], "all_classes": None}))
+    done = shell(
+        "score", "multifieldqa_zh", lines(tmp_path, {"pred": "北京。", "answers": ["北京"], "all_classes": None})
+    )
     assert done.returncode == 0 and done.stderr == "" and json.loads(done.stdout)["score"] == 100
 
 
 def test_classes_are_each_line_s_own(tmp_path, capsys):
-    path = lines(tmp_path, {"pred": "Date\nfood", "answers": ["Date"], "all_classes": ["Date", "Food"]},
-                 {"pred": "a, b", "answers": ["a"], "all_classes": ["a", "b"]})
+    path = lines(
+        tmp_path,
+        {"pred": "Date\nfood", "answers": ["Date"], "all_classes": ["Date", "Food"]},
+        {"pred": "a, b", "answers": ["a"], "all_classes": ["a", "b"]},
+    )
     assert json.loads(call(capsys, "score", "trec", path)[1])["score"] == 75
 
 
@@ -70,13 +75,16 @@ def test_a_malformed_line_is_named(tmp_path, capsys, line, match):
     assert err.startswith("kvlab: ") and "line 2: " in err and match in err and err.count("\n") == 1 and len(err) < 400
 
 
-@pytest.mark.parametrize(("task", "records", "match"), [
-    ("qaspr", [GOOD], "did you mean 'qasper'"),
-    ("everything", [GOOD], "known are: 2wikimqa"),
-    ("qasper", [""], "is empty"),
-    ("trec", [GOOD], "needs 'all_classes'"),
-    ("passage_retrieval_en", [GOOD], "'Paragraph N'"),
-])
+@pytest.mark.parametrize(
+    ("task", "records", "match"),
+    [
+        ("qaspr", [GOOD], "did you mean 'qasper'"),
+        ("everything", [GOOD], "known are: 2wikimqa"),
+        ("qasper", [""], "is empty"),
+        ("trec", [GOOD], "needs 'all_classes'"),
+        ("passage_retrieval_en", [GOOD], "'Paragraph N'"),
+    ],
+)
 def test_other_mistakes(tmp_path, capsys, task, records, match):
     code, out, err = call(capsys, "score", task, lines(tmp_path, *records))
     assert code == 1 and out == "" and match in err and err.count("\n") == 1

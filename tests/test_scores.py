@@ -15,7 +15,7 @@ from kvlab.errors import KvlabError
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "data" / "longbench_predictions"
 CLASSES = ["Date", "Other entity", "Other location", "Individual", "Date of birth", "Order, rank", "Order"]
-ROUGE_ONE = 1 / (1 + 0.5e-8)    # the rouge package adds 1e-8 to precision + recall
+ROUGE_ONE = 1 / (1 + 0.5e-8)  # the rouge package adds 1e-8 to precision + recall
 
 
 def f1(precision: float, recall: float) -> float:
@@ -51,11 +51,11 @@ QA_F1_ZH = [
     ("", "", 0),
     ("我爱北京", "我爱北京", 1),
     ("我 爱 北京", "我爱北京", 1),
-    ("我爱北京", "北京", f1(1 / 3, 1)),         # cut into 我, 爱, 北京
+    ("我爱北京", "北京", f1(1 / 3, 1)),  # cut into 我, 爱, 北京
     ("北京", "我爱北京", f1(1, 1 / 3)),
     ("2012年", "2012年", 1),
     ("GDP增长", "gdp增长", 1),
-    ("《红楼梦》", "红楼梦", f1(1 / 2, 1)),      # LongBench strips only the closing one of these two marks
+    ("《红楼梦》", "红楼梦", f1(1 / 2, 1)),  # LongBench strips only the closing one of these two marks
 ]
 ROUGE_L = [
     ("the cat sat on the mat", "the cat sat on the mat", ROUGE_ONE),
@@ -67,10 +67,10 @@ ROUGE_L = [
     ("a b c d", "x y", 0),
     ("a b c d", "a c", f1(1 / 2, 1)),
     ("a c", "a b c d", f1(1, 1 / 2)),
-    ("c a", "a c", f1(1 / 2, 1 / 2)),           # order counts within a sentence
-    ("c. a", "a. c", ROUGE_ONE),                # and not between sentences
-    ("a a a a", "a", ROUGE_ONE),                # distinct words
-    ("A b", "a b", f1(1 / 2, 1 / 2)),           # case counts
+    ("c a", "a c", f1(1 / 2, 1 / 2)),  # order counts within a sentence
+    ("c. a", "a. c", ROUGE_ONE),  # and not between sentences
+    ("a a a a", "a", ROUGE_ONE),  # distinct words
+    ("A b", "a b", f1(1 / 2, 1 / 2)),  # case counts
     ("a b\n c", "a b c", ROUGE_ONE),
     (" ", "a", 0),
 ]
@@ -82,7 +82,7 @@ ROUGE_L_ZH = [
     ("北京", "我爱北京", f1(1, 1 / 3)),
     ("我爱北京", "北京", f1(1 / 3, 1)),
     ("上海", "北京", 0),
-    ("北京。", "北京", f1(1 / 2, 1)),           # the Chinese full stop is a word
+    ("北京。", "北京", f1(1 / 2, 1)),  # the Chinese full stop is a word
     ("北京我", "我北京", f1(1 / 2, 1 / 2)),
     ("北京北京", "北京", ROUGE_ONE),
     ("a b", "a b", ROUGE_ONE),
@@ -96,8 +96,8 @@ CLASSIFICATION = [
     ("Date or Individual", "Date", 1 / 2),
     ("Date, Individual, Other entity", "Date", 1 / 3),
     ("Individual", "Date", 0),
-    ("Date of birth", "Date of birth", 1),      # Date is a part of the right class and does not count
-    ("Date of birth", "Date", 1 / 2),           # the other way round it does
+    ("Date of birth", "Date of birth", 1),  # Date is a part of the right class and does not count
+    ("Date of birth", "Date", 1 / 2),  # the other way round it does
     ("Order, rank", "Order, rank", 1),
     ("Order, rank", "Order", 1 / 2),
     ("no class at all", "Date", 0),
@@ -137,16 +137,16 @@ CODE = [
     ("# a comment\nreturn x", "return x", 1),
     ("// a comment\nreturn x", "return x", 1),
     ("```python\nreturn x\n```", "return x", 1),
-    ("return y", "return x", 0.88),             # 2 x 7 / 16 = 0.875, and halves go to the even percent
+    ("return y", "return x", 0.88),  # 2 x 7 / 16 = 0.875, and halves go to the even percent
     ("", "return x", 0),
     ("# only a comment", "return x", 0),
     ("# only a comment", "", 1),
     ("", "", 1),
     ("xyz", "abc", 0),
     ("    return x", "return x", 0.8),
-    ("x = '#'\nreturn x", "return x", 1),       # a # inside a text counts as a comment too
+    ("x = '#'\nreturn x", "return x", 1),  # a # inside a text counts as a comment too
     ("abcd", "bcda", 0.75),
-    ("QWEa1b2c3d4", "a5b6c7d8QWE", 0.27),       # difflib's longest block QWE; an edit distance keeps abcd: 0.36
+    ("QWEa1b2c3d4", "a5b6c7d8QWE", 0.27),  # difflib's longest block QWE; an edit distance keeps abcd: 0.36
 ]
 
 
@@ -154,12 +154,19 @@ def cases(metric, table):
     return [pytest.param(metric, *case, id=f"{metric.__name__} {i}") for i, case in enumerate(table)]
 
 
-@pytest.mark.parametrize(("metric", "prediction", "answer", "expected"), [
-    *cases(scores.qa_f1, QA_F1), *cases(scores.qa_f1_zh, QA_F1_ZH), *cases(scores.rouge_l, ROUGE_L),
-    *cases(scores.rouge_l_zh, ROUGE_L_ZH), *cases(scores.count, COUNT), *cases(scores.retrieval, RETRIEVAL),
-    *cases(scores.retrieval_zh, [(p, a.replace("Paragraph ", "段落"), e) for p, a, e in RETRIEVAL]),
-    *cases(scores.code_similarity, CODE),
-])
+@pytest.mark.parametrize(
+    ("metric", "prediction", "answer", "expected"),
+    [
+        *cases(scores.qa_f1, QA_F1),
+        *cases(scores.qa_f1_zh, QA_F1_ZH),
+        *cases(scores.rouge_l, ROUGE_L),
+        *cases(scores.rouge_l_zh, ROUGE_L_ZH),
+        *cases(scores.count, COUNT),
+        *cases(scores.retrieval, RETRIEVAL),
+        *cases(scores.retrieval_zh, [(p, a.replace("Paragraph ", "段落"), e) for p, a, e in RETRIEVAL]),
+        *cases(scores.code_similarity, CODE),
+    ],
+)
 def test_worked_out_by_hand(metric, prediction, answer, expected):
     assert metric(prediction, answer) == pytest.approx(expected, abs=2e-8)
 
@@ -186,9 +193,12 @@ def test_jieba_says_nothing_and_leaves_no_cache(tmp_path):
     import os
     import subprocess
 
-    done = subprocess.run([sys.executable, "-W", "always", "-c",
-                           "from kvlab import scores; print(scores.qa_f1_zh('北京', '北京'))"], capture_output=True,
-                          text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", "from kvlab import scores; print(scores.qa_f1_zh('北京', '北京'))"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert done.stdout == "1.0\n" and "jieba" not in done.stderr and not list(tmp_path.iterdir())
 
 
@@ -213,7 +223,9 @@ def test_and_so_do_those_of_retrieval_and_classes(prediction, number, classes):
     assert 0 <= scores.classification(prediction, classes[0], classes) <= 1
 
 
-WORDS = st.lists(st.sampled_from("ferry piano harbour 北京 大学 fog storm ledger 7 12".split()), min_size=1, max_size=12)
+WORDS = st.lists(
+    st.sampled_from("ferry piano harbour 北京 大学 fog storm ledger 7 12".split()), min_size=1, max_size=12
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -244,7 +256,11 @@ def test_the_table_of_tasks():
     assert [t for t in table if not table[t].chat] == ["trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"]
     assert [t for t in table if table[t].first_line] == ["trec", "triviaqa", "samsum", "lsht"]
     assert {t: table[t].new_tokens for t in table if table[t].new_tokens == 512}.keys() == {
-        "gov_report", "qmsum", "multi_news", "vcsum"}
+        "gov_report",
+        "qmsum",
+        "multi_news",
+        "vcsum",
+    }
     assert {table[t].metric.__name__ for t in ("dureader", "vcsum")} == {"rouge_l_zh"}
 
 
@@ -267,19 +283,25 @@ def test_only_the_first_line_of_four_tasks_counts():
 
 
 def test_a_score_of_a_task_is_a_mean_in_percent():
-    found = [{"pred": "yes", "answers": ["yes"], "all_classes": None}, {"pred": "no", "answers": ["yes"]},
-             {"pred": "", "answers": ["yes"]}]
+    found = [
+        {"pred": "yes", "answers": ["yes"], "all_classes": None},
+        {"pred": "no", "answers": ["yes"]},
+        {"pred": "", "answers": ["yes"]},
+    ]
     assert scores.score_task("qasper", found) == 33.33
     assert scores.score_each("qasper", found) == [1, 0, 0]
 
 
-@pytest.mark.parametrize(("call", "match"), [
-    (lambda: scores.score("qaspr", "", [""]), "did you mean 'qasper'"),
-    (lambda: scores.score("trec", "Date", ["Date"]), "needs 'all_classes'"),
-    (lambda: scores.score("passage_retrieval_en", "1", ["one"]), "'Paragraph N', and one is 'one'"),
-    (lambda: scores.score("passage_retrieval_zh", "1", ["1"]), "'段落N', and one is '1'"),
-    (lambda: scores.score_task("qasper", []), "no predictions"),
-])
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: scores.score("qaspr", "", [""]), "did you mean 'qasper'"),
+        (lambda: scores.score("trec", "Date", ["Date"]), "needs 'all_classes'"),
+        (lambda: scores.score("passage_retrieval_en", "1", ["one"]), "'Paragraph N', and one is 'one'"),
+        (lambda: scores.score("passage_retrieval_zh", "1", ["1"]), "'段落N', and one is '1'"),
+        (lambda: scores.score_task("qasper", []), "no predictions"),
+    ],
+)
 def test_mistakes(call, match):
     with pytest.raises(KvlabError, match=match):
         call()

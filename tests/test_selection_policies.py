@@ -20,9 +20,9 @@ CASES = [
     ("snapkv_pp", dict(budget=36)),
     ("snapkv_pp", dict(budget=20, window=8, kernel=5)),
     ("snapkv_pp", dict(budget=20, window=8, short=3, long=9, threshold=100)),
-    ("quest", dict(budget=24)),                                 # pages as wide as all that is read
+    ("quest", dict(budget=24)),  # pages as wide as all that is read
     ("quest", dict(budget=40, page=4)),
-    ("quest", dict(budget=60, page=3)),                         # a prompt of 40 is read whole at first
+    ("quest", dict(budget=60, page=3)),  # a prompt of 40 is read whole at first
     ("sparq", dict(budget=24)),
     ("sparq", dict(budget=31, rank=5)),
     ("sparq", dict(budget=60)),
@@ -97,12 +97,17 @@ def test_keep_of_a_policy_without_a_first_stage_is_everything(name):
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 999), length=st.integers(20, 150), kernel=st.sampled_from([1, 3, 9, 63]),
-       budgets=st.lists(st.integers(9, 160), min_size=2, max_size=4))
+@given(
+    seed=st.integers(0, 999),
+    length=st.integers(20, 150),
+    kernel=st.sampled_from([1, 3, 9, 63]),
+    budgets=st.lists(st.integers(9, 160), min_size=2, max_size=4),
+)
 def test_snapkv_pp_sets_are_nested_as_the_budget_grows(seed, length, kernel, budgets):
     tensors = layer(seed, 4, 2, 8, length, layers=1)
-    kept = [sets(kvlab.policy("snapkv_pp", budget=b, window=8, kernel=kernel).keep(*tensors)[0])
-            for b in sorted(budgets)]
+    kept = [
+        sets(kvlab.policy("snapkv_pp", budget=b, window=8, kernel=kernel).keep(*tensors)[0]) for b in sorted(budgets)
+    ]
     for smaller, larger in zip(kept, kept[1:]):
         assert all(set(a) <= set(b) for a, b in zip(smaller, larger))
 
@@ -117,11 +122,14 @@ def test_snapkv_pp_chooses_its_kernel_by_the_prompts_length():
 
 # What is read
 
+
 def spends_at_most_its_budget(policy, tensors, prompt):
     result, watch = watched(policy, tensors, prompt)
     for t in range(1, result.trace.steps + 1):
-        read, stored = (sum(len(p) for index in range(len(tensors[1])) for p in sets(verb(index, t)))
-                        for verb in (result.kept, result.stored))
+        read, stored = (
+            sum(len(p) for index in range(len(tensors[1])) for p in sets(verb(index, t)))
+            for verb in (result.kept, result.stored)
+        )
         heads = tensors[1].shape[0] * tensors[1].shape[1]
         spent = read + watch.overhead[t - 1] / watch.entry_bytes
         assert spent <= policy.budget * heads, f"step {t}: {read} entries, {watch.overhead[t - 1]} bytes to find them"
@@ -135,8 +143,14 @@ def test_finding_and_reading_together_stay_within_the_budget(case):
 
 
 @settings(max_examples=80, deadline=None)
-@given(name=st.sampled_from(SELECTING), shape=st.sampled_from([(1, 1), (6, 2), (4, 1)]), seed=st.integers(0, 99),
-       prompt=st.integers(10, 300), steps=st.integers(1, 40), budget=st.integers(16, 150))
+@given(
+    name=st.sampled_from(SELECTING),
+    shape=st.sampled_from([(1, 1), (6, 2), (4, 1)]),
+    seed=st.integers(0, 99),
+    prompt=st.integers(10, 300),
+    steps=st.integers(1, 40),
+    budget=st.integers(16, 150),
+)
 def test_no_budget_is_overdrawn(name, shape, seed, prompt, steps, budget):
     """From 16 on: SparQ loads a dimension of all keys at least, here up to 340 / 32 entries' worth."""
     tensors = layer(seed, *shape, head_dim=HEAD_DIM, prompt=prompt, new=steps, layers=1)
@@ -172,6 +186,7 @@ def test_exact_topk_loses_least_of_all_that_read_as_many(case):
 
 # Quest's pages
 
+
 def finished(policy, tensors, prompt):
     """The store of a policy once the last step is done."""
     return watched(policy, tensors, prompt)[1].store
@@ -182,9 +197,16 @@ def pages_of(store):
     return store.memory["pages"].transpose(3, 4).unbind(2)
 
 
-@pytest.mark.parametrize("name, parameters", [
-    ("quest", dict(budget=24, page=16)), ("quest", dict(budget=40, page=4)), ("hybrid", dict(budget=24)),
-    ("hybrid", dict(budget=31, page=5)), ("rocketkv", dict(budget=24, window=8, short=5))])
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("quest", dict(budget=24, page=16)),
+        ("quest", dict(budget=40, page=4)),
+        ("hybrid", dict(budget=24)),
+        ("hybrid", dict(budget=31, page=5)),
+        ("rocketkv", dict(budget=24, window=8, short=5)),
+    ],
+)
 @pytest.mark.parametrize("steps", [1, 7, 50])
 def test_pages_stay_right_as_tokens_arrive(name, parameters, steps):
     store = finished(kvlab.policy(name, **parameters), inputs(8, 4, 2, 97, steps), 97)
@@ -199,8 +221,9 @@ def test_pages_stay_right_as_tokens_arrive(name, parameters, steps):
 def begun(policy, tensors, prompt, max_new_tokens=0):
     """A store of the prompt, compressed."""
     store = LayerStore(*(t[:, :, :prompt].clone() for t in tensors[1:]))
-    before = Prompt(tensors[0][:, :, :prompt], *(t[:, :, :prompt] for t in tensors[1:]), (0, 1), 2,
-                    max_new_tokens=max_new_tokens)
+    before = Prompt(
+        tensors[0][:, :, :prompt], *(t[:, :, :prompt] for t in tensors[1:]), (0, 1), 2, max_new_tokens=max_new_tokens
+    )
     policy.compress(store, before)
     return store
 
@@ -212,12 +235,12 @@ def test_tokens_that_arrive_together_are_found_like_any_others(name, pieces):
     store, one_by_one = (begun(policy, tensors, 97, 30) for _ in range(2))
     seen = 97
     for piece in pieces:
-        store.append(*(t[:, :, seen:seen + piece] for t in tensors[1:]))
+        store.append(*(t[:, :, seen : seen + piece] for t in tensors[1:]))
         for position in range(seen, seen + piece):
-            one_by_one.append(*(t[:, :, position:position + 1] for t in tensors[1:]))
-            expected = policy.select(one_by_one, tensors[0][:, :, position:position + 1], None)
+            one_by_one.append(*(t[:, :, position : position + 1] for t in tensors[1:]))
+            expected = policy.select(one_by_one, tensors[0][:, :, position : position + 1], None)
         seen += piece
-        assert policy.select(store, tensors[0][:, :, seen - 1:seen], None).equal(expected)
+        assert policy.select(store, tensors[0][:, :, seen - 1 : seen], None).equal(expected)
     for kind, memory in one_by_one.memory.items():
         torch.testing.assert_close(store.memory[kind], memory)
 
@@ -227,8 +250,8 @@ def test_a_response_longer_than_announced_stays_within_the_budget(name):
     policy, tensors = kvlab.policy(name, budget=40), inputs(16, 4, 2, 300)
     store = begun(policy, tensors, 100)
     for position in range(100, 300):
-        store.append(*(t[:, :, position:position + 1] for t in tensors[1:]))
-        slots = policy.select(store, tensors[0][:, :, position:position + 1], None)
+        store.append(*(t[:, :, position : position + 1] for t in tensors[1:]))
+        slots = policy.select(store, tensors[0][:, :, position : position + 1], None)
         read = store.positions.numel() if slots is None else int((slots >= 0).sum())
         assert 4 * 10 <= read and read + policy.overhead_bytes(store) / store.entry_bytes <= 40 * 4, f"token {position}"
 
@@ -244,7 +267,7 @@ def test_quests_bound_is_above_every_logit_of_the_page(seed, prompt, steps, page
         query = tensors[0][0, head, -1]
         bounds = torch.maximum(query * low[0, head // 2], query * high[0, head // 2]).sum(-1)
         dots = store.keys[0, head // 2] @ query
-        assert (dots <= bounds.repeat_interleave(size)[:len(dots)] + 1e-5).all()
+        assert (dots <= bounds.repeat_interleave(size)[: len(dots)] + 1e-5).all()
 
 
 def test_the_oracles_bound_is_reached_by_a_key_at_the_corner():
@@ -264,8 +287,11 @@ def test_quest_reads_whole_pages():
 
 # The equations' numbers
 
-@pytest.mark.parametrize("length, page, rank", [
-    (100, 1, 64), (120, 1, 53), (400, 2, 32), (900, 3, 21), (1000, 4, 25), (10000, 10, 6), (6400, 8, 8)])
+
+@pytest.mark.parametrize(
+    "length, page, rank",
+    [(100, 1, 64), (120, 1, 53), (400, 2, 32), (900, 3, 21), (1000, 4, 25), (10000, 10, 6), (6400, 8, 8)],
+)
 def test_page_and_dimensions_of_hybrid_attention(length, page, rank):
     """Finding loads 1 / page x rank / d of the keys, about 1 / c2 of them, and never more; the budget is 100."""
     assert oracles.hybrid_settings(length, 100, 64) == (page, rank)
@@ -284,11 +310,13 @@ def test_hybrid_scores_by_hand():
 def test_snapkv_pp_pools_by_maximum_by_hand():
     """As SnapKV's example, raw scores .7 .1 .2 .4 of the older ones: by a maximum over three .7 .7 .4 .4."""
     rows = np.eye(6)
-    rows[4] = [.4, .1, .1, .1, .3, 0]
-    rows[5] = [.3, 0, .1, .3, .2, .1]
+    rows[4] = [0.4, 0.1, 0.1, 0.1, 0.3, 0]
+    rows[5] = [0.3, 0, 0.1, 0.3, 0.2, 0.1]
     queries, keys = with_attention(rows)
-    kept = {budget: oracles.oracle_snapkv_pp(queries, keys, keys, 6, budget, window=2, kernel=3)[0]["read"][0]
-            for budget in (3, 4, 5)}
+    kept = {
+        budget: oracles.oracle_snapkv_pp(queries, keys, keys, 6, budget, window=2, kernel=3)[0]["read"][0]
+        for budget in (3, 4, 5)
+    }
     assert kept == {3: [0, 4, 5], 4: [0, 1, 4, 5], 5: [0, 1, 2, 4, 5]}
 
 
@@ -312,13 +340,13 @@ def test_sparqs_mean_value_helps():
     queries, keys, values = inputs(11, 4, 2, 200, 20)
     tensors = 0.5 * queries, keys, values + 2
     sparq, _ = watched(kvlab.policy("sparq", budget=140, rank=HEAD_DIM), tensors, 200)
-    plain, _ = watched(kvlab.policy("exact_topk", budget=40), tensors, 200)       # SparQ reads 39 and fewer
+    plain, _ = watched(kvlab.policy("exact_topk", budget=40), tensors, 200)  # SparQ reads 39 and fewer
     assert sparq.summary["output_error"] < plain.summary["output_error"]
 
 
 def test_rocketkv_keeps_its_window_and_one_more_where_the_response_takes_all_its_room():
     tensors = inputs(17, 4, 2, 100, 60)
-    policy = kvlab.policy("rocketkv", budget=16, window=20, kernel=1)          # sqrt(160 x 16) = 50 < 60
+    policy = kvlab.policy("rocketkv", budget=16, window=20, kernel=1)  # sqrt(160 x 16) = 50 < 60
     assert policy.keep(*(t[:, :, :100] for t in tensors), max_new_tokens=60).shape == (2, 2, 21)
     spends_at_most_its_budget(policy, tensors, 100)
     holds(policy, 17, 4, 2, 100, 60, size=1e-6)
@@ -331,11 +359,12 @@ def test_rocketkv_stores_its_capacity_at_the_end(split):
     policy = kvlab.policy("rocketkv", budget=budget, window=8, short=5, split=split)
     result, _ = watched(policy, tensors, prompt)
     capacity = oracles.rocketkv_capacity(prompt + new, new, budget, split)
-    assert capacity == {"even": 167, "adaptive": 216}[split]      # sqrt(440 x 64); 440 / 6.875 ** (.2 + .06 x 2.78)
+    assert capacity == {"even": 167, "adaptive": 216}[split]  # sqrt(440 x 64); 440 / 6.875 ** (.2 + .06 x 2.78)
     assert {len(p) for p in sets(result.stored(0, new))} == {capacity}
 
 
 # What cannot be
+
 
 def refused(name, **parameters):
     queries, keys, values = inputs(13, 4, 2, 90)
@@ -357,13 +386,25 @@ def test_a_budget_below_the_window(name, parameters, below):
     assert str(below) in refused(name, budget=below, **parameters)
 
 
-@pytest.mark.parametrize("name, parameters, said", [
-    ("quest", dict(page=0), "page"), ("quest", dict(page="16"), "page"), ("sparq", dict(rank=0), "rank"),
-    ("sparq", dict(rank=-1), "rank"), ("hybrid", dict(page=0), "page"), ("hybrid", dict(rank=0), "rank"),
-    ("rocketkv", dict(split="odd"), "split"), ("rocketkv", dict(window=0), "window"),
-    ("rocketkv", dict(kernel=4), "kernel"), ("snapkv_pp", dict(kernel=4), "kernel"),
-    ("snapkv_pp", dict(short=62), "short"), ("snapkv_pp", dict(long=0), "long"),
-    ("snapkv_pp", dict(window=-1), "window"), ("quest", dict(pages=4), "page")])
+@pytest.mark.parametrize(
+    "name, parameters, said",
+    [
+        ("quest", dict(page=0), "page"),
+        ("quest", dict(page="16"), "page"),
+        ("sparq", dict(rank=0), "rank"),
+        ("sparq", dict(rank=-1), "rank"),
+        ("hybrid", dict(page=0), "page"),
+        ("hybrid", dict(rank=0), "rank"),
+        ("rocketkv", dict(split="odd"), "split"),
+        ("rocketkv", dict(window=0), "window"),
+        ("rocketkv", dict(kernel=4), "kernel"),
+        ("snapkv_pp", dict(kernel=4), "kernel"),
+        ("snapkv_pp", dict(short=62), "short"),
+        ("snapkv_pp", dict(long=0), "long"),
+        ("snapkv_pp", dict(window=-1), "window"),
+        ("quest", dict(pages=4), "page"),
+    ],
+)
 def test_bad_parameters_are_named(name, parameters, said):
     assert said in refused(name, budget=64, **parameters)
 

@@ -18,9 +18,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What is imported under another name than that of its distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each layer may import only those that stand before it.
-LAYERS = ("errors devices files limits yamls tables packs shapes hookable models corpus attention cache measures "
-          "spread policies decoding trace captures heads probes summaries replay livecache masks live fidelity compile "
-          "scores tasks evaluate meters papers analyses workbench bench listing cli").split()
+LAYERS = (
+    "errors devices files limits yamls tables packs shapes hookable models corpus attention cache measures "
+    "spread policies decoding trace captures heads probes summaries replay livecache masks live fidelity compile "
+    "scores tasks evaluate meters papers analyses workbench bench listing cli"
+).split()
 
 
 def canonical(name: str) -> str:
@@ -61,8 +63,11 @@ def test_everything_is_pinned_to_one_version():
 
 
 def test_conda_installs_the_very_same_pins():
-    (pip,) = [part["pip"] for part in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
-              if isinstance(part, dict)]
+    (pip,) = [
+        part["pip"]
+        for part in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+        if isinstance(part, dict)
+    ]
     assert pip[:2] == ["-c constraints.txt", "-e .[notebooks,test]"]
     assert pins(pip[2:]) == {name: CONSTRAINTS[name] for name in DIRECT}
 
@@ -91,9 +96,13 @@ def test_what_is_installed_is_what_is_pinned():
 def test_every_import_is_a_declared_dependency():
     known = {canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["cluster"]]}
     used = {(name.partition(".")[0], path.name) for path in sources() for name in imports(path)}
-    undeclared = {(name, file) for name, file in used
-                  if name not in sys.stdlib_module_names and name != "kvlab"
-                  and canonical(DISTRIBUTIONS.get(name, name)) not in known}
+    undeclared = {
+        (name, file)
+        for name, file in used
+        if name not in sys.stdlib_module_names
+        and name != "kvlab"
+        and canonical(DISTRIBUTIONS.get(name, name)) not in known
+    }
     assert not undeclared
 
 
@@ -117,16 +126,19 @@ def test_policies_know_neither_transformers_nor_the_model():
 
 
 def tracked() -> list[Path]:
-    done = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip("not a git checkout")
     return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
 
 
 def test_no_file_knows_one_machine_or_registry():
-    alien = re.compile(r"/home/\w|/root/|/Users/\w|/work/|/opt/|file:///(?!\{)[a-z]+/|pypi\.org|pythonhosted|"
-                       r"index-url|huggingface\.co/\S*resolve")
+    alien = re.compile(
+        r"/home/\w|/root/|/Users/\w|/work/|/opt/|file:///(?!\{)[a-z]+/|pypi\.org|pythonhosted|"
+        r"index-url|huggingface\.co/\S*resolve"
+    )
     found = []
     for path in tracked():
         if path == Path(__file__) or path.suffix in {".png", ".pdf", ".parquet"}:
@@ -139,8 +151,12 @@ def test_no_file_knows_one_machine_or_registry():
 
 def test_long_lines_and_pickles_are_not_ours():
     files = [*sources(), *sorted((ROOT / "tests").glob("*.py"))]
-    assert not [f"{path.name}:{number}" for path in files
-                for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if len(line) > 120]
+    assert not [
+        f"{path.name}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
     for path in files:
         assert not {n for n in imports(path) if n.partition(".")[0] in {"pickle", "dill", "joblib"}}, path
 
@@ -156,8 +172,11 @@ def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     if target in ("reproduce", "test"):
-        assert done.stdout.index("-c constraints.txt -e '.[notebooks,test]'") < done.stdout.index("kvlab pull") \
-            if "pip install" in done.stdout else "kvlab pull" in done.stdout
+        assert (
+            done.stdout.index("-c constraints.txt -e '.[notebooks,test]'") < done.stdout.index("kvlab pull")
+            if "pip install" in done.stdout
+            else "kvlab pull" in done.stdout
+        )
 
 
 def test_an_old_python_is_told_in_one_sentence(tmp_path):

@@ -125,29 +125,58 @@ def test_what_does_not_fit_is_marked_and_has_no_metric(tiny, chosen, monkeypatch
 
 def rows(times):
     """A table of `decoding` from {(policy, length, batch): seconds of each round}."""
-    return pandas.DataFrame([
-        {"length": length, "batch": batch, "policy": name, "round": turn, "seconds_per_step": seconds,
-         "first_step": 1.0, "kv_bytes": 1000 * length * batch if name == "full" else 5000 * batch,
-         "aux_bytes": 0 if name == "full" else 1000 * batch, "read_bytes": 0, "peak_bytes": float("nan")}
-        for (name, length, batch), values in times.items() for turn, seconds in enumerate(values)])
+    return pandas.DataFrame(
+        [
+            {
+                "length": length,
+                "batch": batch,
+                "policy": name,
+                "round": turn,
+                "seconds_per_step": seconds,
+                "first_step": 1.0,
+                "kv_bytes": 1000 * length * batch if name == "full" else 5000 * batch,
+                "aux_bytes": 0 if name == "full" else 1000 * batch,
+                "read_bytes": 0,
+                "peak_bytes": float("nan"),
+            }
+            for (name, length, batch), values in times.items()
+            for turn, seconds in enumerate(values)
+        ]
+    )
 
 
-BY_HAND = rows({
-    ("full", 10, 1): [1.0, 2.0], ("full", 40, 1): [2.0, 4.0], ("full", 10, 4): [3.0, 6.0],
-    ("zsmerge", 10, 1): [2.0, 4.0], ("zsmerge", 40, 1): [1.0, 1.0], ("zsmerge", 10, 4): [2.0, 4.0],
-    ("h2o", 10, 1): [1.0, 2.0], ("h2o", 40, 1): [1.5, 2.0],
-})
+BY_HAND = rows(
+    {
+        ("full", 10, 1): [1.0, 2.0],
+        ("full", 40, 1): [2.0, 4.0],
+        ("full", 10, 4): [3.0, 6.0],
+        ("zsmerge", 10, 1): [2.0, 4.0],
+        ("zsmerge", 40, 1): [1.0, 1.0],
+        ("zsmerge", 10, 4): [2.0, 4.0],
+        ("h2o", 10, 1): [1.0, 2.0],
+        ("h2o", 40, 1): [1.5, 2.0],
+    }
+)
 
 
 def test_gains_are_taken_round_by_round():
     found = speed.speed_findings(BY_HAND)
-    assert found.metrics == pytest.approx({
-        "slowdown/full": 1.0,
-        "gain/zsmerge/shortest": -0.5, "gain/zsmerge/longest": 2.0, "gain_growth/zsmerge": 2.5,
-        "slowdown/zsmerge": (0.5 + 0.25) / 2 - 1, "gain/zsmerge/largest_batch": 0.5, "batch_gain/zsmerge": 1.0,
-        "gain/h2o/shortest": 0.0, "gain/h2o/longest": (4 / 3 + 2) / 2 - 1, "slowdown/h2o": 0.25,
-        "gain_growth/h2o": (4 / 3 + 2) / 2 - 1, "gain_over_h2o/zsmerge": 0.75,
-    })
+    assert found.metrics == pytest.approx(
+        {
+            "slowdown/full": 1.0,
+            "gain/zsmerge/shortest": -0.5,
+            "gain/zsmerge/longest": 2.0,
+            "gain_growth/zsmerge": 2.5,
+            "slowdown/zsmerge": (0.5 + 0.25) / 2 - 1,
+            "gain/zsmerge/largest_batch": 0.5,
+            "batch_gain/zsmerge": 1.0,
+            "gain/h2o/shortest": 0.0,
+            "gain/h2o/longest": (4 / 3 + 2) / 2 - 1,
+            "slowdown/h2o": 0.25,
+            "gain_growth/h2o": (4 / 3 + 2) / 2 - 1,
+            "gain_over_h2o/zsmerge": 0.75,
+        }
+    )
     assert found.intervals["gain/zsmerge/longest"] == pytest.approx((1.0, 3.0)), "from 2 / 1 and 4 / 1, less 1"
     batch = found.table.query("policy == 'zsmerge' and batch == 4")
     assert batch["tokens_per_second"].tolist() == [2.0, 1.0] and batch["speedup"].tolist() == [1.5, 1.5]
@@ -155,23 +184,40 @@ def test_gains_are_taken_round_by_round():
 
 def test_memory_is_that_of_weights_and_cache():
     found = speed.memory_findings(BY_HAND, weight_bytes=60_000)
-    assert found.metrics == pytest.approx({
-        "stored/zsmerge/longest": 0.15, "stored/h2o/longest": 0.15,
-        "memory_saving/zsmerge/longest": 1 - 66 / 100, "memory_saving/h2o/longest": 1 - 66 / 100})
+    assert found.metrics == pytest.approx(
+        {
+            "stored/zsmerge/longest": 0.15,
+            "stored/h2o/longest": 0.15,
+            "memory_saving/zsmerge/longest": 1 - 66 / 100,
+            "memory_saving/h2o/longest": 1 - 66 / 100,
+        }
+    )
     batch = found.table.query("batch == 4").set_index("policy")
     assert batch.loc["full", "stored_bytes"] == 40_000 and batch.loc["zsmerge", "share"] == pytest.approx(0.6)
 
 
 def first(times):
     """A table of `first_tokens` from {(policy, length): seconds of each round}."""
-    return pandas.DataFrame([{"length": length, "policy": name, "round": turn, "seconds": seconds}
-                             for (name, length), values in times.items() for turn, seconds in enumerate(values)])
+    return pandas.DataFrame(
+        [
+            {"length": length, "policy": name, "round": turn, "seconds": seconds}
+            for (name, length), values in times.items()
+            for turn, seconds in enumerate(values)
+        ]
+    )
 
 
 def test_the_overhead_of_a_first_token_is_that_of_its_round():
-    found = speed.first_token_findings(first({
-        ("full", 10): [1.0, 1.0], ("zsmerge", 10): [9.0, 9.0],
-        ("full", 40): [10.0, 20.0], ("zsmerge", 40): [11.0, 21.0]}))
+    found = speed.first_token_findings(
+        first(
+            {
+                ("full", 10): [1.0, 1.0],
+                ("zsmerge", 10): [9.0, 9.0],
+                ("full", 40): [10.0, 20.0],
+                ("zsmerge", 40): [11.0, 21.0],
+            }
+        )
+    )
     assert found.metrics == pytest.approx({"first_token/zsmerge": (0.1 + 0.05) / 2})
     assert found.intervals["first_token/zsmerge"] == pytest.approx((0.05, 0.1))
 
@@ -186,8 +232,16 @@ def test_an_answer_takes_its_first_token_and_its_steps():
 
 def test_an_answer_is_that_after_the_longest_prompt_timed_both_ways():
     """At 10 tokens the policy is slower than the full cache and at 40 it is faster; nothing was decoded at 80."""
-    times = first({("full", 10): [1.0], ("zsmerge", 10): [1.0], ("full", 40): [4.0], ("zsmerge", 40): [4.0],
-                   ("full", 80): [9.0], ("zsmerge", 80): [99.0]})
+    times = first(
+        {
+            ("full", 10): [1.0],
+            ("zsmerge", 10): [1.0],
+            ("full", 40): [4.0],
+            ("zsmerge", 40): [4.0],
+            ("full", 80): [9.0],
+            ("zsmerge", 80): [99.0],
+        }
+    )
     found = speed.answer_findings(times, BY_HAND)
     assert set(found.table["length"]) == {10, 40} and set(found.table["policy"]) == {"full", "zsmerge"}
     short = found.table.query("length == 10 and policy == 'zsmerge'")["answer_saved"]
@@ -218,7 +272,10 @@ def test_weights_and_entries_are_those_of_the_published_models():
     llama_2_13b = 2 * 32000 * 5120 + 40 * (4 * 5120**2 + 3 * 5120 * 13824 + 2 * 5120) + 5120
     llama_3 = 2 * 128256 * 4096 + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096
     assert [footprint.parameters(name) for name in ("llama-2-7b", "llama-2-13b", "llama-3.1-8b")] == [
-        llama_2, llama_2_13b, llama_3]
+        llama_2,
+        llama_2_13b,
+        llama_3,
+    ]
     assert footprint.entry_bytes("llama-2-7b") == 2 * 32 * 32 * 128 * 2 == footprint.entry_bytes("llama-2-7b", 4) // 2
     assert footprint.entry_bytes("llama-3.1-8b") == 128 * 1024
     assert footprint.predicted("llama-3.1-8b", 10, batch=3) == 2 * llama_3 + 30 * 128 * 1024
@@ -235,22 +292,29 @@ def test_zsmerges_memory_is_that_of_32_bit_floats():
 def test_workloads_that_cannot_be_are_counted():
     printed = pandas.DataFrame(
         [
-            (1024, 1024, 4, "7b", "full", 100.0, 40.96),    # agrees, fits
+            (1024, 1024, 4, "7b", "full", 100.0, 40.96),  # agrees, fits
             (8192, 8192, 16, "13b", "full", 100.0, 1310.72),  # agrees, needs 224 GiB
-            (1024, 1024, 4, "7b", "full", None, None),       # out of memory, yet it fits
-            (1024, 1024, 1, "13b", "zsmerge", 90.0, 20.0),   # 26 GB for each of 90 steps a second; latency makes 51.2
+            (1024, 1024, 4, "7b", "full", None, None),  # out of memory, yet it fits
+            (1024, 1024, 1, "13b", "zsmerge", 90.0, 20.0),  # 26 GB for each of 90 steps a second; latency makes 51.2
         ],
-        columns=["prompt", "generated", "batch", "model", "method", "tokens_per_second", "latency"])
+        columns=["prompt", "generated", "batch", "model", "method", "tokens_per_second", "latency"],
+    )
     found = footprint.zsmerge_workloads(printed, "made_up")
-    assert found.metrics == {"made_up/impossible": 1.0, "made_up/unexplained": 1.0, "made_up/above_bound": 1.0,
-                             "made_up/contradictions": 1.0}
+    assert found.metrics == {
+        "made_up/impossible": 1.0,
+        "made_up/unexplained": 1.0,
+        "made_up/above_bound": 1.0,
+        "made_up/contradictions": 1.0,
+    }
     assert found.table["bound"].iloc[3] == pytest.approx(2.039e12 / (2 * 13.016e9), rel=1e-3)
     assert "gib" not in printed
 
 
 def test_table_1_is_part_of_table_4():
-    small, large = (papers.figure("zsmerge", name).set_index(["prompt", "generated", "batch", "model", "method"])
-                    for name in ("table1", "table4"))
+    small, large = (
+        papers.figure("zsmerge", name).set_index(["prompt", "generated", "batch", "model", "method"])
+        for name in ("table1", "table4")
+    )
     assert len(small) == 32 and len(large) == 104
     pandas.testing.assert_frame_equal(small, large.loc[small.index])
 
@@ -283,8 +347,10 @@ def test_the_metrics_that_claims_ask_for_are_there(decoded, tiny):
     have |= {"first_token/compilerkv", "answer_saved/compilerkv"}
     have |= {name.replace("rocketkv", "compilerkv") for name in have}
     for paper, figure, read in (
-        ("zsmerge", "memory", footprint.zsmerge_memory), ("zsmerge", "table4", footprint.zsmerge_workloads),
-        ("rocketkv", "figure5", footprint.rocketkv_saving), ("compilerkv", "tableA1", footprint.compilerkv_table_a1),
+        ("zsmerge", "memory", footprint.zsmerge_memory),
+        ("zsmerge", "table4", footprint.zsmerge_workloads),
+        ("rocketkv", "figure5", footprint.rocketkv_saving),
+        ("compilerkv", "tableA1", footprint.compilerkv_table_a1),
     ):
         have |= set(read(papers.figure(paper, figure)).metrics)
     have |= set(footprint.zsmerge_workloads(papers.figure("zsmerge", "table1"), "table1").metrics)

@@ -51,6 +51,7 @@ class Desk:
 @pytest.fixture
 def sweep(project, monkeypatch):  # noqa: F811
     """Run the experiment with jobs that only call a function; returns how they ended, and what a log says."""
+
     def run(work=lambda parameters, folder: None, **options):
         monkeypatch.setattr(driver, "Here", lambda workers: Desk(work, workers))
         said = io.StringIO()
@@ -137,7 +138,8 @@ def test_files_are_on_the_disk_before_a_run_counts_as_finished(sweep, project, m
     monkeypatch.setattr(os, "fsync", note)
     sweep(workers=1)
     assert {("toy.ipynb", frozenset({"RUNNING"})), ("notebook", frozenset({"RUNNING"}))} <= {
-        (name, frozenset(status)) for name, status in written}
+        (name, frozenset(status)) for name, status in written
+    }
     assert [run.info.status for run in runs("job")] == ["FINISHED"]
 
 
@@ -187,7 +189,7 @@ def test_a_sweep_outlives_its_reader(error):
 def test_a_half_written_notebook_says_nothing_yet(tmp_path):
     path = tmp_path / "toy.ipynb"
     whole = json.dumps({"cells": [cell("'×'")]}, ensure_ascii=False).encode()
-    path.write_bytes(whole[:whole.index("×".encode()) + 1])
+    path.write_bytes(whole[: whole.index("×".encode()) + 1])
     assert driver._cells_done(path) == ""
     path.write_bytes(whole)
     assert driver._cells_done(path) == "cell 1 of 1"
@@ -195,11 +197,14 @@ def test_a_half_written_notebook_says_nothing_yet(tmp_path):
 
 # ---------------------------------------------------------------- leavings
 
+
 def test_what_the_dead_left_on_the_disk_is_cleared_and_what_lives_is_left(project):  # noqa: F811
     client = store.client()
     ids = {EXPERIMENT: store.experiment_id(client, EXPERIMENT)}
-    ended, running = (tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": kind}, kind)
-                      for kind in ("interactive", "interactive"))
+    ended, running = (
+        tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": kind}, kind)
+        for kind in ("interactive", "interactive")
+    )
     ended.finish("FAILED")
     held = earlier.claim("b", "0")
     for name in (ended.id, running.id, "0" * 32):
@@ -215,8 +220,9 @@ def test_a_run_whose_job_is_claimed_lives_whatever_the_clock_says(project):  # n
     """A clock that was set makes the start of a living process look wrong."""
     client = store.client()
     key = "c" * 64
-    run = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.key": key,
-                                                       "kvlab.pid": 1, "kvlab.pid_started": 0}, "far")
+    run = tracking.create_run(
+        client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.key": key, "kvlab.pid": 1, "kvlab.pid_started": 0}, "far"
+    )
     ids = {EXPERIMENT: store.experiment_id(client, EXPERIMENT)}
     held = earlier.claim(EXPERIMENT, key)
     earlier.tidy(client, ids)
@@ -228,18 +234,31 @@ def test_a_run_whose_job_is_claimed_lives_whatever_the_clock_says(project):  # n
 
 # ---------------------------------------------------------------- workers
 
+
 def spec(folder, **changes):
-    found = {"notebook": str(folder / "notebooks" / "toy.ipynb"), "output": str(folder / "out.ipynb"), "parameters": {},
-             "result": str(folder / places.RESULT), "cwd": str(folder), "limit": None, "parent": os.getpid()}
+    found = {
+        "notebook": str(folder / "notebooks" / "toy.ipynb"),
+        "output": str(folder / "out.ipynb"),
+        "parameters": {},
+        "result": str(folder / places.RESULT),
+        "cwd": str(folder),
+        "limit": None,
+        "parent": os.getpid(),
+    }
     return {**found, **changes}
 
 
 def test_a_worker_whose_driver_died_before_it_began_leaves_with_all_it_started(project):  # noqa: F811
     started = project / "started"
-    notebook(project / "notebooks" / "toy.ipynb", cell("seconds = 600", "parameters"), cell(
-        f"import pathlib, subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"pathlib.Path({str(started)!r}).write_text(str(child.pid))\ntime.sleep(seconds)"))
+    notebook(
+        project / "notebooks" / "toy.ipynb",
+        cell("seconds = 600", "parameters"),
+        cell(
+            f"import pathlib, subprocess, sys, time\n"
+            f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+            f"pathlib.Path({str(started)!r}).write_text(str(child.pid))\ntime.sleep(seconds)"
+        ),
+    )
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     (project / "spec.json").write_text(json.dumps(spec(project, parent=gone.pid)))
@@ -252,10 +271,15 @@ def test_a_worker_whose_driver_died_before_it_began_leaves_with_all_it_started(p
         assert not Path(f"/proc/{started.read_text()}").exists()
 
 
-@pytest.mark.parametrize(("error", "died"), [
-    (RuntimeError("Kernel died before replying to kernel_info"), True),
-    (RuntimeError("Kernel didn't respond in 300 seconds"), True),
-    (RuntimeError("out of luck"), False), (ValueError("Kernel died"), False)])
+@pytest.mark.parametrize(
+    ("error", "died"),
+    [
+        (RuntimeError("Kernel died before replying to kernel_info"), True),
+        (RuntimeError("Kernel didn't respond in 300 seconds"), True),
+        (RuntimeError("out of luck"), False),
+        (ValueError("Kernel died"), False),
+    ],
+)
 def test_a_kernel_that_dies_while_it_starts_may_have_another_try(project, monkeypatch, error, died):  # noqa: F811
     import papermill
 
@@ -269,11 +293,13 @@ def test_a_kernel_that_dies_while_it_starts_may_have_another_try(project, monkey
 
 # ---------------------------------------------------------------- places
 
+
 def test_a_scheduler_that_goes_away_is_one_sentence_and_burns_no_tries(tmp_path):
     class Lost:
         def __getattr__(self, name):
             def fail(*_, **__):
                 raise CancelledError("lost dependencies")
+
             return (lambda: True) if name == "done" else fail
 
     remote = places.Remote(Lost(), tmp_path)
@@ -292,8 +318,10 @@ def test_a_worker_whose_code_was_changed_does_not_begin(tmp_path):
     assert code == 1 and "another version of kvlab's code" in json.loads(left[places.RESULT])["error"]
 
 
-@pytest.mark.parametrize(("text", "expected"), [("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1),
-                                                ("1600000 100000", 8), ("nonsense", 8)])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1), ("1600000 100000", 8), ("nonsense", 8)],
+)
 def test_a_containers_quota_counts(tmp_path, monkeypatch, text, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(places, "QUOTA", tmp_path / "cpu.max")

@@ -53,7 +53,7 @@ def test_the_score_is_whether_greedy_decoding_says_the_answer(lm, needle, greedy
         assert lm.decode(lm.tokenizer(said, add_special_tokens=False)["input_ids"]) == said
         (found,) = task_scores.passes(lm, own, [(one, "prompt")])
         assert (found["score"], found["hits"]) == (1.0, 1.0), one
-    assert {found["score"] for found in judged.values()} == {0.0, 1.0}     # some keep the needle at this budget
+    assert {found["score"] for found in judged.values()} == {0.0, 1.0}  # some keep the needle at this budget
 
 
 def test_feeding_at_once_is_the_same_for_policies_that_rest_while_decoding(lm, needle, monkeypatch):
@@ -71,7 +71,7 @@ def test_where_nothing_is_evicted_the_question_may_come_later(lm, needle):
     assert later["nll"] == pytest.approx(whole["nll"], abs=1e-3)
     assert held_back["nll"] != pytest.approx(aware["nll"], abs=1e-2)
     (alone,) = task_scores.passes(lm, needle, [(POLICIES[1], "prompt")])
-    assert alone["nll"] == pytest.approx(aware["nll"], abs=1e-3)       # though its prompt came in two pieces
+    assert alone["nll"] == pytest.approx(aware["nll"], abs=1e-3)  # though its prompt came in two pieces
 
 
 def test_an_answer_without_a_scored_token_is_refused(lm, needle):
@@ -107,7 +107,7 @@ def test_a_run_prefills_once_and_goes_on_where_it_was_cut_off(lm, needle, tmp_pa
     assert len(prefills) == 1
     assert first["policy"].tolist() == ["full", "snapkv", "h2o"] and first["length"].tolist() == [170] * 3
     whole = path.read_bytes()
-    path.write_bytes(whole[:-20])                           # killed while the last line was written
+    path.write_bytes(whole[:-20])  # killed while the last line was written
     second = task_scores.measure(lm, [([needle], wanted)], path)
     assert len(prefills) == 2 and len(path.read_bytes().splitlines()) == 3
     pd.testing.assert_frame_equal(first, second, rtol=1e-4)
@@ -148,7 +148,11 @@ def test_a_paragraph_that_does_not_fit_is_refused(lm):
 def test_a_grid_has_a_needle_for_each_cell(lm):
     grid = task_examples.needle_grid(lm, [200, 300], [0.1, 0.9])
     assert [(i.example.marks["length"], i.example.marks["depth"]) for i in grid] == [
-        (200, 0.1), (200, 0.9), (300, 0.1), (300, 0.9)]
+        (200, 0.1),
+        (200, 0.9),
+        (300, 0.1),
+        (300, 0.9),
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- paired gains
@@ -156,42 +160,61 @@ def test_a_grid_has_a_needle_for_each_cell(lm):
 
 def rows(task: str, policy: str, budget: float | None, nll: list[float], score: list[float], at: str = "prompt"):
     """One row for each example, all with the same id as RULER's have, told apart by their documents."""
-    return [{"task": task, "document": f"d{i}", "example": "same-id", "policy": policy, "budget": budget,
-             "compress_at": at, "nll": n, "score": s, "hits": s / 2 + 0.5} for i, (n, s) in
-            enumerate(zip(nll, score, strict=True))]
+    return [
+        {
+            "task": task,
+            "document": f"d{i}",
+            "example": "same-id",
+            "policy": policy,
+            "budget": budget,
+            "compress_at": at,
+            "nll": n,
+            "score": s,
+            "hits": s / 2 + 0.5,
+        }
+        for i, (n, s) in enumerate(zip(nll, score, strict=True))
+    ]
 
 
-TABLE = pd.DataFrame([
-    *rows("needle", "full", None, [0.1, 0.3], [1, 1]),
-    *rows("needle", "dapq", 64, [1.0, 2.0], [1, 0]),
-    *rows("needle", "snapkv", 64, [1.5, 1.5], [0, 0]),
-    *rows("needle", "snapkv", 64, [2.5, 3.5], [0, 0], at="context"),
-    *rows("qa", "full", None, [0.5, 0.5], [0, 1]),
-    *rows("qa", "dapq", 64, [0.6, 0.8], [0, 1]),
-    *rows("qa", "snapkv", 64, [1.0, 1.6], [0, 0]),
-    *rows("qa", "h2o", 64, [3.0, 3.0], [0, 0]),
-])
+TABLE = pd.DataFrame(
+    [
+        *rows("needle", "full", None, [0.1, 0.3], [1, 1]),
+        *rows("needle", "dapq", 64, [1.0, 2.0], [1, 0]),
+        *rows("needle", "snapkv", 64, [1.5, 1.5], [0, 0]),
+        *rows("needle", "snapkv", 64, [2.5, 3.5], [0, 0], at="context"),
+        *rows("qa", "full", None, [0.5, 0.5], [0, 1]),
+        *rows("qa", "dapq", 64, [0.6, 0.8], [0, 1]),
+        *rows("qa", "snapkv", 64, [1.0, 1.6], [0, 0]),
+        *rows("qa", "h2o", 64, [3.0, 3.0], [0, 0]),
+    ]
+)
 
 
 def test_gains_are_paired_by_example():
     found = task_scores.findings(TABLE)
-    assert found.metrics["gain/needle/dapq_over_snapkv/64"] == pytest.approx(0.0)        # +0.5 and -0.5
+    assert found.metrics["gain/needle/dapq_over_snapkv/64"] == pytest.approx(0.0)  # +0.5 and -0.5
     assert found.intervals["gain/needle/dapq_over_snapkv/64"] == pytest.approx((-0.5, 0.5))
     assert found.metrics["gain/qa/dapq_over_snapkv/64"] == pytest.approx((0.4 + 0.8) / 2)
     assert found.metrics["score_gain/needle/dapq_over_snapkv/64"] == 0.5
     assert found.metrics["gain/all/dapq_over_snapkv/64"] == pytest.approx(0.3)
     assert found.metrics["gain/qa/dapq_over_h2o/64"] == pytest.approx(2.3)
-    assert "gain/all/dapq_over_h2o/64" not in found.metrics           # h2o met one of the two tasks only
+    assert "gain/all/dapq_over_h2o/64" not in found.metrics  # h2o met one of the two tasks only
     assert "nll/all/h2o/64" not in found.metrics
 
 
 def test_a_gain_widens_from_the_largest_budget_to_the_smallest():
-    table = pd.concat([TABLE, pd.DataFrame([*rows("qa", "dapq", 256, [0.5, 0.6], [0, 1]),
-                                            *rows("qa", "snapkv", 256, [0.6, 0.6], [0, 0])])])
+    table = pd.concat(
+        [
+            TABLE,
+            pd.DataFrame(
+                [*rows("qa", "dapq", 256, [0.5, 0.6], [0, 1]), *rows("qa", "snapkv", 256, [0.6, 0.6], [0, 0])]
+            ),
+        ]
+    )
     found = task_scores.findings(table)
     assert found.metrics["widening/qa/dapq_over_snapkv"] == pytest.approx((0.4 - 0.1 + 0.8 - 0.0) / 2)
     assert found.intervals["widening/qa/dapq_over_snapkv"] == pytest.approx((0.3, 0.8))
-    assert "widening/needle/dapq_over_snapkv" not in found.metrics                      # at one budget only
+    assert "widening/needle/dapq_over_snapkv" not in found.metrics  # at one budget only
 
 
 def test_variants_are_their_policies_with_one_setting_changed(lm, needle):
@@ -232,8 +255,9 @@ def test_both_places_of_a_policy_stand_below_one_another():
 
 
 def test_differences_that_were_not_measured_are_left_out():
-    found = task_scores.differences(task_scores.findings(TABLE), [
-        ("DapQ", "qa/dapq_over_snapkv/64"), ("RocketKV", "qa/rocketkv_over_quest/64")])
+    found = task_scores.differences(
+        task_scores.findings(TABLE), [("DapQ", "qa/dapq_over_snapkv/64"), ("RocketKV", "qa/rocketkv_over_quest/64")]
+    )
     assert found["label"].tolist() == ["dapq over snapkv, qa, 64"] and found["paper"].tolist() == ["DapQ"]
     assert found["value"].tolist() == pytest.approx([0.6])
 

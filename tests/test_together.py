@@ -60,8 +60,10 @@ def test_what_is_no_curve_is_refused(size, values, at):
 @given(st.lists(st.tuples(st.integers(1, 7), st.integers(0, 6)), max_size=12))
 def test_the_front_is_what_nothing_beats(points):
     size, loss = [p[0] for p in points], [p[1] for p in points]
-    beaten = [any(s <= size[i] and l <= loss[i] and (s < size[i] or l < loss[i])
-                  for s, l in zip(size, loss, strict=True)) for i in range(len(points))]
+    beaten = [
+        any(s <= size[i] and l <= loss[i] and (s < size[i] or l < loss[i]) for s, l in zip(size, loss, strict=True))
+        for i in range(len(points))
+    ]
     assert together.front(size, loss) == [not b for b in beaten]
 
 
@@ -72,8 +74,12 @@ def test_a_slack_forgives_a_little_more_size(points):
 
 
 def test_neither_the_full_cache_nor_the_oracle_stands_on_the_front():
-    curves = table(full={"a": [(100, 100, 0.0)]}, exact_topk={"a": [(100, 10, 0.1)]}, larger={"a": [(120, 120, 0.1)]},
-                   other={"a": [(10, 10, 0.5), (10.2, 10.2, 0.4)]})
+    curves = table(
+        full={"a": [(100, 100, 0.0)]},
+        exact_topk={"a": [(100, 10, 0.1)]},
+        larger={"a": [(120, 120, 0.1)]},
+        other={"a": [(10, 10, 0.5), (10.2, 10.2, 0.4)]},
+    )
     found = together.points(curves, "read", "output_error").set_index(["policy", "budget"])["front"]
     assert found[found].index.tolist() == [("other", 1)]
 
@@ -81,9 +87,19 @@ def test_neither_the_full_cache_nor_the_oracle_stands_on_the_front():
 def table(**curves):
     """curves: policy -> {document: [(stored MiB, read MiB, output error), ...]}; every other measure is the same."""
     rows = [
-        {"document": document, "policy": policy, "budget": number, "stored_bytes": stored * MIB,
-         "read_bytes": read * MIB, "full_bytes": 100 * MIB, "output_error": error, "mass_lost": error,
-         "recall": 1 - error, "window_recall": 0.5, "step_recall": 0.5}
+        {
+            "document": document,
+            "policy": policy,
+            "budget": number,
+            "stored_bytes": stored * MIB,
+            "read_bytes": read * MIB,
+            "full_bytes": 100 * MIB,
+            "output_error": error,
+            "mass_lost": error,
+            "recall": 1 - error,
+            "window_recall": 0.5,
+            "step_recall": 0.5,
+        }
         for policy, documents in curves.items()
         for document, points in documents.items()
         for number, (stored, read, error) in enumerate(points)
@@ -156,12 +172,15 @@ def test_every_policy_meets_every_measure(tiny):
 
 def test_contenders_get_what_they_need_and_come_once():
     made = contenders([64, 128], heads="smollm2-135m")
-    assert len(made) == 2 * len(policies()) - 1            # the full cache has no budget
+    assert len(made) == 2 * len(policies()) - 1  # the full cache has no budget
     assert contender("duoattention", 64, heads="smollm2-135m").heads == "smollm2-135m"
     assert contender("compilerkv", 64, pad="budget").pad == "budget" and contender("compilerkv", 64).pad == "none"
     assert contender("snapkv", 64, heads="smollm2-135m") == kvlab.policy("snapkv", budget=64)
     assert [str(one) for one in by_name({"full": [0], "h2o": [64, 128]})] == [
-        str(kvlab.policy("full")), str(kvlab.policy("h2o", budget=64)), str(kvlab.policy("h2o", budget=128))]
+        str(kvlab.policy("full")),
+        str(kvlab.policy("h2o", budget=64)),
+        str(kvlab.policy("h2o", budget=128)),
+    ]
 
 
 @given(st.lists(st.floats(0, 1), max_size=15), st.floats(0.01, 0.2))
@@ -173,7 +192,7 @@ def test_labels_keep_their_order_and_their_distance(wanted, gap):
     room = 1.0 / max(1, len(wanted) - 1)
     assert (np.diff(ordered) >= min(gap, room) - 1e-9).all()
     if len(wanted) > 1 and (np.diff(np.array(wanted)[order]) >= gap).all():
-        assert places == pytest.approx(wanted)             # what fits stays where it is
+        assert places == pytest.approx(wanted)  # what fits stays where it is
 
 
 def test_figures_name_each_policy_where_it_lies():
@@ -196,16 +215,23 @@ def test_the_table_for_readers_says_why_not_and_marks_the_best():
     stored = together.summary(together.at_equal(FEW, "stored", 0.2))
     html = comparing.measures_table(stored, caption="At equal stored bytes").to_html()
     assert "0.400 (0.300–0.500)" in html and "stores at least 100 MiB" in html and "At equal stored bytes" in html
-    assert html.count("–</td>") >= 12                       # two policies without any of the six numbers
+    assert html.count("–</td>") >= 12  # two policies without any of the six numbers
     read = together.summary(together.at_equal(FEW, "read", 0.2))
     html = comparing.measures_table(read, caption="x").to_html()
     bold = "".join(cells for cells, style in re.findall(r"([^{}]+){([^}]*)}", html) if "font-weight: bold" in style)
-    assert re.search(r"row0_col2\b", bold) and not re.search(r"row1_col2\b", bold)     # the smallest output error
+    assert re.search(r"row0_col2\b", bold) and not re.search(r"row1_col2\b", bold)  # the smallest output error
 
 
 def test_differences_are_coloured_by_which_side_of_zero_they_lie_on():
-    rows = pd.DataFrame({"paper": ["A", "A", "B"], "label": ["up", "across", "down"], "value": [1.0, 0.0, -1.0],
-                         "low": [0.5, -0.5, -1.5], "high": [1.5, 0.5, -0.5]})
+    rows = pd.DataFrame(
+        {
+            "paper": ["A", "A", "B"],
+            "label": ["up", "across", "down"],
+            "value": [1.0, 0.0, -1.0],
+            "low": [0.5, -0.5, -1.5],
+            "high": [1.5, 0.5, -0.5],
+        }
+    )
     ax = comparing.forest(rows, xlabel="gain", title="gains")
     dots = [line.get_color() for line in ax.lines if line.get_marker() == "o"]
     assert dots == ["#0072B2", comparing.FAINT, "#D55E00"]

@@ -47,8 +47,9 @@ def test_queries_and_keys_give_the_models_own_attention(captured, family):
     for layer, expected in enumerate(seen.weights):
         found = attention_by_hand(trace.queries[layer], trace.keys[layer], trace.scaling)
         torch.testing.assert_close(found.float(), expected[:, -WINDOW - STEPS :], **CLOSE)
-        ours = attention.weights(trace.queries[layer], trace.keys[layer], trace.scaling,
-                                 attention.last_visible(WINDOW + STEPS, trace.length))
+        ours = attention.weights(
+            trace.queries[layer], trace.keys[layer], trace.scaling, attention.last_visible(WINDOW + STEPS, trace.length)
+        )
         torch.testing.assert_close(ours, expected[:, -WINDOW - STEPS :], **CLOSE)
         mixed = attention.output(ours, trace.values[layer]).transpose(0, 1).flatten(1)
         torch.testing.assert_close(mixed, seen.mixed[layer][-WINDOW - STEPS :], **CLOSE)
@@ -198,12 +199,17 @@ def test_pseudo_queries_at_position_0_see_the_whole_prompt(captured):
     model = copy.deepcopy(lm.model)
     seen = []
     model.model.layers[1].self_attn.register_forward_pre_hook(
-        lambda _m, args, kwargs: seen.append(kwargs["hidden_states"][0, -STEPS:]), with_kwargs=True)
+        lambda _m, args, kwargs: seen.append(kwargs["hidden_states"][0, -STEPS:]), with_kwargs=True
+    )
     mask = torch.zeros(1, 1, PROMPT + STEPS, PROMPT + STEPS)
     mask += torch.full_like(mask, -1e9).triu(1)
     with torch.no_grad():
-        model(torch.cat([prompt(), ids])[None], attention_mask=mask, use_cache=False,
-              position_ids=torch.cat([torch.arange(PROMPT), positions])[None])
+        model(
+            torch.cat([prompt(), ids])[None],
+            attention_mask=mask,
+            use_cache=False,
+            position_ids=torch.cat([torch.arange(PROMPT), positions])[None],
+        )
     expected = rope(queries_before_rope(model.model.layers[1].self_attn, seen[0], trace.heads), positions)
     torch.testing.assert_close(post[1].double(), expected, **CLOSE)
 
@@ -219,7 +225,7 @@ def test_captured_pseudo_queries_are_those_that_the_policies_ask_for(tiny):
         torch.testing.assert_close(trace.prompt.pseudo(one), expected, **CLOSE)
     plain = kvlab.capture(lm, prompt(), STEPS, WINDOW, pseudo=())
     assert plain.pseudo == {}
-    for name in ("queries", "pre_queries", "keys", "values", "ids"):        # cropped off without a trace
+    for name in ("queries", "pre_queries", "keys", "values", "ids"):  # cropped off without a trace
         assert torch.equal(getattr(plain, name), getattr(trace, name)), name
     with pytest.raises(KvlabError, match="dapq needs pseudo-queries"):
         plain.prompt.pseudo(wanted[0])
@@ -240,7 +246,7 @@ def test_the_model_is_as_it_was(tiny, family):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("call", [1, 2, 4, 7])     # 2 layers: the prefill, the pseudo-queries, and the third step
+@pytest.mark.parametrize("call", [1, 2, 4, 7])  # 2 layers: the prefill, the pseudo-queries, and the third step
 def test_the_model_is_as_it_was_after_a_failure(tiny, monkeypatch, call, error):
     lm, calls = tiny(), []
     expected = kvlab.capture(lm, prompt(), STEPS)
@@ -312,7 +318,7 @@ def test_a_sliding_window_must_span_the_sequence_and_then_is_none(tiny, monkeypa
     monkeypatch.setattr(lm.model, "forward", lambda *_a, **_k: pytest.fail("the model ran"))
     with pytest.raises(KvlabError, match="sees a window of 16 tokens, and the sequence has 17"):
         kvlab.capture(lm, prompt(11), STEPS, pseudo=())
-    with pytest.raises(KvlabError, match="the sequence has 18"):            # eight pseudo-tokens count as well
+    with pytest.raises(KvlabError, match="the sequence has 18"):  # eight pseudo-tokens count as well
         kvlab.capture(lm, prompt(10), STEPS, pseudo=[kvlab.policy("dapq", budget=4, window=8)])
 
 
@@ -323,24 +329,30 @@ def test_prompts_beyond_the_context(tiny, still):
         kvlab.capture(still(lm), prompt(27), 6, pseudo=())
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (dict(text_or_ids="  \n "), "the document is empty"),
-    (dict(text_or_ids=[]), "the prompt is empty"),
-    (dict(text_or_ids=torch.zeros(1, 0)), "the prompt is empty"),
-    (dict(text_or_ids="a text"), "no tokenizer"),
-    (dict(text_or_ids={"ids": [3]}), "a text, a Document or token ids, and not dict"),
-    (dict(text_or_ids=torch.zeros(2, 5, dtype=torch.int64)), r"one sequence .* \(2, 5\); capture several as a list"),
-    (dict(text_or_ids=[3.5, 4.0]), "whole token ids"),
-    (dict(text_or_ids=[3, 256]), r"the prompt has the token id 256, and random:tiny-llama-gqa knows 0 \.\. 255"),
-    (dict(text_or_ids=[3, -1]), "the prompt has the token id -1"),
-    (dict(response=[5, 999]), "the response has the token id 999"),
-    (dict(new_tokens=-1), "must not be negative, and are -1 and 32"),
-    (dict(window=-2), "must not be negative, and are 64 and -2"),
-    (dict(queries="some"), "queries='some': it is 'all'"),
-    (dict(pseudo=["dapk"]), "did you mean 'dapq'"),
-    (dict(pseudo=[kvlab.policy("dapq", budget=4, content="sentence")]), "no tokenizer"),
-    (dict(text_or_ids=[[3, 4], [5, 6]], response=[7]), "one response cannot follow several documents"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(text_or_ids="  \n "), "the document is empty"),
+        (dict(text_or_ids=[]), "the prompt is empty"),
+        (dict(text_or_ids=torch.zeros(1, 0)), "the prompt is empty"),
+        (dict(text_or_ids="a text"), "no tokenizer"),
+        (dict(text_or_ids={"ids": [3]}), "a text, a Document or token ids, and not dict"),
+        (
+            dict(text_or_ids=torch.zeros(2, 5, dtype=torch.int64)),
+            r"one sequence .* \(2, 5\); capture several as a list",
+        ),
+        (dict(text_or_ids=[3.5, 4.0]), "whole token ids"),
+        (dict(text_or_ids=[3, 256]), r"the prompt has the token id 256, and random:tiny-llama-gqa knows 0 \.\. 255"),
+        (dict(text_or_ids=[3, -1]), "the prompt has the token id -1"),
+        (dict(response=[5, 999]), "the response has the token id 999"),
+        (dict(new_tokens=-1), "must not be negative, and are -1 and 32"),
+        (dict(window=-2), "must not be negative, and are 64 and -2"),
+        (dict(queries="some"), "queries='some': it is 'all'"),
+        (dict(pseudo=["dapk"]), "did you mean 'dapq'"),
+        (dict(pseudo=[kvlab.policy("dapq", budget=4, content="sentence")]), "no tokenizer"),
+        (dict(text_or_ids=[[3, 4], [5, 6]], response=[7]), "one response cannot follow several documents"),
+    ],
+)
 def test_bad_arguments_get_a_sentence(tiny, still, arguments, message):
     with pytest.raises(KvlabError, match=message):
         kvlab.capture(still(tiny()), **({"text_or_ids": [3, 4, 5]} | arguments))
@@ -370,11 +382,14 @@ def test_texts_and_documents_become_user_messages(lm):
     assert sentence.pseudo.keys() == {"sentence/Sorry, I don't know. /10"}
 
 
-@pytest.mark.parametrize("several", [
-    [[3, 4, 5, 6], [7, 8, 9]],
-    [torch.tensor([3, 4, 5, 6]), torch.tensor([[7, 8, 9]])],
-    (torch.tensor([3, 4, 5, 6]).numpy(), [7, 8, 9]),
-])
+@pytest.mark.parametrize(
+    "several",
+    [
+        [[3, 4, 5, 6], [7, 8, 9]],
+        [torch.tensor([3, 4, 5, 6]), torch.tensor([[7, 8, 9]])],
+        (torch.tensor([3, 4, 5, 6]).numpy(), [7, 8, 9]),
+    ],
+)
 def test_a_list_of_prompts_gives_a_list_of_traces(tiny, several):
     first, second = kvlab.capture(tiny(), several, 2, progress=False)
     assert first.ids[:-2].tolist() == [3, 4, 5, 6] and second.ids[:-2].tolist() == [7, 8, 9]
@@ -382,8 +397,17 @@ def test_a_list_of_prompts_gives_a_list_of_traces(tiny, several):
     assert torch.equal(second.queries, one.queries)
 
 
-@pytest.mark.parametrize("ids", [[3, 4, 5], (3, 4, 5), torch.tensor([[3, 4, 5]]), list(torch.tensor([3, 4, 5])),
-                                 list(torch.tensor([3, 4, 5]).numpy()), torch.tensor([3, 4, 5], dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [3, 4, 5],
+        (3, 4, 5),
+        torch.tensor([[3, 4, 5]]),
+        list(torch.tensor([3, 4, 5])),
+        list(torch.tensor([3, 4, 5]).numpy()),
+        torch.tensor([3, 4, 5], dtype=torch.int32),
+    ],
+)
 def test_token_ids_come_in_any_dress(tiny, ids):
     trace = kvlab.capture(tiny(), ids, 0)
     assert trace.ids.tolist() == [3, 4, 5] and trace.ids.dtype == torch.int64

@@ -47,10 +47,14 @@ def test_what_is_read_back_is_what_was_written(small, tmp_path):
     assert path.stat().st_size == pytest.approx(small.nbytes, rel=0.1)
     if small.keys.dtype == torch.float32:
         policies = ["snapkv", "dapq", "zsmerge"]
-        results = [kvlab.replay(t, [kvlab.policy(p, budget=9, **({"window": 4} if p == "snapkv" else {}))
-                                    for p in policies]).summary for t in (small, found)]
+        results = [
+            kvlab.replay(
+                t, [kvlab.policy(p, budget=9, **({"window": 4} if p == "snapkv" else {})) for p in policies]
+            ).summary
+            for t in (small, found)
+        ]
         assert results[0].equals(results[1])
-    same(found, kvlab.Trace.load(found.save(path)))       # over the file it came from
+    same(found, kvlab.Trace.load(found.save(path)))  # over the file it came from
 
 
 def test_traces_of_shared_and_strided_tensors_are_saved(tmp_path):
@@ -66,16 +70,20 @@ def test_a_missing_file_and_a_folder(tmp_path):
         kvlab.Trace.load(tmp_path)
 
 
-@pytest.mark.parametrize("damage", {
-    "empty": lambda b: b"",
-    "random": lambda b: bytes(range(256)) * 20,
-    "a short header": lambda b: b[:5],
-    "half a header": lambda b: b[:200],
-    "half": lambda b: b[: len(b) // 2],
-    "one byte less": lambda b: b[:-1],
-    "one byte more": lambda b: b + b"x",
-    "text": lambda b: b"This is a letter and no trace at all.\n" * 9,
-}.items(), ids=lambda item: item[0])
+@pytest.mark.parametrize(
+    "damage",
+    {
+        "empty": lambda b: b"",
+        "random": lambda b: bytes(range(256)) * 20,
+        "a short header": lambda b: b[:5],
+        "half a header": lambda b: b[:200],
+        "half": lambda b: b[: len(b) // 2],
+        "one byte less": lambda b: b[:-1],
+        "one byte more": lambda b: b + b"x",
+        "text": lambda b: b"This is a letter and no trace at all.\n" * 9,
+    }.items(),
+    ids=lambda item: item[0],
+)
 def test_damaged_files_get_a_sentence(saved, damage):
     saved.write_bytes(damage[1](saved.read_bytes()))
     with pytest.raises(KvlabError, match=r"a\.trace is damaged or not a kvlab trace \(\w+\); capture") as caught:
@@ -140,8 +148,9 @@ def test_a_checksum_that_is_missing_or_another_files_is_refused(small, saved):
     with pytest.raises(KvlabError, match="b.trace is damaged: its bytes are not those of its checksum"):
         kvlab.Trace.load(rewritten(saved, lambda metadata: metadata.pop("crc32")))
     with pytest.raises(KvlabError, match="b.trace is damaged: its bytes"):
-        kvlab.Trace.load(rewritten(saved, lambda metadata: metadata.update(
-            kvlab=metadata["kvlab"].replace("greedy", "given"))))
+        kvlab.Trace.load(
+            rewritten(saved, lambda metadata: metadata.update(kvlab=metadata["kvlab"].replace("greedy", "given")))
+        )
 
 
 def test_a_name_that_looks_like_a_checksum_is_no_trouble(small, tmp_path):
@@ -156,26 +165,31 @@ def test_checking_takes_no_memory_of_its_own(tmp_path):
     keys = torch.zeros(1, 1, 10**7, 2)
     path = kvlab.Trace.from_tensors(torch.zeros(1, 1, 1, 2), keys, keys, 10**7).save(tmp_path / "a.trace")
     assert path.stat().st_size > 160e6
-    code = ("import sys, kvlab\nkvlab.Trace\n"
-            "def own():\n    lines = open('/proc/self/status').read().splitlines()\n"
-            "    return sum(int(line.split()[1]) for line in lines if line.startswith(('RssAnon', 'RssShmem')))\n"
-            "before = own()\ntrace = kvlab.Trace.load(sys.argv[1])\nprint(own() - before)")
+    code = (
+        "import sys, kvlab\nkvlab.Trace\n"
+        "def own():\n    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return sum(int(line.split()[1]) for line in lines if line.startswith(('RssAnon', 'RssShmem')))\n"
+        "before = own()\ntrace = kvlab.Trace.load(sys.argv[1])\nprint(own() - before)"
+    )
     done = subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True)
     assert int(done.stdout) < 60_000
 
 
-@pytest.mark.parametrize("metadata, message", [
-    (None, "is a safetensors file but no kvlab trace"),
-    ({"format": "pt"}, "is a safetensors file but no kvlab trace"),
-    ({"kvlab": "{}"}, "is a safetensors file but no kvlab trace"),
-    ({"kvlab": "[1]"}, "is a safetensors file but no kvlab trace"),
-    ({"kvlab": '{"format": "kvlab-trace-0"}'}, "is a safetensors file but no kvlab trace"),
-    ({"kvlab": "{"}, "is damaged"),
-    ({"kvlab": '{"format": "kvlab-trace-1"}'}, "is damaged"),
-    ({"kvlab": '{"format": "kvlab-trace-2"}'}, "is damaged"),
-    ({"kvlab": '{"format": "kvlab-trace-2"}', "crc32": "nothing"}, "is damaged"),
-    ({"kvlab": '{"format": "kvlab-trace-1", "prompt_length": 3, "scaling": 1.0, "meta": {}}'}, "is damaged"),
-])
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        (None, "is a safetensors file but no kvlab trace"),
+        ({"format": "pt"}, "is a safetensors file but no kvlab trace"),
+        ({"kvlab": "{}"}, "is a safetensors file but no kvlab trace"),
+        ({"kvlab": "[1]"}, "is a safetensors file but no kvlab trace"),
+        ({"kvlab": '{"format": "kvlab-trace-0"}'}, "is a safetensors file but no kvlab trace"),
+        ({"kvlab": "{"}, "is damaged"),
+        ({"kvlab": '{"format": "kvlab-trace-1"}'}, "is damaged"),
+        ({"kvlab": '{"format": "kvlab-trace-2"}'}, "is damaged"),
+        ({"kvlab": '{"format": "kvlab-trace-2"}', "crc32": "nothing"}, "is damaged"),
+        ({"kvlab": '{"format": "kvlab-trace-1", "prompt_length": 3, "scaling": 1.0, "meta": {}}'}, "is damaged"),
+    ],
+)
 def test_foreign_safetensors_files_get_a_sentence(tmp_path, metadata, message):
     safetensors.torch.save_file({"weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors", metadata)
     with pytest.raises(KvlabError, match=message):
@@ -220,23 +234,27 @@ def test_a_place_that_cannot_be_written_to(small, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(queries=torch.zeros(4, 7, 8)), r"needs queries \[layers, heads, n, head_dim\]"),
-    (dict(values=torch.zeros(2, 2, 8, 8)), "keys, values of one shape"),
-    (dict(queries=torch.zeros(1, 4, 7, 8)), "differ in layers, head size, or heads per KV head"),
-    (dict(queries=torch.zeros(2, 3, 7, 8)), "differ in layers"),
-    (dict(queries=torch.zeros(2, 4, 7, 6)), "differ in layers"),
-    (dict(prompt_length=0), r"prompt_length 0 is not within 1 \.\. 9 tokens"),
-    (dict(prompt_length=10), "prompt_length 10"),
-    (dict(prompt_length=1), "7 queries do not cover the response of 8 among 9 tokens"),
-    (dict(queries=torch.zeros(2, 4, 10, 8)), "10 queries do not cover"),
-    (dict(pseudo=torch.zeros(2, 2, 5, 8)), r"pseudo-queries \(2, 2, 5, 8\) are not \[2, 4, m, 8\]"),
-    (dict(pseudo={"mine": torch.zeros(4, 5, 8)}), "pseudo-queries"),
-    (dict(accumulated=torch.zeros(2, 4, 9)), r"accumulated attention \(2, 4, 9\) is not \[2, 4, 6\]"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(queries=torch.zeros(4, 7, 8)), r"needs queries \[layers, heads, n, head_dim\]"),
+        (dict(values=torch.zeros(2, 2, 8, 8)), "keys, values of one shape"),
+        (dict(queries=torch.zeros(1, 4, 7, 8)), "differ in layers, head size, or heads per KV head"),
+        (dict(queries=torch.zeros(2, 3, 7, 8)), "differ in layers"),
+        (dict(queries=torch.zeros(2, 4, 7, 6)), "differ in layers"),
+        (dict(prompt_length=0), r"prompt_length 0 is not within 1 \.\. 9 tokens"),
+        (dict(prompt_length=10), "prompt_length 10"),
+        (dict(prompt_length=1), "7 queries do not cover the response of 8 among 9 tokens"),
+        (dict(queries=torch.zeros(2, 4, 10, 8)), "10 queries do not cover"),
+        (dict(pseudo=torch.zeros(2, 2, 5, 8)), r"pseudo-queries \(2, 2, 5, 8\) are not \[2, 4, m, 8\]"),
+        (dict(pseudo={"mine": torch.zeros(4, 5, 8)}), "pseudo-queries"),
+        (dict(accumulated=torch.zeros(2, 4, 9)), r"accumulated attention \(2, 4, 9\) is not \[2, 4, 6\]"),
+    ],
+)
 def test_tensors_that_do_not_fit_together(change, message):
-    fit = dict(queries=torch.zeros(2, 4, 7, 8), keys=torch.zeros(2, 2, 9, 8), values=torch.zeros(2, 2, 9, 8),
-               prompt_length=6)
+    fit = dict(
+        queries=torch.zeros(2, 4, 7, 8), keys=torch.zeros(2, 2, 9, 8), values=torch.zeros(2, 2, 9, 8), prompt_length=6
+    )
     assert kvlab.Trace.from_tensors(**fit).steps == 3
     with pytest.raises(KvlabError, match=message):
         kvlab.Trace.from_tensors(**fit | change)
@@ -244,7 +262,8 @@ def test_tensors_that_do_not_fit_together(change, message):
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_files_are_as_private_as_the_umask_says(tmp_path, mask, mode):
-    code = ("from kvlab import files\nimport sys\n"
-            "with files.replacing(sys.argv[1]) as path:\n    path.write_text('kept')")
+    code = (
+        "from kvlab import files\nimport sys\nwith files.replacing(sys.argv[1]) as path:\n    path.write_text('kept')"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "trace")], check=True, umask=mask)
     assert (tmp_path / "trace").stat().st_mode & 0o777 == mode

@@ -57,16 +57,19 @@ def test_more_metrics_than_a_batch_holds(run):
     assert len(fetched(run).data.metrics) == 2300
 
 
-@pytest.mark.parametrize(("metrics", "intervals", "match"), [
-    ({"good": 1, "a": float("nan")}, None, "'a' is nan"),
-    ({"good": 1, "a": float("inf")}, None, "'a' is inf"),
-    ({"good": 1, "a": "high"}, None, "must be one number"),
-    ({"good": 1, "a": [1, 2]}, None, "must be one number"),
-    ({"good": 1, "a&b": 1}, None, "no metric name"),
-    ({"good": 1}, {"goood": (0, 1)}, "no metric of that name"),
-    ({"good": 1}, {"good": (2, 1)}, "wrong way round"),
-    ({"good": 1}, {"good": (0, float("nan"))}, "good/high"),
-])
+@pytest.mark.parametrize(
+    ("metrics", "intervals", "match"),
+    [
+        ({"good": 1, "a": float("nan")}, None, "'a' is nan"),
+        ({"good": 1, "a": float("inf")}, None, "'a' is inf"),
+        ({"good": 1, "a": "high"}, None, "must be one number"),
+        ({"good": 1, "a": [1, 2]}, None, "must be one number"),
+        ({"good": 1, "a&b": 1}, None, "no metric name"),
+        ({"good": 1}, {"goood": (0, 1)}, "no metric of that name"),
+        ({"good": 1}, {"good": (2, 1)}, "wrong way round"),
+        ({"good": 1}, {"good": (0, float("nan"))}, "good/high"),
+    ],
+)
 def test_bad_metrics_are_refused_before_anything_is_logged(run, metrics, intervals, match):
     with pytest.raises(KvlabError, match=match):
         run.log(metrics, intervals)
@@ -121,26 +124,44 @@ def test_runs_of_a_dead_driver_are_killed_and_others_left(project):  # noqa: F81
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     gone = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.pid": dead.pid}, "gone")
-    elsewhere = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.pid": dead.pid,
-                                                             "kvlab.host": "another"}, "elsewhere")
+    elsewhere = tracking.create_run(
+        client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.pid": dead.pid, "kvlab.host": "another"}, "elsewhere"
+    )
     other = psutil.Process(os.getppid())
-    alive = tracking.create_run(client, EXPERIMENT, {}, {
-        "kvlab.kind": "job", "kvlab.pid": other.pid, "kvlab.pid_started": other.create_time()}, "alive")
+    alive = tracking.create_run(
+        client,
+        EXPERIMENT,
+        {},
+        {"kvlab.kind": "job", "kvlab.pid": other.pid, "kvlab.pid_started": other.create_time()},
+        "alive",
+    )
     left_over = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job"}, "left over")
     by_hand = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "interactive"}, "by hand")
     earlier.tidy(client, {EXPERIMENT: store.experiment_id(client, EXPERIMENT)})
     assert [fetched(each).info.status for each in (gone, elsewhere, alive, left_over, by_hand)] == [
-        "KILLED", "RUNNING", "RUNNING", "KILLED", "RUNNING"]
+        "KILLED",
+        "RUNNING",
+        "RUNNING",
+        "KILLED",
+        "RUNNING",
+    ]
 
 
 def test_many_processes_may_make_the_store_at_once(tmp_path):
     """The first use of a fresh database: two processes, one schema, no run lost."""
     (tmp_path / "experiments").mkdir()
-    code = ("from kvlab.workbench import tracking; "
-            "run = tracking.start('e', {'seed': 0}); run.log({'a': 1}); run.finish()")
+    code = (
+        "from kvlab.workbench import tracking; run = tracking.start('e', {'seed': 0}); run.log({'a': 1}); run.finish()"
+    )
     with ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(lambda _: subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                                                       text=True, env=_environment()), range(2)))
+        ended = list(
+            pool.map(
+                lambda _: subprocess.run(
+                    [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=_environment()
+                ),
+                range(2),
+            )
+        )
     assert [each.returncode for each in ended] == [0, 0], ended[0].stderr
     assert not any("alembic" in each.stderr or "INFO" in each.stderr for each in ended)
     with sqlite3.connect(tmp_path / "mlruns" / "mlflow.db") as connection:
@@ -152,10 +173,13 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "KVLAB_ROOT"))}
 
 
-@pytest.mark.parametrize(("content", "match"), [
-    (b"this is text and no database at all, whatever its name says", "cannot be used"),
-    (None, "not MLflow's"),
-])
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"this is text and no database at all, whatever its name says", "cannot be used"),
+        (None, "not MLflow's"),
+    ],
+)
 def test_what_is_no_store_is_refused(tmp_path, monkeypatch, content, match):
     path = tmp_path / "other.db"
     if content:

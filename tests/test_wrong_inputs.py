@@ -24,6 +24,7 @@ def saved(trace, tmp_path_factory):
 
 # A model, with or without what kvlab.load put around it
 
+
 def test_everything_takes_a_model_or_its_lm(tiny, trace, own_home):
     lm = tiny()
     alone, shared = kvlab.capture(lm.model, IDS, 3), captures.shared(lm.model, IDS, 3)
@@ -45,8 +46,11 @@ def test_an_lm_brings_its_tokenizer_into_a_session(lm):
 
 def test_a_model_alone_has_no_tokenizer(tiny):
     model = tiny().model
-    for call in (lambda: kvlab.capture(model, "a text"), lambda: kvlab.fidelity(model, POLICY, "a text"),
-                 lambda: kvlab.closed_against_open(model, POLICY, "a text")):
+    for call in (
+        lambda: kvlab.capture(model, "a text"),
+        lambda: kvlab.fidelity(model, POLICY, "a text"),
+        lambda: kvlab.closed_against_open(model, POLICY, "a text"),
+    ):
         with pytest.raises(KvlabError, match="came without its tokenizer: give token ids instead of text"):
             call()
     with pytest.raises(KvlabError, match="has no tokenizer"):
@@ -64,8 +68,12 @@ def test_the_signature_of_a_model_alone_is_that_of_its_weights(tiny):
 
 @pytest.mark.parametrize("given", ["smollm2-135m", None, 3, torch.nn.Linear(2, 2)], ids=repr)
 def test_what_is_no_model(given):
-    for call in (lambda: kvlab.capture(given, IDS), lambda: kvlab.fidelity(given, POLICY, IDS),
-                 lambda: kvlab.closed_against_open(given, POLICY, IDS), lambda: heads.measure(given)):
+    for call in (
+        lambda: kvlab.capture(given, IDS),
+        lambda: kvlab.fidelity(given, POLICY, IDS),
+        lambda: kvlab.closed_against_open(given, POLICY, IDS),
+        lambda: heads.measure(given),
+    ):
         with pytest.raises(KvlabError, match=r"a model is what kvlab\.load gives, or a transformers model"):
             call()
 
@@ -85,6 +93,7 @@ def test_tables_are_not_learnt_without_a_tokenizer(tiny, tmp_path):
 
 # Traces by their path
 
+
 def test_replay_and_explore_take_paths(trace, saved):
     expected = dict(kvlab.replay(trace, POLICY).summary)
     for path in (saved, str(saved)):
@@ -94,11 +103,17 @@ def test_replay_and_explore_take_paths(trace, saved):
     assert len(several) == 2 and several.summary.recall.nunique() == 1
 
 
-@pytest.mark.parametrize("given, told", [("none.safetensors", "there is no trace at none.safetensors"),
-                                         (None, "not None"), (POLICY, "not streamingllm")], ids=repr)
+@pytest.mark.parametrize(
+    "given, told",
+    [("none.safetensors", "there is no trace at none.safetensors"), (None, "not None"), (POLICY, "not streamingllm")],
+    ids=repr,
+)
 def test_what_is_no_trace(given, told):
-    for call in (lambda: kvlab.replay(given, POLICY), lambda: kvlab.replay([given], POLICY),
-                 lambda: kvlab.explore(given)):
+    for call in (
+        lambda: kvlab.replay(given, POLICY),
+        lambda: kvlab.replay([given], POLICY),
+        lambda: kvlab.explore(given),
+    ):
         with pytest.raises(KvlabError, match=told):
             call()
 
@@ -110,14 +125,19 @@ def test_arrays_that_are_no_tensors():
 
 # Numbers
 
+
 @pytest.mark.parametrize("wrong", [1.5, "8", True, None])
 def test_numbers_that_are_not_whole(tiny, trace, wrong):
     lm = tiny()
-    for call in (lambda: kvlab.capture(lm, IDS, new_tokens=wrong), lambda: kvlab.capture(lm, IDS, 3, window=wrong),
-                 lambda: kvlab.fidelity(lm, POLICY, IDS, new_tokens=wrong),
-                 lambda: kvlab.closed_against_open(lm, POLICY, IDS, new_tokens=wrong),
-                 lambda: kvlab.compress(lm, POLICY, max_new_tokens=wrong), lambda: heads.measure(lm, needles=wrong),
-                 lambda: kvlab.replay(trace, POLICY).kept(wrong)):
+    for call in (
+        lambda: kvlab.capture(lm, IDS, new_tokens=wrong),
+        lambda: kvlab.capture(lm, IDS, 3, window=wrong),
+        lambda: kvlab.fidelity(lm, POLICY, IDS, new_tokens=wrong),
+        lambda: kvlab.closed_against_open(lm, POLICY, IDS, new_tokens=wrong),
+        lambda: kvlab.compress(lm, POLICY, max_new_tokens=wrong),
+        lambda: heads.measure(lm, needles=wrong),
+        lambda: kvlab.replay(trace, POLICY).kept(wrong),
+    ):
         with pytest.raises(KvlabError, match=f"must be a whole number, and is {wrong!r}"):
             call()
 
@@ -155,6 +175,7 @@ def test_budgets_are_a_list(trace, budgets):
 
 # Names
 
+
 def test_an_unknown_policy_lists_all():
     for name in ("nonsense", "snapk"):
         with pytest.raises(KvlabError) as told:
@@ -185,9 +206,17 @@ def test_a_model_needs_a_name(wrong):
         kvlab.load(wrong)
 
 
-@pytest.mark.parametrize("wrong, meant", [("Sotu/1962", "sotu/1962"), ("SOTU 1962", "sotu/1962"),
-                                          ("squads/Oxygen", "squad/Oxygen"), ("squad/oxygen", "squad/Oxygen"),
-                                          ("sotu", "sotu/17"), ("code/arg parse", "code/argparse")])
+@pytest.mark.parametrize(
+    "wrong, meant",
+    [
+        ("Sotu/1962", "sotu/1962"),
+        ("SOTU 1962", "sotu/1962"),
+        ("squads/Oxygen", "squad/Oxygen"),
+        ("squad/oxygen", "squad/Oxygen"),
+        ("sotu", "sotu/17"),
+        ("code/arg parse", "code/argparse"),
+    ],
+)
 def test_a_document_that_is_nearly_one(wrong, meant):
     with pytest.raises(KvlabError, match=rf"did you mean '?{meant}"):
         kvlab.document(wrong)

@@ -21,15 +21,18 @@ def test_values_have_lines(tmp_path):
     assert lines.at(["c"]) is None
 
 
-@pytest.mark.parametrize(("text", "sentence"), [
-    ("a: [1, 2", r"a.yaml is not valid YAML, line 1, column \d+: "),
-    ("a: 1\na: 2\n", r"a.yaml, line 2: the key 'a' stands there twice"),
-    ("a: &x [*x]\n", r"a.yaml, line 1: an alias refers to what contains it"),
-    ("a: !!python/object/apply:os.system ['true']\n", r"not valid YAML, line 1.*python/object"),
-    ("a: 2001-13-45\n", r"not valid YAML"),
-    ("[" * 3000, r"not valid YAML|nested too deeply"),
-    ("\t- a", r"not valid YAML"),
-])
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: [1, 2", r"a.yaml is not valid YAML, line 1, column \d+: "),
+        ("a: 1\na: 2\n", r"a.yaml, line 2: the key 'a' stands there twice"),
+        ("a: &x [*x]\n", r"a.yaml, line 1: an alias refers to what contains it"),
+        ("a: !!python/object/apply:os.system ['true']\n", r"not valid YAML, line 1.*python/object"),
+        ("a: 2001-13-45\n", r"not valid YAML"),
+        ("[" * 3000, r"not valid YAML|nested too deeply"),
+        ("\t- a", r"not valid YAML"),
+    ],
+)
 def test_what_is_wrong_is_one_sentence(tmp_path, text, sentence):
     with pytest.raises(KvlabError, match=sentence) as caught:
         read(tmp_path, text)
@@ -38,7 +41,8 @@ def test_what_is_wrong_is_one_sentence(tmp_path, text, sentence):
 
 def test_a_small_file_cannot_stand_for_a_huge_one(tmp_path):
     bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+    )
     with pytest.raises(KvlabError, match="more than 200,000 values"):
         read(tmp_path, bomb)
 

@@ -44,18 +44,35 @@ def test_every_sweep_meets_in_the_recommended_configuration(traces, figure_5):
 
 def by_hand(errors):
     """Findings as of a sweep, from {(parameter, value): errors of the documents}."""
-    findings = Findings(pandas.DataFrame([
-        {"document": f"d{number}", "parameter": parameter, "value": value, "error": error, "mass_lost": error / 2}
-        for (parameter, value), found in errors.items() for number, error in enumerate(found)]))
+    findings = Findings(
+        pandas.DataFrame(
+            [
+                {
+                    "document": f"d{number}",
+                    "parameter": parameter,
+                    "value": value,
+                    "error": error,
+                    "mass_lost": error / 2,
+                }
+                for (parameter, value), found in errors.items()
+                for number, error in enumerate(found)
+            ]
+        )
+    )
     sensitivity._summarise(findings)
     return findings
 
 
-BY_HAND = by_hand({
-    ("residual", 0.0): [0.30, 0.50], ("residual", 0.02): [0.20, 0.30],
-    ("decay", 0.0): [0.90, 0.90], ("decay", 0.5): [0.19, 0.31],
-    ("decay", 0.98): [0.20, 0.30], ("decay", 1.0): [0.24, 0.33],
-})
+BY_HAND = by_hand(
+    {
+        ("residual", 0.0): [0.30, 0.50],
+        ("residual", 0.02): [0.20, 0.30],
+        ("decay", 0.0): [0.90, 0.90],
+        ("decay", 0.5): [0.19, 0.31],
+        ("decay", 0.98): [0.20, 0.30],
+        ("decay", 1.0): [0.24, 0.33],
+    }
+)
 
 
 def test_differences_and_spreads_by_hand():
@@ -84,8 +101,9 @@ def test_the_papers_yardstick_is_what_it_prints():
     assert yardstick == pytest.approx({"decay": 0.02 / 0.06, "window": 0.02 / 0.06})
     claims = [claim for claim in papers.claims(experiment="zsmerge_sensitivity") if "robust" in claim.id]
     assert len(claims) == 2
-    assert all(claim.paper_value == pytest.approx(yardstick[claim.metric.rpartition("/")[2]], abs=1e-3)
-               for claim in claims)
+    assert all(
+        claim.paper_value == pytest.approx(yardstick[claim.metric.rpartition("/")[2]], abs=1e-3) for claim in claims
+    )
 
 
 def test_the_default_sweeps_give_what_the_claims_ask_for():

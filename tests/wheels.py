@@ -23,8 +23,15 @@ def make_wheel(folder: Path, members: dict[str, bytes], name: str = "parcel", ve
         for member, content in (members | facts).items():
             archive.writestr(zipfile.ZipInfo(member, (2020, 1, 1, 0, 0, 0)), content)
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Pack(name=name, package=name, version=version, sha256=sha256, members=("data/*",), licence="CC0",
-                summary="a parcel for tests")
+    return Pack(
+        name=name,
+        package=name,
+        version=version,
+        sha256=sha256,
+        members=("data/*",),
+        licence="CC0",
+        summary="a parcel for tests",
+    )
 
 
 def only_from(monkeypatch, folder: Path) -> None:

@@ -32,8 +32,14 @@ BUDGETS = (64, 128, 256, 512, 1024)
 RIVALS = ("dynamickv", "zigzagkv", "pyramidkv", "snapkv", "h2o", "streamingllm")
 MEASURES = ("kept", "recall")
 LABELS = {
-    "compilerkv": "CompilerKV", "filled": "CompilerKV, filled up", "dynamickv": "DynamicKV",
-    "zigzagkv": "ZigZagKV", "pyramidkv": "PyramidKV", "snapkv": "SnapKV", "h2o": "H2O", "streamingllm": "StreamingLLM",
+    "compilerkv": "CompilerKV",
+    "filled": "CompilerKV, filled up",
+    "dynamickv": "DynamicKV",
+    "zigzagkv": "ZigZagKV",
+    "pyramidkv": "PyramidKV",
+    "snapkv": "SnapKV",
+    "h2o": "H2O",
+    "streamingllm": "StreamingLLM",
     "full": "FullKV",
 }
 
@@ -320,12 +326,16 @@ def admitted(traces: Sequence[Trace], tables: str | None, share: float) -> pd.Da
             planned = one.planned(trace.prompt)
         scores = one.utilities(planned)
         relative = scores / scores.amax(-1, keepdim=True)
-        frames.append(pd.DataFrame({
-            "document": trace.document,
-            "layer": range(trace.n_layers),
-            "needed": relative.topk(one.entries(trace.prompt_length), -1).values[:, -1].tolist(),
-            "threshold": one.thresholds(planned).tolist(),
-            "at_tenth": (relative >= 0.1).sum(-1).tolist(),
-            "at_half": (relative >= 0.5).sum(-1).tolist(),
-        }))
+        frames.append(
+            pd.DataFrame(
+                {
+                    "document": trace.document,
+                    "layer": range(trace.n_layers),
+                    "needed": relative.topk(one.entries(trace.prompt_length), -1).values[:, -1].tolist(),
+                    "threshold": one.thresholds(planned).tolist(),
+                    "at_tenth": (relative >= 0.1).sum(-1).tolist(),
+                    "at_half": (relative >= 0.5).sum(-1).tolist(),
+                }
+            )
+        )
     return pd.concat(frames, ignore_index=True)

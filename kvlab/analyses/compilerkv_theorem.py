@@ -33,8 +33,9 @@ def distances(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.inference_mode()
-def theorem_4_1(traces: Sequence[Trace], budgets: Sequence[int | float] = (64, 512),
-                tables: str | None = None) -> Findings:
+def theorem_4_1(
+    traces: Sequence[Trace], budgets: Sequence[int | float] = (64, 512), tables: str | None = None
+) -> Findings:
     """Appendix A on the rows of every decoding step, layer and head, in double precision.
 
     (A1) bounds the l1 distance by twice the discarded mass; it is equal to it, because the renormalised subset gains on
@@ -71,21 +72,28 @@ def theorem_4_1(traces: Sequence[Trace], budgets: Sequence[int | float] = (64, 5
                 )
                 stays = torch.cat([kept[layer], torch.ones(trace.steps, dtype=torch.bool)]).expand(rows.shape)
                 l1, squares, mass = distances(rows, stays)
-                frames.append(pd.DataFrame({
-                    "document": trace.document,
-                    "budget": budget,
-                    "layer": layer,
-                    "head": range(trace.heads),
-                    "gap": (l1 - 2 * mass).abs().amax(-1).tolist(),
-                    "ratio": (squares.sum(-1) / (2 * mass.square().sum(-1))).tolist(),
-                    "lost": lost[layer].tolist(),
-                    "bound": bound[layer].tolist(),
-                }))
+                frames.append(
+                    pd.DataFrame(
+                        {
+                            "document": trace.document,
+                            "budget": budget,
+                            "layer": layer,
+                            "head": range(trace.heads),
+                            "gap": (l1 - 2 * mass).abs().amax(-1).tolist(),
+                            "ratio": (squares.sum(-1) / (2 * mass.square().sum(-1))).tolist(),
+                            "lost": lost[layer].tolist(),
+                            "bound": bound[layer].tolist(),
+                        }
+                    )
+                )
     table = pd.concat(frames, ignore_index=True)
-    findings = Findings(table, {
-        "theorem41/largest_gap": float(table["gap"].max()),
-        "theorem41/largest_ratio": float(table["ratio"].max()),
-    })
+    findings = Findings(
+        table,
+        {
+            "theorem41/largest_gap": float(table["gap"].max()),
+            "theorem41/largest_ratio": float(table["ratio"].max()),
+        },
+    )
     findings.add("theorem41/mean_ratio", table.groupby("document")["ratio"].mean())
     violated = (table["lost"] > table["bound"]).groupby(table["document"]).mean()
     findings.add("theorem41/a2_violated", violated)

@@ -82,8 +82,13 @@ def structure(tables: DecisionTables) -> Findings:
     slopes, steps = _trends(risk, seen, entropies)
     findings = Findings(pd.DataFrame({"layer": range(tables.n_layers), "depth": depth, "weight": weight}))
     if middle.sum() > 1:
-        both = stats.bootstrap((weight[middle], weight[~middle]), _difference, n_resamples=2000, method="percentile",
-                               rng=np.random.default_rng(0))
+        both = stats.bootstrap(
+            (weight[middle], weight[~middle]),
+            _difference,
+            n_resamples=2000,
+            method="percentile",
+            rng=np.random.default_rng(0),
+        )
         findings.metrics["heads/middle_less_rest"] = float(weight[middle].mean() - weight[~middle].mean())
         findings.intervals["heads/middle_less_rest"] = tuple(map(float, both.confidence_interval))
     findings.metrics["heads/changed"] = float((np.array(tables.heads) != 1).mean())
@@ -129,8 +134,15 @@ def alpha_effect(
             q = learning.solve(evidence, behaviour, alpha)
             chosen = learning.best(q, rest)[known]
             spread = np.nanmax(q[known], 1) - np.nanmin(q[known], 1)
-            rows.append({"table": phase, "alpha": alpha, "spread": spread.mean(), "changed": (chosen != first).mean(),
-                         "neutral": (chosen == rest).mean()})
+            rows.append(
+                {
+                    "table": phase,
+                    "alpha": alpha,
+                    "spread": spread.mean(),
+                    "changed": (chosen != first).mean(),
+                    "neutral": (chosen == rest).mean(),
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -161,8 +173,9 @@ def reliability(samples: Mapping[str, Samples], settings: Settings, splits: int 
     findings = Findings(pd.concat(tables, ignore_index=True))
     for phase, part in findings.table.groupby("table", sort=False):
         pair = part["together"].to_numpy(), part["alone"].to_numpy()
-        spread = stats.bootstrap(pair, _ratio, paired=True, n_resamples=2000, method="percentile",
-                                 rng=np.random.default_rng(seed))
+        spread = stats.bootstrap(
+            pair, _ratio, paired=True, n_resamples=2000, method="percentile", rng=np.random.default_rng(seed)
+        )
         findings.metrics[f"{phase}/split_half"] = float(_ratio(*pair))
         findings.intervals[f"{phase}/split_half"] = tuple(map(float, spread.confidence_interval))
     return findings
@@ -174,8 +187,15 @@ def _ratio(together: np.ndarray, alone: np.ndarray, axis: int = -1) -> np.ndarra
 
 def _part(samples: Samples, chosen: np.ndarray) -> Samples:
     retained = samples.retained[chosen] if len(samples.retained) else samples.retained
-    return Samples(samples.actions[chosen], samples.change[chosen], samples.context[chosen], samples.names,
-                   samples.entropy, samples.perplexity, retained)
+    return Samples(
+        samples.actions[chosen],
+        samples.change[chosen],
+        samples.context[chosen],
+        samples.names,
+        samples.entropy,
+        samples.perplexity,
+        retained,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- held-out text
@@ -224,7 +244,7 @@ def windows(lm: LM, documents: Sequence[str], tokens: int, continuation: int, pe
         size = tokens + continuation + 1
         room = len(ids) - size * per_document
         if room < 0:
-            corpus.document(name).window(lm, size * per_document)    # says that it is too short
+            corpus.document(name).window(lm, size * per_document)  # says that it is too short
         starts = [number * size + room * number // max(per_document - 1, 1) for number in range(per_document)]
         found += [Context(f"{name}[{s}:{s + tokens}]", ids[s : s + tokens], ids[s + tokens : s + size]) for s in starts]
     return found
@@ -264,8 +284,10 @@ def held_out(
     settings = Settings(budget=budget, lengths=(tokens,), continuation=continuation)
     rows, contexts = [], windows(lm, documents, tokens, continuation, per_document)
     with ExitStack() as opened:
-        found = [opened.enter_context(prefilled(lm, context, settings))
-                 for context in tqdm(contexts, desc="prefill", unit="window", leave=False)]
+        found = [
+            opened.enter_context(prefilled(lm, context, settings))
+            for context in tqdm(contexts, desc="prefill", unit="window", leave=False)
+        ]
         kept = [{name: each.kept(neutral(settings).using(one)) for name, one in tables.items()} for each in found]
         for name, one in _at_equal_storage(tables, kept, settings).items():
             for each, sets in zip(found, kept, strict=True):
@@ -276,8 +298,16 @@ def held_out(
             for (variant, layers), loss in zip(sets.items(), losses.tolist(), strict=True):
                 pairs = zip(looked, layers, strict=True)
                 lost = [float(there.sum() - there[layer[0, 0]].sum()) for there, layer in pairs]
-                rows.append({"window": name, "document": name.partition("[")[0], "variant": variant,
-                             "nll_change": loss - full, "mass_lost": float(np.mean(lost)), "entries": _entries(layers)})
+                rows.append(
+                    {
+                        "window": name,
+                        "document": name.partition("[")[0],
+                        "variant": variant,
+                        "nll_change": loss - full,
+                        "mass_lost": float(np.mean(lost)),
+                        "entries": _entries(layers),
+                    }
+                )
     return _compared(pd.DataFrame(rows))
 
 
@@ -310,10 +340,15 @@ def _kind(variant: str) -> str:
 def _compared(table: pd.DataFrame) -> Findings:
     findings = Findings(table)
     kind = table["variant"].map(_kind)
-    pairs = {"over_neutral": ("learnt", "neutral"), "heads_over_neutral": ("heads", "neutral"),
-             "heads_over_shuffled": ("heads", "shuffled heads"), "learnt_over_static": ("learnt", "static"),
-             "learnt_over_shuffled_risk": ("learnt", "shuffled risk"),
-             "equal/over_neutral": ("learnt", "equal neutral"), "equal/gate": ("learnt", "ungated learnt")}
+    pairs = {
+        "over_neutral": ("learnt", "neutral"),
+        "heads_over_neutral": ("heads", "neutral"),
+        "heads_over_shuffled": ("heads", "shuffled heads"),
+        "learnt_over_static": ("learnt", "static"),
+        "learnt_over_shuffled_risk": ("learnt", "shuffled risk"),
+        "equal/over_neutral": ("learnt", "equal neutral"),
+        "equal/gate": ("learnt", "ungated learnt"),
+    }
     gates = {"equal/learnt_over_static": "static", "equal/learnt_over_shuffled_risk": "shuffled risk"}
     for measure, short in (("nll_change", "nll"), ("mass_lost", "mass"), ("entries", "")):
         by_window = table.groupby(["window", kind])[measure].mean().unstack()

@@ -8,8 +8,9 @@ from kvlab.analyses.task_variants import VARIANTS
 from kvlab.policies import Policy, policies, policy, registry
 
 
-def contender(name: str, budget: float | None, heads: str | None = None, tables: str | None = None,
-              pad: str | None = None) -> Policy:
+def contender(
+    name: str, budget: float | None, heads: str | None = None, tables: str | None = None, pad: str | None = None
+) -> Policy:
     """A policy at a budget; one that has none (the full cache) as it is.
 
     Args:
@@ -28,14 +29,20 @@ def contender(name: str, budget: float | None, heads: str | None = None, tables:
     return policy(name, **given)
 
 
-def contenders(budgets: Iterable[int | float], heads: str | None = None, tables: str | None = None,
-               names: Sequence[str] | None = None, pad: str | None = None) -> list[Policy]:
+def contenders(
+    budgets: Iterable[int | float],
+    heads: str | None = None,
+    tables: str | None = None,
+    names: Sequence[str] | None = None,
+    pad: str | None = None,
+) -> list[Policy]:
     """Every policy (or those named) at every budget, each once."""
     chosen = policies() if names is None else names
     return list(dict.fromkeys(contender(name, budget, heads, tables, pad) for budget in budgets for name in chosen))
 
 
-def by_name(wanted: Mapping[str, Sequence[int | float]], heads: str | None = None,
-            tables: str | None = None) -> list[Policy]:
+def by_name(
+    wanted: Mapping[str, Sequence[int | float]], heads: str | None = None, tables: str | None = None
+) -> list[Policy]:
     """Policies as a notebook names them: {"snapkv": [64, 128]}."""
     return [contender(name, budget, heads, tables) for name, budgets in wanted.items() for budget in budgets]

@@ -160,7 +160,10 @@ def figure_2a(
         for condition in wide:
             findings.add(f"similarity_random/{rope}/{condition}", wide[condition])
         for left, right in (
-            ("dc_sp", "sc_dp_m"), ("dc_sp", f"sc_dp_{near}"), ("dc_dp_m", f"dc_dp_{near}"), ("sc_dp_m", f"sc_dp_{near}")
+            ("dc_sp", "sc_dp_m"),
+            ("dc_sp", f"sc_dp_{near}"),
+            ("dc_dp_m", f"dc_dp_{near}"),
+            ("sc_dp_m", f"sc_dp_{near}"),
         ):
             findings.add_difference(f"gap_random/{rope}/{left}_less_{right}", wide[left], wide[right])
     return findings
@@ -271,8 +274,15 @@ def averaged(table: pd.DataFrame) -> pd.DataFrame:
         one = Findings(part)
         one.add("similarity", part["similarity"])
         low, high = one.intervals["similarity"]
-        rows.append({"context": context, "start": part["start"].mean(), "similarity": one.metrics["similarity"],
-                     "low": low, "high": high})
+        rows.append(
+            {
+                "context": context,
+                "start": part["start"].mean(),
+                "similarity": one.metrics["similarity"],
+                "low": low,
+                "high": high,
+            }
+        )
     return pd.DataFrame(rows)
 
 

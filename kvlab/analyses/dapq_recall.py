@@ -42,9 +42,7 @@ def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | Non
         return torch.tensor(lm.tokenizer(text, add_special_tokens=False).input_ids)
 
     tokens = {one.pseudo_key: one.pseudo_tokens(prompt, vocabulary, encode) for one in policies}
-    found = {
-        key: pseudo_queries(lm, cache, ids, torch.arange(here, here + len(ids)))[0] for key, ids in tokens.items()
-    }
+    found = {key: pseudo_queries(lm, cache, ids, torch.arange(here, here + len(ids)))[0] for key, ids in tokens.items()}
     return replace(trace, pseudo=found)
 
 
@@ -91,9 +89,7 @@ def figure_3(
     rows = []
     for number, trace in enumerate(tqdm(traces, desc="figure 3", unit="doc", leave=False)):
         seeds = [seed + contents * number + i for i in range(contents)]
-        random = {
-            (w, s): {"content": "vocabulary", "window": w, "seed": s} for w in {*windows, window} for s in seeds
-        }
+        random = {(w, s): {"content": "vocabulary", "window": w, "seed": s} for w in {*windows, window} for s in seeds}
         own = with_pseudo(lm, trace, [policy("dapq", budget=1.0, **options) for options in random.values()])
         unwindowed = {
             (name, b): recalls(own, policy(name, budget=b)) for name in UNWINDOWED for b in {b for _, b in settings}

@@ -17,12 +17,19 @@ from kvlab.analyses import Findings
 
 GIB = 2**30
 K = 1024
-LLAMA_2_13B = {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40,
-               "intermediate_size": 13824}
+LLAMA_2_13B = {
+    "hidden_size": 5120,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+    "intermediate_size": 13824,
+}
 """What Llama-2-13B's configuration changes of Llama-2-7B's."""
 
 SIZES: dict[str, tuple[str, dict[str, int]]] = {
-    "llama-2-7b": ("llama-2-7b", {}), "llama-2-13b": ("llama-2-7b", LLAMA_2_13B), "llama-3.1-8b": ("llama-3.1-8b", {}),
+    "llama-2-7b": ("llama-2-7b", {}),
+    "llama-2-13b": ("llama-2-7b", LLAMA_2_13B),
+    "llama-3.1-8b": ("llama-3.1-8b", {}),
 }
 A800_BANDWIDTH = 2.039e12
 """Bytes per second that an NVIDIA A800 or A100 of 80 GB (SXM) can read, by its data sheet: the fastest of its kind."""
@@ -62,6 +69,7 @@ def zsmerge_memory(printed: pd.DataFrame) -> Findings:
         `memory/zsmerge/QUANTITY` in float32, which is what the printed figures fit, and
         `memory/zsmerge/reduction_54k`: 1 - memory with 18k entries / memory of the full cache at 54k.
     """
+
     def arithmetic(width: int) -> dict[str, float]:
         weights = predicted("llama-2-7b", 0, bytes_per_number=width)
         cache = entry_bytes("llama-2-7b", width)
@@ -76,8 +84,10 @@ def zsmerge_memory(printed: pd.DataFrame) -> Findings:
 
     figures = printed.set_index("quantity")["printed"]
     half, single = arithmetic(2), arithmetic(4)
-    rows = [{"quantity": name, "printed": float(figures[name]), "float16": half[name], "float32": value}
-            for name, value in single.items()]
+    rows = [
+        {"quantity": name, "printed": float(figures[name]), "float16": half[name], "float32": value}
+        for name, value in single.items()
+    ]
     metrics = {f"memory/zsmerge/{name}": value for name, value in single.items()}
     metrics["memory/zsmerge/reduction_54k"] = 1 - single["zsmerge"] / single["full_54k"]
     return Findings(pd.DataFrame(rows), metrics)
@@ -154,8 +164,11 @@ def rocketkv_saving(
         stored += stored / math.ceil(math.sqrt(stored / budget))
         return 1 - predicted("llama-3.1-8b", stored) / predicted("llama-3.1-8b", length)
 
-    rows = [{"length": length, "budget": int(budget), "saving": saving(length, budget), "printed": best}
-            for budget, best in savings.items() for length in lengths]
+    rows = [
+        {"length": length, "budget": int(budget), "saving": saving(length, budget), "printed": best}
+        for budget, best in savings.items()
+        for length in lengths
+    ]
     metrics = {}
     for budget, best in savings.items():
         metrics[f"saving/rocketkv/{budget}/96k"] = saving(96 * K, budget)
@@ -181,18 +194,23 @@ def compilerkv_table_a1(printed: pd.DataFrame) -> Findings:
     rows = printed.set_index(["input_tokens", "method"])
     full, ours = rows.xs("FullKV", level="method"), rows.xs("CompilerKV", level="method")
     per_token = entry_bytes("llama-3.1-8b") / 2**20
-    table = pd.DataFrame({
-        "output_tokens": full["output_tokens"],
-        "memory_saved": 1 - ours["memory_mb"] / full["memory_mb"],
-        "megabytes_saved": full["memory_mb"] - ours["memory_mb"],
-        "prompt_cache": full.index * per_token,
-        "whole_cache": (full.index + full["output_tokens"]) * per_token,
-        "speedup": ours["tokens_per_s"] / full["tokens_per_s"],
-        "latency_saved": 1 - ours["latency_s"] / full["latency_s"],
-        "overhead": ours["ttft_s"] / full["ttft_s"] - 1,
-    }).reset_index()
-    metrics = {f"table_a1/{name}/{row.input_tokens // K}k": getattr(row, name) for row in table.itertuples()
-               for name in ("memory_saved", "speedup", "latency_saved", "overhead")}
+    table = pd.DataFrame(
+        {
+            "output_tokens": full["output_tokens"],
+            "memory_saved": 1 - ours["memory_mb"] / full["memory_mb"],
+            "megabytes_saved": full["memory_mb"] - ours["memory_mb"],
+            "prompt_cache": full.index * per_token,
+            "whole_cache": (full.index + full["output_tokens"]) * per_token,
+            "speedup": ours["tokens_per_s"] / full["tokens_per_s"],
+            "latency_saved": 1 - ours["latency_s"] / full["latency_s"],
+            "overhead": ours["ttft_s"] / full["ttft_s"] - 1,
+        }
+    ).reset_index()
+    metrics = {
+        f"table_a1/{name}/{row.input_tokens // K}k": getattr(row, name)
+        for row in table.itertuples()
+        for name in ("memory_saved", "speedup", "latency_saved", "overhead")
+    }
     metrics["table_a1/smallest_saving"] = float(table["memory_saved"].min())
     grown = full["memory_mb"].iloc[-1] - full["memory_mb"].iloc[0]
     entries = table["whole_cache"].iloc[-1] - table["whole_cache"].iloc[0]

@@ -22,8 +22,21 @@ METHODS = ("full", "snapkv", "h2o", "morphkv")
 
 # LongBench's names of the tasks of table 3, for its longest answers.
 TABLE_3 = (
-    "2wikimqa", "dureader", "hotpotqa", "multi_news", "multifieldqa_en", "multifieldqa_zh", "musique", "narrativeqa",
-    "passage_count", "passage_retrieval_en", "qasper", "qmsum", "samsum", "triviaqa", "vcsum",
+    "2wikimqa",
+    "dureader",
+    "hotpotqa",
+    "multi_news",
+    "multifieldqa_en",
+    "multifieldqa_zh",
+    "musique",
+    "narrativeqa",
+    "passage_count",
+    "passage_retrieval_en",
+    "qasper",
+    "qmsum",
+    "samsum",
+    "triviaqa",
+    "vcsum",
 )
 
 
@@ -45,8 +58,9 @@ def geometry(config: object) -> Geometry:
     """From a transformers configuration."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return Geometry(config.num_hidden_layers, heads, kv_heads,
-                    getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return Geometry(
+        config.num_hidden_layers, heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+    )
 
 
 def paper_models() -> dict[str, Geometry]:
@@ -54,8 +68,12 @@ def paper_models() -> dict[str, Geometry]:
     published = {"Llama": "llama-3.1-8b", "Mistral": "mistral-7b-v0.2", "Qwen": "qwen2.5-7b"}
     found = {name: geometry(shapes.config(shape)) for name, shape in published.items()}
     # From the published config.json of microsoft/phi-4.
-    return {"Llama": found["Llama"], "Mistral": found["Mistral"], "Phi4": Geometry(40, 40, 10, 128),
-            "Qwen": found["Qwen"]}
+    return {
+        "Llama": found["Llama"],
+        "Mistral": found["Mistral"],
+        "Phi4": Geometry(40, 40, 10, 128),
+        "Qwen": found["Qwen"],
+    }
 
 
 def entries(method: str, prompt: int, response: int, budget: int, sets: int = 1) -> int:
@@ -78,8 +96,15 @@ def entries(method: str, prompt: int, response: int, budget: int, sets: int = 1)
 
 
 def stored_bytes(
-    model: Geometry, method: str, prompt: int, response: int, budget: int, window: int = 0, sets: int = 1,
-    element: int = 4, score_bytes: int = SCORE_BYTES,
+    model: Geometry,
+    method: str,
+    prompt: int,
+    response: int,
+    budget: int,
+    window: int = 0,
+    sets: int = 1,
+    element: int = 4,
+    score_bytes: int = SCORE_BYTES,
 ) -> int:
     """Bytes of one sequence over all layers, with what the method keeps beside its entries.
 
@@ -163,9 +188,9 @@ def benchmark_sizes(benchmark: str) -> pd.DataFrame:
     response = answer_length() if benchmark == "longbench" else total
     models = paper_models()
     if benchmark == "longgenbench":
-        models.pop("Phi4")     # table 2 has no row of it
+        models.pop("Phi4")  # table 2 has no row of it
     if benchmark == "longbench":
-        models = {"Llama": models["Llama"]}    # figure 9a
+        models = {"Llama": models["Llama"]}  # figure 9a
     rows = []
     for name, model in models.items():
         full = stored_bytes(model, "full", total - response, response, 0, element=2)
@@ -195,11 +220,16 @@ def printed_sizes() -> Findings:
         with_rows = sizes.groupby("method")["with_rows"].mean()
         for method in ratios:
             findings.add(f"relative_size/{benchmark}/{method}", ratios[method])
-            rows.append({
-                "benchmark": benchmark, "method": method, "predicted": ratios[method].mean(),
-                "with_rows": with_rows[method], "printed": printed.loc[benchmark, method],
-                "tokens": implied_length(benchmark),
-            })
+            rows.append(
+                {
+                    "benchmark": benchmark,
+                    "method": method,
+                    "predicted": ratios[method].mean(),
+                    "with_rows": with_rows[method],
+                    "printed": printed.loc[benchmark, method],
+                    "tokens": implied_length(benchmark),
+                }
+            )
             if method != "morphkv":
                 savings[benchmark, method] = 1 - ratios["morphkv"] / ratios[method]
                 findings.add(f"saving/{benchmark}/{method}", savings[benchmark, method])

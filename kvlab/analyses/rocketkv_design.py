@@ -109,8 +109,9 @@ def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
     _gains(findings, [("snapkv_pp", "snapkv_gqa")])
-    metrics, intervals = ({f"first_stage/{name}": value for name, value in of.items()}
-                          for of in (findings.metrics, findings.intervals))
+    metrics, intervals = (
+        {f"first_stage/{name}": value for name, value in of.items()} for of in (findings.metrics, findings.intervals)
+    )
     return Findings(findings.table, metrics, intervals)
 
 

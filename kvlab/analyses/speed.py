@@ -152,7 +152,8 @@ def decoding(
     with bar, _measuring(lm, chosen):
         for length, batch in settings:
             taking_part = {
-                name: one for name, one in chosen.items()
+                name: one
+                for name, one in chosen.items()
                 if batch == 1 or batched is None or name == FULL or name in batched
             }
             rows += _decode_setting(lm, taking_part, length, batch, steps, repeats)
@@ -188,8 +189,11 @@ def _decode(lm: LM, one: Policy | None, prefilled: LiveCache, token: Tensor, ste
         first, *times = _steps(lm, cache, token, 1 + steps)
         held = meters.stored(cache, session)
     return {
-        "seconds_per_step": statistics.median(times), "first_step": first,
-        "kv_bytes": held["kv_bytes"], "aux_bytes": held["aux_bytes"], "read_bytes": held["read_bytes"],
+        "seconds_per_step": statistics.median(times),
+        "first_step": first,
+        "kv_bytes": held["kv_bytes"],
+        "aux_bytes": held["aux_bytes"],
+        "read_bytes": held["read_bytes"],
         "peak_bytes": peak.bytes if counted else math.nan,
     }
 
@@ -200,9 +204,7 @@ def _nothing() -> dict[str, float]:
 
 
 @torch.inference_mode()
-def first_tokens(
-    lm: LM, chosen: dict[str, Policy | None], lengths: Sequence[int], repeats: int = 5
-) -> pd.DataFrame:
+def first_tokens(lm: LM, chosen: dict[str, Policy | None], lengths: Sequence[int], repeats: int = 5) -> pd.DataFrame:
     """Time to the first token: each policy's own pass over the prompt, and the step that compresses.
 
     Returns:
@@ -222,8 +224,16 @@ def first_tokens(
                 prompt_seconds, step = _first_token(lm, chosen[name], ids)
             except torch.OutOfMemoryError:
                 prompt_seconds = step = math.nan
-            rows.append({"length": length, "policy": name, "round": turn, "seconds": prompt_seconds + step,
-                         "prompt_seconds": prompt_seconds, "step_seconds": step})
+            rows.append(
+                {
+                    "length": length,
+                    "policy": name,
+                    "round": turn,
+                    "seconds": prompt_seconds + step,
+                    "prompt_seconds": prompt_seconds,
+                    "step_seconds": step,
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -257,8 +267,10 @@ def speed_findings(decoded: pd.DataFrame) -> Findings:
     base = table[table["policy"] == FULL].set_index(keys)["seconds_per_step"]
     table["speedup"] = base.reindex(pd.MultiIndex.from_frame(table[keys])).to_numpy() / table["seconds_per_step"]
     findings = Findings(table)
-    seconds, speedups = (table.pivot(index="round", columns=["policy", "length", "batch"], values=value)
-                         for value in ("seconds_per_step", "speedup"))
+    seconds, speedups = (
+        table.pivot(index="round", columns=["policy", "length", "batch"], values=value)
+        for value in ("seconds_per_step", "speedup")
+    )
     shortest, longest, largest = table["length"].min(), table["length"].max(), table["batch"].max()
     for name in table["policy"].unique():
         _add(findings, f"slowdown/{name}", seconds[name, longest, 1] / seconds[name, shortest, 1] - 1)

@@ -48,8 +48,9 @@ def needles(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, se
     return found
 
 
-def needle_grid(lm: LM, lengths: Sequence[int], depths: Sequence[float], document: str = DOCUMENTS[0],
-                seed: int = 0) -> list[Item]:
+def needle_grid(
+    lm: LM, lengths: Sequence[int], depths: Sequence[float], document: str = DOCUMENTS[0], seed: int = 0
+) -> list[Item]:
     """One needle for each length and depth (RocketKV's figures 12-14), all in one document."""
     found = []
     for length, depth in product(lengths, depths):
@@ -88,8 +89,15 @@ def questions(lm: LM, articles: Sequence[str] = ARTICLES, length: int = 1280, se
             raise KvlabError(f"{name} has no question with an answer of {QUESTION_TOKENS[0]} to {NEW_TOKENS} tokens")
         one = draw.choice(asked)
         context = _paragraphs(lm, name, one.paragraph, length - 100, draw)
-        records.append({"task": "multifieldqa_en", "_id": name, "context": context, "input": one.question,
-                        "answers": list(one.answers)})
+        records.append(
+            {
+                "task": "multifieldqa_en",
+                "_id": name,
+                "context": context,
+                "input": one.question,
+                "answers": list(one.answers),
+            }
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "questions.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

@@ -41,8 +41,11 @@ if TYPE_CHECKING:
 PAIRS = (
     *(("dapq", other) for other in ("snapkv", "pyramidkv", "h2o", "streamingllm", "snapkv_unpooled")),
     ("dapq_pooled", "snapkv"),
-    *((one, other) for one in ("compilerkv", "compilerkv_filled")
-      for other in ("snapkv", "pyramidkv", "h2o", "streamingllm", "zigzagkv", "dynamickv")),
+    *(
+        (one, other)
+        for one in ("compilerkv", "compilerkv_filled")
+        for other in ("snapkv", "pyramidkv", "h2o", "streamingllm", "zigzagkv", "dynamickv")
+    ),
     *(("rocketkv", other) for other in ("snapkv", "quest", "sparq", "duoattention", "hybrid", "exact_topk")),
     *(("hybrid", other) for other in ("quest", "sparq")),
     *(("exact_topk", other) for other in ("snapkv", "quest", "sparq", "duoattention")),
@@ -82,8 +85,10 @@ def follow(
     fed, target = answer[:-1].to(lm.device).expand(len(sessions), -1), answer[1:].to(lm.device)
     with compress(lm.model, Full(), turns="leave") as together:
         past = together.join(sessions)
-        rest = [lm.model(some, past_key_values=past, use_cache=True).logits
-                for some in fed.split(fed.shape[1] if at_once else 1, dim=1)]
+        rest = [
+            lm.model(some, past_key_values=past, use_cache=True).logits
+            for some in fed.split(fed.shape[1] if at_once else 1, dim=1)
+        ]
     found, scored = [], slice(SCORED_FROM - 1, None)
     for logits, first in zip(torch.cat(rest, 1).float(), firsts, strict=True):
         right = logits.argmax(-1) == target
@@ -129,8 +134,9 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
         for some, at_once in _batches(here):
             sessions, firsts = [], []
             for one in some:
-                with compress(lm.model, one, turns="leave", tokenizer=lm.tokenizer,
-                              max_new_tokens=item.example.max_new_tokens) as session:
+                with compress(
+                    lm.model, one, turns="leave", tokenizer=lm.tokenizer, max_new_tokens=item.example.max_new_tokens
+                ) as session:
                     past, first = session.branch(prefilled), out.logits[0, -1]
                     session.end_prompt()
                     if at == "context":
@@ -139,9 +145,14 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
                 firsts.append(first)
             followed = follow(lm, sessions, firsts, answer, at_once)
             for one, session, (nll, score, hits) in zip(some, sessions, followed, strict=True):
-                results[one, at] = {"nll": nll, "score": score, "hits": hits,
-                                    "scored_tokens": len(answer) - SCORED_FROM,
-                                    "prompt_tokens": fed.ids.shape[1], "kv_bytes": session.kv_bytes}
+                results[one, at] = {
+                    "nll": nll,
+                    "score": score,
+                    "hits": hits,
+                    "scored_tokens": len(answer) - SCORED_FROM,
+                    "prompt_tokens": fed.ids.shape[1],
+                    "kv_bytes": session.kv_bytes,
+                }
     for key in wanted:
         yield results[key]
 
@@ -174,9 +185,11 @@ def measure(
     known = _read(path)
     rows = []
     total = sum(len(items) for items, _ in plan)
-    with (tqdm(total=total, desc="tasks", unit="example", leave=False) as bar,
-          nullcontext() if path is None else Path(path).open("a", encoding="utf-8") as file,
-          warnings.catch_warnings()):
+    with (
+        tqdm(total=total, desc="tasks", unit="example", leave=False) as bar,
+        nullcontext() if path is None else Path(path).open("a", encoding="utf-8") as file,
+        warnings.catch_warnings(),
+    ):
         # compilerkv and duoattention say at every prompt that they run without tables or head scores.
         warnings.simplefilter("ignore", UserWarning)
         for items, policies in plan:
@@ -195,13 +208,30 @@ def measure(
 
 
 def _row(item: Item, one: Policy, at: str, found: dict[str, Any]) -> dict[str, Any]:
-    return {"task": item.task, "document": item.document, "example": item.example.id, "policy": one.name,
-            "budget": getattr(one, "budget", None), "compress_at": at, **item.example.marks, **found}
+    return {
+        "task": item.task,
+        "document": item.document,
+        "example": item.example.id,
+        "policy": one.name,
+        "budget": getattr(one, "budget", None),
+        "compress_at": at,
+        **item.example.marks,
+        **found,
+    }
 
 
 def _key(lm: LM, item: Item, one: Policy, at: str) -> str:
-    about = [lm.signature, str(lm.dtype), item.example.prompt, item.example.prefix, item.answer,
-             item.example.max_new_tokens, str(one), at, f"scored from {SCORED_FROM}"]
+    about = [
+        lm.signature,
+        str(lm.dtype),
+        item.example.prompt,
+        item.example.prefix,
+        item.answer,
+        item.example.max_new_tokens,
+        str(one),
+        at,
+        f"scored from {SCORED_FROM}",
+    ]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
 
 
@@ -260,8 +290,9 @@ def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> F
                 result.add(f"gain/{label}", by_budget[budget])
                 result.add_difference(f"score_gain/{label}", a["score"], b["score"])
             if len(by_budget) > 1:
-                result.add_difference(f"widening/{name}/{left}_over_{right}", by_budget[min(by_budget)],
-                                      by_budget[max(by_budget)])
+                result.add_difference(
+                    f"widening/{name}/{left}_over_{right}", by_budget[min(by_budget)], by_budget[max(by_budget)]
+                )
     _question_aware(result, table)
     return result
 
@@ -300,8 +331,15 @@ def differences(found: Findings, wanted: Sequence[tuple[str, str]]) -> pd.DataFr
         if metric in found.metrics:
             of, pair, budget = name.split("/")
             low, high = found.intervals[metric]
-            rows.append({"paper": paper, "label": f"{pair.replace('_over_', ' over ')}, {of}, {budget}",
-                         "value": found.metrics[metric], "low": low, "high": high})
+            rows.append(
+                {
+                    "paper": paper,
+                    "label": f"{pair.replace('_over_', ' over ')}, {of}, {budget}",
+                    "value": found.metrics[metric],
+                    "low": low,
+                    "high": high,
+                }
+            )
     return pd.DataFrame(rows, columns=["paper", "label", "value", "low", "high"])
 
 

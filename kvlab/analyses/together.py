@@ -51,8 +51,13 @@ def family(name: str) -> str:
     return next((label for label, names in FAMILIES.items() if name in names), "other")
 
 
-def measure(traces: Sequence[Trace], budgets: Sequence[int | float], heads: str | None = None,
-            tables: str | None = None, names: Sequence[str] | None = None) -> pd.DataFrame:
+def measure(
+    traces: Sequence[Trace],
+    budgets: Sequence[int | float],
+    heads: str | None = None,
+    tables: str | None = None,
+    names: Sequence[str] | None = None,
+) -> pd.DataFrame:
     """Replay every policy at every budget on every trace.
 
     compilerkv fills up to its budget (`pad="budget"`, as the authors' code can): its gate turns tokens away whatever
@@ -64,15 +69,24 @@ def measure(traces: Sequence[Trace], budgets: Sequence[int | float], heads: str 
     """
     every = contenders(budgets, heads, tables, names, pad="budget")
     rows = []
-    with tqdm(total=len(traces) * len(every), desc="replay", unit="policy", leave=False) as bar, \
-            warnings.catch_warnings():
+    with (
+        tqdm(total=len(traces) * len(every), desc="replay", unit="policy", leave=False) as bar,
+        warnings.catch_warnings(),
+    ):
         # compilerkv and duoattention say at every replay that they run without tables or head scores.
         warnings.simplefilter("ignore", UserWarning)
         for trace in traces:
             whole = Replay(trace, policy("full")).summary["stored_bytes"]
             for one in every:
-                rows.append({"document": trace.document, "policy": one.name, "budget": getattr(one, "budget", None),
-                             **Replay(trace, one).summary, "full_bytes": whole})
+                rows.append(
+                    {
+                        "document": trace.document,
+                        "policy": one.name,
+                        "budget": getattr(one, "budget", None),
+                        **Replay(trace, one).summary,
+                        "full_bytes": whole,
+                    }
+                )
                 bar.update()
     return pd.DataFrame(rows)
 
@@ -142,12 +156,20 @@ def at_equal(table: pd.DataFrame, side: str, share: float) -> pd.DataFrame:
             for document, part in curve.groupby("document", sort=False):
                 whole = part["full_bytes"].iloc[0]
                 part = part.sort_values("budget")
-                found[document] = interpolate(part[SIDES[side]].tolist(), part[quality].tolist(), share * whole,
-                                              VERBS[side])
+                found[document] = interpolate(
+                    part[SIDES[side]].tolist(), part[quality].tolist(), share * whole, VERBS[side]
+                )
             reason = next((reading.reason for reading in found.values() if reading.value is None), "")
-            rows += [{"policy": name, "measure": quality, "document": document,
-                      "value": math.nan if reason else reading.value, "reason": reason}
-                     for document, reading in found.items()]
+            rows += [
+                {
+                    "policy": name,
+                    "measure": quality,
+                    "document": document,
+                    "value": math.nan if reason else reading.value,
+                    "reason": reason,
+                }
+                for document, reading in found.items()
+            ]
     return pd.DataFrame(rows)
 
 
@@ -175,11 +197,13 @@ def summary(equal: pd.DataFrame, by: str = "output_error") -> pd.DataFrame:
         for quality, values in part.groupby("measure", sort=False)["value"]:
             value, (low, high) = (math.nan, (math.nan, math.nan)) if values.isna().any() else summarise(values)
             row |= {quality: value, f"{quality}_low": low, f"{quality}_high": high}
-        place, (low, high) = (summarise(places.get_group(name)) if name in places.groups
-                              else (math.nan, (math.nan, math.nan)))
+        place, (low, high) = (
+            summarise(places.get_group(name)) if name in places.groups else (math.nan, (math.nan, math.nan))
+        )
         rows.append(row | {"rank": place, "rank_low": low, "rank_high": high, "reason": part["reason"].iloc[0]})
-    return pd.DataFrame(rows).sort_values(by, ascending=by in BETTER_LOW, na_position="last", kind="stable",
-                                          ignore_index=True)
+    return pd.DataFrame(rows).sort_values(
+        by, ascending=by in BETTER_LOW, na_position="last", kind="stable", ignore_index=True
+    )
 
 
 def findings(table: pd.DataFrame, shares: Mapping[str, Sequence[float]]) -> Findings:
@@ -230,8 +254,16 @@ def points(table: pd.DataFrame, side: str, quality: str, slack: float = 0.05) ->
     rows = []
     for (name, budget), part in table.groupby(["policy", "budget"], sort=False, dropna=False):
         value, (low, high) = summarise(part[quality])
-        rows.append({"policy": name, "budget": budget, "bytes": part[SIDES[side]].mean(), "value": value, "low": low,
-                     "high": high})
+        rows.append(
+            {
+                "policy": name,
+                "budget": budget,
+                "bytes": part[SIDES[side]].mean(),
+                "value": value,
+                "low": low,
+                "high": high,
+            }
+        )
     found = pd.DataFrame(rows)
     compared = found["policy"] != ORACLE
     found["front"] = False
@@ -243,8 +275,16 @@ def points(table: pd.DataFrame, side: str, quality: str, slack: float = 0.05) ->
 # ---------------------------------------------------------------------------------------------------- needles
 
 
-def needles(lm: LM, lengths: Sequence[int], depths: Sequence[float], budget: float, heads: str | None = None,
-            tables: str | None = None, document: str = DOCUMENTS[0], seed: int = 0) -> pd.DataFrame:
+def needles(
+    lm: LM,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    budget: float,
+    heads: str | None = None,
+    tables: str | None = None,
+    document: str = DOCUMENTS[0],
+    seed: int = 0,
+) -> pd.DataFrame:
     """A needle at each length and depth under every policy at one budget, for `plots.needle_heatmap`.
 
     Returns:

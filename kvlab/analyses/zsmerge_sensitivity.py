@@ -31,14 +31,15 @@ STABLE = {"proximity": (0.3, 0.7), "residual": (0.01, 0.03), "decay": (0.5, 1.0)
 """Ranges (first, last) within which the paper calls the method stable."""
 
 SYMBOLS = {
-    "proximity": "share of recent tokens, Bp / B", "residual": "residual slots, Br / (B - Bp)",
-    "alpha": "strength of the bias, alpha", "decay": "decay of the scores, lambda", "window": "window (queries)",
+    "proximity": "share of recent tokens, Bp / B",
+    "residual": "residual slots, Br / (B - Bp)",
+    "alpha": "strength of the bias, alpha",
+    "decay": "decay of the scores, lambda",
+    "window": "window (queries)",
 }
 
 
-def figure_5(
-    traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, Sequence[float]] = SWEEPS
-) -> Findings:
+def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, Sequence[float]] = SWEEPS) -> Findings:
     """Figure 5: one hyper-parameter at a time is moved away from the recommended configuration.
 
     The paper draws ROUGE on XSum; here it is the relative error of the attention output and the attention mass lost.
@@ -65,15 +66,20 @@ def figure_5(
         known = ", ".join(RECOMMENDED)
         raise KvlabError(f"figure 5 sweeps {known}, not {min(unknown)}")
     rows = []
-    jobs = [(trace, parameter, value) for trace in traces for parameter, values in sweeps.items()
-            for value in sorted({*values, RECOMMENDED[parameter]})]
+    jobs = [
+        (trace, parameter, value)
+        for trace in traces
+        for parameter, values in sweeps.items()
+        for value in sorted({*values, RECOMMENDED[parameter]})
+    ]
     measured: dict[tuple[int, ZSMerge], dict[str, float]] = {}
     for trace, parameter, value in tqdm(jobs, desc="figure 5", unit="setting", leave=False):
         one = policy("zsmerge", budget=ratio, **{**RECOMMENDED, parameter: value})
         if (id(trace), one) not in measured:
             result = Replay(trace, one)
             measured[id(trace), one] = {
-                "error": float(result.output_error.mean()), "mass_lost": float(result.mass_lost.mean()),
+                "error": float(result.output_error.mean()),
+                "mass_lost": float(result.mass_lost.mean()),
             }
         row = {"document": trace.document, "parameter": parameter, "value": float(value)}
         rows.append(row | measured[id(trace), one])
@@ -119,8 +125,9 @@ def changes(findings: Findings) -> pd.DataFrame:
             relative = wide.div(wide[RECOMMENDED[parameter]], axis="index") - 1
             for value in relative.columns:
                 mean, (low, high) = summarise(relative[value])
-                rows.append({"parameter": parameter, "value": value, "measure": measure, "mean": mean, "low": low,
-                             "high": high})
+                rows.append(
+                    {"parameter": parameter, "value": value, "measure": measure, "mean": mean, "low": low, "high": high}
+                )
     return pd.DataFrame(rows)
 
 
@@ -130,8 +137,9 @@ def paper_yardstick(printed: pd.DataFrame) -> dict[str, float]:
     """
     none = printed[(printed["parameter"] == "residual") & (printed["last"] == 0)]
     least = -float(none["highest"].iloc[0])
-    inside = printed[[row.parameter in STABLE and STABLE[row.parameter] == (row.first, row.last)
-                      for row in printed.itertuples()]]
+    inside = printed[
+        [row.parameter in STABLE and STABLE[row.parameter] == (row.first, row.last) for row in printed.itertuples()]
+    ]
     return {row.parameter: row.highest / least for row in inside.itertuples()}
 
 

@@ -166,16 +166,20 @@ class _Run:
         name = log.key(phase, self.about, context.name, settings.actions(phase), told, tried)
         line = self.journal.get(name)
         if line is None:
-            line = self.journal.add(name, {
-                "kind": phase, "context": context.name, "propensities": propensities,
-                **self._tried(phase, context, weights, actions), "actions": told,
-            })
+            line = self.journal.add(
+                name,
+                {
+                    "kind": phase,
+                    "context": context.name,
+                    "propensities": propensities,
+                    **self._tried(phase, context, weights, actions),
+                    "actions": told,
+                },
+            )
         self._step(label, len(context.ids) + samples * settings.continuation)
         return line
 
-    def _tried(
-        self, phase: str, context: Context, weights: np.ndarray | None, actions: np.ndarray
-    ) -> dict[str, Any]:
+    def _tried(self, phase: str, context: Context, weights: np.ndarray | None, actions: np.ndarray) -> dict[str, Any]:
         settings, values = self.settings, np.array(self.settings.actions(phase))
         with prefilled(self.lm, context, settings) as found:
             kept, retained = [], []
@@ -247,8 +251,13 @@ def mapped(tables: DecisionTables, lm: LM) -> DecisionTables:
     """Tables learnt on one model for another, by relative depth; what they were learnt on is noted."""
     text = lm.model.config.get_text_config(decoder=True)
     sha = str(getattr(tables, "sha256", ""))
-    about = {"model": lm.name, "sha256": lm.sha256, "mapped_from": f"{tables.model}@{sha[:8]}".rstrip("@"),
-             "kv_heads": text.num_key_value_heads, "dtype": str(lm.dtype).removeprefix("torch.")}
+    about = {
+        "model": lm.name,
+        "sha256": lm.sha256,
+        "mapped_from": f"{tables.model}@{sha[:8]}".rstrip("@"),
+        "kv_heads": text.num_key_value_heads,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+    }
     return tables.mapped(lm.n_layers, text.num_attention_heads).model_copy(update=about)
 
 

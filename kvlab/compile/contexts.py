@@ -21,19 +21,48 @@ if TYPE_CHECKING:
     from kvlab.models import LM
 
 HELD_APART = (
-    *(f"sotu/{year}" for year in (1962, 1966, 1969, 1975, 1983, 1985, 1988, 1990, 1994, 1996, 1999, 2004, 2007, 2010,
-                                  2012)),
-    *(f"squad/{title}" for title in (
-        "Amazon_rainforest", "Civil_disobedience", "Construction", "Force", "French_and_Indian_War",
-        "Harvard_University", "Immune_system", "Islamism", "Oxygen", "Pharmacy", "Private_school", "Rhine",
-        "Scottish_Parliament", "University_of_Chicago", "Yuan_dynasty")),
+    *(
+        f"sotu/{year}"
+        for year in (1962, 1966, 1969, 1975, 1983, 1985, 1988, 1990, 1994, 1996, 1999, 2004, 2007, 2010, 2012)
+    ),
+    *(
+        f"squad/{title}"
+        for title in (
+            "Amazon_rainforest",
+            "Civil_disobedience",
+            "Construction",
+            "Force",
+            "French_and_Indian_War",
+            "Harvard_University",
+            "Immune_system",
+            "Islamism",
+            "Oxygen",
+            "Pharmacy",
+            "Private_school",
+            "Rhine",
+            "Scottish_Parliament",
+            "University_of_Chicago",
+            "Yuan_dynasty",
+        )
+    ),
 )
 """The texts that kvlab's experiments evaluate on, in any profile: nothing is learnt from them."""
 
 DOCUMENTS = (
     *(f"sotu/{year}" for year in (1867, 1881, 1895, 1908, 1921, 1934, 1947, 1954, 1965, 1970, 1987, 1991, 2003, 2008)),
-    *(f"squad/{title}" for title in ("Black_Death", "Geology", "Huguenot", "Imperialism", "Normans", "Prime_number",
-                                     "Steam_engine", "Warsaw")),
+    *(
+        f"squad/{title}"
+        for title in (
+            "Black_Death",
+            "Geology",
+            "Huguenot",
+            "Imperialism",
+            "Normans",
+            "Prime_number",
+            "Steam_engine",
+            "Warsaw",
+        )
+    ),
     *(f"chitchat/{number}" for number in (338, 1172, 2326, 2568, 4258, 4972)),
     *(f"code/{module}" for module in ("calendar", "csv", "difflib", "heapq", "textwrap", "zipfile")),
 )
@@ -118,8 +147,11 @@ def pool(lm: LM, documents: Sequence[Document], settings: Settings) -> list[Cont
 def cells(entropy: Sequence[float], perplexity: Sequence[float], settings: Settings) -> np.ndarray:
     """Which cell of the risk grid contexts fall into, entropy bin x perplexity bins + perplexity bin, int `[n]`."""
     rows, columns = bins(
-        torch.tensor(entropy, dtype=torch.float64), torch.tensor(perplexity, dtype=torch.float64), settings.bins,
-        settings.entropy, settings.perplexity,
+        torch.tensor(entropy, dtype=torch.float64),
+        torch.tensor(perplexity, dtype=torch.float64),
+        settings.bins,
+        settings.entropy,
+        settings.perplexity,
     )
     return (rows * settings.bins[1] + columns).numpy()
 

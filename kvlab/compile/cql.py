@@ -34,11 +34,14 @@ class Evidence:
 
     @classmethod
     def of(
-        cls, states: np.ndarray, actions: np.ndarray, rewards: np.ndarray, shape: tuple[int, int],
+        cls,
+        states: np.ndarray,
+        actions: np.ndarray,
+        rewards: np.ndarray,
+        shape: tuple[int, int],
         weights: np.ndarray | None = None,
     ) -> Evidence:
-        """From samples: state, action, reward and weight (1 unless given) of each, `[n]`; `shape` is (states, actions).
-        """
+        """From samples: state, action, reward and weight (1 unless given) of each, `[n]`; `shape` is (states, actions)."""
         where = np.asarray(states) * shape[1] + np.asarray(actions)
         weights = np.ones(len(where)) if weights is None else weights
         counts = np.bincount(where, weights, minlength=shape[0] * shape[1]).reshape(shape)
@@ -96,9 +99,7 @@ def _newton(shares: np.ndarray, means: np.ndarray, behaviour: np.ndarray, alpha:
     return q
 
 
-def _objective(
-    q: np.ndarray, shares: np.ndarray, means: np.ndarray, behaviour: np.ndarray, alpha: float
-) -> np.ndarray:
+def _objective(q: np.ndarray, shares: np.ndarray, means: np.ndarray, behaviour: np.ndarray, alpha: float) -> np.ndarray:
     top = q.max(1)
     total = top + np.log(np.exp(q - top[:, None]).sum(1))
     return (shares * (q - means) ** 2).sum(1) + alpha * (total - q @ behaviour)

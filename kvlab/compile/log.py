@@ -54,7 +54,7 @@ class Journal:
                 file = stack.enter_context(path.open("a", encoding="utf-8"))
             except Timeout:
                 raise KvlabError(f"another compilation is writing {path}; wait for it, or name another log") from None
-            except (OSError, ValueError) as error:      # a name with a NUL is a ValueError
+            except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
                 raise KvlabError(f"cannot write {path}: {why(error)}") from None
             yield cls(path, lines, file)
 
@@ -166,7 +166,7 @@ def load(path_or_name: str | Path) -> dict[str, Samples]:
 
     shipped = {file.name: file for file in SHIPPED_TABLES.glob("*.parquet")}
     path = shipped.get(f"{path_or_name}-log.parquet") or Path(path_or_name)
-    if not os.path.isfile(path):     # pandas would read a folder as well, and whatever lies in it
+    if not os.path.isfile(path):  # pandas would read a folder as well, and whatever lies in it
         raise KvlabError(f"cannot read {path}: no such file")
     try:
         table = pd.read_parquet(path)

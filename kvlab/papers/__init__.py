@@ -10,5 +10,16 @@ from __future__ import annotations
 from kvlab.papers.claims import VERDICTS, Claim, Paper, Verdict, claims, figure, figures, judge, load_file, papers
 from kvlab.papers.conditions import Condition
 
-__all__ = ["VERDICTS", "Claim", "Condition", "Paper", "Verdict", "claims", "figure", "figures", "judge", "load_file",
-           "papers"]
+__all__ = [
+    "VERDICTS",
+    "Claim",
+    "Condition",
+    "Paper",
+    "Verdict",
+    "claims",
+    "figure",
+    "figures",
+    "judge",
+    "load_file",
+    "papers",
+]

@@ -140,8 +140,12 @@ def claims(experiment: str | None = None, paper: str | None = None) -> list[Clai
     known = [p.name for p in papers()]
     if paper is not None and paper not in known:
         raise KvlabError(nearest(paper, known, "paper"))
-    return [claim for p in papers() for claim in p.claims
-            if (paper is None or claim.paper == paper) and (experiment is None or claim.experiment == experiment)]
+    return [
+        claim
+        for p in papers()
+        for claim in p.claims
+        if (paper is None or claim.paper == paper) and (experiment is None or claim.experiment == experiment)
+    ]
 
 
 def figures() -> list[str]:
@@ -160,19 +164,26 @@ def figure(paper: str, name: str) -> pandas.DataFrame:
     return pandas.read_csv(path, comment="#")
 
 
-def judge(claim: Claim, metrics: Mapping[str, float],
-          intervals: Mapping[str, tuple[float, float]] | None = None) -> Verdict:
+def judge(
+    claim: Claim, metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]] | None = None
+) -> Verdict:
     """The verdict on `claim` from measured numbers.
 
     metrics: name -> value; intervals: name -> (low, high), else taken from the metrics NAME/low and NAME/high. A number
     that is not finite counts as missing. The verdict rests on the point estimates, but for tests that ask about the
     interval itself; where it contains the point at which the test of direction turns, `why` says so.
     """
-    ends = {f"{name}/{end}": number for name, pair in (intervals or {}).items()
-            for end, number in zip(("low", "high"), pair, strict=True)}
+    ends = {
+        f"{name}/{end}": number
+        for name, pair in (intervals or {}).items()
+        for end, number in zip(("low", "high"), pair, strict=True)
+    }
     known = {name: float(number) for name, number in {**metrics, **ends}.items() if math.isfinite(number)}
-    found = {"value": known.get(claim.metric), "low": known.get(f"{claim.metric}/low"),
-             "high": known.get(f"{claim.metric}/high")}
+    found = {
+        "value": known.get(claim.metric),
+        "low": known.get(f"{claim.metric}/low"),
+        "high": known.get(f"{claim.metric}/high"),
+    }
     absent = sorted(claim.metrics - known.keys())
     if absent:
         some = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
@@ -187,8 +198,11 @@ def judge(claim: Claim, metrics: Mapping[str, float],
     if not right_size:
         return Verdict(**found, verdict=DIRECTION, why=f"Direction met: {direction}. Size missed: {size}{doubt}.")
     same = size == direction
-    return Verdict(**found, verdict=HOLDS, why=f"Direction met: {direction}" + ("" if same else f". Size met: {size}")
-                   + f"{doubt}.")
+    return Verdict(
+        **found,
+        verdict=HOLDS,
+        why=f"Direction met: {direction}" + ("" if same else f". Size met: {size}") + f"{doubt}.",
+    )
 
 
 def _doubt(claim: Claim, known: Mapping[str, float]) -> str:
@@ -199,6 +213,8 @@ def _doubt(claim: Claim, known: Mapping[str, float]) -> str:
         name = test.metric or claim.direction.metric or claim.metric
         low, high = known.get(f"{name}/low"), known.get(f"{name}/high")
         if turn is not None and low is not None and high is not None and low <= turn <= high:
-            return (f". The interval [{low:.4g}, {high:.4g}] contains {turn:.4g}, where the direction turns: read the "
-                    "verdict with care")
+            return (
+                f". The interval [{low:.4g}, {high:.4g}] contains {turn:.4g}, where the direction turns: read the "
+                "verdict with care"
+            )
     return ""

@@ -35,8 +35,28 @@ from kvlab.policies.zsmerge import ZSMerge
 __all__ = ["Budget", "Policy", "Prompt", "policies", "policy", "registry"]
 
 BUILTIN = (
-    Full, Random, StreamingLLM, Scissorhands, H2O, Keyformer, SnapKV, PyramidKV, ZigZagKV, DynamicKV, LaCache,
-    DuoAttention, MorphKV, ZSMerge, DapQ, Quest, SparQ, Hybrid, ExactTopK, SnapKVPlusPlus, RocketKV, CompilerKV,
+    Full,
+    Random,
+    StreamingLLM,
+    Scissorhands,
+    H2O,
+    Keyformer,
+    SnapKV,
+    PyramidKV,
+    ZigZagKV,
+    DynamicKV,
+    LaCache,
+    DuoAttention,
+    MorphKV,
+    ZSMerge,
+    DapQ,
+    Quest,
+    SparQ,
+    Hybrid,
+    ExactTopK,
+    SnapKVPlusPlus,
+    RocketKV,
+    CompilerKV,
 )
 GROUP = "kvlab.policies"
 

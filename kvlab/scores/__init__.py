@@ -23,9 +23,25 @@ from kvlab.scores.metrics import (
 )
 from kvlab.scores.predictions import read_predictions
 
-__all__ = ["LONGBENCH", "Convention", "classification", "code_similarity", "convention", "count", "percent", "qa_f1",
-           "qa_f1_zh", "read_predictions", "retrieval", "retrieval_zh", "rouge_l", "rouge_l_zh", "score", "score_each",
-           "score_task"]
+__all__ = [
+    "LONGBENCH",
+    "Convention",
+    "classification",
+    "code_similarity",
+    "convention",
+    "count",
+    "percent",
+    "qa_f1",
+    "qa_f1_zh",
+    "read_predictions",
+    "retrieval",
+    "retrieval_zh",
+    "rouge_l",
+    "rouge_l_zh",
+    "score",
+    "score_each",
+    "score_task",
+]
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,11 @@ from kvlab.errors import KvlabError
 # What LongBench strips from Chinese words. Only the closing one of the marks around titles is among them, and of the
 # full-width forms the full stop is not.
 _CHINESE_PUNCTUATION = frozenset(
-    string.punctuation + "".join(chr(ord(sign) + 0xFEE0) for sign in string.punctuation if sign != ".")
-    + "｟｠｡｢｣､" + "、。〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿" + "–—‘’‛“”„‟…‧﹏"
+    string.punctuation
+    + "".join(chr(ord(sign) + 0xFEE0) for sign in string.punctuation if sign != ".")
+    + "｟｠｡｢｣､"
+    + "、。〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿"
+    + "–—‘’‛“”„‟…‧﹏"
 )
 _NO_ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -151,7 +154,7 @@ def _cut(text: str) -> list[str]:
 def _jieba() -> Any:
     """jieba with its own dictionary, read anew in each process (a second), so that it leaves no cache anywhere."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")     # it was written for older Pythons
+        warnings.simplefilter("ignore")  # it was written for older Pythons
         import jieba
     cutter = jieba.Tokenizer()
     cutter.FREQ, cutter.total = cutter.gen_pfdict(cutter.get_dict_file())

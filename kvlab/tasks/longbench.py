@@ -80,21 +80,26 @@ class LongBench(Task):
                 given += 1
                 yield example
         if not given:
-            raise KvlabError(f"longbench: every prompt is longer than {self.length or lm.context_length} tokens, and "
-                             "longer='skip' leaves them out")
+            raise KvlabError(
+                f"longbench: every prompt is longer than {self.length or lm.context_length} tokens, and "
+                "longer='skip' leaves them out"
+            )
 
     def score(self, example: Example, prediction: str) -> dict[str, float]:
         """LongBench's metric of the example's task, the best over its answers."""
-        return {"score": scores.score(example.marks["kind"], prediction, example.answers,
-                                      example.marks.get("all_classes"))}
+        return {
+            "score": scores.score(example.marks["kind"], prediction, example.answers, example.marks.get("all_classes"))
+        }
 
     def _records(self) -> dict[str, list[corpus.Record]]:
         """The records of each wanted task, in LongBench's order of tasks."""
         for task in self.tasks:
             scores.convention(task)
         if self.folder is None and not self.hub:
-            raise KvlabError("longbench needs data: folder=... names JSONL files in LongBench's format, and hub=true "
-                             "fetches LongBench from the hub")
+            raise KvlabError(
+                "longbench needs data: folder=... names JSONL files in LongBench's format, and hub=true "
+                "fetches LongBench from the hub"
+            )
         found: dict[str, list[corpus.Record]] = {}
         for record in corpus.longbench(self.folder if self.folder is not None else fetch()):
             scores.convention(record.task)
@@ -108,8 +113,10 @@ class LongBench(Task):
         rule, seen = scores.convention(task), set()
         room = min(self.length or lm.context_length, lm.context_length - rule.new_tokens)
         if room < LEAST:
-            raise KvlabError(f"{lm.name} takes {lm.context_length} tokens: too few for a prompt of {task} and its "
-                             f"answer of up to {rule.new_tokens}")
+            raise KvlabError(
+                f"{lm.name} takes {lm.context_length} tokens: too few for a prompt of {task} and its "
+                f"answer of up to {rule.new_tokens}"
+            )
         for record in records:
             context, question = parts(record)
             tokens = _tokens(lm, context + question, rule.chat)
@@ -156,8 +163,10 @@ def _unpack(folder: Path) -> None:
                     shutil.copyfileobj(source, target)
     except Exception as error:  # the hub's client raises a dozen unrelated kinds, all of which mean "cannot be had"
         first = first_line(error).rstrip(".")
-        raise KvlabError(f"cannot get {file} of the dataset {repository} from the hub ({first}); give folder=... with "
-                         "LongBench's JSONL files instead") from error
+        raise KvlabError(
+            f"cannot get {file} of the dataset {repository} from the hub ({first}); give folder=... with "
+            "LongBench's JSONL files instead"
+        ) from error
 
 
 def _order(tasks: list[str], limit: int | None) -> list[str]:
@@ -179,9 +188,9 @@ def _cut(lm: LM, context: str, question: str, chat: bool, tokens: int, room: int
     keep = len(spans) - (tokens - room)
     while keep > 1:
         head = spans[(keep + 1) // 2 - 1][1]
-        tail = max(head, spans[len(spans) - keep // 2][0])      # two tokens may share one character
+        tail = max(head, spans[len(spans) - keep // 2][0])  # two tokens may share one character
         split = len(context)
-        shorter = text[:min(head, split)] + text[tail:split], text[split:head] + text[max(tail, split):]
+        shorter = text[: min(head, split)] + text[tail:split], text[split:head] + text[max(tail, split) :]
         now = _tokens(lm, "".join(shorter), chat)
         if now <= room:
             return *shorter, now
@@ -192,6 +201,8 @@ def _cut(lm: LM, context: str, question: str, chat: bool, tokens: int, room: int
 def _spans(lm: LM, text: str) -> list[tuple[int, int]]:
     """Where each token begins and ends in the text."""
     if not getattr(lm.tokenizer, "is_fast", False):
-        raise KvlabError(f"{type(lm.tokenizer).__name__} does not tell where its tokens lie; longer='skip' leaves out "
-                         "the prompts that would have to be cut")
+        raise KvlabError(
+            f"{type(lm.tokenizer).__name__} does not tell where its tokens lie; longer='skip' leaves out "
+            "the prompts that would have to be cut"
+        )
     return lm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]

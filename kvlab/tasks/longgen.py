@@ -81,10 +81,13 @@ class LongGen(Task):
             tokens = lm.encode(example.prompt, chat="auto" if self.chat else False).shape[1]
             tokens += len(lm.tokenizer(example.prefix, add_special_tokens=False)["input_ids"]) if example.prefix else 0
             if tokens >= lm.context_length:
-                raise KvlabError(f"{example.id} has {tokens} tokens, and {lm.name} takes {lm.context_length}: no room "
-                                 "for an answer")
-            fields = vars(example) | {"max_new_tokens": min(longest, lm.context_length - tokens),
-                                      "marks": example.marks | {"tokens": tokens}}
+                raise KvlabError(
+                    f"{example.id} has {tokens} tokens, and {lm.name} takes {lm.context_length}: no room for an answer"
+                )
+            fields = vars(example) | {
+                "max_new_tokens": min(longest, lm.context_length - tokens),
+                "marks": example.marks | {"tokens": tokens},
+            }
             yield Example(**fields)
 
     def score(self, example: Example, prediction: str) -> dict[str, float]:
@@ -97,9 +100,12 @@ class LongGen(Task):
             met.setdefault(kind, []).append(None if entry is None else holds(entry, phrase, self.share))
         shares = {kind: sum(map(bool, met[kind])) / len(met[kind]) for kind in CHECKS if kind in met}
         judged = [one for kind in met.values() for one in kind if one is not None]
-        return {"completion": len(written) / example.marks["entries"], **shares,
-                "accuracy": sum(shares.values()) / len(shares) if shares else 0.0,
-                "accuracy_written": sum(judged) / len(judged) if judged else 0.0}
+        return {
+            "completion": len(written) / example.marks["entries"],
+            **shares,
+            "accuracy": sum(shares.values()) / len(shares) if shares else 0.0,
+            "accuracy_written": sum(judged) / len(judged) if judged else 0.0,
+        }
 
     def _made(self) -> list[Example]:
         return [self._make(kind, index) for index in range(self.number) for kind in SHORT]
@@ -122,15 +128,26 @@ class LongGen(Task):
         demands = [f"- {unit} {entry}: {thing}." for entry, thing in things.items()]
         demands.append(f"- From {unit} {first} to {unit} {between[-1]}: {over}.")
         demands.append(f"- Every {period} {short.units}, starting from {unit} {start}: {again}.")
-        text = (f"{short.opening.format(entries=self.entries)}\n" + "\n".join(demands) +
-                f"\nWrite all {self.entries} entries in order, about {self.words} words each. Begin every entry with "
-                f"'{SEPARATOR} {unit} N:', N being its number, and mention in it what is planned for it. After "
-                f"{unit} {self.entries} write '{END} ***'.")
+        text = (
+            f"{short.opening.format(entries=self.entries)}\n"
+            + "\n".join(demands)
+            + f"\nWrite all {self.entries} entries in order, about {self.words} words each. Begin every entry with "
+            f"'{SEPARATOR} {unit} N:', N being its number, and mention in it what is planned for it. After "
+            f"{unit} {self.entries} write '{END} ***'."
+        )
         checks = [f"once {entry}: {thing}" for entry, thing in things.items()]
         checks += [f"range {entry}: {over}" for entry in between]
         checks += [f"periodic {entry}: {again}" for entry in periodic]
-        return Example(f"{kind}/{self.entries}-{self.seed}-{index}", text, "", tuple(checks), 1, self.chat,
-                       f"{SEPARATOR} {unit} 1:", {"kind": kind, "type": unit, "entries": self.entries})
+        return Example(
+            f"{kind}/{self.entries}-{self.seed}-{index}",
+            text,
+            "",
+            tuple(checks),
+            1,
+            self.chat,
+            f"{SEPARATOR} {unit} 1:",
+            {"kind": kind, "type": unit, "entries": self.entries},
+        )
 
 
 def entries(text: str, unit: str, number: int) -> dict[int, str]:
@@ -143,8 +160,8 @@ def entries(text: str, unit: str, number: int) -> dict[int, str]:
     heading = re.compile(rf"\s*{re.escape(unit)}\s+(\d{{1,9}})\b\s*(\([^)]*\))?", re.IGNORECASE)
     for block in text.split(END)[0].split(SEPARATOR):
         match = heading.match(block)
-        if match and 1 <= int(match[1]) <= number and re.search(r"\w", block[match.end():]):
-            found[int(match[1])] = block[match.end(1):].strip()
+        if match and 1 <= int(match[1]) <= number and re.search(r"\w", block[match.end() :]):
+            found[int(match[1])] = block[match.end(1) :].strip()
     return found
 
 
@@ -175,13 +192,24 @@ def read(path: str | os.PathLike, chat: bool = True) -> list[Example]:
 def _example(record: dict[str, Any], name: str, chat: bool) -> Example:
     prefix, unit = str(record.get("prefix") or ""), record["type"]
     prompt = record["prompt"].rstrip()
-    if prefix and prompt.endswith(prefix):      # it begins the answer, so it comes after the chat template
-        prompt = prompt[:-len(prefix)].rstrip()
-    checks = tuple(f"{kind} {int(number)}: {phrase}" for kind in CHECKS
-                   for number, phrase in (record.get(f"checks_{kind}") or {}).items())
+    if prefix and prompt.endswith(prefix):  # it begins the answer, so it comes after the chat template
+        prompt = prompt[: -len(prefix)].rstrip()
+    checks = tuple(
+        f"{kind} {int(number)}: {phrase}"
+        for kind in CHECKS
+        for number, phrase in (record.get(f"checks_{kind}") or {}).items()
+    )
     kind = {short.type.lower(): kind for kind, short in SHORT.items()}.get(unit.lower(), unit)
-    return Example(f"{kind}/{name}", prompt, "", checks, 1, chat, prefix,
-                   {"kind": kind, "type": unit, "entries": int(record["number"])})
+    return Example(
+        f"{kind}/{name}",
+        prompt,
+        "",
+        checks,
+        1,
+        chat,
+        prefix,
+        {"kind": kind, "type": unit, "entries": int(record["number"])},
+    )
 
 
 def _in_turn(examples: list[Example]) -> list[Example]:
@@ -208,6 +236,6 @@ def _stem(word: str) -> str:
         if word.endswith(ending) and len(word) > len(ending) + 2:
             word = word.removesuffix(ending)
             break
-    while len(word) > 3 and word[-1] in "yie":     # galleries, gallery
+    while len(word) > 3 and word[-1] in "yie":  # galleries, gallery
         word = word[:-1]
     return word

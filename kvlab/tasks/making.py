@@ -75,8 +75,10 @@ def fit(lm: LM, build: Callable[[int], Example], wanted: int, what: str, slope: 
     if length > wanted:
         raise KvlabError(f"{what}: {wanted} tokens are too few, since the shortest prompt of its kind takes {length}")
     if wanted + best.max_new_tokens > lm.context_length:
-        raise KvlabError(f"{what}: {wanted} tokens and an answer of {best.max_new_tokens} are more than the "
-                         f"{lm.context_length} that {lm.name} was made for")
+        raise KvlabError(
+            f"{what}: {wanted} tokens and an answer of {best.max_new_tokens} are more than the "
+            f"{lm.context_length} that {lm.name} was made for"
+        )
     above: tuple[int, int] | None = None
     for _ in range(16):
         if length >= wanted * (1 - SLACK / 2) or (above and above[0] - below == 1):
@@ -141,6 +143,9 @@ def words(*lists: str) -> tuple[str, ...]:
     """The plain lower-case words of wonderwords' lists "noun", "adjective", "verb", sorted, each once."""
     from wonderwords import filter_profanity
 
-    found = {line.strip() for name in lists
-             for line in (files("wonderwords.assets") / f"{name}list.txt").read_text(encoding="utf-8").splitlines()}
+    found = {
+        line.strip()
+        for name in lists
+        for line in (files("wonderwords.assets") / f"{name}list.txt").read_text(encoding="utf-8").splitlines()
+    }
     return tuple(sorted(word for word in filter_profanity(found) if re.fullmatch(r"[a-z]{3,}", word)))

@@ -21,8 +21,18 @@ if TYPE_CHECKING:
 # Without it, and without "Question:", a small model takes the first or last sentence for no part of the text.
 _OPENING = "Remember {}, which stands in this text."
 _TOWNS = ("Lindau", "Tarifa", "Bergen", "Ronda", "Visby", "Piran", "Cromer", "Olomouc", "Kotor", "Sintra", "Tromso")
-_DEEDS = ("eat a plum cake", "feed the swans", "climb the clock tower", "row across the lake", "listen to the organ",
-          "buy a straw hat", "visit the glass museum", "ride the old tram", "pick wild cherries", "sketch the harbour")
+_DEEDS = (
+    "eat a plum cake",
+    "feed the swans",
+    "climb the clock tower",
+    "row across the lake",
+    "listen to the organ",
+    "buy a straw hat",
+    "visit the glass museum",
+    "ride the old tram",
+    "pick wild cherries",
+    "sketch the harbour",
+)
 _WHENS = ("on a rainy morning", "at low tide", "before the market opens", "in the first snow", "after the last bell")
 _SMALL = frozenset("a an and at before after in of on the to first".split())
 
@@ -71,10 +81,17 @@ class Needle(Task):
             return Example(
                 id=f"needle-{kind}-{length}-{depth}-{trial}",
                 context=f"{opening}\n\n{cut.with_needles([needle], [boundary])}",
-                question=f"\n\nQuestion: {question}", answers=(answer,),
+                question=f"\n\nQuestion: {question}",
+                answers=(answer,),
                 max_new_tokens=32 if kind == "sentence" else 16,
-                marks={"kind": kind, "length": length, "depth": depth, "placed": round(cut.depth(boundary), 4),
-                       "trial": trial})
+                marks={
+                    "kind": kind,
+                    "length": length,
+                    "depth": depth,
+                    "placed": round(cut.depth(boundary), 4),
+                    "trial": trial,
+                },
+            )
 
         return fit(lm, build, length, f"{self.name} of kind {kind}")
 

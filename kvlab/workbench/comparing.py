@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from pandas.io.formats.style import Styler
 
 INK, FAINT = "#1c2430", "#7a8594"
-_FAMILY_COLOURS = dict(zip(together.FAMILIES, (FAINT, "#8a5a2b", "#0072B2", "#D55E00", "#009E73", "#CC79A7"),
-                           strict=True))
+_FAMILY_COLOURS = dict(
+    zip(together.FAMILIES, (FAINT, "#8a5a2b", "#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True)
+)
 
 
 def colour(policy: str) -> str:
@@ -53,8 +54,10 @@ def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> 
             blocks.append([target, 1])
             while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
                 mean, size = blocks.pop()
-                blocks[-1] = [(blocks[-1][0] * blocks[-1][1] + mean * size) / (blocks[-1][1] + size),
-                              blocks[-1][1] + size]
+                blocks[-1] = [
+                    (blocks[-1][0] * blocks[-1][1] + mean * size) / (blocks[-1][1] + size),
+                    blocks[-1][1] + size,
+                ]
         level = np.repeat([mean for mean, _ in blocks], [size for _, size in blocks])
         places = np.clip(level, low, high - gap * (count - 1)) + gap * np.arange(count)
     found = np.empty(count)
@@ -73,11 +76,20 @@ def pareto(points: pandas.DataFrame, *, xlabel: str, ylabel: str, title: str, ax
     drawn = points[(points["policy"] != "full") & (points["value"] > 0)]
     for name, part in drawn.groupby("policy", sort=False):
         loud = part["front"].any()
-        ax.plot(part["bytes"] / 2**20, part["value"], color=colour(name), marker="o", markersize=4,
-                linewidth=2 if loud else 1.2, alpha=1 if loud else 0.75, zorder=3)
+        ax.plot(
+            part["bytes"] / 2**20,
+            part["value"],
+            color=colour(name),
+            marker="o",
+            markersize=4,
+            linewidth=2 if loud else 1.2,
+            alpha=1 if loud else 0.75,
+            zorder=3,
+        )
     best = drawn[drawn["front"]].sort_values("bytes")
-    ax.step(best["bytes"] / 2**20, best["value"], where="post", color=INK, linewidth=0.9, linestyle=(0, (4, 2)),
-            zorder=4)
+    ax.step(
+        best["bytes"] / 2**20, best["value"], where="post", color=INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=4
+    )
     ax.scatter(best["bytes"] / 2**20, best["value"], s=75, facecolor="none", edgecolor=INK, linewidth=1.3, zorder=5)
     ax.set_xscale("log")
     ax.set_yscale("log")
@@ -87,9 +99,18 @@ def pareto(points: pandas.DataFrame, *, xlabel: str, ylabel: str, title: str, ax
     if len(full):
         at = float(full["bytes"].iloc[0]) / 2**20
         ax.axvline(at, color=FAINT, linewidth=1, linestyle=":")
-        ax.annotate("full cache", (at, 1), xycoords=blended_transform_factory(ax.transData, ax.transAxes),
-                    xytext=(-3, -4), textcoords="offset points", rotation=90, ha="right", va="top", fontsize=9,
-                    color=FAINT)
+        ax.annotate(
+            "full cache",
+            (at, 1),
+            xycoords=blended_transform_factory(ax.transData, ax.transAxes),
+            xytext=(-3, -4),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="top",
+            fontsize=9,
+            color=FAINT,
+        )
     _mebibyte_ticks(ax)
     _names_at_the_side(ax, drawn)
     _families(ax, drawn["policy"].unique())
@@ -97,8 +118,11 @@ def pareto(points: pandas.DataFrame, *, xlabel: str, ylabel: str, title: str, ax
 
 
 def _mebibyte_ticks(ax: Axes) -> None:
-    ticks = [t for t in (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000, 10000)
-             if ax.get_xlim()[0] <= t <= ax.get_xlim()[1]]
+    ticks = [
+        t
+        for t in (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000, 10000)
+        if ax.get_xlim()[0] <= t <= ax.get_xlim()[1]
+    ]
     ax.set_xticks(ticks, [f"{t:,}" for t in ticks])
     ax.minorticks_off()
     ax.set_yticks(*_plain(*ax.get_ylim()))
@@ -118,19 +142,49 @@ def _names_at_the_side(ax: Axes, drawn: pandas.DataFrame) -> None:
     ends = (np.log(last["value"]) - np.log(low)) / (np.log(high) - np.log(low))
     places = spread_out(ends.tolist(), 0.042, 0.0, 1.0)
     for (_, row), place in zip(last.iterrows(), places, strict=True):
-        ax.annotate(row["policy"], (row["bytes"] / 2**20, row["value"]), xycoords="data", xytext=(1.035, place),
-                    textcoords="axes fraction", fontsize=9.5, va="center", ha="left", color=colour(row["policy"]),
-                    fontweight="bold" if row["policy"] in front else "normal", annotation_clip=False,
-                    arrowprops={"arrowstyle": "-", "color": colour(row["policy"]), "linewidth": 0.6, "alpha": 0.6,
-                                "shrinkA": 1, "shrinkB": 3})
+        ax.annotate(
+            row["policy"],
+            (row["bytes"] / 2**20, row["value"]),
+            xycoords="data",
+            xytext=(1.035, place),
+            textcoords="axes fraction",
+            fontsize=9.5,
+            va="center",
+            ha="left",
+            color=colour(row["policy"]),
+            fontweight="bold" if row["policy"] in front else "normal",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour(row["policy"]),
+                "linewidth": 0.6,
+                "alpha": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 3,
+            },
+        )
 
 
 def _families(ax: Axes, policies: Sequence[str]) -> None:
     there = {together.family(name): colour(name) for name in policies}
-    handles = [Line2D([], [], color=there[label], linewidth=2.5, label=label)
-               for label in (*together.FAMILIES, "other") if label in there]
-    handles.append(Line2D([], [], color=INK, marker="o", markersize=8, markerfacecolor="none", linewidth=0.9,
-                          linestyle=(0, (4, 2)), label="Pareto front (bold names)"))
+    handles = [
+        Line2D([], [], color=there[label], linewidth=2.5, label=label)
+        for label in (*together.FAMILIES, "other")
+        if label in there
+    ]
+    handles.append(
+        Line2D(
+            [],
+            [],
+            color=INK,
+            marker="o",
+            markersize=8,
+            markerfacecolor="none",
+            linewidth=0.9,
+            linestyle=(0, (4, 2)),
+            label="Pareto front (bold names)",
+        )
+    )
     ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=2, fontsize=9.5)
 
 
@@ -147,15 +201,36 @@ def at_equal_bytes(sides: Sequence[tuple[str, pandas.DataFrame]], *, measure: st
         for row, one in enumerate(table.to_dict("records")):
             tint = colour(one["policy"])
             if one["reason"]:
-                ax.annotate(f"–  {one['reason']}", (0, row),
-                            xycoords=blended_transform_factory(ax.transAxes, ax.transData), xytext=(6, 0),
-                            textcoords="offset points", va="center", fontsize=9.5, color=FAINT, style="italic")
+                ax.annotate(
+                    f"–  {one['reason']}",
+                    (0, row),
+                    xycoords=blended_transform_factory(ax.transAxes, ax.transData),
+                    xytext=(6, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=9.5,
+                    color=FAINT,
+                    style="italic",
+                )
                 continue
-            ax.plot([one[f"{measure}_low"], one[f"{measure}_high"]], [row, row], color=tint, linewidth=2.4, alpha=0.5,
-                    solid_capstyle="round")
+            ax.plot(
+                [one[f"{measure}_low"], one[f"{measure}_high"]],
+                [row, row],
+                color=tint,
+                linewidth=2.4,
+                alpha=0.5,
+                solid_capstyle="round",
+            )
             ax.plot(one[measure], row, "o", color=tint, markersize=6.5)
-            ax.annotate(f"{one[measure]:.3f}", (one[f"{measure}_high"], row), xytext=(7, 0),
-                        textcoords="offset points", va="center", fontsize=9, color=INK)
+            ax.annotate(
+                f"{one[measure]:.3f}",
+                (one[f"{measure}_high"], row),
+                xytext=(7, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+                color=INK,
+            )
         _rows(ax, table["policy"].tolist(), [colour(name) for name in table["policy"]], count=count)
         ax.set_xscale("log")
         ax.margins(x=0.16)
@@ -172,8 +247,13 @@ def measures_table(table: pandas.DataFrame, *, caption: str) -> Styler:
     """`kvlab.analyses.together.summary` for a reader: means with intervals over documents, the best in bold."""
     import pandas as pd
 
-    names = {"output_error": "output error", "mass_lost": "mass lost", "step_recall": "step recall",
-             "recall": "recall", "window_recall": "window recall"}
+    names = {
+        "output_error": "output error",
+        "mass_lost": "mass lost",
+        "step_recall": "step recall",
+        "recall": "recall",
+        "window_recall": "window recall",
+    }
     shown = pd.DataFrame({"policy": table["policy"]})
     shown["rank"] = [_with_interval(one, "rank", "{:.1f}") for one in table.to_dict("records")]
     for measure, name in names.items():
@@ -186,14 +266,25 @@ def measures_table(table: pandas.DataFrame, *, caption: str) -> Styler:
         return ["font-weight: bold" if value == best[column.name] else "" for value in values[column.name]]
 
     tint = [f"color: {colour(name)}; font-weight: bold" for name in table["policy"]]
-    return (shown.style.apply(emphasised, subset=list(names.values())).apply(lambda _: tint, subset=["policy"])
-            .hide(axis="index").set_caption(caption).set_uuid(f"together-{zlib.crc32(caption.encode())}")
-            .set_properties(subset=["rank", *names.values()], **{"text-align": "right", "white-space": "nowrap"})
-            .set_properties(subset=["policy", "why not"], **{"text-align": "left", "white-space": "nowrap"})
-            .set_properties(subset=["why not"], **{"color": FAINT, "font-style": "italic"})
-            .set_table_styles([{"selector": "caption", "props": "text-align: left; font-weight: bold; "
-                                                                "padding: 0 0 6px 4px; font-size: 110%"},
-                               {"selector": "td, th", "props": "padding: 2px 9px; vertical-align: baseline"}]))
+    return (
+        shown.style.apply(emphasised, subset=list(names.values()))
+        .apply(lambda _: tint, subset=["policy"])
+        .hide(axis="index")
+        .set_caption(caption)
+        .set_uuid(f"together-{zlib.crc32(caption.encode())}")
+        .set_properties(subset=["rank", *names.values()], **{"text-align": "right", "white-space": "nowrap"})
+        .set_properties(subset=["policy", "why not"], **{"text-align": "left", "white-space": "nowrap"})
+        .set_properties(subset=["why not"], **{"color": FAINT, "font-style": "italic"})
+        .set_table_styles(
+            [
+                {
+                    "selector": "caption",
+                    "props": "text-align: left; font-weight: bold; padding: 0 0 6px 4px; font-size: 110%",
+                },
+                {"selector": "td, th", "props": "padding: 2px 9px; vertical-align: baseline"},
+            ]
+        )
+    )
 
 
 def _with_interval(row: dict, name: str, form: str) -> str:
@@ -202,8 +293,16 @@ def _with_interval(row: dict, name: str, form: str) -> str:
     return f"{form.format(row[name])} ({form.format(row[f'{name}_low'])}–{form.format(row[f'{name}_high'])})"
 
 
-def dots(table: pandas.DataFrame, *, xlabel: str, title: str, reference: tuple[float, str] | None = None,
-         ours: bool = True, value_format: str = "{:.2f}", ax: Axes | None = None) -> Axes:
+def dots(
+    table: pandas.DataFrame,
+    *,
+    xlabel: str,
+    title: str,
+    reference: tuple[float, str] | None = None,
+    ours: bool = True,
+    value_format: str = "{:.2f}",
+    ax: Axes | None = None,
+) -> Axes:
     """One row for each policy, in the order given: a dot with its interval, coloured by family; a paper's is grey.
 
     table: policy, value, and low, high where there is an interval; reference: where to draw a line, and its name.
@@ -214,13 +313,28 @@ def dots(table: pandas.DataFrame, *, xlabel: str, title: str, reference: tuple[f
         low, high = one.get("low", one["value"]), one.get("high", one["value"])
         ax.plot([low, high], [row, row], color=tint, linewidth=2.4, alpha=0.5, solid_capstyle="round")
         ax.plot(one["value"], row, "o" if ours else "D", color=tint, markersize=6.5)
-        ax.annotate(value_format.format(one["value"]), (high, row), xytext=(8, 0), textcoords="offset points",
-                    va="center", fontsize=9, color=INK)
+        ax.annotate(
+            value_format.format(one["value"]),
+            (high, row),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=INK,
+        )
     _rows(ax, table["policy"].tolist(), [colour(name) if ours else INK for name in table["policy"]])
     if reference:
         ax.axvline(reference[0], color=FAINT, linewidth=1, linestyle=":")
-        ax.annotate(reference[1], (reference[0], 1), xycoords=blended_transform_factory(ax.transData, ax.transAxes),
-                    xytext=(3, -2), textcoords="offset points", fontsize=9, color=FAINT, va="top")
+        ax.annotate(
+            reference[1],
+            (reference[0], 1),
+            xycoords=blended_transform_factory(ax.transData, ax.transAxes),
+            xytext=(3, -2),
+            textcoords="offset points",
+            fontsize=9,
+            color=FAINT,
+            va="top",
+        )
     ax.margins(x=0.16)
     ax.set_xlabel(xlabel)
     ax.set_title(title)
@@ -236,8 +350,16 @@ def whiskers(table: pandas.DataFrame, *, names: Mapping[str, str], colours: Mapp
     for number, name in enumerate(there):
         part = table[table["policy"] == name].sort_values("budget")
         at = part["budget"] * 1.025 ** (number - (len(there) - 1) / 2)
-        ax.errorbar(at, part["value"], yerr=[part["value"] - part["low"], part["high"] - part["value"]], marker="o",
-                    color=colours[name], label=names[name], elinewidth=1.2, capsize=2.5)
+        ax.errorbar(
+            at,
+            part["value"],
+            yerr=[part["value"] - part["low"], part["high"] - part["value"]],
+            marker="o",
+            color=colours[name],
+            label=names[name],
+            elinewidth=1.2,
+            capsize=2.5,
+        )
     return ax
 
 
@@ -249,13 +371,21 @@ def forest(table: pandas.DataFrame, *, xlabel: str, title: str, ax: Axes | None 
     ax = plots.axes(ax, (8.6, 1.0 + 0.27 * (len(table) + table["paper"].nunique())))
     row, places, labels = 0, [], []
     for paper, part in table.groupby("paper", sort=False):
-        ax.annotate(paper, (0, row), xycoords=blended_transform_factory(ax.transAxes, ax.transData), xytext=(6, 0),
-                    textcoords="offset points", va="center", fontsize=10, fontweight="bold", color=INK)
+        ax.annotate(
+            paper,
+            (0, row),
+            xycoords=blended_transform_factory(ax.transAxes, ax.transData),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=10,
+            fontweight="bold",
+            color=INK,
+        )
         row += 1
         for one in part.to_dict("records"):
             tint = "#0072B2" if one["low"] > 0 else "#D55E00" if one["high"] < 0 else FAINT
-            ax.plot([one["low"], one["high"]], [row, row], color=tint, linewidth=2.4, alpha=0.5,
-                    solid_capstyle="round")
+            ax.plot([one["low"], one["high"]], [row, row], color=tint, linewidth=2.4, alpha=0.5, solid_capstyle="round")
             ax.plot(one["value"], row, "o", color=tint, markersize=6)
             places.append(row)
             labels.append(one["label"])
@@ -267,8 +397,9 @@ def forest(table: pandas.DataFrame, *, xlabel: str, title: str, ax: Axes | None 
     return ax
 
 
-def _rows(ax: Axes, names: Sequence[str], tints: Sequence[str], places: Sequence[int] | None = None,
-          count: int | None = None) -> None:
+def _rows(
+    ax: Axes, names: Sequence[str], tints: Sequence[str], places: Sequence[int] | None = None, count: int | None = None
+) -> None:
     """Names of rows down the left side, the first at the top, and vertical grid lines only."""
     ax.set_yticks(range(len(names)) if places is None else places, names, fontsize=9.5)
     for label, tint in zip(ax.get_yticklabels(), tints, strict=True):

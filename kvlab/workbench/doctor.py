@@ -55,8 +55,12 @@ def python() -> Finding:
     """The interpreter, and whether kvlab runs in an environment of its own."""
     version = ".".join(map(str, sys.version_info[:3]))
     own = sys.prefix != sys.base_prefix
-    return Finding("python", GOOD if own else REMARK, f"{version} in {sys.prefix}",
-                   "" if own else "kvlab is not in an environment of its own; `make env` makes one")
+    return Finding(
+        "python",
+        GOOD if own else REMARK,
+        f"{version} in {sys.prefix}",
+        "" if own else "kvlab is not in an environment of its own; `make env` makes one",
+    )
 
 
 def versions() -> Finding:
@@ -64,9 +68,14 @@ def versions() -> Finding:
     file = project.root() / "constraints.txt"
     if not file.exists():
         missing = _missing()
-        return Finding("packages", BAD if missing else GOOD, f"missing: {', '.join(missing)}" if missing else
-                       f"kvlab {project.version()}; no constraints.txt here to compare with",
-                       "pip install kvlab again" if missing else "")
+        return Finding(
+            "packages",
+            BAD if missing else GOOD,
+            f"missing: {', '.join(missing)}"
+            if missing
+            else f"kvlab {project.version()}; no constraints.txt here to compare with",
+            "pip install kvlab again" if missing else "",
+        )
     pins = dict(re.findall(r"^([\w.\-]+)==(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
     absent, other = [], []
     for name, wanted in pins.items():
@@ -81,8 +90,12 @@ def versions() -> Finding:
     if needed or other:
         wrong = [*(f"{name} is missing" for name in needed), *other]
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        return Finding("packages", BAD if needed else REMARK, "; ".join(wrong[:4]) + more,
-                       "pip install -c constraints.txt -e '.[notebooks,test]'")
+        return Finding(
+            "packages",
+            BAD if needed else REMARK,
+            "; ".join(wrong[:4]) + more,
+            "pip install -c constraints.txt -e '.[notebooks,test]'",
+        )
     return Finding("packages", GOOD, f"kvlab {project.version()} and {len(pins) - len(absent)} packages as pinned")
 
 
@@ -212,8 +225,9 @@ def jupyter() -> Finding:
 
     kernels = KernelSpecManager().find_kernel_specs()
     if "python3" not in kernels:
-        return Finding("jupyter", BAD, "there is no kernel called python3",
-                       f"{sys.executable} -m ipykernel install --sys-prefix")
+        return Finding(
+            "jupyter", BAD, "there is no kernel called python3", f"{sys.executable} -m ipykernel install --sys-prefix"
+        )
     return Finding("jupyter", GOOD, f"JupyterLab {importlib.metadata.version('jupyterlab')}, kernel python3")
 
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from kvlab.workbench.patience import Patient
 
-POLL = 0.05     # seconds between looks at the running processes
-GLANCE = 1.0    # seconds between looks at how far their notebooks are, which grow
+POLL = 0.05  # seconds between looks at the running processes
+GLANCE = 1.0  # seconds between looks at how far their notebooks are, which grow
 ASKING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-TRIES = 3       # how often a job is begun whose process dies, as by want of memory or a lost machine
+TRIES = 3  # how often a job is begun whose process dies, as by want of memory or a lost machine
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,15 @@ class Running:
         return self.folder / self.job.notebook.name
 
 
-def run(names: str | Sequence[str], profile: str = "quick", overrides: Mapping[str, Any] | None = None,
-        workers: int | None = None, fresh: bool = False, console: Console | None = None,
-        cluster: str | None = None) -> list[Result]:
+def run(
+    names: str | Sequence[str],
+    profile: str = "quick",
+    overrides: Mapping[str, Any] | None = None,
+    workers: int | None = None,
+    fresh: bool = False,
+    console: Console | None = None,
+    cluster: str | None = None,
+) -> list[Result]:
     """Run all jobs of the named experiments, `workers` at once (default: 2, or 1 on a single core).
 
     Everything is checked before anything runs: names, parameters, notebooks, documents, the store. A finished job with
@@ -107,7 +113,7 @@ def _asked_to_stop() -> Iterator[patience.Flag]:
         asked.set()
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked     # only the main thread hears signals
+        yield asked  # only the main thread hears signals
         return
     # Who ignores a signal, as nohup does, means it.
     before = {number: signal.signal(number, ask) for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN}
@@ -133,8 +139,16 @@ def _known(connection: Patient, names: Sequence[str]) -> dict[str, str]:
 class Sweep:
     """A queue of jobs, the processes that work on it, and their runs."""
 
-    def __init__(self, connection: Patient, queue: list[Job], ids: Mapping[str, str], descriptions: Mapping[str, str],
-                 place: Place, fresh: bool, console: Console | None) -> None:
+    def __init__(
+        self,
+        connection: Patient,
+        queue: list[Job],
+        ids: Mapping[str, str],
+        descriptions: Mapping[str, str],
+        place: Place,
+        fresh: bool,
+        console: Console | None,
+    ) -> None:
         self.client, self.queue, self.ids, self.descriptions = connection, queue, ids, descriptions
         self.place, self.fresh = place, fresh
         self.progress = Progress(queue, place.workers, console)
@@ -145,7 +159,7 @@ class Sweep:
         self.results: dict[int, Result] = {}
         self.claims: dict[int, FileLock] = {}
         self.elsewhere: set[int] = set()
-        self.looked = 0.0       # when those were last asked for
+        self.looked = 0.0  # when those were last asked for
 
     def go(self) -> list[Result]:
         """Work through the queue. Whatever stops it early, its processes are ended and their runs marked KILLED, as far
@@ -280,15 +294,25 @@ class Sweep:
 
     def _begin(self, number: int) -> None:
         job = self.queue[number]
-        run = tracking.create_run(self.client, job.experiment, job.parameters, {
-            "kvlab.kind": "job", "kvlab.profile": job.profile, "kvlab.key": job.key, "kvlab.job": job.name,
-            "mlflow.parentRunId": self._parent(job).id, **_model_tags(job.parameters),
-        }, name=job.name)
+        run = tracking.create_run(
+            self.client,
+            job.experiment,
+            job.parameters,
+            {
+                "kvlab.kind": "job",
+                "kvlab.profile": job.profile,
+                "kvlab.key": job.key,
+                "kvlab.job": job.name,
+                "mlflow.parentRunId": self._parent(job).id,
+                **_model_tags(job.parameters),
+            },
+            name=job.name,
+        )
         try:
             self.running.append(self._launch(number, job, run))
         except BaseException:
             shutil.rmtree(earlier.work() / run.id, ignore_errors=True)
-            with contextlib.suppress(KvlabError):   # which would hide why
+            with contextlib.suppress(KvlabError):  # which would hide why
                 run.finish("KILLED")
             raise
         self.progress.set(number, "running")
@@ -296,19 +320,34 @@ class Sweep:
     def _launch(self, number: int, job: Job, run: tracking.Run) -> Running:
         folder = earlier.work() / run.id
         folder.mkdir(parents=True, exist_ok=True)
-        spec = {"notebook": str(job.notebook), "output": str(folder / job.notebook.name),
-                "result": str(folder / RESULT), "parameters": job.parameters, "cwd": str(job.notebook.parent),
-                "limit": job.timeout}
-        environment = {"MLFLOW_RUN_ID": run.id, "MLFLOW_TRACKING_URI": store.store_uri(),
-                       "KVLAB_ROOT": str(project.root())}
+        spec = {
+            "notebook": str(job.notebook),
+            "output": str(folder / job.notebook.name),
+            "result": str(folder / RESULT),
+            "parameters": job.parameters,
+            "cwd": str(job.notebook.parent),
+            "limit": job.timeout,
+        }
+        environment = {
+            "MLFLOW_RUN_ID": run.id,
+            "MLFLOW_TRACKING_URI": store.store_uri(),
+            "KVLAB_ROOT": str(project.root()),
+        }
         return Running(job, number, run, self.place.start(spec, folder, environment), folder)
 
     def _parent(self, job: Job) -> tracking.Run:
         if job.experiment not in self.parents:
             self.parents[job.experiment] = tracking.create_run(
-                self.client, job.experiment, {}, {"kvlab.kind": "sweep", "kvlab.profile": job.profile,
-                                                  "mlflow.note.content": self.descriptions[job.experiment]},
-                name=f"{job.experiment} {job.profile}")
+                self.client,
+                job.experiment,
+                {},
+                {
+                    "kvlab.kind": "sweep",
+                    "kvlab.profile": job.profile,
+                    "mlflow.note.content": self.descriptions[job.experiment],
+                },
+                name=f"{job.experiment} {job.profile}",
+            )
         return self.parents[job.experiment]
 
     def _ended(self, running: Running) -> bool:
@@ -407,7 +446,7 @@ def _keep_copy(running: Running) -> Path | None:
 def _cells_done(path: Path) -> str:
     try:
         cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
-    except (OSError, ValueError, KeyError):     # papermill is writing it
+    except (OSError, ValueError, KeyError):  # papermill is writing it
         return ""
     done = sum(cell["metadata"].get("papermill", {}).get("status") == "completed" for cell in cells)
     return f"cell {min(done + 1, len(cells))} of {len(cells)}"

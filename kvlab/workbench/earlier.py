@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvlab.workbench.patience import Patient
 
-EDITED = "edited while it ran"      # in place of the key of a job whose numbers may be of two versions of the code
+EDITED = "edited while it ran"  # in place of the key of a job whose numbers may be of two versions of the code
 FINISHED_JOB = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
 PAGE = 1000
 
@@ -30,8 +30,9 @@ def finished(connection: Patient, experiment: str, page_size: int = PAGE, **tags
     query = FINISHED_JOB + "".join(f" and tags.`kvlab.{name}` = '{value}'" for name, value in tags.items())
     token = None
     while True:
-        page = connection.search_runs([experiment], query, max_results=page_size, page_token=token,
-                                      order_by=["attributes.end_time DESC"])
+        page = connection.search_runs(
+            [experiment], query, max_results=page_size, page_token=token, order_by=["attributes.end_time DESC"]
+        )
         yield from (run for run in page if run.data.tags.get("kvlab.key") != EDITED)
         token = page.token
         if not token:
@@ -44,6 +45,7 @@ def newest(connection: Patient, experiment: str, **tags: str) -> Run | None:
 
 
 # ---------------------------------------------------------------- claims
+
 
 def work() -> Path:
     """Where jobs that are under way lie."""
@@ -73,6 +75,7 @@ def release(lock: FileLock) -> None:
 
 
 # ---------------------------------------------------------------- leavings
+
 
 def tidy(connection: Patient, experiments: Mapping[str, str]) -> None:
     """Mark the runs that a dead process on this host left RUNNING as KILLED, and clear what it left on the disk.
@@ -112,7 +115,7 @@ def _has_ended(connection: Patient, run_id: str) -> bool:
     try:
         return connection.get_run(run_id).info.status != "RUNNING"
     except MlflowException:
-        return False    # a run of another store
+        return False  # a run of another store
 
 
 def _lives(pid: int, started: float) -> bool:

@@ -68,20 +68,35 @@ def show(rows: pd.DataFrame, console: Console) -> None:
     from rich.table import Table
 
     at = ", ".join(sorted(set(rows["compress_at"])))
-    grid = Table("task", "policy", "budget", title=f"compressed at the {at}'s end", title_justify="left",
-                 header_style="dim", pad_edge=False)
+    grid = Table(
+        "task",
+        "policy",
+        "budget",
+        title=f"compressed at the {at}'s end",
+        title_justify="left",
+        header_style="dim",
+        pad_edge=False,
+    )
     for heading in ("n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"):
         grid.add_column(heading, justify="right")
     for row in rows.itertuples():
         budget = "" if _missing(row.budget) else f"{row.budget:g}"
         paired = f"{100 * row.difference:+.1f} ({100 * row.difference_low:+.1f} to {100 * row.difference_high:+.1f})"
-        grid.add_row(row.task, row.policy, budget, str(row.n), f"{100 * row.score:.1f}",
-                     f"{100 * row.low:.1f}-{100 * row.high:.1f}",
-                     "" if row.policy == "full" or math.isnan(row.difference) else paired,
-                     f"{row.kv_bytes / 2**20:.2f}", f"{row.seconds:.2f}")
+        grid.add_row(
+            row.task,
+            row.policy,
+            budget,
+            str(row.n),
+            f"{100 * row.score:.1f}",
+            f"{100 * row.low:.1f}-{100 * row.high:.1f}",
+            "" if row.policy == "full" or math.isnan(row.difference) else paired,
+            f"{row.kv_bytes / 2**20:.2f}",
+            f"{row.seconds:.2f}",
+        )
     console.print(grid, highlight=False)
-    console.print("against the full cache: the mean of the differences on the same examples, with its interval",
-                  style="dim")
+    console.print(
+        "against the full cache: the mean of the differences on the same examples, with its interval", style="dim"
+    )
 
 
 def show_kinds(rows: pd.DataFrame, console: Console) -> None:
@@ -92,14 +107,18 @@ def show_kinds(rows: pd.DataFrame, console: Console) -> None:
         rows = rows.assign(kind=rows["task"] + " " + rows["kind"].fillna("").astype(str))
     kinds = list(dict.fromkeys(rows["kind"]))
     for first in range(0, len(kinds), KINDS_ABREAST):
-        grid = Table("policy", "budget", title="score by kind, %", title_justify="left", header_style="dim",
-                     pad_edge=False)
-        for kind in kinds[first:first + KINDS_ABREAST]:
+        grid = Table(
+            "policy", "budget", title="score by kind, %", title_justify="left", header_style="dim", pad_edge=False
+        )
+        for kind in kinds[first : first + KINDS_ABREAST]:
             grid.add_column(str(kind), justify="right")
         for (policy, budget), group in rows.groupby(["policy", "budget"], sort=False, dropna=False):
             scores = group.set_index("kind")["score"]
-            grid.add_row(policy, "" if _missing(budget) else f"{budget:g}",
-                         *(f"{100 * scores[kind]:.1f}" for kind in kinds[first:first + KINDS_ABREAST]))
+            grid.add_row(
+                policy,
+                "" if _missing(budget) else f"{budget:g}",
+                *(f"{100 * scores[kind]:.1f}" for kind in kinds[first : first + KINDS_ABREAST]),
+            )
         console.print(grid, highlight=False)
 
 

@@ -1,14 +1,14 @@
 """Experiments: YAML files checked against their notebooks, and the jobs that they stand for.
 
-    notebook: notebooks/NAME.ipynb     # relative to the project
-    description: one or two sentences
-    parameters: {model: smollm2-135m, seed: 0}      # as in the notebook's `parameters` cell
-    grid: {window: [8, 32]}                         # one job for each combination
-    limits: {budget: [33, null]}                    # the least and the most that a number, or each of a list, may be
-    timeout: 3600                                   # seconds a job may take; none by default
-    profiles:
-      quick: {seconds: 60}                          # what a job takes, roughly
-      full: {parameters: {...}, grid: {...}}        # what the profile changes
+notebook: notebooks/NAME.ipynb     # relative to the project
+description: one or two sentences
+parameters: {model: smollm2-135m, seed: 0}      # as in the notebook's `parameters` cell
+grid: {window: [8, 32]}                         # one job for each combination
+limits: {budget: [33, null]}                    # the least and the most that a number, or each of a list, may be
+timeout: 3600                                   # seconds a job may take; none by default
+profiles:
+  quick: {seconds: 60}                          # what a job takes, roughly
+  full: {parameters: {...}, grid: {...}}        # what the profile changes
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvlab.workbench.notebooks import parameters_of
 __all__ = ["Experiment", "Job", "Profile", "checked", "jobs", "load", "longest_first", "names", "plain", "read"]
 
 
-MOST = 10_000   # jobs of an experiment
+MOST = 10_000  # jobs of an experiment
 
 
 class Profile(BaseModel):
@@ -113,8 +113,9 @@ def load(name: str) -> Experiment:
     if not isinstance(raw, dict):
         raise KvlabError(f"{path.name} must be a mapping with the keys {', '.join(_keys(Experiment))}")
     if "name" in raw:
-        raise KvlabError(f"{path.name}{lines.shown(['name'])}: unknown key 'name': an experiment is called as its "
-                         "file is")
+        raise KvlabError(
+            f"{path.name}{lines.shown(['name'])}: unknown key 'name': an experiment is called as its file is"
+        )
     for part in ("parameters", "grid", "profiles"):
         if raw.get(part, 0) is None:
             del raw[part]
@@ -127,8 +128,9 @@ def load(name: str) -> Experiment:
     for place, text in _texts(raw):
         if _leaves_the_project(text) or any(_leads_out(folder, text) for folder in folders):
             or_else = "" if place == ("notebook",) else f", or give it on the command line (-p {place[-1]}=...)"
-            raise KvlabError(f"{path.name}{lines.shown(place)}: {text!r} leaves the project; name a file inside it"
-                             f"{or_else}")
+            raise KvlabError(
+                f"{path.name}{lines.shown(place)}: {text!r} leaves the project; name a file inside it{or_else}"
+            )
     return found
 
 
@@ -141,7 +143,7 @@ def _texts(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
             if place or key != "description":
                 yield from _texts(key if place else None, place)
                 yield from _texts(entry, (*place, key))
-    elif isinstance(value, list | tuple):   # YAML's pairs are tuples
+    elif isinstance(value, list | tuple):  # YAML's pairs are tuples
         for entry in value:
             yield from _texts(entry, place)
 
@@ -214,13 +216,24 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
     points = []
     for combination in itertools.product(*grid.values()):
         point = dict(zip(grid, combination, strict=True))
-        parameters = {name: checked(name, value, declared[name], experiment.name)
-                      for name, value in {**declared, **single, **point}.items()}
+        parameters = {
+            name: checked(name, value, declared[name], experiment.name)
+            for name, value in {**declared, **single, **point}.items()
+        }
         for name, value in parameters.items():
             _within(name, value, declared[name], experiment)
-        points.append(Job(experiment.name, _job_name(experiment.name, profile, point), profile, experiment.path,
-                          parameters, content.key(experiment.path, parameters), changes.timeout or experiment.timeout,
-                          changes.seconds))
+        points.append(
+            Job(
+                experiment.name,
+                _job_name(experiment.name, profile, point),
+                profile,
+                experiment.path,
+                parameters,
+                content.key(experiment.path, parameters),
+                changes.timeout or experiment.timeout,
+                changes.seconds,
+            )
+        )
     return points
 
 
@@ -230,8 +243,10 @@ def _within(name: str, value: Any, default: Any, experiment: Experiment) -> None
     counts = bool(usual) and all(isinstance(each, int) and each >= 0 for each in usual)
     least, most = experiment.limits.get(name, (0 if counts else None, None))
     for each in filter(_is_number, value if isinstance(value, list) else [value]):
-        for beyond, bound in ((least is not None and each < least, f"at least {least}"),
-                              (most is not None and each > most, f"at most {most}")):
+        for beyond, bound in (
+            (least is not None and each < least, f"at least {least}"),
+            (most is not None and each > most, f"at most {most}"),
+        ):
             if beyond:
                 raise KvlabError(f"parameter {name!r} of {experiment.name} must be {bound}, and is {_short(each)}")
 
@@ -256,7 +271,7 @@ def read(text: str, default: Any) -> Any:
     if isinstance(default, str):
         return text
     if isinstance(default, list) and all(isinstance(entry, str) for entry in default) and _is_file(text):
-        return [located(text)]      # its name may hold a comma
+        return [located(text)]  # its name may hold a comma
     if isinstance(default, float):
         try:
             return float(text)
@@ -280,11 +295,12 @@ def _is_file(text: str) -> bool:
 def checked(name: str, value: Any, default: Any, where: str) -> Any:
     """`value` as plain JSON, if it is of the type of the notebook's default, or null for a text; else KvlabError."""
     value = plain(value, f"parameter {name!r} of {where}")
-    if default is None or (value is None and isinstance(default, str)):     # a text may be left out
+    if default is None or (value is None and isinstance(default, str)):  # a text may be left out
         return value
     if not _fits(value, default):
-        raise KvlabError(f"parameter {name!r} of {where} must be {_type_name(default)}, such as {default!r}; "
-                         f"got {_short(value)}")
+        raise KvlabError(
+            f"parameter {name!r} of {where} must be {_type_name(default)}, such as {default!r}; got {_short(value)}"
+        )
     return float(value) if isinstance(default, float) else value
 
 

@@ -41,12 +41,16 @@ HELP = {
     "head": "query head that is shown, from 0; heads of one group share a KV head",
     "step": "decoding step of the query that is shown, from 1: which token of the response asks",
 }
-KEYS = ("A slider that was clicked on moves by one with the arrow keys, by more with Page Up and Page Down, and to its "
-        "ends with Home and End; its number can be typed over.")
+KEYS = (
+    "A slider that was clicked on moves by one with the arrow keys, by more with Page Up and Page Down, and to its "
+    "ends with Home and End; its number can be typed over."
+)
 # Where the widgets did not come to life, JupyterLab's word about that is hidden.
-STILL = ("<style>.jp-OutputArea-child:not(:has(.widget-box)):has(+ .jp-OutputArea-child .kvlab-picture)"
-         "{display:none}</style>")
-CUT = 8     # tokens that one character may be cut into
+STILL = (
+    "<style>.jp-OutputArea-child:not(:has(.widget-box)):has(+ .jp-OutputArea-child .kvlab-picture)"
+    "{display:none}</style>"
+)
+CUT = 8  # tokens that one character may be cut into
 _numbers = itertools.count(1)
 
 
@@ -63,8 +67,16 @@ class Explorer:
         budget: entries for each layer and KV head.
     """
 
-    def __init__(self, trace: Trace, left: str | Policy, right: str | Policy, budgets: Sequence[int], budget: int,
-                 place: Place, tokens: Sequence[str]):
+    def __init__(
+        self,
+        trace: Trace,
+        left: str | Policy,
+        right: str | Policy,
+        budgets: Sequence[int],
+        budget: int,
+        place: Place,
+        tokens: Sequence[str],
+    ):
         self.trace, self.tokens, self.budgets = trace, list(tokens), list(budgets)
         self._own = {_label(one): one for one in (left, right) if isinstance(one, Policy)}
         self.chosen = [_label(one) for one in (left, right)]
@@ -78,8 +90,7 @@ class Explorer:
         # Other notebooks are open in the same page, so a number alone would not do.
         self._mark = f"kvlab-{zlib.crc32(f'{trace.signature} {self.chosen}'.encode()):x}-{next(_numbers)}"
         own = [name for name in self._own if name not in policies()]
-        self.names = own + [name for name in policies()
-                            if name in self.chosen or _fits(trace, name, self.budgets[0])]
+        self.names = own + [name for name in policies() if name in self.chosen or _fits(trace, name, self.budgets[0])]
 
     # ------------------------------------------------------------------ what is shown
 
@@ -203,12 +214,18 @@ class Explorer:
         def slider(name: str, low: int, high: int) -> widgets.IntSlider:
             return widgets.IntSlider(getattr(place, name), low, high, **common(name))
 
-        left, right = (widgets.Dropdown(options=self.names, value=name, **common(side))
-                       for side, name in zip(SIDES, self.chosen, strict=True))
+        left, right = (
+            widgets.Dropdown(options=self.names, value=name, **common(side))
+            for side, name in zip(SIDES, self.chosen, strict=True)
+        )
         budget = widgets.SelectionSlider(options=self.budgets, value=self.budget, **common("budget"))
         self._controls = {
-            "left": left, "right": right, "budget": budget, "layer": slider("layer", 0, trace.n_layers - 1),
-            "head": slider("head", 0, trace.heads - 1), "step": slider("step", 1, trace.steps),
+            "left": left,
+            "right": right,
+            "budget": budget,
+            "layer": slider("layer", 0, trace.n_layers - 1),
+            "head": slider("head", 0, trace.heads - 1),
+            "step": slider("step", 1, trace.steps),
         }
         for name, control in self._controls.items():
             control.observe(lambda change, name=name: self._moved(name, change["new"]), names="value")
@@ -227,11 +244,15 @@ class Explorer:
         # Not before the first picture: both would want the same cores.
         self.look_ahead()
         wrapped = widgets.Layout(flex_flow="row wrap")
-        return widgets.VBox([
-            widgets.HBox(list(self._controls.values()), layout=wrapped), widgets.HBox(buttons, layout=wrapped),
-            widgets.HTML(_help([*HELP.items(), *((name, about) for name, (about, _) in places.items())])),
-            self._message, drawn,
-        ])
+        return widgets.VBox(
+            [
+                widgets.HBox(list(self._controls.values()), layout=wrapped),
+                widgets.HBox(buttons, layout=wrapped),
+                widgets.HTML(_help([*HELP.items(), *((name, about) for name, (about, _) in places.items())])),
+                self._message,
+                drawn,
+            ]
+        )
 
     def _drawn_panel(self, widgets: Any) -> Any:
         """The picture in parts, of which only those that change are sent; each text keeps how far it was scrolled."""
@@ -305,8 +326,10 @@ class Explorer:
         display({"text/html": still, "text/plain": repr(self)}, raw=True)
 
     def __repr__(self) -> str:
-        return (f"Explorer({' and '.join(self.chosen)} at {self.budget} on {self.trace.signature}, layer "
-                f"{self.place.layer}, head {self.place.head}, step {self.place.step})")
+        return (
+            f"Explorer({' and '.join(self.chosen)} at {self.budget} on {self.trace.signature}, layer "
+            f"{self.place.layer}, head {self.place.head}, step {self.place.step})"
+        )
 
 
 def _watched() -> bool:
@@ -324,9 +347,15 @@ def _watched() -> bool:
 
 
 def explore(
-    trace: Trace | str | Path, left: str | Policy = LEFT, right: str | Policy = RIGHT, *,
+    trace: Trace | str | Path,
+    left: str | Policy = LEFT,
+    right: str | Policy = RIGHT,
+    *,
     budgets: Sequence[int] | None = None,
-    budget: int | None = None, layer: int | None = None, head: int | None = None, step: int | None = None,
+    budget: int | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    step: int | None = None,
     lm: LM | None = None,
 ) -> Explorer:
     """Explore a trace by hand in JupyterLab: two policies side by side, one query, and what it lost.
@@ -352,8 +381,10 @@ def explore(
         if isinstance(one, str) and one not in policies():
             raise KvlabError(unknown(one))
     if _label(left) == _label(right) and _given(left, trace) != _given(right, trace):
-        raise KvlabError(f"both sides are {_label(left)}, and the slider gives both the same budget: choose two "
-                         "policies that differ in something else")
+        raise KvlabError(
+            f"both sides are {_label(left)}, and the slider gives both the same budget: choose two "
+            "policies that differ in something else"
+        )
     stops = default_budgets(trace, left, right) if budgets is None else sorted({whole("a budget", b) for b in budgets})
     if budget is not None:
         stops = sorted({*stops, whole("a budget", budget)})
@@ -363,8 +394,12 @@ def explore(
     begin = next(int(one) for one in likely if one in stops)
     explorer = Explorer(trace, left, right, stops, begin, Place(0, 0, 1), texts(trace, lm))
     first = explorer.worst()
-    explorer.place = _checked(trace, layer=first.layer if layer is None else layer,
-                              head=first.head if head is None else head, step=first.step if step is None else step)
+    explorer.place = _checked(
+        trace,
+        layer=first.layer if layer is None else layer,
+        head=first.head if head is None else head,
+        step=first.step if step is None else step,
+    )
     explorer.replay(explorer.chosen[1], explorer.budget)
     return explorer
 
@@ -386,15 +421,18 @@ def _given(one: str | Policy, trace: Trace) -> int | None:
 
 def _help(about: Sequence[tuple[str, str]]) -> str:
     """What each control does, folded away."""
-    rows = "".join(f'<div style="display:flex;gap:8px"><b style="flex:0 0 120px">{name}</b><span>{what}</span></div>'
-                   for name, what in about)
-    return ('<details style="line-height:1.5;margin:2px"><summary style="cursor:pointer">what the controls do</summary>'
-            f"{rows}<div>{KEYS}</div></details>")
+    rows = "".join(
+        f'<div style="display:flex;gap:8px"><b style="flex:0 0 120px">{name}</b><span>{what}</span></div>'
+        for name, what in about
+    )
+    return (
+        '<details style="line-height:1.5;margin:2px"><summary style="cursor:pointer">what the controls do</summary>'
+        f"{rows}<div>{KEYS}</div></details>"
+    )
 
 
 def default_budgets(trace: Trace, *chosen: str | Policy) -> list[int]:
-    """Powers of two from the least that the chosen policies work with up to the prompt's length, and their own budgets.
-    """
+    """Powers of two from the least that the chosen policies work with up to the prompt's length, and their own budgets."""
     lowest = max(_minimum(one) for one in chosen)
     given = {budget for one in chosen if (budget := _given(one, trace)) is not None and budget >= lowest}
     stops = {2**k for k in range(4, 18) if lowest <= 2**k < trace.prompt_length} | given
@@ -416,7 +454,7 @@ def _fits(trace: Trace, name: str, budget: int) -> bool:
     try:
         one = _made(name, max(budget, _minimum(name)))
         held = not one.pseudo_key or trace.prompt.pseudo(one) is not None
-    except KvlabError:      # also of somebody's policy that cannot be made from a budget alone
+    except KvlabError:  # also of somebody's policy that cannot be made from a budget alone
         return False
     queries = trace.queries.shape[2] - trace.steps
     needed = trace.prompt_length if one.observes is None else min(one.observes, trace.prompt_length)
@@ -427,8 +465,11 @@ def _fits(trace: Trace, name: str, budget: int) -> bool:
 
 def _checked(trace: Trace, layer: int, head: int, step: int) -> Place:
     found = []
-    for name, value, low, high in (("layer", layer, 0, trace.n_layers - 1), ("head", head, 0, trace.heads - 1),
-                                   ("step", step, 1, trace.steps)):
+    for name, value, low, high in (
+        ("layer", layer, 0, trace.n_layers - 1),
+        ("head", head, 0, trace.heads - 1),
+        ("step", step, 1, trace.steps),
+    ):
         if not low <= whole(name, value) <= high:
             raise KvlabError(f"{name} {value} is outside this trace, which has {low} .. {high}")
         found.append(whole(name, value))
@@ -451,8 +492,9 @@ def texts(trace: Trace, lm: LM | None = None) -> list[str]:
     while at < len(ids):
         ends = range(at + 1, min(at + CUT, len(ids)) + 1)
         pieces = ((end, _piece(tokenizer, ids[before:at], ids[at:end])) for end in ends)
-        end, piece = next((each for each in pieces if not each[1].endswith("\ufffd")),
-                          (at + 1, tokenizer.decode(ids[at : at + 1])))
+        end, piece = next(
+            (each for each in pieces if not each[1].endswith("\ufffd")), (at + 1, tokenizer.decode(ids[at : at + 1]))
+        )
         found += [piece, *[""] * (end - at - 1)]
         before, at = at, end
     return found

@@ -17,8 +17,20 @@ if TYPE_CHECKING:
 
     from kvlab.workbench.patience import Patient
 
-COLUMNS = ["id", "paper", "where", "claim", "metric", "paper_value", "value", "low", "high", "verdict", "model",
-           "run_id"]
+COLUMNS = [
+    "id",
+    "paper",
+    "where",
+    "claim",
+    "metric",
+    "paper_value",
+    "value",
+    "low",
+    "high",
+    "verdict",
+    "model",
+    "run_id",
+]
 UNTESTED = "cannot be tested here"
 STATES = (*papers.VERDICTS, UNTESTED)
 """A finding's verdict, where what no experiment can measure is told from what merely was not run."""
@@ -50,10 +62,20 @@ class Entry:
     @property
     def row(self) -> dict[str, Any]:
         claim, verdict = self.claim, self.verdict
-        return {"id": claim.id, "paper": claim.paper, "where": claim.where, "claim": claim.summary,
-                "metric": claim.metric, "paper_value": claim.paper_value, "value": verdict.value, "low": verdict.low,
-                "high": verdict.high, "verdict": verdict.verdict, "model": self.model,
-                "run_id": self.run.info.run_id if self.run else ""}
+        return {
+            "id": claim.id,
+            "paper": claim.paper,
+            "where": claim.where,
+            "claim": claim.summary,
+            "metric": claim.metric,
+            "paper_value": claim.paper_value,
+            "value": verdict.value,
+            "low": verdict.low,
+            "high": verdict.high,
+            "verdict": verdict.verdict,
+            "model": self.model,
+            "run_id": self.run.info.run_id if self.run else "",
+        }
 
 
 @dataclass
@@ -133,8 +155,10 @@ def refuse(model: str | None, profile: str | None) -> NoReturn:
     if not runs:
         project.checkout()
         raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")
-    found = {"model": {run.data.tags.get("model", "").split("@")[0] for run in runs},
-             "profile": {run.data.tags.get("kvlab.profile", "") for run in runs}}
+    found = {
+        "model": {run.data.tags.get("model", "").split("@")[0] for run in runs},
+        "profile": {run.data.tags.get("kvlab.profile", "") for run in runs},
+    }
     for what, wanted in (("profile", profile), ("model", model and model.split("@")[0])):
         if wanted and wanted not in found[what]:
             there = ", ".join(sorted(found[what] - {""})) or "none"

@@ -33,8 +33,10 @@ def check(parameters: Mapping[str, Any], where: str) -> None:
             raise KvlabError(f"parameter {name!r} of {where} must be at least 1, and is {tokens}")
         if most and tokens + response > most:
             after = f" and the {response} that follow" if response else ""
-            raise KvlabError(f"parameter {name!r} of {where}: prompts of {tokens:,} tokens{after} are beyond the "
-                             f"{most:,} that {parameters['model']} takes")
+            raise KvlabError(
+                f"parameter {name!r} of {where}: prompts of {tokens:,} tokens{after} are beyond the "
+                f"{most:,} that {parameters['model']} takes"
+            )
     wanted = max((value for name in CUTS if _is_count(value := parameters.get(name))), default=0)
     documents = parameters.get("documents", parameters.get("document"))
     for name in documents if isinstance(documents, list) else [documents]:
@@ -77,5 +79,5 @@ def _tokens(document: str, folder: Path | None) -> int:
 
     try:
         return len(Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids)
-    except Exception:   # the reader raises nothing narrower
+    except Exception:  # the reader raises nothing narrower
         return len(text.encode())

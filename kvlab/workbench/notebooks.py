@@ -30,8 +30,11 @@ def _is_cell(cell: Any) -> bool:
         return False
     metadata, text = cell.get("metadata", {}), cell.get("source", "")
     lines = text if isinstance(text, list) else [text]
-    return (isinstance(metadata, dict) and isinstance(metadata.get("tags", []), list)
-            and all(isinstance(line, str) for line in lines))
+    return (
+        isinstance(metadata, dict)
+        and isinstance(metadata.get("tags", []), list)
+        and all(isinstance(line, str) for line in lines)
+    )
 
 
 def source(cell: dict[str, Any]) -> str:

@@ -16,9 +16,9 @@ from kvlab.workbench.progress import duration
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-PATIENCE = 600.0    # seconds
-PAUSE = 2.0         # seconds between looks whether it is back
-SLICE = 0.05        # seconds in which a flag that is set is noticed
+PATIENCE = 600.0  # seconds
+PAUSE = 2.0  # seconds between looks whether it is back
+SLICE = 0.05  # seconds in which a flag that is set is noticed
 
 
 class Flag:
@@ -52,7 +52,7 @@ class Patient:
     def __init__(self, client: MlflowClient) -> None:
         self._client = client
         self._lost = False
-        self.give_up = Flag()       # set by whoever must not wait any longer
+        self.give_up = Flag()  # set by whoever must not wait any longer
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._client, name)

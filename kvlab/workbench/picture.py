@@ -34,12 +34,12 @@ STRIP_BINS = 360
 STRONG, TOLD, WEAK = 0.05, 0.002, 0.0005
 LEVELS = 8
 CELL, SHADES = 11, 16
-MARGIN = 18     # left of a map, for the numbers of its layers
+MARGIN = 18  # left of a map, for the numbers of its layers
 TEXT_HEIGHT = 320
 # What of a long text is open from the first: so many of the tokens that lost the most, with so many on each side, if
 # they lost at least this share of what the first of them did; so all of it fits into the text's height.
 PASSAGES, AROUND, WORTH = 4, 12, 0.1
-SHORT = 300     # tokens; a text of so many is open as a whole, and a piece below a tenth of it is not worth folding
+SHORT = 300  # tokens; a text of so many is open as a whole, and a piece below a tenth of it is not worth folding
 
 
 # ---------------------------------------------------------------------- how it is written down
@@ -57,8 +57,10 @@ _LOOKS: dict[str | int, tuple[str, str]] = {
     READ: ("mark", "background:#bdf;color:#000"),
     STORED: ("span", "background:#e8ecf0"),
     **{level: ("span", f"background:{colour}") for level, colour in _WEAKEST.items()},
-    **{level: ("ins", f"background:{_shade(RED, 0.1 + 0.9 * level / LEVELS)};color:#000;text-decoration:underline")
-       for level in range(len(_WEAKEST) + 1, LEVELS + 1)},
+    **{
+        level: ("ins", f"background:{_shade(RED, 0.1 + 0.9 * level / LEVELS)};color:#000;text-decoration:underline")
+        for level in range(len(_WEAKEST) + 1, LEVELS + 1)
+    },
 }
 _FOLD = "border-left:3px solid #d6dbe1;padding-left:6px;margin:2px 0"
 _FOLDED = f"cursor:pointer;font-size:11px;color:{FAINT}"
@@ -66,8 +68,10 @@ _CLASSES = {look: f"k{number}" for number, look in enumerate(_LOOKS)}
 _PAGE = f"font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;color:{INK};background:#fff;padding:8px"
 _SIDES, _SIDE = "display:flex;flex-wrap:wrap;gap:22px", "flex:1 1 420px;min-width:0"
 _BELOW = "display:flex;flex-wrap:wrap;gap:14px;margin-top:6px"
-_TEXT = ("white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #d6dbe1;padding:6px;font-size:12px;"
-         f"color:{DIM};max-height:{TEXT_HEIGHT}px;overflow:auto")
+_TEXT = (
+    "white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #d6dbe1;padding:6px;font-size:12px;"
+    f"color:{DIM};max-height:{TEXT_HEIGHT}px;overflow:auto"
+)
 
 # The style sheet of LIVE; JupyterLab's own margins and heights of widgets give way within the picture.
 SHEET = (
@@ -100,8 +104,10 @@ class Medium:
 
 
 def _svg(attributes: str, drawing: str, size: tuple[float, float]) -> str:
-    return (f'<svg {attributes} viewBox="0 0 {size[0]:g} {size[1]:g}" preserveAspectRatio="none" '
-            f'font-family="sans-serif" font-size="8" fill="{FAINT}">{drawing}</svg>')
+    return (
+        f'<svg {attributes} viewBox="0 0 {size[0]:g} {size[1]:g}" preserveAspectRatio="none" '
+        f'font-family="sans-serif" font-size="8" fill="{FAINT}">{drawing}</svg>'
+    )
 
 
 def _as_image(name: str, about: str, drawing: str, size: tuple[float, float], width: str) -> str:
@@ -114,13 +120,18 @@ def _as_image(name: str, about: str, drawing: str, size: tuple[float, float], wi
 
 
 def _in_place(name: str, about: str, drawing: str, size: tuple[float, float], width: str) -> str:
-    attributes = (f'class="kvlab-{name}" role="img" aria-label="{escape(about)}" width="{width}" '
-                  f'height="{size[1]:g}" style="display:block"')
+    attributes = (
+        f'class="kvlab-{name}" role="img" aria-label="{escape(about)}" width="{width}" '
+        f'height="{size[1]:g}" style="display:block"'
+    )
     return _svg(attributes, drawing, size)
 
 
-STATIC = Medium({look: f'<{tag} style="{style}">' for look, (tag, style) in _LOOKS.items()},
-                (f' style="{_FOLD}"', f' style="{_FOLDED}"'), _as_image)
+STATIC = Medium(
+    {look: f'<{tag} style="{style}">' for look, (tag, style) in _LOOKS.items()},
+    (f' style="{_FOLD}"', f' style="{_FOLDED}"'),
+    _as_image,
+)
 LIVE = Medium({look: f"<{tag} class={_CLASSES[look]}>" for look, (tag, _) in _LOOKS.items()}, ("", ""), _in_place)
 
 
@@ -208,11 +219,13 @@ def page(looks: Sequence[Look], tokens: Sequence[str], mark: str = "kvlab") -> s
     sides = "".join(
         f'<section style="{_SIDE}">{top(look, STATIC)}'
         f'<div style="{_TEXT}">{text(look, tokens, STATIC, f"{mark}{n}", opened)}</div>'
-        f'{below(look, tokens, STATIC, f"{mark}{n}")}</section>'
+        f"{below(look, tokens, STATIC, f'{mark}{n}')}</section>"
         for n, look in enumerate(looks)
     )
-    return (f'<div class="kvlab-picture" style="{_PAGE}">{where(looks[0], tokens)}{legend(STATIC)}'
-            f'<div style="{_SIDES}">{sides}</div></div>')
+    return (
+        f'<div class="kvlab-picture" style="{_PAGE}">{where(looks[0], tokens)}{legend(STATIC)}'
+        f'<div style="{_SIDES}">{sides}</div></div>'
+    )
 
 
 def where(look: Look, tokens: Sequence[str]) -> str:
@@ -222,11 +235,15 @@ def where(look: Look, tokens: Sequence[str]) -> str:
     if position < len(tokens):
         about = f"the query of <b>{escape(shown(tokens, position))}</b> at "
         before, after = tokens[max(0, position - AROUND) : position], tokens[position + 1 : position + 5]
-        said = (f" in <i>… {_inline(before)}<b>{_inline(tokens[position : position + 1])}</b>"
-                f'<span style="color:{FAINT}">{_inline(after)}</span> …</i>')
-    return (f"<div>layer {place.layer}, query head {place.head}, decoding step {place.step}: {about}position "
-            f'{position:,}{said}</div><div style="font-size:11px;color:{FAINT};overflow-wrap:anywhere">'
-            f"{escape(look.trace.signature)}</div>")
+        said = (
+            f" in <i>… {_inline(before)}<b>{_inline(tokens[position : position + 1])}</b>"
+            f'<span style="color:{FAINT}">{_inline(after)}</span> …</i>'
+        )
+    return (
+        f"<div>layer {place.layer}, query head {place.head}, decoding step {place.step}: {about}position "
+        f'{position:,}{said}</div><div style="font-size:11px;color:{FAINT};overflow-wrap:anywhere">'
+        f"{escape(look.trace.signature)}</div>"
+    )
 
 
 def legend(medium: Medium) -> str:
@@ -237,11 +254,15 @@ def legend(medium: Medium) -> str:
         (_opened(2, medium), "some attention lost"),
         (_opened(LEVELS, medium), f"{STRONG:.0%} or more of it lost at this token"),
     ]
-    return f'<div style="font-size:12px;margin:4px 0 6px;color:{DIM}">' + "".join(
-        f'<span style="margin-right:14px;white-space:nowrap">{tag}&nbsp;text&nbsp;{end} '
-        f'<span style="color:{INK}">{name}</span></span> '
-        for (tag, end), name in samples
-    ) + "</div>"
+    return (
+        f'<div style="font-size:12px;margin:4px 0 6px;color:{DIM}">'
+        + "".join(
+            f'<span style="margin-right:14px;white-space:nowrap">{tag}&nbsp;text&nbsp;{end} '
+            f'<span style="color:{INK}">{name}</span></span> '
+            for (tag, end), name in samples
+        )
+        + "</div>"
+    )
 
 
 def top(look: Look, medium: Medium) -> str:
@@ -250,21 +271,29 @@ def top(look: Look, medium: Medium) -> str:
     error = float(result.output_error[place.layer, place.head, place.step - 1])
     facts = [
         ("lost by query", f"{look.mass_lost:.1%}", "share of its attention that lies on keys it cannot read"),
-        ("on about", f"{look.spread:,.0f} token{'s' * (round(look.spread) != 1)}" if look.mass_lost >= WEAK else "-",
-         "how many tokens the loss is spread over: equal losses on k tokens give k"),
+        (
+            "on about",
+            f"{look.spread:,.0f} token{'s' * (round(look.spread) != 1)}" if look.mass_lost >= WEAK else "-",
+            "how many tokens the loss is spread over: equal losses on k tokens give k",
+        ),
         ("output error", f"{error:.2f}", "how far this head's output moves, relative to its length"),
         ("keys read", f"{int(look.read.sum()):,} of {len(look.weights):,}", "by this query, of those before it"),
         ("model: lost", f"{float(result.mass_lost.mean()):.1%}", "mean over layers, heads and steps"),
-        ("model: recall", f"{float(result.recall.mean()):.0%}",
-         "share of the keys that the response needs most which are kept after the prefill"),
+        (
+            "model: recall",
+            f"{float(result.recall.mean()):.0%}",
+            "share of the keys that the response needs most which are kept after the prefill",
+        ),
     ]
     cells = "".join(
         f'<div style="margin-right:14px" title="{about}"><div style="font-size:11px;color:{FAINT}">{name}</div>'
         f'<div style="font-size:15px;font-weight:600">{value}</div></div>'
         for name, value, about in facts
     )
-    return (f'<h3 style="margin:4px 0 6px;font-size:15px;color:{INK}">{escape(look.title)}</h3>'
-            f'<div style="display:flex;flex-wrap:wrap;margin-bottom:6px">{cells}</div>{strip(look, medium)}')
+    return (
+        f'<h3 style="margin:4px 0 6px;font-size:15px;color:{INK}">{escape(look.title)}</h3>'
+        f'<div style="display:flex;flex-wrap:wrap;margin-bottom:6px">{cells}</div>{strip(look, medium)}'
+    )
 
 
 # ---------------------------------------------------------------------- the text
@@ -339,8 +368,13 @@ def passages(looks: Sequence[Look], count: int) -> list[range]:
     return found
 
 
-def text(look: Look, tokens: Sequence[str], medium: Medium = STATIC, mark: str = "kvlab",
-         opened: Sequence[range] | None = None) -> str:
+def text(
+    look: Look,
+    tokens: Sequence[str],
+    medium: Medium = STATIC,
+    mark: str = "kvlab",
+    opened: Sequence[range] | None = None,
+) -> str:
     """The prompt and the response up to the query, each token as the policy left it; what lies between the opened
     passages is folded away, with what was lost there.
 
@@ -353,8 +387,10 @@ def text(look: Look, tokens: Sequence[str], medium: Medium = STATIC, mark: str =
         if at < passage.start:
             gap = range(at, passage.start)
             lost = float(look.lost[at : passage.start].sum())
-            parts.append(f"<details{medium.fold[0]}><summary{medium.fold[1]}>{len(gap):,} tokens, {lost:.1%} lost on "
-                         f"them</summary>{_painted(look, tokens, gap, linked, medium, mark)}</details>")
+            parts.append(
+                f"<details{medium.fold[0]}><summary{medium.fold[1]}>{len(gap):,} tokens, {lost:.1%} lost on "
+                f"them</summary>{_painted(look, tokens, gap, linked, medium, mark)}</details>"
+            )
         parts.append(_painted(look, tokens, passage, linked, medium, mark))
         at = passage.stop
     return f'<div class="kvlab-text">{"".join(parts)}</div>'
@@ -386,8 +422,11 @@ def _painted(look: Look, tokens: Sequence[str], span: range, linked: set[int], m
 def _worst(look: Look, count: int, rows: int = 8) -> dict[int, float]:
     """Position -> attention lost there, the most first; only what is worth showing."""
     best = look.lost[:count].topk(min(rows, len(look.lost), count))
-    return {position: share for share, position in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            if share >= WEAK}
+    return {
+        position: share
+        for share, position in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        if share >= WEAK
+    }
 
 
 def worst(look: Look, tokens: Sequence[str], mark: str = "kvlab", around: int = 2) -> str:
@@ -404,11 +443,15 @@ def worst(look: Look, tokens: Sequence[str], mark: str = "kvlab", around: int = 
         )
     if not lines:
         return f'<div style="font-size:12px;color:{FAINT}">No token lost {WEAK:.2%} of the attention or more.</div>'
-    heads = "".join(f'<th style="text-align:{side};font-weight:400;color:{FAINT}">{name}</th>'
-                    for side, name in (("right", "lost"), ("right", "position"), ("left", "token, in its place")))
-    return ('<div style="font-size:12px">tokens that lost the most'
-            '<table class="kvlab-worst" style="font-size:12px;border-spacing:6px 1px;margin:0;'
-            f'color:{INK}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>')
+    heads = "".join(
+        f'<th style="text-align:{side};font-weight:400;color:{FAINT}">{name}</th>'
+        for side, name in (("right", "lost"), ("right", "position"), ("left", "token, in its place"))
+    )
+    return (
+        '<div style="font-size:12px">tokens that lost the most'
+        '<table class="kvlab-worst" style="font-size:12px;border-spacing:6px 1px;margin:0;'
+        f'color:{INK}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    )
 
 
 # ---------------------------------------------------------------------- drawings
@@ -448,9 +491,14 @@ def strip(look: Look, medium: Medium = STATIC, height: int = 64) -> str:
     share = kept / whole.clamp_min(1e-30)
     size = torch.zeros(bins).index_add_(0, which, torch.ones(n))
     band = height + 2
-    rug = [f'<path d="{_rows(some)}" transform="translate(0 {band + 2.5})" stroke="{colour}" stroke-width="5"/>'
-           for some, colour in (((stored > 0) & (read == 0), "#c3cad2"), (read > 0, _shade(BLUE, 0.45)),
-                                (read >= 0.5 * size, f"rgb{BLUE}"))]
+    rug = [
+        f'<path d="{_rows(some)}" transform="translate(0 {band + 2.5})" stroke="{colour}" stroke-width="5"/>'
+        for some, colour in (
+            ((stored > 0) & (read == 0), "#c3cad2"),
+            (read > 0, _shade(BLUE, 0.45)),
+            (read >= 0.5 * size, f"rgb{BLUE}"),
+        )
+    ]
     positions = _ticks(n - 1)
     marks = "".join(f"M{(position + 0.5) * bins / n:.1f} {band + 5}v4" for position in positions)
     prompt = look.trace.prompt_length * bins / n
@@ -459,20 +507,23 @@ def strip(look: Look, medium: Medium = STATIC, height: int = 64) -> str:
         f'<path d="{_skyline((bars * share).tolist(), height)}" fill="rgb{BLUE}"/>'
         f'<path d="M{prompt:.1f} 0v{height}" stroke="{FAINT}" stroke-dasharray="3 3"/>'
         f'<path d="M0 {height + 0.5}H{bins}{marks}" stroke="{FAINT}" vector-effect="non-scaling-stroke"/>'
-        f'{"".join(rug)}'
+        f"{''.join(rug)}"
     )
-    about = (f"Attention of the query over positions 0 to {n - 1:,}: {1 - look.mass_lost:.1%} on "
-             f"{int(look.read.sum()):,} keys that it reads, {look.mass_lost:.1%} on others")
+    about = (
+        f"Attention of the query over positions 0 to {n - 1:,}: {1 - look.mass_lost:.1%} on "
+        f"{int(look.read.sum()):,} keys that it reads, {look.mass_lost:.1%} on others"
+    )
     per = "token" if bins == n else f"{n / bins:.2g} tokens"
     labels = " ".join(
         f'<span style="position:absolute;left:{100 * (position + 0.5) / n:.2f}%;margin-left:-30px;width:60px;'
         f'text-align:center">{position:,}</span>'
-        for position in positions if 0.02 * n < position < 0.9 * n
+        for position in positions
+        if 0.02 * n < position < 0.9 * n
     )
     return (
         f'<div style="font-size:11px;color:{FAINT}">attention per {per}, root scale up to {highest:.1%}; '
-        f'dashed: end of prompt; band: keys read</div>'
-        f'{medium.drawing("strip", about, drawing, (bins, height + 11), "100%")}'
+        f"dashed: end of prompt; band: keys read</div>"
+        f"{medium.drawing('strip', about, drawing, (bins, height + 11), '100%')}"
         f'<div style="position:relative;height:17px;font-size:11px;color:{FAINT}">'
         f'<span style="position:absolute;left:0">0</span> {labels} '
         '<span style="position:absolute;right:0">position</span></div>'
@@ -493,8 +544,10 @@ def _rows(cells: Tensor) -> str:
 
 def below(look: Look, tokens: Sequence[str], medium: Medium, mark: str = "kvlab") -> str:
     """The whole model at this step, the steps of this head, and the tokens that lost the most."""
-    return (f'<div style="{_BELOW}">{maps(look, medium)}<div style="flex:1 1 220px;min-width:0">{steps(look, medium)}'
-            f"{worst(look, tokens, mark)}</div></div>")
+    return (
+        f'<div style="{_BELOW}">{maps(look, medium)}<div style="flex:1 1 220px;min-width:0">{steps(look, medium)}'
+        f"{worst(look, tokens, mark)}</div></div>"
+    )
 
 
 def steps(look: Look, medium: Medium = STATIC, height: int = 44) -> str:
@@ -506,14 +559,20 @@ def steps(look: Look, medium: Medium = STATIC, height: int = 44) -> str:
     here = _box((place.step - 1) * width, 1, width, height - 1)
     chosen = f'<path class="kvlab-chosen" d="{here}" fill="none" stroke="#000" stroke-width="1.5"/>'
     scaled = (values * (height - 2)).tolist()
-    drawing = (f'<path d="{_skyline(scaled, height)}" transform="scale({width:.4g} 1)" fill="rgb{RED}"/>'
-               f'<path d="M0 {height + 0.5}H{n * width:.4g}" stroke="{FAINT}"/>{chosen}'
-               + "".join(f'<text x="{(step - 0.5) * width:.4g}" y="{height + 10}" text-anchor="middle">{step}</text>'
-                         for step in sorted({*(t for t in _ticks(n, 4) if t), 1})))
+    drawing = (
+        f'<path d="{_skyline(scaled, height)}" transform="scale({width:.4g} 1)" fill="rgb{RED}"/>'
+        f'<path d="M0 {height + 0.5}H{n * width:.4g}" stroke="{FAINT}"/>{chosen}'
+        + "".join(
+            f'<text x="{(step - 0.5) * width:.4g}" y="{height + 10}" text-anchor="middle">{step}</text>'
+            for step in sorted({*(t for t in _ticks(n, 4) if t), 1})
+        )
+    )
     about = f"Attention lost by layer {place.layer}, head {place.head} at each of {n} steps, mean {values.mean():.1%}"
-    return (f'<figure style="margin:0 0 6px"><figcaption style="font-size:12px">lost by this head at each step'
-            f'<br><span style="color:{FAINT}">mean {values.mean():.1%}; top: 100%</span></figcaption>'
-            f'{medium.drawing("steps", about, drawing, (n * width + 2, height + 12), f"{n * width + 2:.0f}")}</figure>')
+    return (
+        f'<figure style="margin:0 0 6px"><figcaption style="font-size:12px">lost by this head at each step'
+        f'<br><span style="color:{FAINT}">mean {values.mean():.1%}; top: 100%</span></figcaption>'
+        f"{medium.drawing('steps', about, drawing, (n * width + 2, height + 12), f'{n * width + 2:.0f}')}</figure>"
+    )
 
 
 def maps(look: Look, medium: Medium = STATIC) -> str:
@@ -523,7 +582,8 @@ def maps(look: Look, medium: Medium = STATIC) -> str:
     lost, recall = result.mass_lost[:, :, place.step - 1], result.recall
     # The root brings out small losses; a recall is read as it is.
     return _map(lost, (place.layer, place.head), RED, ("attention lost", "query head"), 0.5, medium) + _map(
-        recall, (place.layer, group), BLUE, ("recall", "KV head"), 1.0, medium)
+        recall, (place.layer, group), BLUE, ("recall", "KV head"), 1.0, medium
+    )
 
 
 def _box(x: float, y: float, width: float, height: float) -> str:
@@ -531,8 +591,14 @@ def _box(x: float, y: float, width: float, height: float) -> str:
     return f"M{x:.4g} {y:.4g}h{width:.4g}v{height:.4g}h-{width:.4g}z"
 
 
-def _map(values: Tensor, chosen: tuple[int, int], colour: tuple[int, int, int], names: tuple[str, str], power: float,
-         medium: Medium) -> str:
+def _map(
+    values: Tensor,
+    chosen: tuple[int, int],
+    colour: tuple[int, int, int],
+    names: tuple[str, str],
+    power: float,
+    medium: Medium,
+) -> str:
     """A heatmap of `[layers, columns]` with its axes, its scale, and the chosen cell framed.
 
     names: of the values and of the columns; power: values are raised to it before they are shaded.
@@ -549,21 +615,29 @@ def _map(values: Tensor, chosen: tuple[int, int], colour: tuple[int, int, int], 
             if x == columns or row[x] != row[start]:
                 pieces.setdefault(row[start], []).append(f"M{start} {y}h{x - start}")
                 start = x
-    cells = "".join(f'<path d="{"".join(some)}" stroke="{_shade(colour, shade / SHADES)}"/>'
-                    for shade, some in pieces.items())
+    cells = "".join(
+        f'<path d="{"".join(some)}" stroke="{_shade(colour, shade / SHADES)}"/>' for shade, some in pieces.items()
+    )
     here = _box(MARGIN + column * width, layer * CELL, width, CELL)
     high, wide = layers * CELL, max(MARGIN + columns * width + 2, 78)
-    marks = "".join(f'<text x="{MARGIN - 3}" y="{y * CELL + 9}" text-anchor="end">{y}</text>'
-                    for y in range(0, layers, max(1, layers // 10)))
+    marks = "".join(
+        f'<text x="{MARGIN - 3}" y="{y * CELL + 9}" text-anchor="end">{y}</text>'
+        for y in range(0, layers, max(1, layers // 10))
+    )
     apart = math.ceil(9 / width)
-    marks += "".join(f'<text x="{MARGIN + (x + 0.5) * width:.4g}" y="{high + 9}" text-anchor="middle">{x}</text>'
-                     for x in range(0, columns, next(m for m in (1, 2, 4, 8, 16, 32, 64, 128) if m >= apart)))
+    marks += "".join(
+        f'<text x="{MARGIN + (x + 0.5) * width:.4g}" y="{high + 9}" text-anchor="middle">{x}</text>'
+        for x in range(0, columns, next(m for m in (1, 2, 4, 8, 16, 32, 64, 128) if m >= apart))
+    )
     marks += f'<text x="{MARGIN}" y="{high + 19}">{names[1]}</text>'
-    scale = "".join(
-        f'<rect x="{MARGIN + n * 15}" y="{high + 25}" width="15" height="7" fill="{_shade(colour, share**power)}"/>'
-        f'<text x="{MARGIN + n * 15 + 7.5}" y="{high + 40}" text-anchor="middle">{100 * share:.0f}</text>'
-        for n, share in enumerate((0.0, 0.1, 0.4, 1.0) if power < 1 else (0.0, 0.3, 0.6, 1.0))
-    ) + f'<text x="{MARGIN - 3}" y="{high + 40}" text-anchor="end">%</text>'
+    scale = (
+        "".join(
+            f'<rect x="{MARGIN + n * 15}" y="{high + 25}" width="15" height="7" fill="{_shade(colour, share**power)}"/>'
+            f'<text x="{MARGIN + n * 15 + 7.5}" y="{high + 40}" text-anchor="middle">{100 * share:.0f}</text>'
+            for n, share in enumerate((0.0, 0.1, 0.4, 1.0) if power < 1 else (0.0, 0.3, 0.6, 1.0))
+        )
+        + f'<text x="{MARGIN - 3}" y="{high + 40}" text-anchor="end">%</text>'
+    )
     drawing = (
         f'<g transform="translate({MARGIN} {CELL / 2}) scale({width:.4g} {CELL})">{cells}</g>'
         f'<path d="{_box(MARGIN, 0, columns * width, high)}" fill="none" stroke="#c3cad2" stroke-width="0.6"/>'
@@ -571,7 +645,9 @@ def _map(values: Tensor, chosen: tuple[int, int], colour: tuple[int, int, int], 
     )
     mean, value = values.mean(), values[layer, column]
     about = f"{names[0]}: {layers} layers by {columns} {names[1]}s, mean {mean:.1%}, here {value:.1%}"
-    return (f'<figure style="margin:0"><figcaption style="font-size:12px;max-width:{wide:.0f}px">'
-            f'{names[0]}<br><span style="color:{FAINT}">here {value:.0%}<br>mean {mean:.0%}</span></figcaption>'
-            f'<div style="font-size:10px;color:{FAINT}">layer</div>'
-            f'{medium.drawing("map", about, drawing, (wide, high + 42), f"{wide:.0f}")}</figure>')
+    return (
+        f'<figure style="margin:0"><figcaption style="font-size:12px;max-width:{wide:.0f}px">'
+        f'{names[0]}<br><span style="color:{FAINT}">here {value:.0%}<br>mean {mean:.0%}</span></figcaption>'
+        f'<div style="font-size:10px;color:{FAINT}">layer</div>'
+        f"{medium.drawing('map', about, drawing, (wide, high + 42), f'{wide:.0f}')}</figure>"
+    )

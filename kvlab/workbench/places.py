@@ -49,7 +49,7 @@ class Place(Protocol):
     """Where jobs run, `workers` at once."""
 
     workers: int
-    limits: bool    # whether it keeps the time limits of jobs itself, since they may queue there
+    limits: bool  # whether it keeps the time limits of jobs itself, since they may queue there
 
     def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Task:
         """Begin a job; its notebook, its note and its log come into `folder`."""
@@ -64,15 +64,19 @@ def cores() -> int:
     try:
         quota, period = QUOTA.read_text(encoding="ascii").split()
         return max(1, min(found, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):   # no such file, or "max": no quota
+    except (OSError, ValueError):  # no such file, or "max": no quota
         return found
 
 
 def threads(at_once: int) -> dict[str, str]:
     """Environment that shares the cores among jobs, so that they do not fight over them."""
     each = str(max(1, cores() // max(1, at_once)))
-    return {"OMP_NUM_THREADS": each, "MKL_NUM_THREADS": each, "TOKENIZERS_PARALLELISM": "false",
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    return {
+        "OMP_NUM_THREADS": each,
+        "MKL_NUM_THREADS": each,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
 
 
 # ---------------------------------------------------------------- this machine
@@ -100,9 +104,14 @@ class Process:
         written = folder / "spec.json"
         written.write_text(json.dumps({**spec, "parent": os.getpid()}), encoding="utf-8")
         with (folder / LOG).open("wb") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", "kvlab.workbench.worker", str(written)], stdout=log,
-                                            stderr=log, stdin=subprocess.DEVNULL, env=dict(environment),
-                                            start_new_session=True)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvlab.workbench.worker", str(written)],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=dict(environment),
+                start_new_session=True,
+            )
 
     def code(self) -> int | None:
         return self.process.poll()
@@ -154,8 +163,16 @@ class Cluster:
         at_once = max(self.shares.values(), default=1)
         try:
             # A job is no pure function: the same notebook run again is another run.
-            future = self.client.submit(work, {**spec, "code": project.code_hash()}, notebook, dict(environment),
-                                        at_once, pure=False, retries=0, key=f"kvlab-{environment['MLFLOW_RUN_ID']}")
+            future = self.client.submit(
+                work,
+                {**spec, "code": project.code_hash()},
+                notebook,
+                dict(environment),
+                at_once,
+                pure=False,
+                retries=0,
+                key=f"kvlab-{environment['MLFLOW_RUN_ID']}",
+            )
         except (OSError, RuntimeError, CancelledError, ClosedClientError) as error:
             raise KvlabError(f"the Dask scheduler went away ({type(error).__name__})") from error
         return Remote(future, folder)
@@ -177,7 +194,7 @@ class Remote:
         if self._code is None and self.future.done():
             try:
                 self._code, files = self.future.result()
-            except CancelledError as error:     # nobody here cancels what it still waits for
+            except CancelledError as error:  # nobody here cancels what it still waits for
                 raise KvlabError("the Dask scheduler went away") from error
             except Exception as error:  # a lost worker, or whatever the cluster raises for it
                 self._code, files = 1, {LOG: f"{type(error).__name__}: {error}".encode()}
@@ -203,8 +220,13 @@ def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_
         source.parent.mkdir()
         source.write_bytes(notebook)
         output = folder / Path(spec["output"]).name
-        local = {**spec, "notebook": str(source), "output": str(output), "result": str(folder / RESULT),
-                 "cwd": str(folder)}
+        local = {
+            **spec,
+            "notebook": str(source),
+            "output": str(output),
+            "result": str(folder / RESULT),
+            "cwd": str(folder),
+        }
         job = Process(local, folder, {**threads(at_once), **os.environ, **environment, "KVLAB_ROOT": str(folder)})
         begun, limit = time.monotonic(), spec.get("limit")
         while (code := job.code()) is None:
@@ -264,8 +286,10 @@ def connect(address: str, workers: int | None = None) -> Cluster:
     try:
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
     except (OSError, TimeoutError, ValueError) as error:
-        raise KvlabError(f"no Dask scheduler answers at {address} ({type(error).__name__}); start one with `dask "
-                         "scheduler`, and workers with `dask worker ADDRESS --nthreads 1`") from None
+        raise KvlabError(
+            f"no Dask scheduler answers at {address} ({type(error).__name__}); start one with `dask "
+            "scheduler`, and workers with `dask worker ADDRESS --nthreads 1`"
+        ) from None
     try:
         _check(client, address)
         return Cluster(client, workers=workers)
@@ -293,16 +317,21 @@ def _on_slurm(workers: int | None) -> Cluster:
 def _check(client: Client, address: str) -> None:
     found = client.run(about)
     if not found:
-        raise KvlabError(f"the scheduler at {address} has no workers; start some with `dask worker {address} "
-                         "--nthreads 1`")
+        raise KvlabError(
+            f"the scheduler at {address} has no workers; start some with `dask worker {address} --nthreads 1`"
+        )
     away = {host for host, _ in found.values()} - {socket.gethostname()}
     if away and store.database_path(store.store_uri()):
-        raise KvlabError(f"the workers on {', '.join(sorted(away))} cannot share this machine's sqlite store; start "
-                         "`mlflow server` and name it in MLFLOW_TRACKING_URI")
+        raise KvlabError(
+            f"the workers on {', '.join(sorted(away))} cannot share this machine's sqlite store; start "
+            "`mlflow server` and name it in MLFLOW_TRACKING_URI"
+        )
     other = {host for host, code in found.values() if code != project.code_hash()}
     if other:
-        raise KvlabError(f"the workers on {', '.join(sorted(other))} have another version of kvlab's code; install the "
-                         "same there and start them again")
+        raise KvlabError(
+            f"the workers on {', '.join(sorted(other))} have another version of kvlab's code; install the "
+            "same there and start them again"
+        )
 
 
 def about() -> tuple[str, str]:
@@ -321,11 +350,15 @@ def _slurm(workers: int | None) -> tuple[Any, int]:
         raise KvlabError("--cluster slurm needs dask-jobqueue: pip install 'kvlab[cluster]'") from None
     path = project.root() / "slurm.yaml"
     if not path.exists():
-        raise KvlabError(f"--cluster slurm reads {path}, which is not there; it holds what your cluster wants, such as "
-                         "'queue: short', 'walltime: \"02:00:00\"', 'memory: 16GB', 'jobs: 4'")
+        raise KvlabError(
+            f"--cluster slurm reads {path}, which is not there; it holds what your cluster wants, such as "
+            "'queue: short', 'walltime: \"02:00:00\"', 'memory: 16GB', 'jobs: 4'"
+        )
     if shutil.which("sbatch") is None:
-        raise KvlabError("--cluster slurm needs Slurm's sbatch, which this machine has not got: run kvlab on a login "
-                         "node, or name a scheduler's address")
+        raise KvlabError(
+            "--cluster slurm needs Slurm's sbatch, which this machine has not got: run kvlab on a login "
+            "node, or name a scheduler's address"
+        )
     settings = yamls.load(path)[0] or {}
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise KvlabError(f"{path.name} must be a mapping of settings, such as 'queue: short'")
@@ -333,8 +366,13 @@ def _slurm(workers: int | None) -> tuple[Any, int]:
     if not isinstance(jobs, int) or jobs < 1:
         raise KvlabError(f"{path.name}: jobs must be a whole number from 1 on, not {jobs!r}")
     # The scheduler has to be reached from the nodes; its dashboard has not.
-    usual = {"cores": 1, "processes": 1, "memory": "8GB", "python": sys.executable,
-             "scheduler_options": {"dashboard": False}}
+    usual = {
+        "cores": 1,
+        "processes": 1,
+        "memory": "8GB",
+        "python": sys.executable,
+        "scheduler_options": {"dashboard": False},
+    }
     try:
         cluster = SLURMCluster(**{**usual, **settings})
         cluster.scale(jobs=workers or jobs)

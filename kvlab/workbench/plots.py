@@ -26,14 +26,38 @@ MAP = "cividis"
 
 def style() -> None:
     """Set the look of every figure that follows. Call once at the top of a notebook."""
-    seaborn.set_theme(context="notebook", style="ticks", palette=COLOURS, rc={
-        "figure.figsize": (7.2, 4.2), "figure.dpi": 110, "savefig.dpi": 144, "figure.constrained_layout.use": True,
-        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
-        "grid.color": "#e6e9ed", "axes.edgecolor": "#566173", "axes.labelcolor": "#1c2430", "axes.titlesize": 12,
-        "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 11, "xtick.color": "#566173",
-        "ytick.color": "#566173", "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.frameon": False,
-        "legend.fontsize": 10, "lines.linewidth": 2, "lines.markersize": 5, "svg.hashsalt": "kvlab",
-        "svg.fonttype": "none"})
+    seaborn.set_theme(
+        context="notebook",
+        style="ticks",
+        palette=COLOURS,
+        rc={
+            "figure.figsize": (7.2, 4.2),
+            "figure.dpi": 110,
+            "savefig.dpi": 144,
+            "figure.constrained_layout.use": True,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.grid.axis": "y",
+            "grid.color": "#e6e9ed",
+            "axes.edgecolor": "#566173",
+            "axes.labelcolor": "#1c2430",
+            "axes.titlesize": 12,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.labelsize": 11,
+            "xtick.color": "#566173",
+            "ytick.color": "#566173",
+            "xtick.labelsize": 10,
+            "ytick.labelsize": 10,
+            "legend.frameon": False,
+            "legend.fontsize": 10,
+            "lines.linewidth": 2,
+            "lines.markersize": 5,
+            "svg.hashsalt": "kvlab",
+            "svg.fonttype": "none",
+        },
+    )
 
 
 def axes(ax: Axes | None = None, size: tuple[float, float] | None = None) -> Axes:
@@ -52,10 +76,19 @@ def _bars(low_high: tuple[float, float] | None, value: float) -> tuple[float, fl
     return (max(value - low_high[0], 0.0), max(low_high[1] - value, 0.0)) if low_high else (0.0, 0.0)
 
 
-def paper_beside_ours(paper: Mapping[str, float | None], ours: Mapping[str, float],
-                      intervals: Mapping[str, tuple[float, float]] | None = None, *, ylabel: str, title: str = "",
-                      labels: Mapping[str, str] | None = None, ours_label: str = "measured here",
-                      paper_label: str = "paper", value_format: str = "{:.2f}", ax: Axes | None = None) -> Axes:
+def paper_beside_ours(
+    paper: Mapping[str, float | None],
+    ours: Mapping[str, float],
+    intervals: Mapping[str, tuple[float, float]] | None = None,
+    *,
+    ylabel: str,
+    title: str = "",
+    labels: Mapping[str, str] | None = None,
+    ours_label: str = "measured here",
+    paper_label: str = "paper",
+    value_format: str = "{:.2f}",
+    ax: Axes | None = None,
+) -> Axes:
     """Grouped bars: the paper's figure in grey, ours in blue with its interval, one group for each key of `ours`.
 
     paper: key -> printed value (a missing key or None leaves a gap); intervals: key -> (low, high);
@@ -75,33 +108,83 @@ def paper_beside_ours(paper: Mapping[str, float | None], ours: Mapping[str, floa
     return _finish(ax, "", ylabel, title)
 
 
-def _bar(ax: Axes, place: float, value: float, width: float, colour: str, value_format: str,
-         interval: tuple[float, float] | None = None) -> None:
+def _bar(
+    ax: Axes,
+    place: float,
+    value: float,
+    width: float,
+    colour: str,
+    value_format: str,
+    interval: tuple[float, float] | None = None,
+) -> None:
     below, above = _bars(interval, value)
     ax.bar(place, value, width, color=colour, zorder=2)
     if interval:
         ax.errorbar(place, value, yerr=[[below], [above]], color="#1c2430", capsize=3, linewidth=1.2, zorder=3)
     up = value >= 0
-    ax.annotate(value_format.format(value), (place, value + above if up else value - below), ha="center",
-                va="bottom" if up else "top", xytext=(0, 2 if up else -2), textcoords="offset points", fontsize=9,
-                color="#1c2430")
+    ax.annotate(
+        value_format.format(value),
+        (place, value + above if up else value - below),
+        ha="center",
+        va="bottom" if up else "top",
+        xytext=(0, 2 if up else -2),
+        textcoords="offset points",
+        fontsize=9,
+        color="#1c2430",
+    )
 
 
-def boxes(frame: pandas.DataFrame, *, x: str, y: str, ylabel: str, xlabel: str = "", title: str = "",
-          order: Sequence[str] | None = None, labels: Mapping[str, str] | None = None, hue: str | None = None,
-          ax: Axes | None = None) -> Axes:
+def boxes(
+    frame: pandas.DataFrame,
+    *,
+    x: str,
+    y: str,
+    ylabel: str,
+    xlabel: str = "",
+    title: str = "",
+    order: Sequence[str] | None = None,
+    labels: Mapping[str, str] | None = None,
+    hue: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """Boxplots of the column `y` for each value of the column `x`: median, quartiles, whiskers at 1.5 IQR, outliers."""
     ax = axes(ax)
     order = list(order) if order is not None else list(frame[x].unique())
-    seaborn.boxplot(frame, x=x, y=y, hue=hue or x, order=order, width=0.55, linewidth=1.1, fliersize=2.5, ax=ax,
-                    palette=COLOURS[:frame[hue or x].nunique()], legend=bool(hue), hue_order=None if hue else order)
+    seaborn.boxplot(
+        frame,
+        x=x,
+        y=y,
+        hue=hue or x,
+        order=order,
+        width=0.55,
+        linewidth=1.1,
+        fliersize=2.5,
+        ax=ax,
+        palette=COLOURS[: frame[hue or x].nunique()],
+        legend=bool(hue),
+        hue_order=None if hue else order,
+    )
     ax.set_xticks(range(len(order)), [(labels or {}).get(key, key) for key in order])
     return _finish(ax, xlabel, ylabel, title)
 
 
-def lines(frame: pandas.DataFrame, *, x: str, y: str, xlabel: str, ylabel: str, title: str = "", hue: str | None = None,
-          low: str | None = None, high: str | None = None, log: bool = False, names: Mapping[str, str] | None = None,
-          marker: str | None = "o", colours: Mapping[str, str] | None = None, ax: Axes | None = None) -> Axes:
+def lines(
+    frame: pandas.DataFrame,
+    *,
+    x: str,
+    y: str,
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    hue: str | None = None,
+    low: str | None = None,
+    high: str | None = None,
+    log: bool = False,
+    names: Mapping[str, str] | None = None,
+    marker: str | None = "o",
+    colours: Mapping[str, str] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """A line of `y` over `x` for each value of `hue`, with the band between the columns `low` and `high` if named.
 
     One row of `frame` for each point; log=True draws y on a logarithmic scale; names: value of `hue` -> legend.
@@ -129,23 +212,50 @@ def paper_points(ax: Axes, x: Sequence[float], y: Sequence[float], label: str = 
     return ax
 
 
-def heatmap(table: pandas.DataFrame, *, xlabel: str, ylabel: str, unit: str, title: str = "", annotate: bool = False,
-            diverging: bool = False, limits: tuple[float, float] | None = None, ax: Axes | None = None) -> Axes:
+def heatmap(
+    table: pandas.DataFrame,
+    *,
+    xlabel: str,
+    ylabel: str,
+    unit: str,
+    title: str = "",
+    annotate: bool = False,
+    diverging: bool = False,
+    limits: tuple[float, float] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """A matrix such as layer x ratio (index down, columns across), its colour bar labelled with `unit`.
 
     diverging=True centres the colours on zero, for differences.
     """
     ax = axes(ax)
     low, high = limits or (None, None)
-    seaborn.heatmap(table, cmap="RdBu_r" if diverging else MAP, center=0 if diverging else None, vmin=low, vmax=high,
-                    annot=annotate, fmt=".2f", annot_kws={"size": 8}, cbar_kws={"label": unit}, linewidths=0, ax=ax)
+    seaborn.heatmap(
+        table,
+        cmap="RdBu_r" if diverging else MAP,
+        center=0 if diverging else None,
+        vmin=low,
+        vmax=high,
+        annot=annotate,
+        fmt=".2f",
+        annot_kws={"size": 8},
+        cbar_kws={"label": unit},
+        linewidths=0,
+        ax=ax,
+    )
     ax.grid(False)
     ax.tick_params(axis="y", rotation=0)
     return _finish(ax, xlabel, ylabel, title)
 
 
-def needle_heatmap(table: pandas.DataFrame, *, policies: Sequence[str] | None = None, columns: int = 3,
-                   names: Mapping[str, str] | None = None, title: str = "") -> list[Axes]:
+def needle_heatmap(
+    table: pandas.DataFrame,
+    *,
+    policies: Sequence[str] | None = None,
+    columns: int = 3,
+    names: Mapping[str, str] | None = None,
+    title: str = "",
+) -> list[Axes]:
     """One panel of depth by length for each policy and budget: what was found of the needles (RocketKV figures 12-14,
     DapQ figure 5).
 
@@ -164,21 +274,25 @@ def needle_heatmap(table: pandas.DataFrame, *, policies: Sequence[str] | None = 
     groups = [(policy, budget, part) for policy in order for (of, budget), part in parts.items() if of == policy]
     across = min(columns, len(groups))
     down = -(-len(groups) // across)
-    figure, grid = plt.subplots(down, across, figsize=(0.9 + 3.1 * across, 0.4 + 2.5 * down), squeeze=False,
-                                sharex=True, sharey=True)
+    figure, grid = plt.subplots(
+        down, across, figsize=(0.9 + 3.1 * across, 0.4 + 2.5 * down), squeeze=False, sharex=True, sharey=True
+    )
     lengths, depths = sorted(table["length"].unique()), sorted(table["depth"].unique())
-    drawn = list(grid.flat)[:len(groups)]
+    drawn = list(grid.flat)[: len(groups)]
     for number, (ax, (policy, budget, part)) in enumerate(zip(drawn, groups, strict=True)):
         cells = part.pivot_table(index="depth", columns="length", values="score").reindex(index=depths, columns=lengths)
         image = ax.imshow(cells.to_numpy(dtype=float), cmap=MAP, vmin=0, vmax=1, aspect="auto")
         ax.grid(False)
         ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize="x-small")
         ax.set_yticks(range(len(depths)), [f"{100 * depth:g}" for depth in depths])
-        _finish(ax, "prompt (tokens)" if number + across >= len(groups) else "",
-                "depth of the needle (%)" if number % across == 0 else "",
-                f"{(names or {}).get(policy, policy)}{_budget(budget)}: {part['score'].mean():.2f}")
+        _finish(
+            ax,
+            "prompt (tokens)" if number + across >= len(groups) else "",
+            "depth of the needle (%)" if number % across == 0 else "",
+            f"{(names or {}).get(policy, policy)}{_budget(budget)}: {part['score'].mean():.2f}",
+        )
         ax.tick_params(labelbottom=number + across >= len(groups))
-    for ax in list(grid.flat)[len(groups):]:
+    for ax in list(grid.flat)[len(groups) :]:
         ax.set_visible(False)
     figure.colorbar(image, ax=drawn, label="score (1: found)", shrink=0.9)
     if title:
@@ -187,6 +301,6 @@ def needle_heatmap(table: pandas.DataFrame, *, policies: Sequence[str] | None = 
 
 
 def _budget(budget: object) -> str:
-    if budget is None or budget != budget:      # pandas' missing values equal nothing, themselves included
+    if budget is None or budget != budget:  # pandas' missing values equal nothing, themselves included
         return ""
     return f", {budget:g}" if isinstance(budget, Real) else f", {budget}"

@@ -17,8 +17,14 @@ from rich.text import Text
 if TYPE_CHECKING:
     from kvlab.workbench.experiments import Job
 
-MARKS = {"waiting": ("·", "dim"), "running": ("▶", "cyan"), "finished": ("✓", "green"),
-         "done earlier": ("✓", "dim green"), "failed": ("✗", "bold red"), "killed": ("✗", "red")}
+MARKS = {
+    "waiting": ("·", "dim"),
+    "running": ("▶", "cyan"),
+    "finished": ("✓", "green"),
+    "done earlier": ("✓", "dim green"),
+    "failed": ("✗", "bold red"),
+    "killed": ("✗", "red"),
+}
 
 
 def duration(seconds: float) -> str:
@@ -103,8 +109,10 @@ class Progress:
             took = f" in {duration(row.seconds)}" if state in ("finished", "failed") else ""
             left = self.remaining()
             rest = f" (about {duration(left)} left)" if left and state in ("finished", "failed") else ""
-            self.say(f"[{number + 1}/{len(self.rows)}] {row.job.experiment} ({row.job.name}): {state}{took}"
-                     f"{': ' + why if why else ''}{rest}")
+            self.say(
+                f"[{number + 1}/{len(self.rows)}] {row.job.experiment} ({row.job.name}): {state}{took}"
+                f"{': ' + why if why else ''}{rest}"
+            )
 
     def note(self, number: int, cells: str) -> None:
         """How far a running notebook is."""
@@ -120,8 +128,11 @@ class Progress:
         usual = self._usual()
         if usual is None:
             return None
-        left = [max((row.expected or usual) - (time.monotonic() - row.begun if row.state == "running" else 0), 0)
-                for row in self.rows if row.state in ("waiting", "running")]
+        left = [
+            max((row.expected or usual) - (time.monotonic() - row.begun if row.state == "running" else 0), 0)
+            for row in self.rows
+            if row.state in ("waiting", "running")
+        ]
         return max([sum(left) / self.workers, *left])
 
     def _shown(self) -> tuple[list[Row], list[Row]]:
@@ -143,8 +154,14 @@ class Progress:
         for row in shown:
             mark, style = MARKS[row.state]
             elapsed = time.monotonic() - row.begun if row.state == "running" else row.seconds
-            table.add_row(Text(mark, style), row.job.experiment, Text(row.job.name, "dim"), Text(row.state, style),
-                          duration(elapsed) if elapsed else self._ahead(row), Text(row.cells, "dim"))
+            table.add_row(
+                Text(mark, style),
+                row.job.experiment,
+                Text(row.job.name, "dim"),
+                Text(row.state, style),
+                duration(elapsed) if elapsed else self._ahead(row),
+                Text(row.cells, "dim"),
+            )
         done = sum(row.state not in ("waiting", "running") for row in self.rows)
         left = self.remaining()
         rest = f", about {duration(left)} left" if left and done < len(self.rows) else ""

@@ -32,8 +32,10 @@ def checkout() -> Path:
     """`root`, which has experiments. Raises KvlabError, with what to do, where there are none."""
     folder = root()
     if next((folder / "experiments").glob("*.yaml"), None) is None:
-        raise KvlabError(f"there are no experiments in {folder}: they are files in a checkout of kvlab, in its folder "
-                         "`experiments`; change into one, or name it in KVLAB_ROOT")
+        raise KvlabError(
+            f"there are no experiments in {folder}: they are files in a checkout of kvlab, in its folder "
+            "`experiments`; change into one, or name it in KVLAB_ROOT"
+        )
     return folder
 
 
@@ -55,8 +57,13 @@ def commit(folder: Path | None = None) -> str | None:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10)
         if head.returncode:
             return None
-        status = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], cwd=folder,
-                                capture_output=True, text=True, timeout=30)
+        status = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")

@@ -27,10 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = ["entries", "evidence", "ledger", "number", "render", "save", "signature", "write"]
 
-MARKS = {"holds": ("holds", "●"), "holds in direction only": ("direction", "◐"), "fails": ("fails", "○"),
-         "not measured": ("unmeasured", "–"), UNTESTED: ("untested", "∅")}
-WIDEST, THUMB = 1600, 300   # pixels of an embedded figure, and of its small copy beside a claim
-UI = "http://127.0.0.1:5000"    # where `make lab` and `mlflow server` answer
+MARKS = {
+    "holds": ("holds", "●"),
+    "holds in direction only": ("direction", "◐"),
+    "fails": ("fails", "○"),
+    "not measured": ("unmeasured", "–"),
+    UNTESTED: ("untested", "∅"),
+}
+WIDEST, THUMB = 1600, 300  # pixels of an embedded figure, and of its small copy beside a claim
+UI = "http://127.0.0.1:5000"  # where `make lab` and `mlflow server` answer
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,12 @@ def signature(run: Run) -> str:
     tags = run.data.tags
     if "signature" in tags:
         return tags["signature"]
-    parts = [tags.get("model", ""), tags.get("document", ""), tags.get("seed") and f"seed {tags['seed']}",
-             tags.get("kvlab.version") and f"kvlab {tags['kvlab.version']}"]
+    parts = [
+        tags.get("model", ""),
+        tags.get("document", ""),
+        tags.get("seed") and f"seed {tags['seed']}",
+        tags.get("kvlab.version") and f"kvlab {tags['kvlab.version']}",
+    ]
     return " | ".join(part for part in parts if part)
 
 
@@ -128,8 +137,12 @@ def _pictures(connection: Patient, run_id: str) -> Iterable[Picture]:
                 mend = "run its experiment again with --fresh, or delete the run"
                 raise KvlabError(f"the figure {artifact.path} of run {run_id} is damaged: {mend}") from None
             # Without loss: the colours of a heatmap are data.
-            yield Picture(f"{run_id[:8]}-{_slug(path.stem)}", path.stem, _data_uri(plain, WIDEST, lossless=True),
-                          _data_uri(plain, THUMB, quality=80))
+            yield Picture(
+                f"{run_id[:8]}-{_slug(path.stem)}",
+                path.stem,
+                _data_uri(plain, WIDEST, lossless=True),
+                _data_uri(plain, THUMB, quality=80),
+            )
 
 
 def _data_uri(image: Image, widest: int, **how: Any) -> str:
@@ -146,24 +159,43 @@ def render(found: list[Entry], shown: Mapping[str, Evidence]) -> str:
     """The page, as one string that needs nothing else."""
     import jinja2
 
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("kvlab.workbench"), autoescape=True, trim_blocks=True,
-                                     lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("kvlab.workbench"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
     environment.filters.update(number=number, slug=_slug)
-    environment.globals.update(marks=MARKS, thumbnail=lambda entry: _thumbnail(entry, shown), run_link=run_link,
-                               when=_when, scale=scale)
+    environment.globals.update(
+        marks=MARKS, thumbnail=lambda entry: _thumbnail(entry, shown), run_link=run_link, when=_when, scale=scale
+    )
     return environment.get_template("report.html.j2").render(
-        sections=[_section(paper, found) for paper in papers.papers()], states=STATES, total=Tally.of(found),
-        claims=len(found), evidence=list(shown.values()),
-        models=sorted({entry.model for entry in found if entry.model}), pictures=_beside_claims(found, shown),
-        ui=UI, version=project.version(), commit=project.commit(),
-        written=datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"))
+        sections=[_section(paper, found) for paper in papers.papers()],
+        states=STATES,
+        total=Tally.of(found),
+        claims=len(found),
+        evidence=list(shown.values()),
+        models=sorted({entry.model for entry in found if entry.model}),
+        pictures=_beside_claims(found, shown),
+        ui=UI,
+        version=project.version(),
+        commit=project.commit(),
+        written=datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
+    )
 
 
 def _section(paper: papers.Paper, found: Iterable[Entry]) -> dict[str, Any]:
     mine = [entry for entry in found if entry.claim.paper == paper.name]
-    return {"paper": paper, "tally": Tally.of(mine), "untested": [entry for entry in mine if entry.claim.untested],
-            **{group: [entry for entry in mine if entry.group == group and not entry.claim.untested]
-               for group in ("findings", "checks", "recomputed")}}
+    return {
+        "paper": paper,
+        "tally": Tally.of(mine),
+        "untested": [entry for entry in mine if entry.claim.untested],
+        **{
+            group: [entry for entry in mine if entry.group == group and not entry.claim.untested]
+            for group in ("findings", "checks", "recomputed")
+        },
+    }
 
 
 def _thumbnail(entry: Entry, shown: Mapping[str, Evidence]) -> Picture | None:
@@ -192,8 +224,13 @@ def scale(entry: Entry) -> dict[str, Any] | None:
     None where there is nothing to compare our value with.
     """
     verdict, claim = entry.verdict, entry.claim
-    marks = {"value": verdict.value, "low": verdict.low, "high": verdict.high, "paper": claim.paper_value,
-             "turn": _turn(claim)}
+    marks = {
+        "value": verdict.value,
+        "low": verdict.low,
+        "high": verdict.high,
+        "paper": claim.paper_value,
+        "turn": _turn(claim),
+    }
     known = {name: value for name, value in marks.items() if value is not None}
     if "value" not in known or len(known) < 2 or max(known.values()) == min(known.values()):
         return None

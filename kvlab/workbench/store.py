@@ -51,10 +51,14 @@ def artifact_location(experiment: str, uri: str) -> str | None:
 
 def quiet() -> None:
     """Before mlflow is imported: no telemetry, no advertisement, no migration chatter."""
-    for name, value in {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true",
-                        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-                        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-                        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}.items():
+    for name, value in {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    }.items():
         os.environ.setdefault(name, value)
     for name in ("mlflow", "alembic", "alembic.runtime.migration"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -89,8 +93,10 @@ def silence(uri: str) -> str | None:
 def _ready_server(uri: str) -> None:
     if reason := silence(uri):
         place = urlsplit(uri).netloc or uri
-        raise KvlabError(f"the MLflow store at {place} cannot be reached ({reason}); start it, or unset "
-                         "MLFLOW_TRACKING_URI to log into the project's mlruns folder")
+        raise KvlabError(
+            f"the MLflow store at {place} cannot be reached ({reason}); start it, or unset "
+            "MLFLOW_TRACKING_URI to log into the project's mlruns folder"
+        )
 
 
 def _ready_database(path: Path) -> None:
@@ -135,8 +141,11 @@ def _check(path: Path) -> None:
         raise KvlabError(f"the MLflow store {path} cannot be written to: check its permissions")
     with closing(sqlite3.connect(path, timeout=30)) as connection:
         tables = {row[0] for row in connection.execute("select name from sqlite_master where type = 'table'")}
-        found = connection.execute("select version_num from alembic_version").fetchone() if (
-            "alembic_version" in tables) else None
+        found = (
+            connection.execute("select version_num from alembic_version").fetchone()
+            if ("alembic_version" in tables)
+            else None
+        )
     if tables and not found:
         raise KvlabError(f"{path} is a database, but not MLflow's; name another in MLFLOW_TRACKING_URI")
     from mlflow.store.db.utils import _get_latest_schema_revision
@@ -218,6 +227,8 @@ def experiment_id(connection: Patient, name: str) -> str:
             if found is None:
                 raise
     if found.lifecycle_stage != "active":
-        raise KvlabError(f"the MLflow experiment {name!r} was deleted: bring it back with `mlflow experiments restore "
-                         f"--experiment-id {found.experiment_id}`")
+        raise KvlabError(
+            f"the MLflow experiment {name!r} was deleted: bring it back with `mlflow experiments restore "
+            f"--experiment-id {found.experiment_id}`"
+        )
     return found.experiment_id

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri", "typed"]
 
-BATCH = 1000        # what MLflow's log_batch takes at once
+BATCH = 1000  # what MLflow's log_batch takes at once
 ERROR = "kvlab.error"
-LONGEST = 5000      # longer parameters are cut by MLflow without a word
+LONGEST = 5000  # longer parameters are cut by MLflow without a word
 NAME = re.compile(r"[\w\-. /]{1,240}")
 COLOURS = {"holds": "#d5efe0", "holds in direction only": "#fdf0c8", "fails": "#f8d9d3", "not measured": "#e8eaee"}
 
@@ -49,7 +49,7 @@ def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
 
         try:
             return method(*args, **kwargs)
-        except (MlflowException, RequestException) as error:     # the latter are OSErrors, too
+        except (MlflowException, RequestException) as error:  # the latter are OSErrors, too
             raise KvlabError(f"the MLflow store failed: {first_line(error)}") from error
         except OSError as error:
             raise KvlabError(f"cannot write an artifact: {why(error)}") from error
@@ -108,7 +108,7 @@ class Run:
         now = int(time.time() * 1000)
         entries = [Metric(name, value, now, 0) for name, value in numbers.items()]
         for first in range(0, len(entries), BATCH):
-            self.client.log_batch(self.id, metrics=entries[first:first + BATCH])
+            self.client.log_batch(self.id, metrics=entries[first : first + BATCH])
 
     @_one_sentence
     def table(self, name: str, frame: pandas.DataFrame) -> None:
@@ -130,8 +130,9 @@ class Run:
         """Keep a matplotlib figure as figures/NAME.png and .svg."""
         with tempfile.TemporaryDirectory() as folder:
             for suffix in ("png", "svg"):
-                figure.savefig(Path(folder) / f"{file_name(name)}.{suffix}", dpi=144, bbox_inches="tight",
-                               facecolor="white")
+                figure.savefig(
+                    Path(folder) / f"{file_name(name)}.{suffix}", dpi=144, bbox_inches="tight", facecolor="white"
+                )
             self.client.log_artifacts(self.id, folder, "figures")
 
     @_one_sentence
@@ -157,22 +158,37 @@ class Run:
         is_paper = named in [paper.name for paper in papers.papers()]
         chosen = papers.claims(paper=named) if is_paper else papers.claims(experiment=named)
         verdicts = [papers.judge(claim, self.metrics, self.intervals) for claim in chosen]
-        rows = [{"where": f"{claim.paper}, {claim.where}", "claim": claim.summary, "paper": claim.paper_value,
-                 "here": verdict.value, "low": verdict.low, "high": verdict.high, "verdict": verdict.verdict}
-                for claim, verdict in zip(chosen, verdicts, strict=True)]
-        self.json("claims", [{"id": claim.id, "metric": claim.metric, "paper_value": claim.paper_value,
-                              **verdict.model_dump()} for claim, verdict in zip(chosen, verdicts, strict=True)])
+        rows = [
+            {
+                "where": f"{claim.paper}, {claim.where}",
+                "claim": claim.summary,
+                "paper": claim.paper_value,
+                "here": verdict.value,
+                "low": verdict.low,
+                "high": verdict.high,
+                "verdict": verdict.verdict,
+            }
+            for claim, verdict in zip(chosen, verdicts, strict=True)
+        ]
+        self.json(
+            "claims",
+            [
+                {"id": claim.id, "metric": claim.metric, "paper_value": claim.paper_value, **verdict.model_dump()}
+                for claim, verdict in zip(chosen, verdicts, strict=True)
+            ],
+        )
         frame = pandas.DataFrame(rows, columns=["where", "claim", "paper", "here", "low", "high", "verdict"])
         numbers = dict.fromkeys(("paper", "here", "low", "high"), "{:.3g}")
         styler = frame.style.format(numbers, na_rep="–").hide(axis="index").set_uuid(f"claims-{file_name(named)}")
-        return (styler.map(lambda verdict: f"background-color: {COLOURS[verdict]}; color: #1c2430", subset=["verdict"])
-                .set_properties(**{"text-align": "left", "vertical-align": "top"}))
+        return styler.map(
+            lambda verdict: f"background-color: {COLOURS[verdict]}; color: #1c2430", subset=["verdict"]
+        ).set_properties(**{"text-align": "left", "vertical-align": "top"})
 
     @_one_sentence
     def finish(self, status: str = "FINISHED") -> None:
         """End the run. A run that a driver owns is left to it: only the driver knows how the notebook ended."""
         if not self.attached:
-            if self._error and status == "FINISHED":    # mended by hand, in a notebook that went on
+            if self._error and status == "FINISHED":  # mended by hand, in a notebook that went on
                 self.client.delete_tag(self.id, ERROR)
             self.client.set_terminated(self.id, status)
         self._unwatch()
@@ -197,8 +213,9 @@ class Run:
                     self._stopped_by(error)
 
         shell.events.register("post_run_cell", ended)
-        self._unwatch = lambda: ended in shell.events.callbacks["post_run_cell"] and shell.events.unregister(
-            "post_run_cell", ended)
+        self._unwatch = lambda: (
+            ended in shell.events.callbacks["post_run_cell"] and shell.events.unregister("post_run_cell", ended)
+        )
 
 
 def start(experiment: str, parameters: Mapping[str, Any], **tags: object) -> Run:
@@ -218,18 +235,25 @@ def start(experiment: str, parameters: Mapping[str, Any], **tags: object) -> Run
 
 
 @_one_sentence
-def create_run(connection: Patient, experiment: str, parameters: Mapping[str, Any], tags: Mapping[str, object],
-               name: str) -> Run:
+def create_run(
+    connection: Patient, experiment: str, parameters: Mapping[str, Any], tags: Mapping[str, object], name: str
+) -> Run:
     """Open a run with its parameters and the tags that every run of kvlab carries."""
     from mlflow.entities import Param, RunTag
 
     every = {**origin(), "kvlab.experiment": experiment, **_identity(parameters), **tags}
-    created = connection.create_run(experiment_id(connection, experiment), run_name=name,
-                                    tags={key: str(value)[:LONGEST] for key, value in every.items()})
+    created = connection.create_run(
+        experiment_id(connection, experiment),
+        run_name=name,
+        tags={key: str(value)[:LONGEST] for key, value in every.items()},
+    )
     run = Run(connection, created.info.run_id, experiment)
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in parameters.items()}
-    connection.log_batch(run.id, params=[Param(key, text[:LONGEST]) for key, text in texts.items()],
-                         tags=[RunTag("mlflow.source.name", "kvlab"), RunTag("mlflow.source.type", "NOTEBOOK")])
+    connection.log_batch(
+        run.id,
+        params=[Param(key, text[:LONGEST]) for key, text in texts.items()],
+        tags=[RunTag("mlflow.source.name", "kvlab"), RunTag("mlflow.source.type", "NOTEBOOK")],
+    )
     if any(len(text) > LONGEST for text in texts.values()):
         run.json("parameters", dict(parameters))
     return run
@@ -239,9 +263,13 @@ def origin() -> dict[str, str]:
     """Who and what makes the numbers: version, code, commit, and the process that would have to be alive."""
     import psutil
 
-    tags = {"kvlab.version": project.version(), "kvlab.code": project.code_hash()[:16],
-            "kvlab.host": socket.gethostname(), "kvlab.pid": str(os.getpid()),
-            "kvlab.pid_started": f"{psutil.Process().create_time():.2f}"}
+    tags = {
+        "kvlab.version": project.version(),
+        "kvlab.code": project.code_hash()[:16],
+        "kvlab.host": socket.gethostname(),
+        "kvlab.pid": str(os.getpid()),
+        "kvlab.pid_started": f"{psutil.Process().create_time():.2f}",
+    }
     if commit := project.commit():
         tags["mlflow.source.git.commit"] = tags["kvlab.commit"] = commit
     return tags
@@ -254,7 +282,8 @@ def _identity(parameters: Mapping[str, Any]) -> dict[str, str]:
             value = parameters[key]
             several = isinstance(value, (list, tuple))
             named[key.removesuffix("s") if key == "documents" else key] = (
-                ", ".join(map(str, value)) if several else str(value))
+                ", ".join(map(str, value)) if several else str(value)
+            )
     return named
 
 

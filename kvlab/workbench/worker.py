@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-START_S = 300   # for a kernel to start: many at once on a slow disk take long
+START_S = 300  # for a kernel to start: many at once on a slow disk take long
 
 
 def main(spec_path: str) -> int:
@@ -47,8 +47,15 @@ def execute(spec: dict[str, Any]) -> dict[str, Any]:
     error, died = None, False
     try:
         papermill.execute_notebook(
-            _literally(spec["notebook"]), _literally(spec["output"]), parameters=spec["parameters"], cwd=spec["cwd"],
-            kernel_name="python3", progress_bar=False, request_save_on_cell_execute=True, start_timeout=START_S)
+            _literally(spec["notebook"]),
+            _literally(spec["output"]),
+            parameters=spec["parameters"],
+            cwd=spec["cwd"],
+            kernel_name="python3",
+            progress_bar=False,
+            request_save_on_cell_execute=True,
+            start_timeout=START_S,
+        )
     except PapermillExecutionError as failure:
         sentence = " ".join(str(failure.evalue).split())
         error = f"{failure.ename} in cell {failure.cell_index + 1}: {sentence}"[:1000]
@@ -57,7 +64,8 @@ def execute(spec: dict[str, Any]) -> dict[str, Any]:
         error = f"{type(failure).__name__}: {sentence}"[:1000]
         # A kernel that dies while it starts, or starts too slowly, is told by its words alone.
         died = isinstance(failure, DeadKernelError) or (
-            type(failure) is RuntimeError and sentence.startswith(("Kernel died", "Kernel didn't respond")))
+            type(failure) is RuntimeError and sentence.startswith(("Kernel died", "Kernel didn't respond"))
+        )
     html = to_html(Path(spec["output"])) if Path(spec["output"]).exists() else None
     return {"ok": error is None, "error": error, "html": str(html) if html else None, "died": died}
 
@@ -76,8 +84,15 @@ def to_html(path: Path) -> Path | None:
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter(embed_images=True)
-    for address in ("require_js_url", "mathjax_url", "mermaid_js_url", "mermaid_layout_elk_js_url", "jquery_url",
-                    "jupyter_widgets_base_url", "widget_renderer_url"):
+    for address in (
+        "require_js_url",
+        "mathjax_url",
+        "mermaid_js_url",
+        "mermaid_layout_elk_js_url",
+        "jquery_url",
+        "jupyter_widgets_base_url",
+        "widget_renderer_url",
+    ):
         if exporter.has_trait(address):
             setattr(exporter, address, "")
     try:

@@ -18,6 +18,7 @@ Slot = namedtuple("Slot", "position key value weight score", defaults=(1.0, 0.0)
 
 # Attention
 
+
 def softmax(logits):
     raised = np.exp(logits - np.max(logits))
     return raised / raised.sum()
@@ -57,11 +58,11 @@ def attention_over_prompt(queries, keys, positions=None):
 def window_attention(queries, keys, prompt_length, window):
     """[heads, w, P] of the last `window` prompt queries (fewer in a shorter prompt), causal, and their positions."""
     decoded = keys.shape[1] - prompt_length
-    prompt_queries = queries[:, :queries.shape[1] - decoded]
+    prompt_queries = queries[:, : queries.shape[1] - decoded]
     window = min(window, prompt_length)
     assert prompt_queries.shape[1] >= window, "the oracle was given too few prompt queries"
     positions = list(range(prompt_length - window, prompt_length))
-    chosen = prompt_queries[:, prompt_queries.shape[1] - window:]
+    chosen = prompt_queries[:, prompt_queries.shape[1] - window :]
     return attention_over_prompt(chosen, keys[:, :prompt_length], positions), positions
 
 
@@ -70,6 +71,7 @@ def summed_over_group(attention, group, kv_heads):
 
 
 # Measures
+
 
 def top_positions(scores, k):
     """The k largest, in ascending order of position; of equal scores the earlier position wins."""
@@ -99,7 +101,7 @@ def mass_lost(weights, read):
 
 
 def output_error(full, other):
-    return np.array([np.sqrt(((a - b) ** 2).sum()) / np.sqrt((a ** 2).sum()) for a, b in zip(full, other)])
+    return np.array([np.sqrt(((a - b) ** 2).sum()) / np.sqrt((a**2).sum()) for a, b in zip(full, other)])
 
 
 def entropy(weights):
@@ -132,7 +134,7 @@ def replay_measures(queries, keys, values, prompt_length, steps, budget):
         result["mass_lost"].append(mass_lost(weights, steps[t]["read"]))
         result["output_error"].append(output_error(full, steps[t]["output"]))
         result["step_recall"].append(recall(steps[t]["read"], own))
-    gold = gold_topk(queries[:, queries.shape[1] - decoded:], keys[:, :prompt_length], min(budget, prompt_length))
+    gold = gold_topk(queries[:, queries.shape[1] - decoded :], keys[:, :prompt_length], min(budget, prompt_length))
     result["recall"] = recall(steps[0]["read"], gold)
     return {name: np.array(value) for name, value in result.items()}
 
@@ -141,13 +143,17 @@ def window_recall(queries, keys, prompt_length, budget, window=None, pseudo=None
     """DapQ eq. 2-3, per KV head: the top k of the raw window scores, nothing forced or pooled, against the gold set."""
     decoded, k = keys.shape[1] - prompt_length, min(budget, prompt_length)
     prompt_keys = keys[:, :prompt_length]
-    attention = attention_over_prompt(pseudo, prompt_keys) if pseudo is not None else \
-        window_attention(queries, keys, prompt_length, window)[0]
+    attention = (
+        attention_over_prompt(pseudo, prompt_keys)
+        if pseudo is not None
+        else window_attention(queries, keys, prompt_length, window)[0]
+    )
     predicted = [top_positions(summed_over_group(attention, g, len(keys)).sum(axis=0), k) for g in range(len(keys))]
-    return recall(predicted, gold_topk(queries[:, queries.shape[1] - decoded:], prompt_keys, k))
+    return recall(predicted, gold_topk(queries[:, queries.shape[1] - decoded :], prompt_keys, k))
 
 
 # The clock: append, attend over what is stored, update, evict or merge
+
 
 def simulate(queries, keys, values, prompt_length, prefill, after=None, alpha=0.0):
     """Runs one policy: `prefill(group)` gives the first slots, `after(group, slots, weights, position)` the later ones.
@@ -167,8 +173,12 @@ def simulate(queries, keys, values, prompt_length, prefill, after=None, alpha=0.
             read.append([slot.position for slot in slots[group]])
             attended = []
             for head in heads_of(group, heads, kv_heads):
-                weights = attention_weights(queries[head, first + t - 1], [slot.key for slot in slots[group]],
-                                            [slot.weight for slot in slots[group]], alpha)
+                weights = attention_weights(
+                    queries[head, first + t - 1],
+                    [slot.key for slot in slots[group]],
+                    [slot.weight for slot in slots[group]],
+                    alpha,
+                )
                 output[head] = attention_output(weights, [slot.value for slot in slots[group]])
                 attended.append(weights)
             if after is not None:
@@ -182,9 +192,12 @@ def positions_of(slots):
 
 
 def contents(slots):
-    return {"stored": positions_of(slots), "keys": [[s.key for s in group] for group in slots],
-            "values": [[s.value for s in group] for group in slots],
-            "weights": [[s.weight for s in group] for group in slots]}
+    return {
+        "stored": positions_of(slots),
+        "keys": [[s.key for s in group] for group in slots],
+        "values": [[s.value for s in group] for group in slots],
+        "weights": [[s.weight for s in group] for group in slots],
+    }
 
 
 def taken(keys, values, group, positions):
@@ -192,6 +205,7 @@ def taken(keys, values, group, positions):
 
 
 # Policies
+
 
 def oracle_full(queries, keys, values, prompt_length, budget=None):
     return simulate(queries, keys, values, prompt_length, lambda g: taken(keys, values, g, range(prompt_length)))
@@ -201,11 +215,16 @@ def oracle_streamingllm(queries, keys, values, prompt_length, budget, sinks=4):
     def first_and_last(slots):
         if len(slots) <= budget:
             return slots
-        return slots[:sinks] + slots[len(slots) - (budget - sinks):]
+        return slots[:sinks] + slots[len(slots) - (budget - sinks) :]
 
-    return simulate(queries, keys, values, prompt_length,
-                    lambda g: first_and_last(taken(keys, values, g, range(prompt_length))),
-                    lambda g, slots, weights, position: first_and_last(slots))
+    return simulate(
+        queries,
+        keys,
+        values,
+        prompt_length,
+        lambda g: first_and_last(taken(keys, values, g, range(prompt_length))),
+        lambda g, slots, weights, position: first_and_last(slots),
+    )
 
 
 def oracle_snapkv(queries, keys, values, prompt_length, budget, window=32, kernel=7):
@@ -243,8 +262,13 @@ def zsmerge_shares(budget, residual=0.02):
 def merged(slot, other, newcomer_score=max):
     """Both as their mean by fusion counts (eq. 7); the slot that was there keeps its position."""
     w = slot.weight + other.weight
-    return Slot(slot.position, (slot.weight * slot.key + other.weight * other.key) / w,
-                (slot.weight * slot.value + other.weight * other.value) / w, w, newcomer_score(slot.score, other.score))
+    return Slot(
+        slot.position,
+        (slot.weight * slot.key + other.weight * other.key) / w,
+        (slot.weight * slot.value + other.weight * other.value) / w,
+        w,
+        newcomer_score(slot.score, other.score),
+    )
 
 
 def most_similar(slots, newcomer):
@@ -252,10 +276,21 @@ def most_similar(slots, newcomer):
     return int(np.argmax([float(slot.key @ newcomer.key) for slot in slots]))
 
 
-def oracle_zsmerge(queries, keys, values, prompt_length, budget, residual=0.02, window=8, decay=0.98, alpha=1.0,
-                   initial="runs", newcomer="competes"):
+def oracle_zsmerge(
+    queries,
+    keys,
+    values,
+    prompt_length,
+    budget,
+    residual=0.02,
+    window=8,
+    decay=0.98,
+    alpha=1.0,
+    initial="runs",
+    newcomer="competes",
+):
     share_p, share_c, share_r = zsmerge_shares(budget, residual)
-    residual_positions = [set() for _ in keys]          # per KV head: which slots are residual
+    residual_positions = [set() for _ in keys]  # per KV head: which slots are residual
     attention, _ = window_attention(queries, keys, prompt_length, window)
 
     def prefill(group):
@@ -323,6 +358,7 @@ def combined(rows, aggregation, distant=0):
     With `distant` above 0 a softmax counts the first `distant` keys only, so that these have weights of sum 1: that of
     each head before heads are combined, and where logits are combined, the one softmax that follows.
     """
+
     def over_distant(row):
         return row / row[:distant].sum() if distant > 0 else row
 
@@ -335,14 +371,15 @@ def combined(rows, aggregation, distant=0):
     return np.array([{"sum": sum, "max": max}[aggregation](column) for column in zip(*each)])
 
 
-def oracle_morphkv(queries, keys, values, prompt_length, budget, window=32, fusion="sum", aggregation="sum",
-                   renormalise=False):
+def oracle_morphkv(
+    queries, keys, values, prompt_length, budget, window=32, fusion="sum", aggregation="sum", renormalise=False
+):
     """budget = C + R, R = window with the current token in it; attention profiles stay as they were attended.
 
     `renormalise`: a head's row is divided by what it gave to the entries older than the window when it was attended.
     """
     attention, positions = window_attention(queries, keys, prompt_length, window)
-    profiles = [{} for _ in keys]                       # per KV head: query position -> {key position: weight}
+    profiles = [{} for _ in keys]  # per KV head: query position -> {key position: weight}
     for group in range(len(keys)):
         for i, p in enumerate(positions):
             rows = [attention[head, i] for head in heads_of(group, len(queries), len(keys))]

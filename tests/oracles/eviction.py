@@ -26,8 +26,8 @@ def accumulated_attention(queries, keys, prompt_length, noise=None, tau=1.0):
     for group in range(kv_heads):
         for head in heads_of(group, len(queries), kv_heads):
             for i in range(queries.shape[1] - decoded):
-                own = 0.0 if noise is None else noise[head, :i + 1]
-                gathered[head, :i + 1] += attention_row(queries[head, i], keys[group, :i + 1], own, tau)
+                own = 0.0 if noise is None else noise[head, : i + 1]
+                gathered[head, : i + 1] += attention_row(queries[head, i], keys[group, : i + 1], own, tau)
     return gathered
 
 
@@ -42,8 +42,8 @@ def best_and_newest(slots, budget, newest):
 def oracle_scissorhands(queries, keys, values, prompt_length, budget, recent=0.5, history=0.2):
     """Out goes who got less than the average 1/t of t entries most often among the last H queries."""
     newest, remembered = max(1, int(recent * budget)), max(1, int(history * budget))
-    first = queries.shape[1] - keys.shape[1]            # index of the query at position p: first + p
-    unimportant = [{} for _ in keys]                    # per KV head: query position -> {key position: below average}
+    first = queries.shape[1] - keys.shape[1]  # index of the query at position p: first + p
+    unimportant = [{} for _ in keys]  # per KV head: query position -> {key position: below average}
 
     def remember(group, rows, positions, query_position):
         mean = sum(rows) / len(rows)
@@ -56,8 +56,10 @@ def oracle_scissorhands(queries, keys, values, prompt_length, budget, recent=0.5
 
     def prefill(group):
         for p in range(max(prompt_length - remembered, 0), prompt_length):
-            rows = [attention_row(queries[head, first + p], keys[group, :p + 1])
-                    for head in heads_of(group, len(queries), len(keys))]
+            rows = [
+                attention_row(queries[head, first + p], keys[group, : p + 1])
+                for head in heads_of(group, len(queries), len(keys))
+            ]
             remember(group, rows, range(p + 1), p)
         return trimmed(group, taken(keys, values, group, range(prompt_length)), prompt_length - 1)
 
@@ -85,8 +87,9 @@ def oracle_h2o(queries, keys, values, prompt_length, budget, heavy=0.5):
     return simulate(queries, keys, values, prompt_length, prefill, after)
 
 
-def oracle_keyformer(queries, keys, values, prompt_length, budget, gumbel=None, recent=0.5, tau_start=1.0, tau_end=2.0,
-                     announced=None):
+def oracle_keyformer(
+    queries, keys, values, prompt_length, budget, gumbel=None, recent=0.5, tau_start=1.0, tau_end=2.0, announced=None
+):
     """H2O with another score: softmax((logit + noise) / tau). `gumbel` [heads, prompt + T], one number for each key.
 
     tau reaches its end with the last of the `announced` steps, T unless given.
@@ -105,8 +108,10 @@ def oracle_keyformer(queries, keys, values, prompt_length, budget, gumbel=None, 
         step = position - prompt_length + 1
         tau = tau_start + (tau_end - tau_start) * step / announced if step < announced else tau_end
         stored = [s.position for s in slots]
-        added = sum(attention_row(queries[head, position], keys[group, stored], noise[head, stored], tau)
-                    for head in heads_of(group, len(queries), len(keys)))
+        added = sum(
+            attention_row(queries[head, position], keys[group, stored], noise[head, stored], tau)
+            for head in heads_of(group, len(queries), len(keys))
+        )
         return best_and_newest([s._replace(score=s.score + a) for s, a in zip(slots, added)], budget, newest)
 
     return simulate(queries, keys, values, prompt_length, prefill, after)

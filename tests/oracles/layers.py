@@ -12,10 +12,10 @@ from math import ceil, log
 
 import numpy as np
 
-from oracles.core import (
-    entropy, heads_of, simulate, summed_over_group, taken, top_positions, window_attention)
+from oracles.core import entropy, heads_of, simulate, summed_over_group, taken, top_positions, window_attention
 
 # Shares
+
 
 def ideal_shares(weights, total, ceiling, floor=0):
     """Fractions c * weight, cut to [floor, ceiling], with the one c for which they sum to min(total, n * ceiling).
@@ -54,6 +54,7 @@ def share_out(weights, total, ceiling, floor=0):
 
 # Scores
 
+
 def averaged(scores, kernel):
     """Average pooling that keeps the length; what lies outside counts as zero."""
     n = len(scores)
@@ -65,8 +66,9 @@ def pooled_scores(queries, keys, prompt_length, window, kernel):
     """SnapKV's scores of one layer outside the window, a list for each KV head."""
     attention, _ = window_attention(queries, keys, prompt_length, window)
     older = prompt_length - window
-    return [averaged(list(summed_over_group(attention, g, len(keys)).sum(axis=0)[:older]), kernel)
-            for g in range(len(keys))]
+    return [
+        averaged(list(summed_over_group(attention, g, len(keys)).sum(axis=0)[:older]), kernel) for g in range(len(keys))
+    ]
 
 
 def everything(keys, prompt_length):
@@ -79,6 +81,7 @@ def best_and_window(scores, share, window, prompt_length):
 
 
 # Layer budgets
+
 
 def pyramidkv_shares(layers, prompt_length, budget, window=32, beta=20):
     """From 2 * mean - smallest in the first layer down to mean / beta in the last, evenly; the window in every one."""
@@ -95,8 +98,10 @@ def oracle_pyramidkv(queries, keys, values, prompt_length, budget, window=32, ke
     if prompt_length <= budget:
         return everything(keys, prompt_length)
     shares = pyramidkv_shares(len(keys), prompt_length, budget, window, beta)
-    return [best_and_window(pooled_scores(q, k, prompt_length, window, kernel), share, window, prompt_length)
-            for q, k, share in zip(queries, keys, shares)]
+    return [
+        best_and_window(pooled_scores(q, k, prompt_length, window, kernel), share, window, prompt_length)
+        for q, k, share in zip(queries, keys, shares)
+    ]
 
 
 def uncertainty(queries, keys, prompt_length, window, mass):
@@ -124,16 +129,22 @@ def oracle_zigzagkv(queries, keys, values, prompt_length, budget, window=32, ker
     if prompt_length <= budget:
         return everything(keys, prompt_length)
     shares = zigzagkv_shares(queries, keys, prompt_length, budget, window, mass, floor)
-    return [best_and_window(pooled_scores(q, k, prompt_length, window, kernel), share, window, prompt_length)
-            for q, k, share in zip(queries, keys, shares)]
+    return [
+        best_and_window(pooled_scores(q, k, prompt_length, window, kernel), share, window, prompt_length)
+        for q, k, share in zip(queries, keys, shares)
+    ]
 
 
 def dynamickv_shares(scores, prompt_length, budget, window=32, reach=10.0):
     """`scores` [layer][kv_head]: how many of the best of all layers, heads and positions fall into each layer."""
     layers, kv_heads, older = len(scores), len(scores[0]), prompt_length - window
-    every = [(-score, layer, head, i) for layer, rows in enumerate(scores) for head, row in enumerate(rows)
-             for i, score in enumerate(row)]
-    best = sorted(every)[:layers * kv_heads * (budget - window)]
+    every = [
+        (-score, layer, head, i)
+        for layer, rows in enumerate(scores)
+        for head, row in enumerate(rows)
+        for i, score in enumerate(row)
+    ]
+    best = sorted(every)[: layers * kv_heads * (budget - window)]
     weights = [Fraction(sum(layer == found[1] for found in best), kv_heads) for layer in range(layers)]
     ceiling = min(older, int(reach * budget) - window)
     return [window + share for share in share_out(weights, layers * (budget - window), ceiling)]
@@ -148,6 +159,7 @@ def oracle_dynamickv(queries, keys, values, prompt_length, budget, window=32, ke
 
 
 # Patterns
+
 
 def lacache_layer(layer, layers, prompt_length, budget, sinks=4, recent=0.25, span=0.25, overlap=0.5):
     """The rungs climb from the first token behind the sinks to the last one before the recent part."""
@@ -210,16 +222,22 @@ def oracle_duoattention(queries, keys, values, prompt_length, budget, sinks=None
         def ends(group, slots):
             if (layer, group) in retrieval or len(slots) <= sinks + recent:
                 return slots
-            return slots[:sinks] + slots[len(slots) - recent:]
+            return slots[:sinks] + slots[len(slots) - recent :]
 
-        return simulate(queries[layer], keys[layer], values[layer], prompt_length,
-                        lambda g: ends(g, taken(keys[layer], values[layer], g, range(prompt_length))),
-                        lambda g, slots, weights, position: ends(g, slots))
+        return simulate(
+            queries[layer],
+            keys[layer],
+            values[layer],
+            prompt_length,
+            lambda g: ends(g, taken(keys[layer], values[layer], g, range(prompt_length))),
+            lambda g, slots, weights, position: ends(g, slots),
+        )
 
     return [of_layer(layer) for layer in range(len(keys))]
 
 
 # CompilerKV
+
 
 def bin_of(x, low, high, bins):
     """Bins of equal width; what lies outside belongs to the first or the last."""
@@ -230,8 +248,10 @@ def bin_of(x, low, high, bins):
 
 
 def risk_bins(attention_entropy, perplexity, bins=(20, 4), entropies=(2, 10), perplexities=(1, 100)):
-    return (bin_of(attention_entropy, *entropies, bins[0]),
-            bin_of(log(perplexity), log(perplexities[0]), log(perplexities[1]), bins[1]))
+    return (
+        bin_of(attention_entropy, *entropies, bins[0]),
+        bin_of(log(perplexity), log(perplexities[0]), log(perplexities[1]), bins[1]),
+    )
 
 
 def global_attention(queries, keys, prompt_length, window):
@@ -242,7 +262,7 @@ def global_attention(queries, keys, prompt_length, window):
 
 def relative_norms(values):
     """Eq. 7 for one KV head's values [P, d]."""
-    norms = [np.sqrt((value ** 2).sum()) for value in values]
+    norms = [np.sqrt((value**2).sum()) for value in values]
     return [norm / (sum(norms) / len(norms)) for norm in norms]
 
 
@@ -256,7 +276,7 @@ def compilerkv_entropy(queries, keys, prompt_length, window=64):
 def compilerkv_scores(queries, keys, values, prompt_length, window=64, utility_window=32, kernel=1, heads=None):
     """Eq. 6-10: [layer] lists over the prompt, each divided by its maximum."""
     rows = global_attention(queries, keys, prompt_length, window)
-    gathered = rows[max(0, len(rows) - utility_window):].sum(axis=0)
+    gathered = rows[max(0, len(rows) - utility_window) :].sum(axis=0)
     result = []
     for layer in range(len(keys)):
         best = [-np.inf] * prompt_length
@@ -270,8 +290,22 @@ def compilerkv_scores(queries, keys, values, prompt_length, window=64, utility_w
     return result
 
 
-def oracle_compilerkv(queries, keys, values, prompt_length, budget, window=64, utility_window=32, kernel=1, heads=None,
-                      risk=None, perplexity=None, entropies=(2, 10), perplexities=(1, 100), pad="none"):
+def oracle_compilerkv(
+    queries,
+    keys,
+    values,
+    prompt_length,
+    budget,
+    window=64,
+    utility_window=32,
+    kernel=1,
+    heads=None,
+    risk=None,
+    perplexity=None,
+    entropies=(2, 10),
+    perplexities=(1, 100),
+    pad="none",
+):
     """`heads` [layers][heads] weights, `risk` [layers][entropy bins][perplexity bins] thresholds; None is neutral."""
     if prompt_length <= budget:
         return everything(keys, prompt_length)
@@ -291,6 +325,7 @@ def oracle_compilerkv(queries, keys, values, prompt_length, budget, window=64, u
 
 
 # SnapKV, a set for every query head
+
 
 def oracle_snapkv_by_head(queries, keys, values, prompt_length, budget, window=32, kernel=7):
     """One layer, as in `core`: a layer whose every query head has keys of its own decides by head."""

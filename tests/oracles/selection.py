@@ -66,6 +66,7 @@ def softmax_of(logits):
 
 # SnapKV++
 
+
 def snapkv_pp_kept(queries, keys, prompt_length, budget, window, kernel, short, long, threshold):
     """Per KV head; algorithm 1: sum over the window and the group, then the maximum over the kernel."""
     if budget >= prompt_length or window >= prompt_length:
@@ -76,19 +77,21 @@ def snapkv_pp_kept(queries, keys, prompt_length, budget, window, kernel, short, 
         raw = np.zeros(older)
         for head in heads_of(group, len(queries), len(keys)):
             for p in range(older, prompt_length):
-                raw += attention_row(queries[head, first + p], keys[group, :p + 1])[:older]
-        pooled = [max(raw[max(i - kernel // 2, 0):i + kernel // 2 + 1]) for i in range(older)]
+                raw += attention_row(queries[head, first + p], keys[group, : p + 1])[:older]
+        pooled = [max(raw[max(i - kernel // 2, 0) : i + kernel // 2 + 1]) for i in range(older)]
         kept.append(top_positions(pooled, budget - window) + list(range(older, prompt_length)))
     return kept
 
 
-def oracle_snapkv_pp(queries, keys, values, prompt_length, budget, window=32, kernel=None, short=63, long=511,
-                     threshold=48000):
+def oracle_snapkv_pp(
+    queries, keys, values, prompt_length, budget, window=32, kernel=None, short=63, long=511, threshold=48000
+):
     kept = snapkv_pp_kept(queries, keys, prompt_length, budget, window, kernel, short, long, threshold)
     return simulate_selection(queries, keys, values, prompt_length, kept, everything)
 
 
 # Quest
+
 
 def page_bound(query, page_keys):
     """The largest dot product that any key within the page's bounds could have with the query."""
@@ -120,6 +123,7 @@ def oracle_quest(queries, keys, values, prompt_length, budget, page=16):
 
 
 # SparQ
+
 
 def temperature(query, dims):
     """sqrt(d |q_r|_1 / |q|_1): what the logits of the chosen dimensions are divided by."""
@@ -158,6 +162,7 @@ def oracle_sparq(queries, keys, values, prompt_length, budget, rank=None):
 
 # Hybrid attention and RocketKV
 
+
 def hybrid_settings(length, budget, dimensions, page=None, rank=None):
     """(page size, dimensions) for a compression c2 = length / budget: its root each, as integers can do it."""
     compression = Fraction(length, budget)
@@ -172,7 +177,7 @@ def hybrid_token_scores(own_queries, own_keys, page, rank):
     """Algorithm 2, averaged over the group: what each token's page promises."""
     dims = largest_dimensions(own_queries, rank)
     signs = [sum(query[i] for query in own_queries) >= 0 for i in dims]
-    promised = []                                       # for each token: what its page shows
+    promised = []  # for each token: what its page shows
     for tokens in cut_into_pages(len(own_keys), page):
         highest, lowest = own_keys[tokens].max(axis=0)[dims], own_keys[tokens].min(axis=0)[dims]
         promised += [np.where(signs, highest, lowest)] * len(tokens)
@@ -194,8 +199,9 @@ def hybrid_selection(budget, page, rank):
 
 def oracle_hybrid(queries, keys, values, prompt_length, budget, page=None, rank=None):
     page, rank = hybrid_settings(keys.shape[1], budget, keys.shape[2], page, rank)
-    return simulate_selection(queries, keys, values, prompt_length, [range(prompt_length)] * len(keys),
-                              hybrid_selection(budget, page, rank))
+    return simulate_selection(
+        queries, keys, values, prompt_length, [range(prompt_length)] * len(keys), hybrid_selection(budget, page, rank)
+    )
 
 
 def rocketkv_capacity(length, decoded, budget, split):
@@ -204,11 +210,12 @@ def rocketkv_capacity(length, decoded, budget, split):
         return math.isqrt(length * budget)
     compression = length / budget
     exponent = min(0.2 + 0.06 * math.log2(compression), 0.8)
-    return max(int(length / compression ** exponent), min(2 * decoded, length))
+    return max(int(length / compression**exponent), min(2 * decoded, length))
 
 
-def rocketkv_kept(queries, keys, prompt_length, budget, split="even", window=32, kernel=None, short=63, long=511,
-                  threshold=48000):
+def rocketkv_kept(
+    queries, keys, prompt_length, budget, split="even", window=32, kernel=None, short=63, long=511, threshold=48000
+):
     """The first stage: a prompt within the budget is kept whole, as by all policies."""
     left, decoded = prompt_length, keys.shape[1] - prompt_length
     if prompt_length > budget:

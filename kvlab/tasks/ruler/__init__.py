@@ -19,12 +19,31 @@ from kvlab.tasks.ruler.material import Material
 if TYPE_CHECKING:
     from kvlab.models import LM
 
-Kind = Literal["niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2",
-               "niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"]
+Kind = Literal[
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
+]
 KINDS: tuple[str, ...] = get_args(Kind)
 
-_MAKERS = {**{name: niah.make for name in niah.SPECS}, "vt": tracing.make, "cwe": wordlists.common,
-           "fwe": wordlists.frequent, "qa_1": qa.make, "qa_2": qa.make}
+_MAKERS = {
+    **{name: niah.make for name in niah.SPECS},
+    "vt": tracing.make,
+    "cwe": wordlists.common,
+    "fwe": wordlists.frequent,
+    "qa_1": qa.make,
+    "qa_2": qa.make,
+}
 
 
 class Ruler(Task):
@@ -58,8 +77,9 @@ class Ruler(Task):
     def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
         """See Task.examples; 5 to 20 ms for each example of 2,048 tokens."""
         material = Material(lm, self.document)
-        for kind, length, trial in spread(product(self.kinds, self.lengths, range(self.trials)), limit,
-                                          kind=lambda cell: cell[0]):
+        for kind, length, trial in spread(
+            product(self.kinds, self.lengths, range(self.trials)), limit, kind=lambda cell: cell[0]
+        ):
             made = _MAKERS[kind](material, kind, length, Random(f"{self.seed} {kind} {length} {trial}"))
             marks = {"kind": kind, "length": length, "trial": trial, **made.marks}
             yield dataclasses.replace(made, id=f"ruler-{kind}-{length}-{trial}", marks=marks)
@@ -70,7 +90,7 @@ class Ruler(Task):
             return {self.metric: string_match_all(prediction, example.answers)}
         parts, first = [], 0
         for count in example.marks.get("groups", [len(example.answers)]):
-            parts.append(string_match_part(prediction, example.answers[first:first + count]))
+            parts.append(string_match_part(prediction, example.answers[first : first + count]))
             first += count
         return {self.metric: sum(parts) / len(parts)}
 

@@ -52,7 +52,7 @@ class Material:
         rounds = max(0, room) // sum(each) + 1
         count = sum(upto <= room for upto in accumulate(each * rounds))
         said = (NOISE * rounds)[:count]
-        return [" ".join(said[i:i + len(NOISE)]) for i in range(0, count, len(NOISE))]
+        return [" ".join(said[i : i + len(NOISE)]) for i in range(0, count, len(NOISE))]
 
     def lines(self, pieces: list[str]) -> Cut:
         """Lines as hay, to find a depth by tokens in."""

@@ -11,7 +11,7 @@ from kvlab.tasks.making import fill, fit, piece_lengths
 from kvlab.tasks.ruler.material import Draws, Material
 
 NEEDLE = "One of the special magic {what} for {key} is: {value}."
-DEPTHS = [step / 39 for step in range(40)]      # the forty depths that RULER draws from
+DEPTHS = [step / 39 for step in range(40)]  # the forty depths that RULER draws from
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,11 @@ def make(material: Material, kind: str, length: int, draw: Random) -> Example:
     what = spec.values.removesuffix("s") if one else spec.values
     query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
     verb = "is" if one else "are all"
-    opening = (f"A special magic {what} hides in this text. Keep it in mind; you will be asked for it." if one else
-               f"Special magic {what} hide in this text. Keep them in mind; you will be asked for them.")
+    opening = (
+        f"A special magic {what} hides in this text. Keep it in mind; you will be asked for it."
+        if one
+        else f"Special magic {what} hide in this text. Keep them in mind; you will be asked for them."
+    )
 
     def build(room: int) -> Example:
         cut = hay(room)
@@ -62,11 +65,14 @@ def make(material: Material, kind: str, length: int, draw: Random) -> Example:
         places = [cut.depth(b) for b, (key, _) in zip(boundaries, needles, strict=True) if key in asked]
         text = cut.with_needles([text for _, text in needles], boundaries, " " if spec.hay == "essay" else "\n")
         return Example(
-            id=kind, context=f"{opening}\n{text}\n",
+            id=kind,
+            context=f"{opening}\n{text}\n",
             question=f"What {verb} the special magic {what} for {query} that the text mentions?",
             prefix=f" The special magic {what} for {query} mentioned in the provided text {'is' if one else 'are'}",
-            answers=tuple(value for key in asked for value in hidden[key]), max_new_tokens=128,
-            marks={"depth": round(sum(places) / len(places), 4)})
+            answers=tuple(value for key in asked for value in hidden[key]),
+            max_new_tokens=128,
+            marks={"depth": round(sum(places) / len(places), 4)},
+        )
 
     return fit(material.lm, build, length, f"ruler's {kind}")
 
@@ -78,9 +84,10 @@ def _hay(material: Material, spec: Spec, length: int, draw: Random, some: Draws)
         return lambda room: material.essay.cut(start, room)
     if spec.hay == "noise":
         return lambda room: material.lines(material.noise(room))
-    shortest = 12       # no needle is shorter in tokens, so these are enough
-    others = [NEEDLE.format(what=spec.values, key=some(spec.keys), value=some(spec.values))
-              for _ in range(length // shortest)]
+    shortest = 12  # no needle is shorter in tokens, so these are enough
+    others = [
+        NEEDLE.format(what=spec.values, key=some(spec.keys), value=some(spec.values)) for _ in range(length // shortest)
+    ]
     lengths = piece_lengths(material.lm, [f"{other}\n" for other in others])
 
     def needles(room: int) -> Cut:

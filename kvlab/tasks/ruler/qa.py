@@ -17,7 +17,7 @@ _TASK = "Answer from the documents, with nothing but the answer."
 
 def make(material: Material, kind: str, length: int, draw: Random) -> Example:
     """qa_1: one question, distractors of its article first; qa_2: two questions over two articles, any distractors."""
-    for _ in range(7):      # short lengths do not suit every question's paragraph
+    for _ in range(7):  # short lengths do not suit every question's paragraph
         with contextlib.suppress(KvlabError):
             return _make(material, kind, length, draw)
     return _make(material, kind, length, draw)
@@ -29,18 +29,25 @@ def _make(material: Material, kind: str, length: int, draw: Random) -> Example:
     texts = golden + _distractors(material, asked, golden, length, draw, own_first=kind == "qa_1")
     order = [draw.random() for _ in texts]
     lengths = piece_lengths(material.lm, [f"Document 10:\n{text}\n\n" for text in texts])
-    wanted = " ".join(f"({n}) {q.question.strip()}" for n, q in enumerate(asked, 1)) if len(asked) > 1 else (
-        asked[0].question.strip())
+    wanted = (
+        " ".join(f"({n}) {q.question.strip()}" for n, q in enumerate(asked, 1))
+        if len(asked) > 1
+        else (asked[0].question.strip())
+    )
 
     def build(room: int) -> Example:
         shown = _cut(texts, lengths, len(golden), room)
         shown = [text for _, text in sorted(zip(order, shown, strict=False))]
         listed = "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(shown, 1))
         return Example(
-            id=kind, context=f"{_TASK}\n\nThe documents:\n\n{listed}\n\n", question=f"{_TASK}\n\nQuestion: {wanted}",
-            prefix=" Answer:", answers=tuple(answer for question in asked for answer in question.answers),
+            id=kind,
+            context=f"{_TASK}\n\nThe documents:\n\n{listed}\n\n",
+            question=f"{_TASK}\n\nQuestion: {wanted}",
+            prefix=" Answer:",
+            answers=tuple(answer for question in asked for answer in question.answers),
             max_new_tokens=32,
-            marks={"groups": [len(question.answers) for question in asked], "documents": len(shown)})
+            marks={"groups": [len(question.answers) for question in asked], "documents": len(shown)},
+        )
 
     return fit(material.lm, build, length, f"ruler's {kind}")
 
@@ -59,14 +66,19 @@ def _questions(material: Material, count: int, length: int, draw: Random) -> lis
     return shortest[1]
 
 
-def _distractors(material: Material, asked: list[Question], golden: list[str], length: int, draw: Random,
-                 own_first: bool) -> list[str]:
+def _distractors(
+    material: Material, asked: list[Question], golden: list[str], length: int, draw: Random, own_first: bool
+) -> list[str]:
     """Paragraphs without any of the answers, shuffled, of more than `length` tokens together."""
     answers = {answer.strip().lower() for question in asked for answer in question.answers}
     answer = re.compile("|".join(rf"(?<!\w){re.escape(text)}(?!\w)" for text in sorted(answers)))
     own = [text for question in asked for text in material.paragraphs[question.document]] if own_first else []
-    rest = [text for name, texts in material.paragraphs.items() for text in texts
-            if not own_first or name != asked[0].document]
+    rest = [
+        text
+        for name, texts in material.paragraphs.items()
+        for text in texts
+        if not own_first or name != asked[0].document
+    ]
     found, characters = [], 0
     for text in [*draw.sample(own, len(own)), *draw.sample(rest, len(rest))]:
         if characters > 8 * length:

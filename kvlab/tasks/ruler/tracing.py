@@ -11,8 +11,10 @@ from kvlab.tasks.ruler.material import Material
 
 HOPS = 4
 _ASK = "Question: Which variables hold the value {value}, directly or through others? Find all of them."
-_PREFIX = (" Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
-           "assigned the value {value}, they are:")
+_PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
+    "assigned the value {value}, they are:"
+)
 
 
 def make(material: Material, kind: str, length: int, draw: Random) -> Example:
@@ -23,14 +25,20 @@ def make(material: Material, kind: str, length: int, draw: Random) -> Example:
     first, second = draw.sample(range(10_000, 100_000), 2)
     places = [sorted(draw.random() for _ in range(HOPS + 1)) for _ in range(2)]
     opening = "Follow the variable assignments that stand in this text.\n\n"
-    worked = (f"{opening}{_text(material, _chain(shown, first), places[0], min(500, length // 4) - 140)}\n"
-              f"{_ASK.format(value=first)}{_PREFIX.format(count=HOPS + 1, value=first)} {' '.join(shown)}\n\n\n")
+    worked = (
+        f"{opening}{_text(material, _chain(shown, first), places[0], min(500, length // 4) - 140)}\n"
+        f"{_ASK.format(value=first)}{_PREFIX.format(count=HOPS + 1, value=first)} {' '.join(shown)}\n\n\n"
+    )
 
     def build(room: int) -> Example:
         return Example(
-            id=kind, context=f"{worked}{opening}{_text(material, _chain(known, second), places[1], room)}\n",
-            question=_ASK.format(value=second), prefix=_PREFIX.format(count=HOPS + 1, value=second),
-            answers=tuple(known), max_new_tokens=30)
+            id=kind,
+            context=f"{worked}{opening}{_text(material, _chain(known, second), places[1], room)}\n",
+            question=_ASK.format(value=second),
+            prefix=_PREFIX.format(count=HOPS + 1, value=second),
+            answers=tuple(known),
+            max_new_tokens=30,
+        )
 
     return fit(material.lm, build, length, "ruler's vt")
 
@@ -43,8 +51,10 @@ def _names(draw: Random, letters: int) -> list[str]:
 
 
 def _chain(names: list[str], value: int) -> list[str]:
-    return [f"VAR {names[0]} = {value}",
-            *(f"VAR {name} = VAR {before}" for before, name in zip(names, names[1:], strict=False))]
+    return [
+        f"VAR {names[0]} = {value}",
+        *(f"VAR {name} = VAR {before}" for before, name in zip(names, names[1:], strict=False)),
+    ]
 
 
 def _text(material: Material, chain: list[str], places: list[float], room: int) -> str:

@@ -17,7 +17,7 @@ from kvlab.tasks.ruler.material import Material
 COMMON = 10
 ALPHA = 2.0
 NOISE = "..."
-_LONG = 4096        # from here on RULER repeats words more often
+_LONG = 4096  # from here on RULER repeats words more often
 
 
 def common(material: Material, kind: str, length: int, draw: Random) -> Example:
@@ -27,23 +27,34 @@ def common(material: Material, kind: str, length: int, draw: Random) -> Example:
     """
     shown, often, seldom, shown_often, shown_seldom = (40, 30, 3, 10, 3) if length >= _LONG else (20, 6, 1, 3, 1)
     pool = draw.sample(words("noun", "adjective", "verb"), k=len(words("noun", "adjective", "verb")))
-    example, known, others = pool[:shown], pool[shown:shown + COMMON], pool[shown + COMMON:]
+    example, known, others = pool[:shown], pool[shown : shown + COMMON], pool[shown + COMMON :]
     order = draw.random()
 
     def listed(many: list[str], few: list[str], times: tuple[int, int]) -> str:
         entries = many * times[0] + few * times[1]
         Random(f"{order} {len(entries)}").shuffle(entries)
-        return ("A numbered list of words follows. Some of them come more often than the others; keep those in mind.\n"
-                + _numbered(entries) + "\n")
+        return (
+            "A numbered list of words follows. Some of them come more often than the others; keep those in mind.\n"
+            + _numbered(entries)
+            + "\n"
+        )
 
     ask = f"Question: Which {COMMON} words come most often in this list?"
     prefix = f" Answer: The top {COMMON} words that appear most often in the list are:"
-    worked = (listed(example[:COMMON], example[COMMON:], (shown_often, shown_seldom))
-              + f"{ask}{prefix} {_numbered(example[:COMMON])}\n\n")
+    worked = (
+        listed(example[:COMMON], example[COMMON:], (shown_often, shown_seldom))
+        + f"{ask}{prefix} {_numbered(example[:COMMON])}\n\n"
+    )
 
     def build(others_used: int) -> Example:
-        return Example(id=kind, context=worked + listed(known, others[:others_used], (often, seldom)), question=ask,
-                       prefix=prefix, answers=tuple(known), max_new_tokens=120)
+        return Example(
+            id=kind,
+            context=worked + listed(known, others[:others_used], (often, seldom)),
+            question=ask,
+            prefix=prefix,
+            answers=tuple(known),
+            max_new_tokens=120,
+        )
 
     return fit(material.lm, build, length, "ruler's cwe", slope=6.0 * seldom)
 
@@ -63,7 +74,7 @@ def frequent(material: Material, kind: str, length: int, draw: Random) -> Exampl
         coded["".join(draw.choices(string.ascii_lowercase, k=6))] = None
     ranked, order = [NOISE, *list(coded)[1:]], draw.random()
     costs = piece_lengths(material.lm, [f" {word}" for word in ranked])
-    shares = [rank ** -ALPHA / zeta(ALPHA) for rank in range(1, len(ranked) + 1)]
+    shares = [rank**-ALPHA / zeta(ALPHA) for rank in range(1, len(ranked) + 1)]
 
     def cost(n: int) -> int:
         return sum(int(n * share) * each for share, each in zip(shares, costs, strict=True))
@@ -74,10 +85,13 @@ def frequent(material: Material, kind: str, length: int, draw: Random) -> Exampl
         entries += [NOISE] * ((room - cost(n)) // costs[0])
         Random(f"{order} {n}").shuffle(entries)
         return Example(
-            id=kind, context=f"A coded text follows. Count how often each coded word comes. {' '.join(entries)}\n",
+            id=kind,
+            context=f"A coded text follows. Count how often each coded word comes. {' '.join(entries)}\n",
             question="Question: Which three coded words come most often? Leave out the dots '...'; explain nothing.",
             prefix=" Answer: According to the coded text above, the three most frequently appeared words are:",
-            answers=tuple(ranked[1:4]), max_new_tokens=50)
+            answers=tuple(ranked[1:4]),
+            max_new_tokens=50,
+        )
 
     made = fit(material.lm, build, length, "ruler's fwe")
     counts = Counter(made.context.split())
