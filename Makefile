@@ -5,12 +5,8 @@ PORT ?= 5000
 
 BIN := .venv/bin
 STAMP := .venv/.stamp
-STORE := sqlite:///$(CURDIR)/mlruns/mlflow.db
 # Sweeps run several processes side by side; one torch thread each is fastest on few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-
-# JupyterLab refuses to start for root (as in a container) without being told.
-AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
 .PHONY: help env pull reproduce test test-unit test-notebooks browser notebooks lab clean
@@ -66,14 +62,8 @@ notebooks: pull  ## run every notebook where it stands, and keep its outputs in 
 	export MLFLOW_TRACKING_URI="sqlite:///$$store/mlflow.db" && \
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
-lab: $(STAMP)  ## JupyterLab on the notebooks, and the MLflow UI
-	@$(BIN)/python -c 'from kvlab.workbench import tracking; tracking.ensure_store()'
-	@MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --workers 1 --host 127.0.0.1 --port $(PORT) \
-	  --backend-store-uri "$(STORE)" >mlruns/server.log 2>&1 & \
-	server=$$!; trap 'kill $$server 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
-	echo "MLflow UI: http://127.0.0.1:$(PORT) (ready in some seconds; it ends with JupyterLab; its log: mlruns/server.log)"; \
-	$(BIN)/jupyter lab --ip=127.0.0.1 $(AS_ROOT) --ServerApp.root_dir="$(CURDIR)" \
-	  --LabApp.default_url=/lab/tree/notebooks/00_quickstart.ipynb
+lab: $(STAMP)  ## JupyterLab on copies of the notebooks (in lab/), and the MLflow UI
+	@exec $(BIN)/python -m kvlab.workbench.lab --port $(PORT)
 
 clean:  ## remove the environment and what runs left behind, but not the store of runs
 	rm -rf .venv build dist report .pytest_cache .hypothesis

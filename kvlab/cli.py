@@ -157,9 +157,13 @@ def run(
     cluster: Cluster = None,
 ) -> None:
     """Run one experiment through papermill, logged to MLflow. What has finished before is not run again."""
-    from kvlab.workbench import driver
+    from kvlab.workbench import driver, ui
 
-    _finish(driver.run(experiment, profile, _overrides(parameters or []), jobs, fresh, cluster=cluster))
+    results = driver.run(experiment, profile, _overrides(parameters or []), jobs, fresh, cluster=cluster)
+    try:
+        _finish(results)
+    finally:
+        typer.echo(f"MLflow UI: {ui.told([experiment])}")
 
 
 @app.command(epilog="Example:   kvlab reproduce --profile quick --jobs 2")
@@ -167,11 +171,14 @@ def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = Fals
     """Run all experiments, write the report and print the claims with their verdicts."""
     from kvlab.workbench import driver, experiments, report
 
-    results = driver.run(experiments.names(), profile, None, jobs, fresh, cluster=cluster)
+    names = experiments.names()
+    if not names:
+        experiments.load("")  # says where experiments would have to be
+    results = driver.run(names, profile, None, jobs, fresh, cluster=cluster)
     found = report.entries()
     page = report.save(found)
     _print_claims(found)
-    _print_places(page)
+    _print_places(page, names)
     _finish(results, quiet=True)
 
 
@@ -639,10 +646,11 @@ def _counts(found: list[Any]) -> Any:
     return table
 
 
-def _print_places(page: Path) -> None:
+def _print_places(page: Path, names: list[str]) -> None:
+    from kvlab.workbench import ui
     from kvlab.workbench.store import store_uri
 
-    typer.echo(f"\nReport:       {page}\nMLflow store: {store_uri()}")
+    typer.echo(f"\nReport:       {page}\nMLflow store: {store_uri()}\nMLflow UI:    {ui.told(names)}")
 
 
 def main(arguments: list[str] | None = None) -> None:

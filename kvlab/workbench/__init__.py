@@ -8,3 +8,9 @@ In a notebook:
     run.table("errors", frame); run.figure("figure4", figure)
     run.claims("zsmerge_error_curves")
 """
+
+import os
+
+# Before anything here imports mlflow; what is started from here inherits it.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("DO_NOT_TRACK", "true")

@@ -337,6 +337,8 @@ class Sweep:
 
     def _parent(self, job: Job) -> tracking.Run:
         if job.experiment not in self.parents:
+            mine = [one.name for one in self.queue if one.experiment == job.experiment]
+            told = f" {job.name}" if len(mine) == 1 and job.name != job.profile else ""
             self.parents[job.experiment] = tracking.create_run(
                 self.client,
                 job.experiment,
@@ -346,7 +348,7 @@ class Sweep:
                     "kvlab.profile": job.profile,
                     "mlflow.note.content": self.descriptions[job.experiment],
                 },
-                name=f"{job.experiment} {job.profile}",
+                name=f"{job.experiment} {job.profile}{told}",
             )
         return self.parents[job.experiment]
 

@@ -27,6 +27,7 @@ def log(found: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
     """
     rows = summary(found)
     with tracking.start(EXPERIMENT, parameters) as run:
+        run.tag("mlflow.runName", named(parameters))
         metrics: dict[str, float] = {}
         intervals: dict[str, tuple[float, float]] = {}
         for row in rows.itertuples():
@@ -44,6 +45,13 @@ def log(found: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
             run.figure("needle_heatmap", heatmap)
         run.json("signatures", sorted({answer.signature for answer in found}))
     return run.id
+
+
+def named(parameters: Mapping[str, Any]) -> str:
+    """The run's name: tasks, policies and budgets."""
+    policies = parameters.get("policies", ())
+    several = policies if len(policies) < 6 else [*policies[:4], f"{len(policies)} policies"]
+    return " ".join([str(parameters.get("tasks", "")), ",".join(several), str(parameters.get("budgets", ""))])[:120]
 
 
 def needles(found: Sequence[Answer]) -> Figure | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,19 @@ from kvlab.files import expanded, located, writable
 from kvlab.workbench import content, project
 from kvlab.workbench.notebooks import parameters_of
 
-__all__ = ["Experiment", "Job", "Profile", "checked", "jobs", "load", "longest_first", "names", "plain", "read"]
+__all__ = [
+    "Experiment",
+    "Job",
+    "Profile",
+    "checked",
+    "jobs",
+    "load",
+    "longest_first",
+    "names",
+    "plain",
+    "read",
+    "run_name",
+]
 
 
 MOST = 10_000  # jobs of an experiment
@@ -210,6 +221,10 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
         single.pop(axis, None)
         if not values:
             raise KvlabError(f"the grid of {experiment.name} has no values for {axis!r}")
+    # What tells the jobs apart, from each other and from those of another command.
+    told = [axis for axis, values in grid.items() if any(value != values[0] for value in values)]
+    usual = {**declared, **experiment.parameters, **changes.parameters}
+    told += [name for name in overrides or {} if name not in grid and single[name] != usual[name]]
     wanted = math.prod(map(len, grid.values()))
     if wanted > MOST:
         raise KvlabError(f"the grid of {experiment.name} stands for {wanted:,} jobs, and {MOST:,} are the most")
@@ -222,10 +237,11 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
         }
         for name, value in parameters.items():
             _within(name, value, declared[name], experiment)
+        name = run_name({name: parameters[name] for name in told}) or profile
         points.append(
             Job(
                 experiment.name,
-                _job_name(experiment.name, profile, point),
+                name,
                 profile,
                 experiment.path,
                 parameters,
@@ -260,9 +276,13 @@ def _known(name: str, declared: Mapping[str, Any], experiment: Experiment) -> No
         raise KvlabError(nearest(name, declared, f"parameter of {experiment.name}"))
 
 
-def _job_name(experiment: str, profile: str, point: Mapping[str, Any]) -> str:
-    shown = " ".join(f"{axis}={value}" for axis, value in point.items())
-    return re.sub(r"\s+", " ", shown)[:120] or profile
+def run_name(parameters: Mapping[str, Any]) -> str:
+    """A name of at most 120 characters that tells these parameters; empty for none."""
+    shown = [
+        f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in parameters.items()
+    ]
+    return " ".join(" ".join(shown).split())[:120]
 
 
 def read(text: str, default: Any) -> Any:

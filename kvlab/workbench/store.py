@@ -17,12 +17,14 @@ from urllib.request import url2pathname
 
 from kvlab.errors import KvlabError
 from kvlab.files import first_line, why
-from kvlab.workbench import project
+from kvlab.workbench import experiments, project
 
 if TYPE_CHECKING:
     from kvlab.workbench.patience import Patient
 
 SQLITE = "sqlite:///"
+KIND = "mlflow.experimentKind"
+EVALUATIONS = "What `kvlab eval` logged: scores of tasks under policies and budgets, each beside the full cache."
 PROXY_WITHOUT_SERVER = (502, 503, 504)
 
 
@@ -50,10 +52,8 @@ def artifact_location(experiment: str, uri: str) -> str | None:
 
 
 def quiet() -> None:
-    """Before mlflow is imported: no telemetry, no advertisement, no migration chatter."""
+    """Before mlflow is imported: no advertisement, no migration chatter."""
     for name, value in {
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "DO_NOT_TRACK": "true",
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -215,13 +215,17 @@ def exists() -> bool:
 
 
 def experiment_id(connection: Patient, name: str) -> str:
-    """The id of the MLflow experiment `name`, created with an artifact folder of its own if it is not there."""
+    """The id of the MLflow experiment `name`, created with an artifact folder of its own if it is not there.
+
+    Without its kind MLflow's UI would show it as an application of a language model, with no table of runs.
+    """
     from mlflow.exceptions import MlflowException
 
+    tags = {KIND: "custom_model_development", **_description(name)}
     found = connection.get_experiment_by_name(name)
     if found is None:
         try:
-            return connection.create_experiment(name, artifact_location(name, connection.tracking_uri))
+            return connection.create_experiment(name, artifact_location(name, connection.tracking_uri), tags)
         except MlflowException:
             found = connection.get_experiment_by_name(name)  # made by another process in between
             if found is None:
@@ -231,4 +235,15 @@ def experiment_id(connection: Patient, name: str) -> str:
             f"the MLflow experiment {name!r} was deleted: bring it back with `mlflow experiments restore "
             f"--experiment-id {found.experiment_id}`"
         )
+    for tag, value in tags.items():
+        if tag not in found.tags:  # a text that was changed in the UI stays
+            connection.set_experiment_tag(found.experiment_id, tag, value)
     return found.experiment_id
+
+
+def _description(name: str) -> dict[str, str]:
+    """The tag with an experiment's description, as its YAML has it, if there is one."""
+    with contextlib.suppress(KvlabError):
+        if name in experiments.names():
+            return {"mlflow.note.content": experiments.load(name).summary}
+    return {"mlflow.note.content": EVALUATIONS} if name == "eval" else {}

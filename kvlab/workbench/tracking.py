@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
 from kvlab.files import first_line, why
-from kvlab.workbench import project
+from kvlab.workbench import experiments, project
 from kvlab.workbench.given import typed
+from kvlab.workbench.notebooks import parameters_of
 from kvlab.workbench.store import client, ensure_store, experiment_id, store_uri
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ __all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "star
 BATCH = 1000  # what MLflow's log_batch takes at once
 ERROR = "kvlab.error"
 LONGEST = 5000  # longer parameters are cut by MLflow without a word
+SHOWN = 1000  # rows; the page of a run fetches them all
+LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
 NAME = re.compile(r"[\w\-. /]{1,240}")
 COLOURS = {"holds": "#d5efe0", "holds in direction only": "#fdf0c8", "fails": "#f8d9d3", "not measured": "#e8eaee"}
 
@@ -112,11 +115,22 @@ class Run:
 
     @_one_sentence
     def table(self, name: str, frame: pandas.DataFrame) -> None:
-        """Keep a tidy table as tables/NAME.parquet."""
+        """Keep a tidy table as tables/NAME.parquet, and for MLflow's UI as NAME.json; of a table with more than SHOWN
+        rows the first ones, as NAME_first_1000_rows.json.
+
+        Not by MLflow's log_table, which appends to what a cell that ran before has logged.
+        """
+        cut = f"_first_{SHOWN}_rows" if len(frame) > SHOWN else ""
+        shown = f"tables/{file_name(name)}{cut}.json"
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{file_name(name)}.parquet"
             frame.to_parquet(path, index=False)
             self.client.log_artifact(self.id, str(path), "tables")
+        rows = frame.head(SHOWN).to_json(orient="split", index=False, default_handler=str)
+        self.client.log_text(self.id, rows, shown)
+        listed = json.loads(self.client.get_run(self.id).data.tags.get(LISTED, "[]"))
+        entry = {"path": shown, "type": "table"}
+        self.client.set_tag(self.id, LISTED, json.dumps([*(one for one in listed if one != entry), entry]))
 
     def probes(self, name: str, records: Records) -> None:
         """Keep what probes saw in a live session or a replay (its `records`): the tidy table as tables/NAME.parquet,
@@ -229,9 +243,20 @@ def start(experiment: str, parameters: Mapping[str, Any], **tags: object) -> Run
         for key, value in tags.items():
             run.tag(key, value)
         return run
-    run = create_run(client(), experiment, parameters, {"kvlab.kind": "interactive", **tags}, name="interactive")
+    run = create_run(
+        client(), experiment, parameters, {"kvlab.kind": "interactive", **tags}, name=_name(experiment, parameters)
+    )
     run.watch()
     return run
+
+
+def _name(experiment: str, parameters: Mapping[str, Any]) -> str:
+    """Of a run that no driver began: what is not as the notebook has it, where the project knows that."""
+    told = ""
+    with contextlib.suppress(KvlabError):
+        usual = parameters_of(experiments.load(experiment).path)
+        told = experiments.run_name({name: value for name, value in parameters.items() if usual.get(name) != value})
+    return f"interactive {told}".strip()
 
 
 @_one_sentence

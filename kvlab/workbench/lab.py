@@ -1,0 +1,136 @@
+"""`make lab`: JupyterLab on copies of the notebooks, with the MLflow UI beside it, which ends with it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvlab.errors import KvlabError
+from kvlab.files import parsed, replacing
+from kvlab.workbench import places, project, store, ui
+
+FOLDER = "lab"
+MADE = ".copies.json"
+HANGING_UP = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def copies(source: Path, target: Path) -> list[Path]:
+    """Copy the notebooks of a folder into another, where JupyterLab may save whatever they show.
+
+    A copy that was changed since is left alone; one that was not follows its original. Returns the changed copies whose
+    originals have changed, too.
+    """
+    made = _made(target)
+    behind = []
+    for path in sorted(source.glob("*.ipynb")):
+        copy, content = target / path.name, path.read_bytes()
+        original = hashlib.sha256(content).hexdigest()
+        if not copy.exists() or hashlib.sha256(copy.read_bytes()).hexdigest() in (made.get(path.name), original):
+            with replacing(copy) as part:
+                part.write_bytes(content)
+            made[path.name] = original
+        elif made.get(path.name) != original:
+            behind.append(copy)
+    with replacing(target / MADE) as part:
+        part.write_text(json.dumps(made, indent=1), encoding="utf-8")
+    return behind
+
+
+def _made(target: Path) -> dict[str, str]:
+    """notebook -> sha256 of its copy as it was made."""
+    try:
+        found = parsed((target / MADE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def _mlflow(uri: str, port: int) -> Iterator[str]:
+    """The MLflow UI on a sqlite store; yields its address. Another store has its own server."""
+    if store.database_path(uri) is None:
+        yield uri
+        return
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            free.bind((ui.HOST, port))
+        except OSError as error:
+            raise KvlabError(
+                f"port {port} cannot be had ({error.strerror}); name another: make lab PORT={port + 1}"
+            ) from None
+    note = ui.note()
+    with (note.parent / "server.log").open("wb") as log:
+        # A session of its own: Ctrl-C is JupyterLab's, and this ends when that has ended.
+        server = subprocess.Popen(
+            ui.command(uri, port),
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **ui.SETTINGS},
+        )
+    try:
+        note.write_text(ui.address(port), encoding="utf-8")
+        yield ui.address(port)
+    finally:
+        note.unlink(missing_ok=True)
+        places.stop(server)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run both until JupyterLab ends, by Ctrl-C or from its menu; the exit code is 0 where it was asked to."""
+    parser = argparse.ArgumentParser(prog="make lab")
+    parser.add_argument("--port", type=int, default=ui.PORT)
+    port = parser.parse_args(arguments).port
+    root, asked = project.root(), []
+    for copy in copies(root / "notebooks", root / FOLDER):
+        print(
+            f"{copy.relative_to(root)} has your changes and stays; its original in notebooks/ has changed since. "
+            "Delete the copy to get the new one."
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        f"--ip={ui.HOST}",
+        "--ServerApp.answer_yes=True",
+        f"--ServerApp.root_dir={root}",
+        f"--LabApp.default_url=/lab/tree/{FOLDER}/00_quickstart.ipynb",
+    ]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")  # it refuses to start for root (as in a container) without
+    # Ctrl-C reaches JupyterLab, too, which ends by it.
+    signal.signal(signal.SIGINT, lambda *_: asked.append(signal.SIGINT))
+    with _mlflow(store.ensure_store(), port) as address:
+        print(
+            f"MLflow UI: {address}/#/experiments (ready in some seconds; it ends with JupyterLab; its log: "
+            "mlruns/server.log)",
+            flush=True,
+        )
+        jupyter = subprocess.Popen(command)
+
+        def end(number: int, _: object) -> None:
+            asked.append(number)
+            jupyter.terminate()
+
+        for number in HANGING_UP:
+            signal.signal(number, end)
+        code = jupyter.wait()
+    return 0 if asked else code
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KvlabError as error:
+        sys.exit(f"kvlab: {error}")

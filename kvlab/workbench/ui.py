@@ -1,0 +1,87 @@
+"""MLflow's UI: where it is, how it is started, and the links into it that a command prints at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+from kvlab.workbench import project, store
+
+HOST, PORT = "127.0.0.1", 5000
+# Its background jobs serve language models' traces, and take another gigabyte.
+SETTINGS = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+
+
+def address(port: int) -> str:
+    return f"http://{HOST}:{port}"
+
+
+def command(uri: str, port: int) -> list[str]:
+    """What starts the UI on a store, with SETTINGS in its environment."""
+    return [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--workers",
+        "1",
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+        "--backend-store-uri",
+        uri,
+    ]
+
+
+def note() -> Path:
+    """Where `make lab` leaves the address of its UI while it runs."""
+    return project.root() / "mlruns" / ".ui"
+
+
+def running() -> str | None:
+    """The address of a UI on the store: the tracking server's own, or that of `make lab`; None where none answers."""
+    uri = store.store_uri()
+    if store.database_path(uri):
+        try:
+            uri = note().read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return None
+    answers = uri.startswith(("http://", "https://")) and store.silence(uri) is None
+    return uri.rstrip("/") if answers else None
+
+
+def told(names: Iterable[str]) -> str:
+    """The link to the table of runs of these experiments, with how to start the UI where none is running."""
+    connection = store.client()
+    found = [connection.get_experiment_by_name(name) for name in names]
+    ids = [each.experiment_id for each in found if each]
+    place = (
+        f"/#/experiments/{ids[0]}/runs"
+        if len(ids) == 1
+        else (f"/#/compare-experiments/s?experiments={quote(json.dumps(ids, separators=(',', ':')))}")
+    )
+    if known := running():
+        return f"{known}{place}"
+    uri = store.store_uri()
+    if not store.database_path(uri):
+        return f"{uri} (a store without a page to look at)"
+    return f"{address(PORT)}{place}\n  once this runs: {_typed(uri)}"
+
+
+def _typed(uri: str) -> str:
+    """A command that starts the UI, as short as this shell takes it."""
+    beside = Path(sys.executable).with_name("mlflow")
+    known = shutil.which("mlflow")
+    here = known is not None and Path(known).samefile(beside)
+    program = "mlflow" if here else min(os.path.relpath(beside), str(beside), key=len)
+    return (
+        f"MLFLOW_DISABLE_TELEMETRY=true {shlex.quote(program)} server --workers 1 "
+        f"--backend-store-uri {shlex.quote(uri)}"
+    )
