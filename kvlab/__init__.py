@@ -6,6 +6,7 @@ The names below are imported when they are first used, so that `kvlab --help` do
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from kvlab.replay import replay
     from kvlab.trace import Trace, capture
     from kvlab.workbench.explore import explore
+
+# Beside other work torch's threads wait in vain for one that the system has put aside, spinning on a core that the other
+# could use: several times slower on two cores. With a short spin they sleep. The OpenMP library reads this as it is loaded;
+# what a user has set stays, and so does OMP_NUM_THREADS.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "2000"
 
 __version__ = "0.1.0"
 

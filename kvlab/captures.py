@@ -16,7 +16,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlab import packs
+from kvlab import bars, packs
 from kvlab.errors import KvlabError
 from kvlab.files import why
 from kvlab.models import lm_of
@@ -57,24 +57,23 @@ def shared(lm: LM, text_or_ids: Any, *args: Any, **options: Any) -> Trace | list
     given.apply_defaults()
     asked = {name: value for name, value in given.arguments.items() if name != "progress"}
     check_keep(asked["keep"])
-    limit = _limit()
+    limit, progress = _limit(), given.arguments["progress"]
     if not several(text_or_ids):
-        return _one(asked, limit)
+        return _one(asked, limit, progress)
     if asked["response"] is not None:
         raise KvlabError("one response cannot follow several documents; capture them one by one")
 
     from filelock import Timeout
-    from tqdm.auto import tqdm
 
-    quiet = given.arguments["progress"] is False or len(text_or_ids) < 2
     waiting, found = deque(enumerate(text_or_ids)), {}
     busy = 0  # how many in a row another process is capturing
-    with tqdm(total=len(text_or_ids), desc="capture", unit="doc", disable=quiet, leave=False) as bar:
+    with bars.counting(len(text_or_ids), "capture", "doc", progress) as bar:
         while waiting:
             number, one = waiting.popleft()
             try:
                 # Two processes that want the same documents share the work: each takes what the other has not begun.
-                found[number] = _one(asked | {"text_or_ids": one}, limit, wait=0 if busy <= len(waiting) else -1)
+                wait = 0 if busy <= len(waiting) else -1
+                found[number] = _one(asked | {"text_or_ids": one}, limit, progress, wait)
                 busy = 0
                 bar.update()
             except Timeout:
@@ -83,7 +82,7 @@ def shared(lm: LM, text_or_ids: Any, *args: Any, **options: Any) -> Trace | list
     return [found[number] for number in range(len(text_or_ids))]
 
 
-def _one(asked: dict[str, Any], limit_gb: float, wait: float = -1) -> Trace:
+def _one(asked: dict[str, Any], limit_gb: float, progress: bool | None, wait: float = -1) -> Trace:
     """The trace of one prompt. `wait`: seconds for another process that captures it (-1: as long as it takes).
 
     Raises filelock.Timeout where it takes longer.
@@ -101,7 +100,7 @@ def _one(asked: dict[str, Any], limit_gb: float, wait: float = -1) -> Trace:
                 path.unlink(missing_ok=True)
             else:
                 return placed(trace, keep, lm.device)
-        trace = capture(**asked)
+        trace = capture(**asked, progress=progress)
         trace.save(path)
     prune(limit_gb)
     return trace

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvlab import attention, bars
 from kvlab.errors import KvlabError, whole
 from kvlab.live import compress
 from kvlab.models import lm_of
@@ -101,29 +102,29 @@ def fidelity(
         KvlabError: as `kvlab.capture` and `kvlab.compress`.
     """
     import pandas as pd
-    from tqdm.auto import tqdm
 
     lm, one = lm_of(lm), policy(policy_or_name)
     if whole("new_tokens", new_tokens) < 2:
         raise KvlabError(f"new_tokens={new_tokens}: the first token comes before any compression, so two are needed")
-    many = list(documents) if several(documents) else [documents]
+    many = [prompt_ids(lm, each, chat) for each in (documents if several(documents) else [documents])]
+    total = sum(2 * bars.work(len(ids), *[1] * (new_tokens - 1)) for ids, _ in many)
     frames = []
-    for document in tqdm(many, desc="fidelity", unit="doc", disable=len(many) < 2, leave=False):
-        ids, name = prompt_ids(lm, document, chat)
-        full, response = _run(lm, ids, new_tokens, nullcontext())
-        session = compress(lm.model, one, tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
-        compressed, _ = _run(lm, ids, new_tokens, session, forced=response)
-        values = {
-            "nll": F.cross_entropy(compressed, response, reduction="none"),
-            "nll_full": F.cross_entropy(full, response, reduction="none"),
-            "kl": _divergence(full, compressed),
-            "agreement": (compressed.argmax(-1) == full.argmax(-1)).float(),
-        }
-        steps = range(1, new_tokens + 1)
-        frames += [
-            pd.DataFrame({"document": name, "step": steps, "measure": m, "value": v.tolist()})
-            for m, v in values.items()
-        ]
+    with bars.layers(attention.layers_of(lm.model), total, "fidelity"):
+        for ids, name in many:
+            full, response = _run(lm, ids, new_tokens, nullcontext())
+            session = compress(lm.model, one, tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
+            compressed, _ = _run(lm, ids, new_tokens, session, forced=response)
+            values = {
+                "nll": F.cross_entropy(compressed, response, reduction="none"),
+                "nll_full": F.cross_entropy(full, response, reduction="none"),
+                "kl": _divergence(full, compressed),
+                "agreement": (compressed.argmax(-1) == full.argmax(-1)).float(),
+            }
+            steps = range(1, new_tokens + 1)
+            frames += [
+                pd.DataFrame({"document": name, "step": steps, "measure": m, "value": v.tolist()})
+                for m, v in values.items()
+            ]
     return Fidelity(one, pd.concat(frames, ignore_index=True))
 
 
@@ -166,11 +167,12 @@ def closed_against_open(
     lm, one = lm_of(lm), policy(policy_or_name)
     new_tokens = whole("new_tokens", new_tokens)
     ids, _ = prompt_ids(lm, document, chat)
-    trace = capture(lm, ids, new_tokens, pseudo=(), policies=[one])
-    opened = replay(trace, one)
-    full, response = _run(lm, ids, new_tokens + 1, nullcontext())
-    session = compress(lm.model, one, probes=["mass_lost"], tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
-    closed, generated = _run(lm, ids, new_tokens + 1, session)
+    with bars.layers(attention.layers_of(lm.model), 3 * bars.work(len(ids), *[1] * new_tokens), "both loops"):
+        trace = capture(lm, ids, new_tokens, pseudo=(), policies=[one], progress=False)
+        opened = replay(trace, one)
+        full, response = _run(lm, ids, new_tokens + 1, nullcontext())
+        session = compress(lm.model, one, probes=["mass_lost"], tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
+        closed, generated = _run(lm, ids, new_tokens + 1, session)
     response, generated = response[:new_tokens], generated[:new_tokens]
     different = (response != generated).nonzero().flatten()
     lost = session.table.groupby("step")["value"].mean()

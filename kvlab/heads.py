@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvlab import attention, corpus
+from kvlab import attention, bars, corpus
 from kvlab.corpus import Document
 from kvlab.errors import KvlabError, whole
 from kvlab.models import lm_of
@@ -112,13 +112,11 @@ def measure(
         needles: how many are averaged.
         seed: of words, places and hay.
         hay: documents to hide needles in, taken in turn; presidential messages (the pack `sotu`) unless given.
-        progress: show a progress bar; by default on a terminal.
+        progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
 
     Raises:
         KvlabError: a model without tokenizer, hay that is too short, or a prompt beyond what the model takes.
     """
-    from tqdm.auto import tqdm
-
     from kvlab import __version__
 
     lm = lm_of(lm)
@@ -134,11 +132,10 @@ def measure(
     rng = random.Random(seed)
     depths = [round((number + 0.5) / needles, 4) for number in range(needles)]
     contexts, found, documents = [], [], []
-    disable = None if progress is None else not progress
-    for number, depth in enumerate(tqdm(depths, desc="heads", unit="needle", disable=disable, leave=False)):
+    for number, depth in enumerate(bars.each(depths, "heads", "needle", progress)):
         straw = hay[number % len(hay)].window(lm, context)
         ids, needle, answer = _example(lm, straw.text, depth, rng)
-        trace = capture(lm, ids, len(answer), window=1, pseudo=(), response=answer)
+        trace = capture(lm, ids, len(answer), window=1, pseudo=(), response=answer, progress=progress)
         found.append(needle_shares(trace, needle))
         contexts.append(len(ids))
         documents.append(straw.signature)

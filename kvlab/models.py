@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from kvlab import hookable, packs, shapes
+from kvlab import bars, hookable, packs, shapes
 from kvlab.devices import resolved
 from kvlab.errors import KvlabError, nearest
 from kvlab.files import allowed, expanded, parsed, read_text
@@ -305,7 +305,8 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
     sha256 = (packs.read_provenance(folder).get("weights_sha256") if ours else None) or _cached_sha256(weights)
     shown = folder / gguf_file if gguf_file else folder
     try:
-        with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        # What it says goes to the stderr of before.
+        with bars.waiting(f"loading {name}"), _quiet(), contextlib.redirect_stderr(io.StringIO()):
             config = AutoConfig.from_pretrained(folder, **local)
             own = getattr(config, "dtype", None) or torch.float32
             if not 0 < (layers := config.get_text_config().num_hidden_layers) <= DEEPEST:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab import attention, measures, spread
+from kvlab import attention, bars, measures, spread
 from kvlab.cache import EMPTY, LayerStore, pick
 from kvlab.decoding import decode
 from kvlab.errors import KvlabError, whole
@@ -441,7 +441,7 @@ def replay(
         trace: one, or the path of one that was saved, or a list of these.
         policies: one policy, or a list of policies and names. A name needs `budgets`.
         budgets: every policy that has a budget is replayed at each of them.
-        progress: show a progress bar; by default from eight replays on.
+        progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
         probes: instruments besides the replay's own measures, as in a live run; their numbers are in `records`.
 
     Returns:
@@ -469,13 +469,8 @@ def replay(
     if single:
         return Replay(traces[0], objects[0], instruments)
 
-    from tqdm.auto import tqdm
-
     jobs = [(t, p) for t in traces for p in objects]
-    quiet = len(jobs) < 8 if progress is None else not progress
-    return Replays(
-        Replay(t, p, instruments) for t, p in tqdm(jobs, desc="replay", unit="policy", disable=quiet, leave=False)
-    )
+    return Replays(Replay(t, p, instruments) for t, p in bars.each(jobs, "replay", "policy", progress))
 
 
 def _has_budget(one: Policy | str) -> bool:

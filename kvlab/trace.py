@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvlab import attention
+from kvlab import attention, bars
 from kvlab.cache import LayerStore, StoreCache
 from kvlab.devices import resolved
 from kvlab.errors import KvlabError, whole
@@ -560,6 +560,11 @@ class Plan:
     pseudo: dict[str, Tensor]
     response: Tensor | None
 
+    @property
+    def work(self) -> int:
+        """Of all its forward passes, as `bars.layers` counts it."""
+        return bars.work(len(self.ids), *map(len, self.pseudo.values()), *[1] * self.new_tokens)
+
 
 def planned(
     lm: LM,
@@ -641,7 +646,7 @@ def capture(
         keep: where the trace lies in the end, and is replayed: "device", where the model is; "cpu", which leaves the
             GPU's memory to the model (1,000 tokens of an 8B model take about 130 MB); "pinned", the CPU's page-locked
             memory, from which `trace.to(lm.device)` is faster. With a model on the CPU all three are the same.
-        progress: show a progress bar; by default when more than one document is captured.
+        progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
 
     Raises:
         KvlabError: an empty prompt, one that is too long for the model, or a model that cannot be hooked; nothing has
@@ -650,15 +655,19 @@ def capture(
     check_keep(keep)
     lm = lm_of(lm)
     if several(text_or_ids):
-        from tqdm.auto import tqdm
-
         if response is not None:
             raise KvlabError("one response cannot follow several documents; capture them one by one")
         options = dict(chat=chat, queries=queries, accumulate=accumulate, pseudo=pseudo, policies=policies, keep=keep)
-        bar = tqdm(text_or_ids, desc="capture", unit="doc", disable=progress is False, leave=False)
-        return [capture(lm, one, new_tokens, window, **options) for one in bar]
+        bar = bars.each(text_or_ids, "capture", "doc", progress)
+        # What one document takes has a bar of its own, below.
+        return [capture(lm, one, new_tokens, window, progress=progress, **options) for one in bar]
 
     plan = planned(lm, text_or_ids, new_tokens, window, chat, queries, accumulate, pseudo, policies, response)
+    with bars.layers(attention.layers_of(lm.model), plan.work, "prompt", progress):
+        return placed(_captured(lm, plan, chat), keep, lm.device)
+
+
+def _captured(lm: LM, plan: Plan, chat: str | bool) -> Trace:
     ids, window, new_tokens, response, extra = plan.ids, plan.window, plan.new_tokens, plan.response, plan.pseudo
     length = len(ids)
 
@@ -685,7 +694,7 @@ def capture(
     from kvlab import __version__
 
     stop = length + new_tokens
-    trace = Trace(
+    return Trace(
         queries=rows[0],
         pre_queries=rows[1],
         keys=recorder.keys[:, 0, :, :stop],
@@ -704,7 +713,6 @@ def capture(
             "kvlab": __version__,
         },
     )
-    return placed(trace, keep, lm.device)
 
 
 def placed(trace: Trace, keep: Keep, device: torch.device) -> Trace:

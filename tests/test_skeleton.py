@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each layer may import only those that stand before it.
 LAYERS = (
-    "errors devices files limits yamls tables packs shapes hookable models corpus attention cache measures "
+    "errors bars devices files limits yamls tables packs shapes hookable models corpus attention cache measures "
     "spread policies decoding trace captures heads probes summaries replay livecache masks live fidelity compile "
     "scores tasks evaluate meters papers analyses workbench bench listing cli"
 ).split()

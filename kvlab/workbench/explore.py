@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvlab import models
+from kvlab import bars, models
 from kvlab.errors import KvlabError, nearest, whole
 from kvlab.policies import Policy, policies, policy, unknown
 from kvlab.replay import Replay
@@ -338,12 +338,7 @@ def _watched() -> bool:
     papermill and nbconvert say that they cannot: there the picture alone is shown, since sliders that are saved with a
     notebook double its size and move nothing.
     """
-    from IPython import get_ipython
-
-    kernel = getattr(get_ipython(), "kernel", None)
-    if kernel is None or importlib.util.find_spec("ipywidgets") is None:
-        return False
-    return bool(kernel.get_parent().get("content", {}).get("allow_stdin"))
+    return importlib.util.find_spec("ipywidgets") is not None and bool(bars.front_end())
 
 
 def explore(

@@ -1,0 +1,108 @@
+"""Bars for what takes long: shown after five seconds where somebody watches, with the time that is left.
+
+`progress` is the same everywhere: None as said, True at once and wherever, False never.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DELAY = 5.0  # seconds
+# What a forward pass costs besides its tokens, in tokens of a prefill: it reads all weights for one token too.
+PASS = 20
+FORM = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left"
+One = TypeVar("One")
+
+
+def front_end() -> bool | None:
+    """Whether a notebook's cell is run by a front end that can ask its user something; None outside a notebook.
+
+    papermill and nbconvert say that they cannot.
+    """
+    if "IPython" not in sys.modules:
+        return None
+    from IPython import get_ipython
+
+    kernel = getattr(get_ipython(), "kernel", None)
+    return None if kernel is None else bool(kernel.get_parent().get("content", {}).get("allow_stdin"))
+
+
+def watched() -> bool:
+    """Whether somebody sees a bar: on a terminal, or in a notebook that is run by hand."""
+    asked = front_end()
+    return sys.stderr.isatty() if asked is None else asked
+
+
+def _bar(what: str, progress: bool | None, **more: Any) -> Any:
+    from tqdm.auto import tqdm
+
+    quiet = not watched() if progress is None else not progress
+    return tqdm(desc=what, disable=quiet, delay=0 if progress else DELAY, leave=False, smoothing=0.1, **more)
+
+
+def each(many: Collection[One], what: str, unit: str, progress: bool | None = None) -> Iterable[One]:
+    """The same things one by one, counted by a bar."""
+    return _bar(what, progress, iterable=many, unit=unit)
+
+
+def counting(total: int, what: str, unit: str, progress: bool | None = None) -> Any:
+    """A bar to move by hand: `with counting(...) as bar: bar.update()`."""
+    return _bar(what, progress, total=total, unit=unit)
+
+
+def work(*passes: int) -> int:
+    """What forward passes of so many tokens each come to, as `layers` counts it."""
+    return sum(tokens + PASS for tokens in passes)
+
+
+@contextmanager
+def layers(modules: Sequence[nn.Module], total: int, what: str, progress: bool | None = None) -> Iterator[None]:
+    """While the block runs, a bar moves on whenever a layer is done: one long prompt has no other steps.
+
+    Args:
+        modules: the attention of each layer; its first output is `[batch, tokens, hidden]`.
+        total: `work` of all forward passes that the block makes.
+    """
+    with _bar(what, progress, total=total, bar_format=FORM) as bar:
+        if bar.disable:
+            yield
+            return
+
+        def done(module: nn.Module, given: tuple, output: Any) -> None:
+            tokens = (output[0] if isinstance(output, tuple) else output).shape[1]
+            bar.update(min(work(tokens) / len(modules), total - bar.n))
+
+        hooks = [module.register_forward_hook(done) for module in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+@contextmanager
+def waiting(what: str, progress: bool | None = None) -> Iterator[None]:
+    """While the block runs, a line tells how long it has taken: for what does not tell how far it is."""
+    over = threading.Event()
+    with _bar(what, progress, total=None, bar_format="{desc}, {elapsed}") as bar:
+
+        def tick() -> None:
+            while not over.wait(0.5):
+                bar.update()
+
+        ticking = threading.Thread(target=tick, daemon=True)
+        if not bar.disable:
+            ticking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if not bar.disable:
+                ticking.join()
