@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvlab.trace import Trace, capture
     from kvlab.workbench.explore import explore
 
-# Beside other work torch's threads wait in vain for one that the system has put aside, spinning on a core that the other
-# could use: several times slower on two cores. With a short spin they sleep. The OpenMP library reads this as it is loaded;
-# what a user has set stays, and so does OMP_NUM_THREADS.
+# Beside other work torch's threads wait in vain for one that the system has put aside, spinning on a core that the
+# other could use: several times slower on two cores. With a short spin they sleep. The OpenMP library reads this as it
+# is loaded; what a user has set stays, and so does OMP_NUM_THREADS.
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "2000"
 

@@ -17,7 +17,6 @@ import kvlab
 from kvlab import models
 from kvlab.errors import KvlabError
 
-
 STORE_ALL = ("quest", "sparq", "hybrid", "exact_topk")
 STORE_MORE = ("duoattention", "rocketkv")  # than their budget, but not all
 NEED_WHOLE_PROMPT = ("keyformer", "compilerkv")  # which only a first turn is

@@ -20,7 +20,6 @@ from wheels import make_wheel, only_from
 from kvlab import models, packs, shapes
 from kvlab.errors import KvlabError
 
-
 # --- the real model ---
 
 

@@ -331,12 +331,14 @@ def test_unknown_names_teach():
             "no experiment measures a: say in `untested` why not",
         ),
         (
-            "name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: 1, "
+            "name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, "
+            "metric: m, paper_value: 1, "
             "untested: too large, direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
             "although e measures it",
         ),
         (
-            "name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: null, "
+            "name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, "
+            "metric: m, paper_value: null, "
             "direction: {kind: at_least, value: 0}, size: {kind: any_of, tests: [{kind: covers}]}}]",
             "paper_value is null",
         ),

@@ -26,7 +26,6 @@ from tensors import exact, layer, sets
 import kvlab
 from kvlab.errors import KvlabError
 
-
 # Budgets, lists
 
 

@@ -41,7 +41,9 @@ class Evidence:
         shape: tuple[int, int],
         weights: np.ndarray | None = None,
     ) -> Evidence:
-        """From samples: state, action, reward and weight (1 unless given) of each, `[n]`; `shape` is (states, actions)."""
+        """From samples: state, action, reward and weight (1 unless given) of each, `[n]`; `shape` is
+        (states, actions).
+        """
         where = np.asarray(states) * shape[1] + np.asarray(actions)
         weights = np.ones(len(where)) if weights is None else weights
         counts = np.bincount(where, weights, minlength=shape[0] * shape[1]).reshape(shape)

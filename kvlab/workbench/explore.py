@@ -427,7 +427,9 @@ def _help(about: Sequence[tuple[str, str]]) -> str:
 
 
 def default_budgets(trace: Trace, *chosen: str | Policy) -> list[int]:
-    """Powers of two from the least that the chosen policies work with up to the prompt's length, and their own budgets."""
+    """Powers of two from the least that the chosen policies work with up to the prompt's length, and their own
+    budgets.
+    """
     lowest = max(_minimum(one) for one in chosen)
     given = {budget for one in chosen if (budget := _given(one, trace)) is not None and budget >= lowest}
     stops = {2**k for k in range(4, 18) if lowest <= 2**k < trace.prompt_length} | given

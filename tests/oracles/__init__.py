@@ -2,5 +2,5 @@
 
 from oracles.core import *  # noqa: F403
 from oracles.eviction import *  # noqa: F403
-from oracles.selection import *  # noqa: F403
 from oracles.layers import *  # noqa: F403
+from oracles.selection import *  # noqa: F403
