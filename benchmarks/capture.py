@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvlab
-from kvlab.meters import Peak
+from kvlab.bench.meters import Peak
 
 PLAIN, EAGER, MIB = "plain prefill", "output_attentions", 2**20
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from transformers import DynamicCache
 
-from kvlab.files import replacing
+from kvlab.lib.files import replacing
 
 
 def prompt(lm, tokens: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvlab
-from kvlab.analyses import common_traces
+from kvlab.analyses.texts import common_traces
 
 
 def main(

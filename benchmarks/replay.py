@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvlab
-from kvlab.policies import registry
-
+from kvlab.methods import registry
 
 TWELVE = "streamingllm,h2o,snapkv,pyramidkv,dynamickv,duoattention,morphkv,zsmerge,dapq,quest,rocketkv,compilerkv"
 

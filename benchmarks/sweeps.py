@@ -92,10 +92,10 @@ def sweep(folder: Path, at_once: int) -> float:
 
 def finished(folder: Path) -> tuple[list[int], float, set[str]]:
     """The numbers of the finished jobs, the seconds that they took together, and the states of all runs."""
-    from kvlab.workbench import store
+    from kvlab.workbench.store import database
 
     os.environ["KVLAB_ROOT"] = str(folder)
-    client = store.client()
+    client = database.client()
     where = [client.get_experiment_by_name("short").experiment_id]
     runs = client.search_runs(where, "tags.`kvlab.kind` = 'job'", max_results=5000)
     done = [run for run in runs if run.info.status == "FINISHED"]

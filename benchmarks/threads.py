@@ -1,11 +1,11 @@
-"""What torch's thread settings cost, alone and beside processes that keep the cores busy: ratios to torch's own defaults.
+"""What torch's thread settings cost, alone and beside processes that keep the cores busy: ratios to torch's defaults.
 
 \b
 python benchmarks/threads.py
 python benchmarks/threads.py --beside 4 --repeats 9
 
-Each setting has a process of its own; they take turns, each turn beside the same neighbours, and the ratios are those of
-a turn's times. Above 1.00 is slower than torch's defaults.
+Each setting has a process of its own; they take turns, each turn beside the same neighbours, and the ratios are those
+of a turn's times. Above 1.00 is slower than torch's defaults.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvlab import files
 from kvlab.errors import KvlabError, nearest
+from kvlab.lib import files
 
 HELP = """A laboratory for KV-cache compression: what a paper claims, measured again on a real model, offline.
 
@@ -77,7 +77,7 @@ def pull(
     ] = None,
 ) -> None:
     """Fetch a model or a text pack into the cache (KVLAB_HOME), check it and unpack it, once."""
-    from kvlab import models, packs
+    from kvlab.inputs import models, packs
 
     known = [*models.MODELS, *packs.PACKS]
     wanted = known if not names or "all" in names else list(dict.fromkeys(names))
@@ -97,7 +97,7 @@ def list_(
     """List what there is."""
     if what not in LISTS:
         raise KvlabError(nearest(what, LISTS, "list"))
-    from kvlab.listing import entries
+    from kvlab.workbench.listing import entries
 
     found = entries(what)
     if as_json:
@@ -157,7 +157,8 @@ def run(
     cluster: Cluster = None,
 ) -> None:
     """Run one experiment through papermill, logged to MLflow. What has finished before is not run again."""
-    from kvlab.workbench import driver, ui
+    from kvlab.workbench import ui
+    from kvlab.workbench.jobs import driver
 
     results = driver.run(experiment, profile, _overrides(parameters or []), jobs, fresh, cluster=cluster)
     try:
@@ -169,7 +170,8 @@ def run(
 @app.command(epilog="Example:   kvlab reproduce --profile quick --jobs 2")
 def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = False, cluster: Cluster = None) -> None:
     """Run all experiments, write the report and print the claims with their verdicts."""
-    from kvlab.workbench import driver, experiments, report
+    from kvlab.workbench.jobs import driver, experiments
+    from kvlab.workbench.report import page as report
 
     names = experiments.names()
     if not names:
@@ -189,7 +191,7 @@ def report(
     profile: Annotated[str | None, typer.Option("--profile", help="Only runs of this profile.")] = None,
 ) -> None:
     """Write the claims ledger as one HTML page with figures (report.html) and as data (claims.csv)."""
-    from kvlab.workbench import report as ledger
+    from kvlab.workbench.report import page as ledger
 
     page = ledger.write(out, model, profile)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
@@ -228,7 +230,7 @@ def bench(
     lengths, budgets = _numbers(contexts, "--contexts", int), _numbers(budget, "--budget", _entries)
     if out is not None and not out.absolute().parent.is_dir():
         raise KvlabError(f"there is no folder {out.absolute().parent} to write {out.name} into")
-    from kvlab import bench as benchmark
+    from kvlab.bench import timing as benchmark
 
     chosen = benchmark.contenders(_names(policies), budgets, _names(probes))
     subject = benchmark.Subject(model, shape, layers, device, dtype)
@@ -263,8 +265,8 @@ def heads(
             if not out.is_dir()
             else f"--out {out} is a folder; name a file in it"
         )
-    from kvlab import models
-    from kvlab.heads import measure
+    from kvlab.inputs import models
+    from kvlab.traces.retrieval_heads import measure
 
     lm = models.load(model)
     scores = measure(lm, context, needles, seed)
@@ -336,8 +338,8 @@ def compile_(
             else f"--out {out} is a folder; name a file in it"
         )
     from kvlab import compile as compiling
-    from kvlab import corpus, models
-    from kvlab.tables import DecisionTables
+    from kvlab.inputs import corpus, models
+    from kvlab.methods.lookup import DecisionTables
 
     given = dict(budget=budget, contexts=contexts, samples=samples, risk_samples=risk_samples, alpha=alpha, seed=seed)
     settings = compiling.Settings(**given | {"pool": max(64, contexts)} | _task_parameters(parameters or []))
@@ -404,9 +406,12 @@ def eval_(
     """Run tasks with policies and budgets on a live model; a run that was cut off goes on where it stopped."""
     from rich.console import Console
 
-    from kvlab import evaluate, models, tasks
-    from kvlab.policies import registry
-    from kvlab.workbench import evaluation, project
+    from kvlab import evaluation as evaluate
+    from kvlab import tasks
+    from kvlab.inputs import models
+    from kvlab.methods import registry
+    from kvlab.workbench import project
+    from kvlab.workbench.figures import evaluation
 
     chosen = [one for one in registry() if one not in ("full", "random")] if policies == "all" else _names(policies)
     given = _task_parameters(parameters or [])
@@ -444,7 +449,7 @@ def eval_(
 
 def _task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     """Parameters of a task, read as YAML: numbers, lists, true and false, or text."""
-    from kvlab import yamls
+    from kvlab.lib import yamls
 
     found = {}
     for key, value in _overrides(pairs).items():
@@ -466,7 +471,7 @@ def score_(
     rule = scores.convention(task)
     found = scores.score_each(task, scores.read_predictions(file))
     from kvlab import __version__
-    from kvlab.spread import interval
+    from kvlab.lib.bootstrap import interval
 
     low, high = (round(100 * end, 2) for end in interval(found))
     typer.echo(
@@ -574,7 +579,7 @@ def _print_claims(found: list[Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvlab.workbench.ledger import by_paper, number
+    from kvlab.workbench.report.ledger import by_paper, number
 
     table = Table(
         title="Claims",
@@ -617,7 +622,7 @@ def _counts(found: list[Any]) -> Any:
     from rich import box
     from rich.table import Table
 
-    from kvlab.workbench.ledger import Tally, by_paper
+    from kvlab.workbench.report.ledger import Tally, by_paper
 
     table = Table(
         title="Findings. Counted apart: checks (controls, identities, examples), and the papers' own sums",
@@ -648,7 +653,7 @@ def _counts(found: list[Any]) -> Any:
 
 def _print_places(page: Path, names: list[str]) -> None:
     from kvlab.workbench import ui
-    from kvlab.workbench.store import store_uri
+    from kvlab.workbench.store.database import store_uri
 
     typer.echo(f"\nReport:       {page}\nMLflow store: {store_uri()}\nMLflow UI:    {ui.told(names)}")
 

@@ -12,8 +12,9 @@ import os
 import pytest
 
 from kvlab import papers
-from kvlab.workbench import experiments, store
-from kvlab.workbench.tracking import file_name
+from kvlab.workbench.jobs import experiments
+from kvlab.workbench.store import database
+from kvlab.workbench.store.tracking import file_name
 
 MEASURED = [claim for claim in papers.claims() if claim.experiment]
 
@@ -21,7 +22,7 @@ MEASURED = [claim for claim in papers.claims() if claim.experiment]
 @functools.cache
 def client():
     assert os.environ.get("MLFLOW_TRACKING_URI"), "name the notebooks' store: MLFLOW_TRACKING_URI=sqlite:///..."
-    return store.client()
+    return database.client()
 
 
 @functools.cache

@@ -8,10 +8,10 @@ import os
 
 import pytest
 import torch
-from texts import FERRY
+from support.texts import FERRY
 
 import kvlab
-from kvlab import models
+from kvlab.inputs import models
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers with several threads each fight over the cores and are many times slower.
@@ -19,8 +19,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Imports make hundreds of thousands of objects that stay: looking through them all again and again finds nothing.
 gc.disable()
-
-FAMILIES = [name for name in models.shapes.SHAPES if name.startswith("tiny-")]
 
 
 def pytest_collection_finish():
@@ -38,7 +36,7 @@ def lm() -> models.LM:
 @pytest.fixture(scope="session")
 def browser():
     """One headless chromium for all tests of a worker: playwright allows no second at a time."""
-    from browsing import launched
+    from support.browsing import launched
 
     with launched() as chromium:
         yield chromium

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
-from kvlab.replay import Replay
+from kvlab.replays.run import Replay
 
 if TYPE_CHECKING:
-    from kvlab.trace import Trace
+    from kvlab.traces.trace import Trace
 
 
 def lost_by_layer(results: Sequence[Replay]) -> pd.DataFrame:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from kvlab.replay import Replay, Replays, reference
+from kvlab.replays.reference import reference
+from kvlab.replays.results import Replays
+from kvlab.replays.run import Replay
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
-    from kvlab.trace import Trace
+    from kvlab.inputs.models import LM
+    from kvlab.traces.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab import corpus
 from kvlab.compile import learning, log
 from kvlab.compile.contexts import DOCUMENTS, Context, cells, checked, pool, stratified
 from kvlab.compile.log import DIGITS, Journal, Samples
 from kvlab.compile.settings import Settings
 from kvlab.compile.trials import candidates, draw, neutral, prefilled, with_thresholds, with_weights
-from kvlab.corpus import Document
 from kvlab.errors import KvlabError
-from kvlab.files import replacing
-from kvlab.tables import DecisionTables
+from kvlab.inputs import corpus
+from kvlab.inputs.corpus import Document
+from kvlab.lib.files import replacing
+from kvlab.methods.lookup import DecisionTables
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 Advance = Callable[[str, int, int], None]
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab import corpus
-from kvlab.corpus import Document
 from kvlab.errors import KvlabError
-from kvlab.tables import bins
+from kvlab.inputs import corpus
+from kvlab.inputs.corpus import Document
+from kvlab.methods.lookup import bins
 
 if TYPE_CHECKING:
     from kvlab.compile.settings import Settings
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 HELD_APART = (
     *(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlab.errors import KvlabError
-from kvlab.files import first_line, parsed, replacing, why
-from kvlab.tables import SHIPPED_TABLES
+from kvlab.lib.files import first_line, parsed, replacing, why
+from kvlab.methods.lookup import SHIPPED_TABLES
 
 if TYPE_CHECKING:
     import pandas as pd

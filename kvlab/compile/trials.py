@@ -13,17 +13,18 @@ import torch.nn.functional as F
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from kvlab.cache import LayerStore
 from kvlab.compile.contexts import Context
 from kvlab.compile.settings import Settings
-from kvlab.live import compress, gather
-from kvlab.livecache import LiveCache
-from kvlab.policies import Policy, Prompt
-from kvlab.policies.compilerkv import CompilerKV
-from kvlab.tables import DecisionTables
+from kvlab.core.store import LayerStore
+from kvlab.live import gather
+from kvlab.live.cache import LiveCache
+from kvlab.live.session import compress
+from kvlab.methods import Policy, Prompt
+from kvlab.methods.compilerkv import CompilerKV
+from kvlab.methods.lookup import DecisionTables
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 ROWS = 8
 """Compressed caches that go through the model together; a batch of another size rounds differently."""

@@ -7,7 +7,7 @@ Direction missed: "fails". A number that a test needs and nobody measured: "not 
 
 from __future__ import annotations
 
-from kvlab.papers.claims import VERDICTS, Claim, Paper, Verdict, claims, figure, figures, judge, load_file, papers
+from kvlab.papers.claim import VERDICTS, Claim, Paper, Verdict, claims, figure, figures, judge, load_file, papers
 from kvlab.papers.conditions import Condition
 
 __all__ = [

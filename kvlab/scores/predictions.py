@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from kvlab.errors import KvlabError
-from kvlab.files import expanded, jsonl, parsed
+from kvlab.lib.files import expanded, jsonl, parsed
 
 
 def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from kvlab.tasks.base import Example, Task
 from kvlab.tasks.making import LOOSE, Lengths, Several, fill, fit, piece_lengths, require_tokenizer, spread
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 _OPENING = "The values of these variables are:\n\n"
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"

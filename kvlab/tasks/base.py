@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvlab.errors import KvlabError, nearest
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvlab.corpus import Document
+from kvlab.inputs.corpus import Document
 from kvlab.tasks.making import require_tokenizer
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 # The end of a sentence, with what closes it; not behind an initial or a title, and not before a small letter.
 _END = re.compile(

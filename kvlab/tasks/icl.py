@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from kvlab import corpus, packs
+from kvlab.inputs import corpus, packs
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.hay import sentences
 from kvlab.tasks.making import Lengths, Several, fill, fit, piece_lengths, require_tokenizer, spread
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 _THINGS = ("pot", "boat", "scarf", "lamp", "chair", "kite", "bucket", "door", "ribbon", "wagon", "ladder", "drum")
 _TRAITS = {

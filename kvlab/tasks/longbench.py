@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from kvlab import corpus, packs, scores
+from kvlab import scores
 from kvlab.errors import KvlabError
-from kvlab.files import first_line
+from kvlab.inputs import corpus, packs
+from kvlab.lib.files import first_line
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.longbench_prompts import PROMPTS
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 HUB = ("THUDM/LongBench", "data.zip")
 LEAST = 64

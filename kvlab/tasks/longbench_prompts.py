@@ -1,9 +1,9 @@
 """What LongBench's 21 tasks ask for, around a record's context and input.
 
 What is asked, where the context and the input stand and how the answer is cued are the benchmark's; so are the words
-that its metrics look for ("unanswerable", "Paragraph N", "段落N"). The sentences are our own, so scores compare with each
-other, and with published ones only as far as a model does not mind the wording. A record that brings its whole `prompt`
-is asked with that.
+that its metrics look for ("unanswerable", "Paragraph N", "段落N"). The sentences are our own, so scores compare with
+each other, and with published ones only as far as a model does not mind the wording. A record that brings its whole
+`prompt` is asked with that.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, field_validator
 
 from kvlab.errors import KvlabError
-from kvlab.files import expanded, jsonl, parsed
+from kvlab.lib.files import expanded, jsonl, parsed
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.longgen_prompts import SHORT
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 CHECKS = ("once", "range", "periodic")
 SEPARATOR, END = "#*#", "*** finished"

@@ -18,7 +18,7 @@ from kvlab.errors import KvlabError
 from kvlab.tasks.base import Example
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 SLACK = 0.02
 """By how much, at most, an example may be shorter than was asked for."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from kvlab import corpus
+from kvlab.inputs import corpus
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.hay import Hay
 from kvlab.tasks.making import Lengths, Several, fit, spread, words
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 # Without it, and without "Question:", a small model takes the first or last sentence for no part of the text.
 _OPENING = "Remember {}, which stands in this text."
@@ -42,7 +42,7 @@ class Needle(Task):
 
     A needle stands at the boundary of sentences that is nearest to its depth, a share of the hay's tokens; the hay is
     the same at all depths of a length and trial. Kinds: `number` (five digits), `word` (a noun that the hay does not
-    have), `sentence` (what is best to do in a town: two deeds and a time). `document` is a name that kvlab.corpus
+    have), `sentence` (what is best to do in a town: two deeds and a time). `document` is a name that `kvlab.document`
     knows, or the path of a text file; a document shorter than the prompt is repeated. `trials` counts the needles for
     each kind, length and depth.
 

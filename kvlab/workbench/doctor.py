@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
-from kvlab.files import first_line, why
+from kvlab.lib.files import first_line, why
 from kvlab.workbench import project
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def versions() -> Finding:
 
 def experiments() -> Finding:
     """The project: without its experiments kvlab can neither run nor reproduce any; all else works anywhere."""
-    from kvlab.workbench import experiments as files
+    from kvlab.workbench.jobs import experiments as files
 
     try:
         return Finding("project", GOOD, f"{len(files.names())} experiments in {project.root()}")
@@ -125,7 +125,7 @@ def _missing() -> list[str]:
 
 def model() -> Finding:
     """The default model: pulled, and whole."""
-    from kvlab import models
+    from kvlab.inputs import models
 
     entry = models.MODELS[models.DEFAULT]
     if not entry.folder.is_dir():
@@ -137,7 +137,7 @@ def model() -> Finding:
 
 def texts() -> Finding:
     """The text packs."""
-    from kvlab import packs
+    from kvlab.inputs import packs
 
     absent = [name for name, pack in packs.PACKS.items() if not pack.folder.is_dir()]
     if absent:
@@ -147,7 +147,7 @@ def texts() -> Finding:
 
 def store() -> Finding:
     """The MLflow store: reached, and, where it is a file, one that may be written to."""
-    from kvlab.workbench import store as mlflow_store
+    from kvlab.workbench.store import database as mlflow_store
 
     if not mlflow_store.exists():
         folder = mlflow_store.database_path(mlflow_store.store_uri()).parent
@@ -169,8 +169,8 @@ def _writable(folder: Path) -> None:
 
 def disk() -> Finding:
     """Room for the model, the texts, the shared traces and the runs."""
-    from kvlab import packs
-    from kvlab.workbench import store as mlflow_store
+    from kvlab.inputs import packs
+    from kvlab.workbench.store import database as mlflow_store
 
     places = {"cache": packs.home(), "project": project.root()}
     database = mlflow_store.database_path(mlflow_store.store_uri())
@@ -191,7 +191,7 @@ def machine() -> Finding:
     """Cores and memory, and the number of jobs that they are good for."""
     import psutil
 
-    from kvlab.workbench.places import cores
+    from kvlab.workbench.jobs.places import cores
 
     available = psutil.virtual_memory().available / 1e9
     jobs = max(1, min(cores(), int(available // MEMORY_GB)))
@@ -208,7 +208,7 @@ def gpu() -> Finding:
     """A GPU is welcome, and never needed."""
     import torch
 
-    from kvlab import devices
+    from kvlab.lib import devices
 
     place = devices.resolved("auto")
     if place.type == "cpu":

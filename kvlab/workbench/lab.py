@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvlab.errors import KvlabError
-from kvlab.files import parsed, replacing
-from kvlab.workbench import places, project, store, ui
+from kvlab.lib.files import parsed, replacing
+from kvlab.workbench import project, ui
+from kvlab.workbench.jobs import places
+from kvlab.workbench.store import database
 
 FOLDER = "lab"
 MADE = ".copies.json"
@@ -57,7 +59,7 @@ def _made(target: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def _mlflow(uri: str, port: int) -> Iterator[str]:
     """The MLflow UI on a sqlite store; yields its address. Another store has its own server."""
-    if store.database_path(uri) is None:
+    if database.database_path(uri) is None:
         yield uri
         return
     with socket.socket() as free:
@@ -111,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.append("--allow-root")  # it refuses to start for root (as in a container) without
     # Ctrl-C reaches JupyterLab, too, which ends by it.
     signal.signal(signal.SIGINT, lambda *_: asked.append(signal.SIGINT))
-    with _mlflow(store.ensure_store(), port) as address:
+    with _mlflow(database.ensure_store(), port) as address:
         print(
             f"MLflow UI: {address}/#/experiments (ready in some seconds; it ends with JupyterLab; its log: "
             "mlruns/server.log)",

@@ -9,9 +9,15 @@ import subprocess
 from pathlib import Path
 
 from kvlab.errors import KvlabError
-from kvlab.files import expanded
+from kvlab.lib.files import expanded
 
-PRESENTATION = ("cli.py", "__main__.py", "workbench/ledger.py", "workbench/report.py", "workbench/progress.py")
+PRESENTATION = (
+    "cli.py",
+    "__main__.py",
+    "workbench/report/ledger.py",
+    "workbench/report/page.py",
+    "workbench/jobs/progress.py",
+)
 
 
 def root() -> Path:

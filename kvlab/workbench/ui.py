@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
-from kvlab.workbench import project, store
+from kvlab.workbench import project
+from kvlab.workbench.store import database
 
 HOST, PORT = "127.0.0.1", 5000
 # Its background jobs serve language models' traces, and take another gigabyte.
@@ -47,19 +48,19 @@ def note() -> Path:
 
 def running() -> str | None:
     """The address of a UI on the store: the tracking server's own, or that of `make lab`; None where none answers."""
-    uri = store.store_uri()
-    if store.database_path(uri):
+    uri = database.store_uri()
+    if database.database_path(uri):
         try:
             uri = note().read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return None
-    answers = uri.startswith(("http://", "https://")) and store.silence(uri) is None
+    answers = uri.startswith(("http://", "https://")) and database.silence(uri) is None
     return uri.rstrip("/") if answers else None
 
 
 def told(names: Iterable[str]) -> str:
     """The link to the table of runs of these experiments, with how to start the UI where none is running."""
-    connection = store.client()
+    connection = database.client()
     found = [connection.get_experiment_by_name(name) for name in names]
     ids = [each.experiment_id for each in found if each]
     place = (
@@ -69,8 +70,8 @@ def told(names: Iterable[str]) -> str:
     )
     if known := running():
         return f"{known}{place}"
-    uri = store.store_uri()
-    if not store.database_path(uri):
+    uri = database.store_uri()
+    if not database.database_path(uri):
         return f"{uri} (a store without a page to look at)"
     return f"{address(PORT)}{place}\n  once this runs: {_typed(uri)}"
 

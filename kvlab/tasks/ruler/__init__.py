@@ -17,7 +17,7 @@ from kvlab.tasks.ruler import niah, qa, tracing, wordlists
 from kvlab.tasks.ruler.material import Material
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 Kind = Literal[
     "niah_single_1",
@@ -53,7 +53,7 @@ class Ruler(Task):
     the same in words of our own. What differs, and why:
 
     - a length counts the prompt and the answer's prefix, not the new tokens, as everywhere in kvlab;
-    - essays are replaced by `document` (a name that kvlab.corpus knows, or a text file), repeated where it is short;
+    - essays are replaced by `document` (a name of `kvlab.document`, or a text file), repeated where it is short;
     - keys, values and words are never drawn twice, and no distracting paragraph of qa holds an answer;
     - a length is met within 2 %: the last sentence, line or document of the hay is shortened, or a line of noise added;
     - the worked example of vt takes at most a quarter of the length (RULER: 500 tokens);

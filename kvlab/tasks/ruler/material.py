@@ -8,12 +8,12 @@ from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING
 
-from kvlab import corpus, packs
+from kvlab.inputs import corpus, packs
 from kvlab.tasks.hay import Cut, Hay
 from kvlab.tasks.making import piece_lengths, require_tokenizer, words
 
 if TYPE_CHECKING:
-    from kvlab.models import LM
+    from kvlab.inputs.models import LM
 
 # RULER takes these five from Landmark Attention's pass-key test (Mohtashami and Jaggi 2023).
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")

@@ -6,8 +6,8 @@ import contextlib
 import re
 from random import Random
 
-from kvlab.corpus import Question
 from kvlab.errors import KvlabError
+from kvlab.inputs.corpus import Question
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import fit, piece_lengths
 from kvlab.tasks.ruler.material import Material

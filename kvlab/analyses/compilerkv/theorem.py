@@ -1,0 +1,107 @@
+"""CompilerKV, theorem 4.1 and appendix A on real attention: what is an identity, what is a bound, what is neither."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvlab.analyses.compilerkv.variants import Inspected
+from kvlab.analyses.findings import Findings
+from kvlab.core import attention
+from kvlab.core.store import EMPTY
+from kvlab.traces.trace import Trace
+
+
+def distances(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How far rows of attention lie from their renormalised subsets.
+
+    Args:
+        rows: `[..., length]`, each summing to 1.
+        kept: bool, same shape; at least one entry of positive weight in each row.
+
+    Returns:
+        The l1 distance, the squared l2 distance and the discarded mass, each `[...]`.
+    """
+    subset = rows.masked_fill(~kept, 0)
+    renormalised = subset / subset.sum(-1, keepdim=True)
+    difference = rows - renormalised
+    return difference.abs().sum(-1), difference.square().sum(-1), rows.masked_fill(kept, 0).sum(-1)
+
+
+@torch.inference_mode()
+def theorem_4_1(
+    traces: Sequence[Trace], budgets: Sequence[int | float] = (64, 512), tables: str | None = None
+) -> Findings:
+    """Appendix A on the rows of every decoding step, layer and head, in double precision.
+
+    (A1) bounds the l1 distance by twice the discarded mass; it is equal to it, because the renormalised subset gains on
+    what is kept exactly what is discarded. For the Frobenius norm (A5) each row's squared l2 distance is at most twice
+    the squared discarded mass: its positive and its negative part both sum to that mass. (A2) says that the discarded
+    mass of a head is at most the utility of the discarded tokens over the head's weight; its formula is lost from the
+    text at hand and taken here as its sentences have it, for the queries of the window that the utility is made from,
+    both sides averaged over the window.
+
+    Returns:
+        Table with one row for each document, budget, layer and head: document, budget, layer, head, gap (largest
+        difference between the l1 distance and twice the mass), ratio (squared l2 distance over its bound, summed over
+        steps), lost and bound (the two sides of A2). Metrics `theorem41/largest_gap`, `theorem41/largest_ratio`,
+        `theorem41/mean_ratio` and `theorem41/a2_violated` (share of heads whose discarded mass exceeds the bound).
+    """
+    frames = []
+    for trace in traces:
+        visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
+        for budget in budgets:
+            one = Inspected(budget=budget, tables=tables)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="compilerkv runs with neutral tables")
+                planned = one.planned(trace.prompt)
+            kept = _mask(one.prefill(planned)[:, 0], trace.prompt_length)
+            queries = min(one.utility_window, trace.prompt_length)
+            window = trace.prompt.window_sums(one.utility_window).double() / queries
+            dropped = ~kept[:, None]
+            lost = (window * dropped).sum(-1)
+            utility = (one.utilities(planned).double() * ~kept).sum(-1) / queries
+            bound = utility[:, None] / one.weights(trace.prompt).double()
+            for layer in range(trace.n_layers):
+                rows = attention.weights(
+                    trace.response_queries[layer].double(), trace.keys[layer].double(), trace.scaling, visible
+                )
+                stays = torch.cat([kept[layer], torch.ones(trace.steps, dtype=torch.bool)]).expand(rows.shape)
+                l1, squares, mass = distances(rows, stays)
+                frames.append(
+                    pd.DataFrame(
+                        {
+                            "document": trace.document,
+                            "budget": budget,
+                            "layer": layer,
+                            "head": range(trace.heads),
+                            "gap": (l1 - 2 * mass).abs().amax(-1).tolist(),
+                            "ratio": (squares.sum(-1) / (2 * mass.square().sum(-1))).tolist(),
+                            "lost": lost[layer].tolist(),
+                            "bound": bound[layer].tolist(),
+                        }
+                    )
+                )
+    table = pd.concat(frames, ignore_index=True)
+    findings = Findings(
+        table,
+        {
+            "theorem41/largest_gap": float(table["gap"].max()),
+            "theorem41/largest_ratio": float(table["ratio"].max()),
+        },
+    )
+    findings.add("theorem41/mean_ratio", table.groupby("document")["ratio"].mean())
+    violated = (table["lost"] > table["bound"]).groupby(table["document"]).mean()
+    findings.add("theorem41/a2_violated", violated)
+    return findings
+
+
+def _mask(positions: Tensor, length: int) -> Tensor:
+    """Positions `[rows, n]`, -1 padded, as bool `[rows, length]`."""
+    mask = torch.zeros(len(positions), length + 1, dtype=torch.bool)
+    mask.scatter_(1, positions.masked_fill(positions == EMPTY, length), True)
+    return mask[:, :length]

@@ -1,0 +1,128 @@
+"""CompilerKV with one part exchanged at a time: table 2's ablations, and the steps that lead from it to SnapKV."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvlab.core import ranking
+from kvlab.methods import Policy, Prompt, policy
+from kvlab.methods.compilerkv import CompilerKV
+from kvlab.methods.lookup import DecisionTables
+
+
+class Inspected(CompilerKV):
+    """CompilerKV that shows what it decides by."""
+
+    name: ClassVar[str] = "compilerkv_inspected"
+
+    def planned(self, prompt: Prompt) -> Prompt:
+        """The prompt with the plan of its layers, which must be all of a model's."""
+        return prompt.with_plan(self.plan(self.survey(prompt)[:, None], prompt)[:, 0])
+
+    def utilities(self, planned: Prompt) -> Tensor:
+        """S of each layer's tokens, not normalised (eq. 10), `[layers, length]`."""
+        return self._weighted(planned)
+
+    def thresholds(self, planned: Prompt) -> Tensor:
+        """Tau of each layer for this prompt (eq. 15), `[layers]`; zeros where nothing is turned away."""
+        return self._thresholds(planned) if self.gates else torch.zeros(planned.n_layers, dtype=torch.float64)
+
+    def weights(self, prompt: Prompt) -> Tensor:
+        """W, `[layers, heads]`; ones where no table says otherwise (eq. 9)."""
+        found = self._head_weights(prompt)
+        return torch.ones(prompt.n_layers, prompt.queries.shape[1]) if found is None else found
+
+
+class NoHeadTable(CompilerKV):
+    """Table 2, without head reliability: all heads weigh the same."""
+
+    name: ClassVar[str] = "compilerkv_no_head_table"
+
+    def _head_weights(self, prompt: Prompt) -> Tensor | None:
+        return None
+
+
+def static_thresholds(tables: DecisionTables) -> Tensor:
+    """One threshold for each layer, float64 `[layers]`: the median of what the table has for the contexts that it was
+    learnt from, or of all its cells if it does not say how many contexts each saw (`visited`).
+    """
+    grid = torch.tensor(tables.risk, dtype=torch.float64).flatten(1)
+    visited = (tables.model_extra or {}).get("visited")
+    if visited is not None:
+        grid = grid.repeat_interleave(torch.tensor(visited).flatten(), 1)
+    # Of an even number the lower middle one, so that it is a threshold of the table.
+    return grid.median(-1).values
+
+
+class StaticThreshold(CompilerKV):
+    """Table 2, without risk adaption: one threshold for each layer and every prompt (`static_thresholds`)."""
+
+    name: ClassVar[str] = "compilerkv_static_threshold"
+
+    def _thresholds(self, prompt: Prompt) -> Tensor:
+        if not self.gates:
+            return super()._thresholds(prompt)
+        return static_thresholds(self._tables).to(prompt.keys.device)[list(prompt.layers)]
+
+
+class RawAttention(CompilerKV):
+    """Table 2, without stabilised utility: each head's own attention, with no mean over heads and layers (eq. 6) and no
+    norms of values (eq. 7); weights and thresholds as they are.
+    """
+
+    name: ClassVar[str] = "compilerkv_raw_attention"
+
+    def _weighted(self, prompt: Prompt) -> Tensor:
+        own, weights = prompt.window_sums(self.utility_window), self._head_weights(prompt)
+        return (own if weights is None else own * weights[..., None]).amax(1)
+
+
+class NoNorms(CompilerKV):
+    """Attention averaged over all layers and heads alone, so that all layers keep the same tokens."""
+
+    name: ClassVar[str] = "compilerkv_no_norms"
+
+    def _weighted(self, prompt: Prompt) -> Tensor:
+        return prompt.window_sums(self.utility_window).mean(1) if prompt.plan is None else prompt.plan[:, 0]
+
+
+class LayerMean(CompilerKV):
+    """Each layer's own attention, averaged over its heads."""
+
+    name: ClassVar[str] = "compilerkv_layer_mean"
+
+    def _weighted(self, prompt: Prompt) -> Tensor:
+        return prompt.window_sums(self.utility_window).mean(1)
+
+
+class GroupSets(CompilerKV):
+    """A set for each KV head, by the attention of its own group, with no gate: SnapKV without window and pooling."""
+
+    name: ClassVar[str] = "compilerkv_group_sets"
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.top_positions(prompt.window_scores(self.utility_window), budget)
+
+
+ABLATIONS: dict[str, type[CompilerKV]] = {
+    "no_head_table": NoHeadTable,
+    "static_threshold": StaticThreshold,
+    "raw_attention": RawAttention,
+}
+"""The rows of table 2, by their names in the printed table as it is stored here."""
+
+
+def ladder(budget: int | float) -> dict[str, Policy]:
+    """From CompilerKV's utility to SnapKV's, one change at a time, all with the same entries stored and no tables."""
+    return {
+        "mean of the model": NoNorms(budget=budget),
+        "x value norms (CompilerKV)": policy("compilerkv", budget=budget),
+        "mean of the layer": LayerMean(budget=budget),
+        "largest of the heads": RawAttention(budget=budget),
+        "a set for each KV head": GroupSets(budget=budget),
+        "the window stays": policy("snapkv", budget=budget, kernel=1),
+        "pooling of 7 (SnapKV)": policy("snapkv", budget=budget),
+    }

@@ -1,0 +1,1 @@
+"""DapQ: does a query's position matter more than its content?"""

@@ -1,0 +1,299 @@
+"""DapQ, section 3.1-3.2 and appendix B: does a query's position matter more than its content?
+
+The prefilled cache of one trace is used again and again; only the appended tokens run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvlab.analyses.findings import Findings
+from kvlab.core.adapter import StoreCache
+from kvlab.errors import KvlabError
+from kvlab.traces.run import prefilled, pseudo_queries
+from kvlab.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+
+SENTENCE = "Sorry, I don't know. "
+CONDITIONS = ("sc_sp", "dc_sp", "sc_dp", "dc_dp")
+# What differs between two conditions: right position less wrong, right content less wrong, and one against the other.
+EFFECTS = {
+    "position/same_content": ("sc_sp", "sc_dp"),
+    "position/different_content": ("dc_sp", "dc_dp"),
+    "content/same_position": ("sc_sp", "dc_sp"),
+    "content/different_position": ("sc_dp", "dc_dp"),
+    "position_less_content": ("dc_sp", "sc_dp"),
+}
+# Trials that share one forward pass: enough to keep the matrices busy, few enough for a laptop's memory.
+TOGETHER = 8
+
+
+def similarities(lm: LM, trace: Trace, cache: StoreCache, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine between pseudo-queries and the true decoding queries, averaged over layers and heads.
+
+    Args:
+        cache: the trace's prompt (`kvlab.traces.run.prefilled`).
+        ids, positions: int64 `[trials, m]`.
+
+    Returns:
+        Post-RoPE and pre-RoPE similarity, each `[trials, m]`.
+    """
+    m = ids.shape[1]
+    response(trace, m)
+    truth = trace.response_queries[:, :, :m].float(), trace.response_pre_queries[:, :, :m].float()
+    found = pseudo_queries(lm, cache, ids, positions)
+    return tuple(
+        F.cosine_similarity(queries.float(), true[None], dim=-1).mean((1, 2))
+        for queries, true in zip(found, truth, strict=True)
+    )
+
+
+def response(trace: Trace, n: int) -> Tensor:
+    """The first `n` tokens of the response, whose decoding queries are what pseudo-queries are compared with."""
+    if trace.steps < n:
+        raise KvlabError(
+            f"{n} pseudo-queries need as many decoding queries to compare with, and the trace has {trace.steps}"
+        )
+    return trace.ids[trace.prompt_length :][:n]
+
+
+def nonsense(lm: LM, n: int) -> Tensor:
+    """`n` tokens of the paper's fixed sentence, repeated."""
+    lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
+    ids = torch.tensor(lm.tokenizer(SENTENCE * n, add_special_tokens=False).input_ids)
+    return ids[:n]
+
+
+def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
+    """Table 1: same or different content (SC, DC) at the same or a different position (SP, DP), post and pre RoPE.
+
+    "Different position" is 0 .. n-1, "different content" the fixed sentence, as in the paper; repeated over traces.
+
+    Returns:
+        Table with columns document, condition, rope, similarity; metrics `similarity/post/sc_sp` and so on,
+        `distance/post/sc_sp` (1 - similarity), `effect/post/position/same_content` and likewise for EFFECTS
+        (differences paired by document), `ratio/post/dc_sp_over_sc_dp` (the paper's 2.2x) and
+        `ratio/post/content_over_position` (of what they cost where the other is wrong too); intervals over documents.
+    """
+    rows = []
+    for trace in tqdm(traces, desc="table 1", unit="doc", disable=len(traces) < 3, leave=False):
+        true, other = response(trace, n), nonsense(lm, n)
+        here, away = torch.arange(n) + trace.prompt_length, torch.arange(n)
+        found = similarities(
+            lm, trace, prefilled(trace), torch.stack([true, other, true, other]), torch.stack([here, here, away, away])
+        )
+        for rope, values in zip(("post", "pre"), found, strict=True):
+            for condition, row in zip(CONDITIONS, values, strict=True):
+                rows.append(
+                    {
+                        "document": trace.document,
+                        "condition": condition,
+                        "rope": rope,
+                        "similarity": float(row.mean()),
+                    }
+                )
+    findings = Findings(pd.DataFrame(rows))
+    for rope, part in findings.table.groupby("rope"):
+        wide = part.pivot(index="document", columns="condition", values="similarity")
+        for condition in CONDITIONS:
+            findings.add(f"similarity/{rope}/{condition}", wide[condition])
+            findings.add(f"distance/{rope}/{condition}", 1 - wide[condition])
+        for name, (right, wrong) in EFFECTS.items():
+            findings.add_difference(f"effect/{rope}/{name}", wide[right], wide[wrong])
+        if rope == "post":
+            findings.add("ratio/post/dc_sp_over_sc_dp", wide["dc_sp"] / wide["sc_dp"])
+            content, position = wide["sc_dp"] - wide["dc_dp"], wide["dc_sp"] - wide["dc_dp"]
+            findings.add("ratio/post/content_over_position", content / position)
+    return findings
+
+
+def at_length(lm: LM, trace: Trace, n: int = 32) -> Findings:
+    """Table 1 on one more prompt, of another length: its metrics as `ratio/post/dc_sp_over_sc_dp/4k`, no intervals."""
+    found = table_1(lm, [trace], n)
+    length = context_name(trace.prompt_length)
+    return Findings(found.table, {f"{name}/{length}": value for name, value in found.metrics.items()})
+
+
+def figure_2a(
+    lm: LM, traces: Sequence[Trace], trials: int = 20, n: int = 32, near: int = 100, seed: int = 0
+) -> Findings:
+    """Figure 2a: distributions over random contents (drawn from the vocabulary) and random position spans.
+
+    A span starts anywhere in [0, prompt] ("dp_m") or in [0, `near`] ("dp_100").
+
+    Args:
+        trials: for each document and condition.
+
+    Returns:
+        Table with columns document, condition, rope, trial, similarity; metrics `similarity_random/post/dc_sp` and so
+        on, and the differences `gap_random/post/dc_sp_less_sc_dp_m` (right position with random content, less right
+        content at a random position), `..._less_sc_dp_100` and `gap_random/post/dc_dp_m_less_dc_dp_100`; means over
+        documents of the documents' means, with intervals over documents.
+    """
+    vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
+    rows, jobs = [], 5 * trials * len(traces)
+    with tqdm(total=jobs, desc="figure 2a", unit="trial", leave=False) as bar:
+        for number, trace in enumerate(traces):
+            generator = torch.Generator().manual_seed(seed + number)
+            wanted = _random_conditions(trace, trials, n, near, vocabulary, generator)
+            cache = prefilled(trace)
+            for condition, (ids, positions) in wanted.items():
+                for some in torch.arange(trials).split(TOGETHER):
+                    found = similarities(lm, trace, cache, ids[some], positions[some])
+                    for rope, values in zip(("post", "pre"), found, strict=True):
+                        about = {"document": trace.document, "condition": condition, "rope": rope}
+                        means = zip(some.tolist(), values.mean(-1).tolist(), strict=True)
+                        rows += [about | {"trial": t, "similarity": v} for t, v in means]
+                    bar.update(len(some))
+    findings = Findings(pd.DataFrame(rows))
+    for rope, part in findings.table.groupby("rope"):
+        wide = part.groupby(["document", "condition"])["similarity"].mean().unstack()
+        for condition in wide:
+            findings.add(f"similarity_random/{rope}/{condition}", wide[condition])
+        for left, right in (
+            ("dc_sp", "sc_dp_m"),
+            ("dc_sp", f"sc_dp_{near}"),
+            ("dc_dp_m", f"dc_dp_{near}"),
+            ("sc_dp_m", f"sc_dp_{near}"),
+        ):
+            findings.add_difference(f"gap_random/{rope}/{left}_less_{right}", wide[left], wide[right])
+    return findings
+
+
+def _random_conditions(
+    trace: Trace, trials: int, n: int, near: int, vocabulary: int, generator: torch.Generator
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Ids and positions `[trials, n]` of each condition of figure 2a."""
+    true = response(trace, n).expand(trials, n)
+    here = (torch.arange(n) + trace.prompt_length).expand(trials, n)
+
+    def contents() -> Tensor:
+        return torch.randint(vocabulary, (trials, n), generator=generator)
+
+    def spans(within: int) -> Tensor:
+        return torch.randint(max(within - n + 1, 1), (trials, 1), generator=generator) + torch.arange(n)
+
+    return {
+        "dc_sp": (contents(), here),
+        "sc_dp_m": (true, spans(trace.prompt_length)),
+        "dc_dp_m": (contents(), spans(trace.prompt_length)),
+        f"sc_dp_{near}": (true, spans(near)),
+        f"dc_dp_{near}": (contents(), spans(near)),
+    }
+
+
+def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> Findings:
+    """Figure 2b: the true content at assigned start positions from 0 to the right one, for several context lengths.
+
+    Args:
+        traces: of any lengths; those of one `context_name` are averaged.
+        parts: the way from the right position to position 0 is walked in so many even steps; closer offsets (powers of
+            four) are measured besides.
+
+    Returns:
+        Table with columns document, context, start, offset, similarity; for each context, as means over its documents
+        with intervals: `offset/spearman/2k` (rank correlation of similarity with the offset; -1 is a monotone decay),
+        `offset/drop/2k` (similarity at the right position less that at position 0) and `offset/curve/2k/0` ..
+        `offset/curve/2k/{parts}` (similarity after each even step).
+    """
+    rows, even = [], {}
+    for trace in tqdm(traces, desc="figure 2b", unit="context", leave=False):
+        length, context, text = trace.prompt_length, context_name(trace.prompt_length), plain_name(trace)
+        steps = torch.linspace(0, length, parts + 1).round().long()
+        near = 4 ** torch.arange(1, 8)
+        offsets = torch.cat([steps, near[near < length // parts]]).unique()
+        true, cache = response(trace, n), prefilled(trace)
+        for some in offsets.split(TOGETHER):
+            positions = (length - some)[:, None] + torch.arange(n)
+            values = similarities(lm, trace, cache, true.expand(len(some), n), positions)[0].mean(-1)
+            for offset, value in zip(some.tolist(), values.tolist(), strict=True):
+                about = {"document": text, "context": context, "start": length - offset, "offset": offset}
+                rows.append(about | {"similarity": value})
+        even[text, context] = steps.tolist()
+    findings = Findings(pd.DataFrame(rows))
+    for context, part in findings.table.groupby("context", sort=False):
+        curves = {text: curve.set_index("offset")["similarity"] for text, curve in part.groupby("document")}
+        ranks = [stats.spearmanr(curve.index, curve).statistic for curve in curves.values()]
+        findings.add(f"offset/spearman/{context}", ranks)
+        findings.add(f"offset/drop/{context}", _drops(part))
+        for step in range(parts + 1):
+            values = [curve[even[text, context][step]] for text, curve in curves.items()]
+            findings.add(f"offset/curve/{context}/{step}", values)
+    return findings
+
+
+def _drops(part: pd.DataFrame) -> pd.Series:
+    """Similarity at the right position less that at position 0, by document."""
+    curves = part.sort_values("offset").groupby("document")["similarity"]
+    return curves.first() - curves.last()
+
+
+def longer_decays_more(figure: Findings, short: str, long: str) -> Findings:
+    """Figure 2b's two findings: the decay along the longer of two contexts, and how it exceeds the shorter one's.
+
+    Args:
+        figure: from `figure_2b`.
+        short, long: names of two contexts, such as "500" and "2k".
+
+    Returns:
+        Metrics `offset/longer_decays_more` (what similarity loses from the right position to position 0 in the long
+        context, less the same in the short one; paired by document), and the long context's `offset/spearman` and
+        `offset/curve/0` .. under names without its length.
+    """
+    drops = {context: _drops(part) for context, part in figure.table.groupby("context")}
+    lacking = {short, long} - set(drops)
+    if lacking:
+        raise KvlabError(f"there is no context of {min(lacking)} in the figure; it has {', '.join(drops)}")
+    found = Findings(figure.table)
+    found.add_difference("offset/longer_decays_more", drops[long], drops[short])
+    for name, value in figure.metrics.items():
+        kind, context, *step = name.removeprefix("offset/").split("/")
+        if kind in ("spearman", "curve") and context == long:
+            plain = "/".join(["offset", kind, *step])
+            found.metrics[plain], found.intervals[plain] = value, figure.intervals[name]
+    return found
+
+
+def averaged(table: pd.DataFrame) -> pd.DataFrame:
+    """Figure 2b's curves as means over documents with intervals: context, start, similarity, low, high.
+
+    Documents of one context differ in length by a few tokens, so points are joined by their place among the offsets.
+    """
+    place = table.groupby(["context", "document"])["offset"].rank().astype(int)
+    rows = []
+    for (context, _), part in table.groupby(["context", place], sort=False):
+        one = Findings(part)
+        one.add("similarity", part["similarity"])
+        low, high = one.intervals["similarity"]
+        rows.append(
+            {
+                "context": context,
+                "start": part["start"].mean(),
+                "similarity": one.metrics["similarity"],
+                "low": low,
+                "high": high,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def plain_name(trace: Trace) -> str:
+    """The name of a trace's text without the part taken of it: "sotu/1962[0:1951]@6a..." -> "sotu/1962"."""
+    return trace.document.partition("@")[0].partition("[")[0]
+
+
+def context_name(tokens: int) -> str:
+    """3993 -> "4k": how the paper names a context length; below a thousand, to the hundred ("500")."""
+    if tokens < 950:
+        return f"{round(tokens, -2)}"
+    return f"{tokens / 1000:.1f}".removesuffix(".0") + "k"

@@ -1,0 +1,251 @@
+"""DapQ, section 6 and figure 6: what should the pseudo-queries say, and how many should there be?
+
+The paper judges by LongBench scores of an 8B model; here the same pseudo-queries are judged by the recall of what they
+keep and by the attention mass that is lost with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvlab.analyses.dapq.recall import with_pseudo
+from kvlab.analyses.findings import Findings
+from kvlab.core import attention
+from kvlab.errors import KvlabError
+from kvlab.methods import policy
+from kvlab.replays.reference import reference
+from kvlab.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+    from kvlab.methods.dapq import DapQ
+
+MEASURES = ("recall", "mass_lost")
+RANDOM = {"RS_C": "scattered", "RC_C": "span"}
+FIXED = "Fix_C"
+USUAL = {"content": "first_last", "first": 4}
+
+
+def contents(
+    n: int = 32, firsts: Sequence[int] = (2, 4, 8, 16), seeds: Sequence[int] = (0, 1)
+) -> dict[str, list[dict]]:
+    """The contents of figure 6a as options of the DapQ policy, by the paper's names; random ones once for each seed.
+
+    Args:
+        n: pseudo-queries.
+        firsts: m of each FmLn, whose n is the rest.
+    """
+    found = {f"F{m}L{n - m}": [{"content": "first_last", "first": m, "window": n}] for m in firsts}
+    found |= {name: [{"content": kind, "seed": s, "window": n} for s in seeds] for name, kind in RANDOM.items()}
+    return found | {FIXED: [{"content": "sentence", "window": n}]}
+
+
+def asked(options: Mapping, budget: float = 1.0) -> DapQ:
+    """DapQ with these options."""
+    return policy("dapq", budget=budget, **options)
+
+
+def scored(trace: Trace, kept: Tensor) -> dict[str, float]:
+    """Recall of the gold top-k in `kept` and the attention mass of the response on prompt tokens outside of it.
+
+    Args:
+        kept: positions `[layers, kv_heads, k]` after the prefill; all of the response stays.
+
+    Returns:
+        Means over layers, heads and steps.
+    """
+    side, lost = reference(trace), []
+    for layer, positions in enumerate(kept):
+        rows = side.weights(layer)[:, :, : trace.prompt_length]
+        where = attention.to_query_heads(positions, trace.heads)[:, None].expand(-1, trace.steps, -1)
+        lost.append(float((rows.sum(-1) - rows.gather(-1, where).sum(-1)).mean()))
+    return {"recall": recalled(trace, kept), "mass_lost": float(np.mean(lost))}
+
+
+def recalled(trace: Trace, kept: Tensor) -> float:
+    """Share of the gold top-k among `kept` positions `[layers, kv_heads, k]`, averaged over layers and KV heads."""
+    side = reference(trace)
+    return float(side.share_found(side.gold_ranks, kept, kept.shape[-1]).mean())
+
+
+def figure_6a(
+    lm: LM,
+    traces: Sequence[Trace],
+    budgets: Sequence[int] = (64, 128, 256),
+    n: int = 32,
+    firsts: Sequence[int] = (2, 4, 8, 16),
+    draws: int = 2,
+    seed: int = 0,
+) -> Findings:
+    """Figure 6a: `n` pseudo-queries of different contents, at the response's positions; and one content at position 0.
+
+    Args:
+        draws: of each random content, for each document; averaged.
+
+    Returns:
+        Table with columns document, content, budget, measure, value. Metrics, for each measure and budget, with
+        intervals over documents: `content/recall/F4L28/b128`; `content/cv/recall/b128` (coefficient of variation over
+        the contents of their means over documents); `content/ends_less_random/recall/b128` (the mean of all FmLn less
+        that of RS_C and RC_C, paired); `content/spread/recall/b128` (largest less smallest content of a document) and
+        `content/position/recall/b128` (first 4 and last at the right position less the same at position 0, paired) and
+        `content/position_less_spread/recall/b128`. Signs are such that larger is better; for mass lost they are turned.
+    """
+    rows = []
+    for number, trace in enumerate(tqdm(traces, desc="figure 6a", unit="doc", leave=False)):
+        wanted = contents(n, firsts, range(seed + draws * number, seed + draws * (number + 1)))
+        own = with_pseudo(lm, trace, [asked(one) for many in wanted.values() for one in many])
+        usual, elsewhere = USUAL | {"window": n}, f"F4L{n - 4} at 0"
+        away = with_pseudo(lm, trace, [asked(usual)], start=0)
+        for budget in budgets:
+            sets = {name: [asked(one, budget).prefill(own.prompt) for one in many] for name, many in wanted.items()}
+            sets[elsewhere] = [asked(usual, budget).prefill(away.prompt)]
+            for name, several in sets.items():
+                found = [scored(own, kept) for kept in several]
+                about = {"document": trace.document, "content": name, "budget": budget}
+                rows += [about | {"measure": m, "value": float(np.mean([f[m] for f in found]))} for m in MEASURES]
+    findings = Findings(pd.DataFrame(rows))
+    for (measure, budget), part in findings.table.groupby(["measure", "budget"]):
+        wide, at = part.pivot(index="document", columns="content", values="value"), f"{measure}/b{budget}"
+        for name in wide:
+            findings.add(f"content/{measure}/{name}/b{budget}", wide[name])
+        right, name = wide.drop(columns=elsewhere), f"content/cv/{at}"
+        findings.metrics[name], findings.intervals[name] = variation(right)
+        sign = -1 if measure == "mass_lost" else 1
+        ends = [name for name in right if name not in (*RANDOM, FIXED)]
+        findings.add_difference(
+            f"content/ends_less_random/{at}", sign * right[ends].mean(axis=1), sign * right[list(RANDOM)].mean(axis=1)
+        )
+        spread = right.max(axis=1) - right.min(axis=1)
+        findings.add(f"content/spread/{at}", spread)
+        if (usual := f"F4L{n - 4}") in right:
+            worth = sign * (right[usual] - wide[elsewhere])
+            findings.add(f"content/position/{at}", worth)
+            findings.add_difference(f"content/position_less_spread/{at}", worth, spread)
+    return findings
+
+
+def variation(wide: pd.DataFrame) -> tuple[float, tuple[float, float]]:
+    """Coefficient of variation (population) over the columns of their means over the rows.
+
+    Args:
+        wide: a row for each document, a column for each content.
+
+    Returns:
+        The value and its 95 % bootstrap interval over the rows.
+    """
+    values = wide.to_numpy()
+    drawn = values[np.random.default_rng(0).integers(len(values), size=(2000, len(values)))].mean(1)
+    low, high = np.quantile(drawn.std(-1) / drawn.mean(-1), [0.025, 0.975])
+    means = values.mean(0)
+    return float(means.std() / means.mean()), (float(low), float(high))
+
+
+def figure_6b(
+    lm: LM,
+    traces: Sequence[Trace],
+    lengths: Sequence[int] = (1, 4, 8, 16, 32, 64, 128),
+    budget: int = 128,
+    share: float = 1 / 8,
+    responses: Sequence[int] = (),
+) -> Findings:
+    """Figure 6b: windows of 1 to 128 pseudo-queries, of which the first eighth repeats the prompt's start (4 of 32).
+
+    Args:
+        share: of the pseudo-tokens that repeat the prompt's start; the others repeat its end.
+        responses: besides the whole response, recall by the gold top-k of its first so many tokens: is the best length
+            just that of the response?
+
+    Returns:
+        Table with columns document, response, length, measure, value. Metrics with intervals over documents, for each
+        measure and the whole response: `length/recall/n32`; `length/rise/recall` (the best length less the shortest)
+        and `length/fall/recall` (the best less the longest), larger being better for mass lost too. So that the choice
+        of the best does not flatter them, each document takes the length that is best on average over the others.
+        `length/best/recall/r32`: the best length on average, by responses of 32 tokens.
+    """
+    rows = []
+    for trace in tqdm(traces, desc="figure 6b", unit="doc", leave=False):
+        options = {n: {"content": "first_last", "first": round(share * n), "window": n} for n in lengths}
+        own = with_pseudo(lm, trace, [asked(one) for one in options.values()])
+        kept = {n: asked(one, budget).prefill(own.prompt) for n, one in options.items()}
+        parts = {steps: shortened(own, steps) for steps in responses}
+        for n, positions in kept.items():
+            found = [(own.steps, name, value) for name, value in scored(own, positions).items()]
+            found += [(steps, "recall", recalled(part, positions)) for steps, part in parts.items()]
+            about = {"document": trace.document, "length": n}
+            rows += [about | {"response": steps, "measure": name, "value": value} for steps, name, value in found]
+    findings = Findings(pd.DataFrame(rows))
+    whole = max(findings.table["response"])
+    for (measure, steps), part in findings.table.groupby(["measure", "response"]):
+        wide = part.pivot(index="document", columns="length", values="value")
+        good = -wide if measure == "mass_lost" else wide
+        findings.metrics[f"length/best/{measure}/r{steps}"] = float(good.mean().idxmax())
+        if steps != whole:
+            continue
+        for n in wide:
+            findings.add(f"length/{measure}/n{n}", wide[n])
+        reached = pd.Series({document: good.loc[document, n] for document, n in best_by_others(good).items()})
+        findings.add_difference(f"length/rise/{measure}", reached, good[min(lengths)])
+        findings.add_difference(f"length/fall/{measure}", reached, good[max(lengths)])
+    return findings
+
+
+def shortened(trace: Trace, steps: int) -> Trace:
+    """The same prompt with the first `steps` tokens of its response."""
+    if not 0 < steps <= trace.steps:
+        raise KvlabError(f"the response has {trace.steps} tokens, so that its first {steps} cannot be looked at")
+    length, gone = trace.prompt_length + steps, trace.steps - steps
+    known = trace.queries.shape[2] - gone
+    return replace(
+        trace,
+        queries=trace.queries[:, :, :known],
+        pre_queries=None if trace.pre_queries is None else trace.pre_queries[:, :, :known],
+        keys=trace.keys[:, :, :length],
+        values=trace.values[:, :, :length],
+        ids=None if trace.ids is None else trace.ids[:length],
+    )
+
+
+def best_by_others(wide: pd.DataFrame) -> pd.Series:
+    """For each row the column that is largest on average over all other rows."""
+    if len(wide) < 2:
+        raise KvlabError("the best length is chosen on other documents, so that at least two are needed")
+    return ((wide.sum() - wide) / (len(wide) - 1)).idxmax(axis=1)
+
+
+def by_content(figure: Findings, measure: str) -> pd.DataFrame:
+    """Figure 6a's points to draw: content, budget, value, low, high."""
+    names = figure.table["content"].unique()
+    rows = []
+    for budget in figure.table["budget"].unique():
+        for content in names:
+            name = f"content/{measure}/{content}/b{budget}"
+            low, high = figure.intervals[name]
+            rows.append({"content": content, "budget": budget, "value": figure.metrics[name], "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def by_length(figure: Findings, measure: str, aligned: bool = False) -> pd.DataFrame:
+    """Figure 6b's points to draw: response, length, value, low, high (intervals over documents).
+
+    Args:
+        aligned: take out what makes documents differ at every length: each is moved so that its mean over the lengths
+            is the mean of all. Values stay, intervals shrink to what differs between lengths.
+    """
+    rows = []
+    part = figure.table[figure.table["measure"] == measure].copy()
+    if aligned:
+        own = part.groupby(["response", "document"])["value"].transform("mean")
+        part["value"] += part.groupby("response")["value"].transform("mean") - own
+    for (steps, n), values in part.groupby(["response", "length"])["value"]:
+        one = Findings(part)
+        one.add("value", values)
+        low, high = one.intervals["value"]
+        rows.append({"response": steps, "length": n, "value": one.metrics["value"], "low": low, "high": high})
+    return pd.DataFrame(rows)

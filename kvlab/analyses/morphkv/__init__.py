@@ -1,0 +1,1 @@
+"""MorphKV: a constant-sized cache, led by the recent tokens' attention."""

@@ -1,0 +1,157 @@
+"""MorphKV's own tables, recomputed: do the averages that its text states follow from what it prints?
+
+Table 3 is also set beside the authors' published predictions, where they are at hand, and beside two tasks of the same
+runs that it leaves out.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pandas as pd
+
+from kvlab import papers, scores
+from kvlab.analyses.findings import Findings
+from kvlab.errors import KvlabError
+
+FOLDER = "KVLAB_PREDICTIONS"
+"""Environment variable that names a folder of the authors' predictions."""
+
+PREFIX = "llama3.1-8b-instruct__snapkv__"
+
+
+def long_responses() -> Findings:
+    """Tables 1 and 2: MorphKV's relative gain in score over SnapKV and H2O on long-response tasks.
+
+    Returns:
+        Table with columns table, model, against, gain; metrics `table1/gain_over_snapkv`, `table1/gain_over_h2o`,
+        `table2/gain_over_snapkv`, `table2/gain_over_h2o` (means over models, with intervals over them), each model's
+        own as `table1/gain_over_snapkv/Llama`, `table1/gain_over_snapkv/others` (table 1 without Qwen, for which the
+        text claims no gain), `table1/below_snapkv/Qwen` (how far Qwen's lies below), and `table1/snapkv_from_full`: how
+        far SnapKV's scores lie from full attention's, either way. Its budget holds the
+        whole prompt there and it never evicts later, so that this is what the judge and the sampling scatter by.
+    """
+    first = papers.figure("morphkv", "table1").set_index("method").T
+    second = papers.figure("morphkv", "table2").pivot(index="model", columns="method", values="average")
+    findings, rows = Findings(pd.DataFrame()), []
+    for name, table in (("table1", first), ("table2", second)):
+        for other in ("snapkv", "h2o"):
+            gains = table["morphkv"] / table[other] - 1
+            findings.add(f"{name}/gain_over_{other}", gains)
+            findings.metrics |= {f"{name}/gain_over_{other}/{m}": float(g) for m, g in gains.items()}
+            rows += [{"table": name, "model": m, "against": other, "gain": g} for m, g in gains.items()]
+    over_snapkv = first["morphkv"] / first["snapkv"] - 1
+    findings.add("table1/gain_over_snapkv/others", over_snapkv.drop("Qwen"))
+    findings.metrics["table1/below_snapkv/Qwen"] = -float(over_snapkv["Qwen"])
+    findings.add("table1/snapkv_from_full", (first["snapkv"] / first["full"] - 1).abs())
+    findings.table = pd.DataFrame(rows)
+    return findings
+
+
+def long_contexts() -> Findings:
+    """Table 3: MorphKV's score less SnapKV's, task by task, without and with the two tasks that it leaves out.
+
+    Returns:
+        Table with columns model, task, snapkv, morphkv, printed (False for the two); metrics `table3/gain` (all
+        models), `table3/gain/Llama` and `table3/gain_with_omitted/Llama` (points, means over tasks), the shares of
+        tasks at which MorphKV is not worse, `table3/share_not_worse` (all models), `table3/share_not_worse/Llama` and
+        `table3/share_not_worse_with_omitted/Llama`, all with intervals over tasks, and `figure2b/vcsum_phi4` (relative
+        gain).
+    """
+    printed = papers.figure("morphkv", "table3").melt(["model", "method"], var_name="task", value_name="score")
+    printed = printed.pivot(index=["model", "task"], columns="method", values="score").reset_index()
+    printed = printed.drop(columns="full").assign(printed=True)
+    omitted = papers.figure("morphkv", "table3_omitted").assign(model="Llama", printed=False)
+    table = pd.concat([printed, omitted], ignore_index=True)[["model", "task", "snapkv", "morphkv", "printed"]]
+    findings = Findings(table)
+    gains = table["morphkv"] - table["snapkv"]
+    llama = table["model"] == "Llama"
+    # Differences of printed decimals: less than half of one is none.
+    not_worse = gains > -0.05
+    for name, values in (("gain", gains), ("share_not_worse", not_worse)):
+        findings.add(f"table3/{name}", values[table["printed"]])
+        findings.add(f"table3/{name}/Llama", values[table["printed"] & llama])
+        findings.add(f"table3/{name}_with_omitted/Llama", values[llama])
+    vcsum = table.set_index(["model", "task"]).loc[("Phi4", "vcs")]
+    findings.metrics["figure2b/vcsum_phi4"] = float(vcsum["morphkv"] / vcsum["snapkv"] - 1)
+    return findings
+
+
+def fusions() -> Findings:
+    """Tables 4 and 5: how max fusion compares with sum fusion, relative, means over tasks or over models and criteria.
+
+    Returns:
+        Table with columns table, what, gain (of max over sum); metrics `table4/max_over_sum` and `table5/sum_over_max`,
+        with intervals.
+    """
+    fourth = papers.figure("morphkv", "table4").set_index("task")
+    fifth = papers.figure("morphkv", "table5").melt(["model", "fusion"], var_name="what", value_name="score")
+    fifth = fifth.pivot(index=["model", "what"], columns="fusion", values="score")
+    gains = {"table4": fourth["max"] / fourth["sum"] - 1, "table5": fifth["max"] / fifth["sum"] - 1}
+    rows = [
+        {"table": name, "what": key if name == "table4" else " ".join(key), "gain": g}
+        for name, one in gains.items()
+        for key, g in one.items()
+    ]
+    findings = Findings(pd.DataFrame(rows))
+    findings.add("table4/max_over_sum", gains["table4"])
+    findings.add("table5/sum_over_max", fifth["sum"] / fifth["max"] - 1)
+    return findings
+
+
+# ---------------------------------------------------------------------------------------------- predictions
+
+
+def predictions_folder(given: str = "") -> Path | None:
+    """The folder of the authors' predictions: as given, or in the environment (KVLAB_PREDICTIONS); None if in neither.
+
+    Raises:
+        KvlabError: a folder was named that is not there.
+    """
+    named = given or os.environ.get(FOLDER, "")
+    if not named:
+        return None
+    folder = Path(named).expanduser()
+    if not folder.is_dir():
+        raise KvlabError(f"there is no folder of predictions at {named}")
+    return folder
+
+
+def rescored(folder: Path | None) -> Findings:
+    """Table 3's SnapKV column of Llama beside LongBench's metrics on the authors' published predictions.
+
+    Args:
+        folder: with LLM__METHOD__TASK.jsonl files; None takes the scores that are stored with the paper's tables, which
+            came from the same files.
+
+    Returns:
+        Table with columns task, printed, stored, rescored (missing without a folder, or for a file that is not in it);
+        metrics `table3/printed_from_predictions` (largest difference of a printed score from its predictions' score, in
+        points) and, with a folder, `table3/rescored_from_stored` (largest difference of a fresh score from the stored
+        one).
+    """
+    stored = papers.figure("morphkv", "table3_predictions")
+    printed = papers.figure("morphkv", "table3").set_index(["model", "method"]).loc[("Llama", "snapkv")]
+    table = pd.DataFrame(
+        {
+            "task": stored["file"],
+            "printed": [printed.get(column) for column in stored["column"]],
+            "stored": stored["score"],
+            "rescored": [_score(folder, task) for task in stored["file"]],
+        }
+    )
+    table["rescored"] = table["rescored"].astype(float)
+    findings = Findings(table)
+    best = table["rescored"].fillna(table["stored"])
+    findings.metrics["table3/printed_from_predictions"] = float((table["printed"] - best).abs().max())
+    if table["rescored"].notna().any():
+        findings.metrics["table3/rescored_from_stored"] = float((table["rescored"] - table["stored"]).abs().max())
+    return findings
+
+
+def _score(folder: Path | None, task: str) -> float | None:
+    path = None if folder is None else folder / f"{PREFIX}{task}.jsonl"
+    if path is None or not path.is_file():
+        return None
+    return scores.score_task(task, scores.read_predictions(path))

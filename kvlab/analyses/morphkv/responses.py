@@ -1,0 +1,308 @@
+"""MorphKV, section 6.3, figures 7, 10 and 11 and table 1: small budgets, and what a long response does to each method.
+
+The paper's scores are those of 8B models on LongBench and of a 123B judge on LongWriter. What stands in: attention mass
+lost, recall of what each step needs, error of the attention output, and how far the model's predictions of the text
+that really follows drift from those of the full cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.morphkv.windows import MEASURES, along_steps
+from kvlab.errors import KvlabError
+from kvlab.inputs import corpus
+from kvlab.lib.bootstrap import summarise
+from kvlab.live import gather
+from kvlab.live import session as live_session
+from kvlab.methods import Policy, policy
+from kvlab.replays.run import Replay
+from kvlab.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+    from kvlab.live.cache import LiveCache
+
+    _Step = tuple[Tensor, list[float]]
+
+PER = 100
+"""Slopes are printed for so many tokens of the response."""
+
+LEAST = 5
+"""StreamingLLM's four first tokens and a recent one: no smaller budget is asked of any method."""
+
+COUNTED_FROM = 2
+"""The first decoding step that counts, for all methods alike: at its first, MorphKV reads the whole prompt."""
+
+
+# ---------------------------------------------------------------------------------------------- budgets of 1 to 7 %
+
+
+def at_budget(trace: Trace, share: float, window: int) -> dict[str, Policy]:
+    """The methods that figures 10 and 11 compare, and two more, at a budget that is a share of the prompt.
+
+    `snapkv` is the paper's: every query head stores its own entries, so that it gets the group's part of the budget;
+    `snapkv_shared` stores one set for each KV head, as many entries as MorphKV. Both keep the response besides.
+    """
+    entries = max(round(share * trace.prompt_length), window + 1, LEAST)
+    group = trace.heads // trace.kv_heads
+    return {
+        "morphkv": policy("morphkv", budget=entries, window=window),
+        "snapkv": policy("snapkv", budget=max(entries // group, window + 1), window=window, sets="head"),
+        "snapkv_shared": policy("snapkv", budget=entries, window=window),
+        "h2o": policy("h2o", budget=entries),
+        "streamingllm": policy("streamingllm", budget=entries),
+    }
+
+
+def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03, 0.07), window: int = 5) -> Findings:
+    """Figures 10 and 11 by attention: budgets that are small shares of a long prompt, along its response.
+
+    Args:
+        traces: one of each document, looked at one after another.
+        shares: budgets in keys and values, as shares of the prompt's full cache.
+        window: R of MorphKV and SnapKV's observation window.
+
+    Returns:
+        Table with columns document, share, policy, step, measure, value (means over layers and heads); metrics
+        `mass_lost/morphkv/0.01` and so on, the paired differences `behind/mass_lost/snapkv/0.01` (that policy's value
+        less MorphKV's), `drop/step_recall/snapkv/0.01` (the share of MorphKV's recall that it misses), and
+        `sharper/mass_lost/snapkv` (how much more it loses than MorphKV does as the budget falls from the largest share
+        to the smallest); all over the steps from COUNTED_FROM on, with intervals over documents.
+    """
+    frames = []
+    with tqdm(desc="small budgets", unit="replay", leave=False) as bar:
+        for trace in traces:
+            for share in shares:
+                for name, one in at_budget(trace, share, window).items():
+                    setting = {"document": trace.document, "share": share, "policy": name}
+                    frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, one))]
+                    bar.update()
+    findings = Findings(pd.concat(frames, ignore_index=True))
+    means = _counted(findings.table).groupby(["measure", "policy", "share", "document"])["value"].mean()
+    names = list(findings.table["policy"].unique())
+    for measure in MEASURES:
+        for share in shares:
+            ours = means[measure, "morphkv", share]
+            for name in names:
+                theirs = means[measure, name, share]
+                findings.add(f"{measure}/{name}/{share:.2f}", theirs)
+                if name != "morphkv":
+                    findings.add_difference(f"behind/{measure}/{name}/{share:.2f}", theirs, ours)
+                    if measure == "step_recall":
+                        findings.add(f"drop/step_recall/{name}/{share:.2f}", 1 - theirs / ours)
+        worse = {name: means[measure, name, min(shares)] - means[measure, name, max(shares)] for name in names}
+        for name in names[1:]:
+            findings.add_difference(f"sharper/{measure}/{name}", worse[name], worse["morphkv"])
+    return findings
+
+
+def _counted(table: pd.DataFrame) -> pd.DataFrame:
+    return table[table["step"] >= COUNTED_FROM]
+
+
+def by_budget(findings: Findings, measure: str) -> pd.DataFrame:
+    """The means of `small_budgets` as points to draw: policy, share, value, low, high."""
+    rows = []
+    for name, value in findings.metrics.items():
+        if name.startswith(f"{measure}/"):
+            _, one, share = name.split("/")
+            low, high = findings.intervals[name]
+            rows.append({"policy": one, "share": float(share), "value": value, "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+# ---------------------------------------------------------------------------------------------- along long responses
+
+
+def writing(budget: int, window: int) -> dict[str, Policy]:
+    """The methods of figures 2a, 6 and 7 at one capacity: SnapKV with a set for each query head, as the paper runs it.
+
+    H2O shares one set over each GQA group here; the paper's stores one for each query head.
+    """
+    return {
+        "full": policy("full"),
+        "snapkv": policy("snapkv", budget=budget, window=window, sets="head"),
+        "h2o": policy("h2o", budget=budget),
+        "morphkv": policy("morphkv", budget=budget, window=window),
+    }
+
+
+def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findings:
+    """Figures 2a, 6 and 7 by replay: what each method stores and loses at every step of a long response.
+
+    Args:
+        traces: with the attention accumulated over their prompts (for H2O).
+
+    Returns:
+        Table with columns document, policy, prompt, step, measure, value: mass_lost, output_error, step_recall (means
+        over layers and heads) and stored_bytes (all layers, what is kept beside the entries included); metrics of
+        `fading`, and `times/mass_lost/h2o`: how many times MorphKV's slope that policy's is.
+    """
+    frames = []
+    with tqdm(desc="long responses", unit="replay", leave=False) as bar:
+        for trace in traces:
+            for name, one in writing(budget, window).items():
+                result = Replay(trace, one)
+                stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}
+                parts = [*along_steps(result), pd.DataFrame(stored | {"value": result.stored_bytes.tolist()})]
+                setting = {"document": trace.document, "policy": name, "prompt": trace.prompt_length}
+                frames += [part.assign(**setting) for part in parts]
+                bar.update()
+    findings = fading(pd.concat(frames, ignore_index=True), ("mass_lost", "output_error"))
+    for measure in ("mass_lost", "output_error"):
+        slopes = _slopes(findings.table, measure)
+        for name in ("snapkv", "h2o"):
+            findings.add(f"times/{measure}/{name}", slopes[name] / slopes["morphkv"])
+    return findings
+
+
+def fading(table: pd.DataFrame, measures: Sequence[str]) -> Findings:
+    """Figure 7: how measures change along a response.
+
+    Args:
+        table: tidy, with columns document, policy, step, measure, value.
+
+    Returns:
+        The table; metrics `slope/mass_lost/morphkv` (least squares, change for each 100 tokens of the response),
+        `steeper/mass_lost/h2o` (that policy's slope less MorphKV's, paired) and `mean/mass_lost/morphkv` with
+        `behind/mass_lost/h2o`; all with intervals over documents.
+    """
+    findings = Findings(table)
+    for measure in measures:
+        slopes = _slopes(table, measure)
+        means = table[table["measure"] == measure].groupby(["policy", "document"])["value"].mean()
+        for name in table["policy"].unique():
+            findings.add(f"slope/{measure}/{name}", slopes[name])
+            findings.add(f"mean/{measure}/{name}", means[name])
+            if name != "morphkv":
+                findings.add_difference(f"steeper/{measure}/{name}", slopes[name], slopes["morphkv"])
+                findings.add_difference(f"behind/{measure}/{name}", means[name], means["morphkv"])
+    return findings
+
+
+def _slopes(table: pd.DataFrame, measure: str) -> pd.Series:
+    """Change for each 100 tokens, by policy and document."""
+    rows = table[table["measure"] == measure].groupby(["policy", "document"])
+    return rows.apply(lambda part: PER * stats.linregress(part["step"], part["value"]).slope, include_groups=False)
+
+
+def binned(table: pd.DataFrame, measure: str, over: int = 16) -> pd.DataFrame:
+    """One measure by policy, averaged over `over` neighbouring steps and over documents, with the interval over these.
+
+    Returns:
+        Columns policy, step (the middle of the bin), value, low, high.
+    """
+    chosen = table[table["measure"] == measure]
+    bins = ((chosen["step"] - 1) // over * over + over / 2).rename("step")
+    means = chosen.groupby(["policy", bins, "document"], sort=False)["value"].mean()
+    rows = []
+    for (name, step), values in means.groupby(level=["policy", "step"], sort=False):
+        value, (low, high) = summarise(values)
+        rows.append({"policy": name, "step": step, "value": value, "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+# ---------------------------------------------------------------------------------------------- inside the model
+
+
+def starts(lm: LM, documents: Sequence[str], tokens: int) -> Tensor:
+    """The first `tokens` tokens of documents, int64 `[documents, tokens]`. Raises KvlabError where one is shorter."""
+    rows = []
+    for name in documents:
+        ids = lm.encode(corpus.document(name).text, chat=False)[0]
+        if len(ids) < tokens:
+            raise KvlabError(f"{name} has {len(ids)} tokens, and {tokens} are asked for")
+        rows.append(ids[:tokens])
+    return torch.stack(rows)
+
+
+@torch.inference_mode()
+def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]) -> Findings:
+    """Figure 7 and table 1 inside the model: a text is fed under compressed caches, each step's error feeding the next.
+
+    Args:
+        ids: int64 `[documents, prompt + response]`; all documents run as one batch.
+        prompt: tokens that are prefilled.
+        policies: by name, "morphkv" among them.
+
+    Returns:
+        Table with columns document (its row), policy, step, measure, value: `kl`, the divergence of the next-token
+        distribution from the full cache's, and `nll_gap`, the excess of the next token's negative log-likelihood, both
+        in nats, and `kv_bytes`, keys and values stored for one document; metrics of `fading` over the steps from
+        COUNTED_FROM on. The first step is the first token that was fed after the prompt was compressed.
+
+    Raises:
+        KvlabError: nothing follows the prompt.
+    """
+    if not 0 < prompt < ids.shape[1] - 1:
+        raise KvlabError(f"a prompt of {prompt} tokens and a response of two at least do not fit into {ids.shape[1]}")
+    ids = ids.to(lm.device)
+    fed, nexts = ids[:, prompt:-1], ids[:, prompt + 1 :]
+    with gather.gather(lm.model, list(policies.values())):
+        prefilled = lm.model(ids[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
+    full = torch.stack([logits[0] for logits, _ in _decoded(lm, fed, [policy("full")], prefilled)], 1)
+    full = full.float().log_softmax(-1)
+    known = _nll(full, nexts)
+    found: dict[str, list[pd.DataFrame]] = {name: [] for name in policies}
+    # Those that act at every step take their steps together; the others need no steps.
+    acting = [name for name, one in policies.items() if one.acts_while_decoding]
+    parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
+    for names in tqdm(parts, desc="inside the model", unit="part", leave=False):
+        decoded = _decoded(lm, fed, [policies[name] for name in names], prefilled)
+        for step, (logits, stored) in enumerate(decoded, 1):
+            rows = logits.float().log_softmax(-1)
+            for name, row, size in zip(names, rows, stored, strict=True):
+                kl = F.kl_div(row, full[:, step - 1], reduction="none", log_target=True).sum(-1)
+                gap = _nll(row, nexts[:, step - 1]) - known[:, step - 1]
+                values = {"kl": kl, "nll_gap": gap, "kv_bytes": torch.full(gap.shape, size)}
+                found[name] += [
+                    pd.DataFrame({"document": range(len(ids)), "measure": measure, "value": value.tolist()}).assign(
+                        policy=name, step=step
+                    )
+                    for measure, value in values.items()
+                ]
+    frames = [frame for each in found.values() for frame in each]
+    table = pd.concat(frames, ignore_index=True)
+    return replace(fading(_counted(table), ("kl", "nll_gap")), table=table)
+
+
+def _nll(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
+    return -log_probabilities.gather(-1, tokens[..., None])[..., 0]
+
+
+def _decoded(lm: LM, ids: Tensor, together: Sequence[Policy], prefilled: LiveCache) -> Iterator[_Step]:
+    """Several policies in one batch, step by step: logits `[policies, documents, vocabulary]`, and of each policy the
+    bytes of keys and values for one document.
+    """
+    sessions = []
+    for one in together:
+        with live_session.compress(lm.model, one, turns="leave") as session:
+            session.branch(prefilled)
+            session.end_prompt()
+        sessions.append(session)
+    fed, shape = ids.repeat(len(together), 1), (len(together), len(ids))
+    with live_session.compress(lm.model, "full", turns="leave") as joint:
+        past = joint.join(sessions)
+        if not any(one.acts_while_decoding for one in together):
+            # What does nothing after the prefill can be fed at one go: a turn that is stored whole.
+            before = [session.kv_bytes for session in sessions]
+            logits = lm.model(fed, past_key_values=past).logits.unflatten(0, shape)
+            growth = [(session.kv_bytes - size) / ids.shape[1] for session, size in zip(sessions, before, strict=True)]
+            for step in range(ids.shape[1]):
+                sizes = zip(before, growth, strict=True)
+                yield logits[:, :, step], [(size + more * (step + 1)) / len(ids) for size, more in sizes]
+            return
+        for token in tqdm(fed.unbind(1), desc="inside the model", unit="token", leave=False):
+            logits = lm.model(token[:, None], past_key_values=past, logits_to_keep=1).logits[:, -1]
+            yield logits.unflatten(0, shape), [session.kv_bytes / len(ids) for session in sessions]

@@ -1,0 +1,263 @@
+"""MorphKV, figures 2a, 6, 8 and 9: bytes that each method stores, by formula, against measurement and against print.
+
+The paper's MorphKV keeps one set of entries for each KV head; its SnapKV and H2O keep one for each query head, which
+multiplies them by the size of a GQA group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+from scipy import stats
+
+from kvlab import papers, scores
+from kvlab.analyses.findings import Findings
+from kvlab.errors import KvlabError
+from kvlab.inputs import shapes
+
+SCORE_BYTES = 4
+"""Scores and attention rows that a policy keeps beside its entries are float32, whatever the cache is."""
+
+METHODS = ("full", "snapkv", "h2o", "morphkv")
+
+# LongBench's names of the tasks of table 3, for its longest answers.
+TABLE_3 = (
+    "2wikimqa",
+    "dureader",
+    "hotpotqa",
+    "multi_news",
+    "multifieldqa_en",
+    "multifieldqa_zh",
+    "musique",
+    "narrativeqa",
+    "passage_count",
+    "passage_retrieval_en",
+    "qasper",
+    "qmsum",
+    "samsum",
+    "triviaqa",
+    "vcsum",
+)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What of a model decides the size of its cache."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+def geometry(config: object) -> Geometry:
+    """From a transformers configuration."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return Geometry(
+        config.num_hidden_layers, heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+    )
+
+
+def paper_models() -> dict[str, Geometry]:
+    """The four models of section 4, by the paper's names."""
+    published = {"Llama": "llama-3.1-8b", "Mistral": "mistral-7b-v0.2", "Qwen": "qwen2.5-7b"}
+    found = {name: geometry(shapes.config(shape)) for name, shape in published.items()}
+    # From the published config.json of microsoft/phi-4.
+    return {
+        "Llama": found["Llama"],
+        "Mistral": found["Mistral"],
+        "Phi4": Geometry(40, 40, 10, 128),
+        "Qwen": found["Qwen"],
+    }
+
+
+def entries(method: str, prompt: int, response: int, budget: int, sets: int = 1) -> int:
+    """Entries stored for one KV head in one layer once `response` tokens have been decoded.
+
+    Args:
+        method: one of METHODS. SnapKV evicts from the prompt alone, H2O and MorphKV hold at most `budget` in all.
+        sets: how many sets share a KV head: 1, or the group's size where every query head stores its own.
+
+    Raises:
+        KvlabError: another method.
+    """
+    if method not in METHODS:
+        raise KvlabError(f"{method!r} is none of {', '.join(METHODS)}")
+    if method == "full":
+        return prompt + response
+    if method == "snapkv":
+        return sets * (min(prompt, budget) + response)
+    return sets * min(prompt + response, budget)
+
+
+def stored_bytes(
+    model: Geometry,
+    method: str,
+    prompt: int,
+    response: int,
+    budget: int,
+    window: int = 0,
+    sets: int = 1,
+    element: int = 4,
+    score_bytes: int = SCORE_BYTES,
+) -> int:
+    """Bytes of one sequence over all layers, with what the method keeps beside its entries.
+
+    H2O keeps one score for each entry, MorphKV `window` attention weights.
+
+    Args:
+        element: bytes of one number of a key or a value (4: float32, 2: bfloat16).
+        score_bytes: bytes of one score or attention weight; 0 counts keys and values alone.
+    """
+    beside = {"h2o": 1, "morphkv": window}.get(method, 0) * score_bytes
+    count = entries(method, prompt, response, budget, sets)
+    return model.layers * model.kv_heads * count * (2 * model.head_dim * element + beside)
+
+
+def against_formula(table: pd.DataFrame, model: Geometry, budget: int, window: int) -> Findings:
+    """Measured bytes of `along_a_response` beside the formula's, and how fast they grow.
+
+    Args:
+        table: with columns document, policy, prompt, step, measure, value; SnapKV with a set for each query head.
+        model: of the model that was measured, in float32.
+
+    Returns:
+        Table with columns policy, prompt, step, measured, predicted, deviation (relative); metrics
+        `sizes/deviation` (the largest), and `growth/snapkv` and so on: bytes that a decoded token adds over the second
+        half of the response, as a multiple of what it adds to the full cache, with intervals over documents.
+    """
+    rows = table[table["measure"] == "stored_bytes"].copy()
+    sets = {"snapkv": model.group}
+    known = rows[["policy", "prompt", "step"]].drop_duplicates()
+    predicted = [
+        stored_bytes(model, one.policy, one.prompt, one.step, budget, window, sets.get(one.policy, 1))
+        for one in known.itertuples()
+    ]
+    rows = rows.rename(columns={"value": "measured"}).merge(known.assign(predicted=predicted))
+    rows["deviation"] = (rows["measured"] / rows["predicted"] - 1).abs()
+    findings = Findings(
+        rows[["policy", "prompt", "step", "measured", "predicted", "deviation"]],
+        {"sizes/deviation": float(rows["deviation"].max())},
+    )
+    late = rows[rows["step"] > rows["step"].max() / 2].groupby(["policy", "document"])
+    growth = late.apply(lambda part: stats.linregress(part["step"], part["measured"]).slope, include_groups=False)
+    for name in rows["policy"].unique():
+        findings.add(f"growth/{name}", growth[name] / growth["full"])
+    return findings
+
+
+# ---------------------------------------------------------------------------------------------- against print
+
+
+def implied_length(benchmark: str) -> int:
+    """Tokens of prompt and response at which MorphKV's stated capacity is the share of the full cache that is printed.
+
+    It is the only length that the paper's own numbers give away.
+    """
+    capacity = _settings(benchmark).loc["morphkv", "capacity"]
+    return round(capacity / _printed().loc[benchmark, "morphkv"])
+
+
+def answer_length() -> float:
+    """Mean of the longest answers that LongBench allows on the tasks of table 3, in tokens: an upper bound."""
+    return sum(scores.LONGBENCH[task].new_tokens for task in TABLE_3) / len(TABLE_3)
+
+
+def _settings(benchmark: str) -> pd.DataFrame:
+    table = papers.figure("morphkv", "settings")
+    return table[table["benchmark"] == benchmark].set_index("method")
+
+
+def _printed() -> pd.DataFrame:
+    return papers.figure("morphkv", "sizes").pivot(index="benchmark", columns="method", values="ratio")
+
+
+def benchmark_sizes(benchmark: str) -> pd.DataFrame:
+    """Cache sizes that the stated settings come to at the implied length, relative to full attention.
+
+    Returns:
+        Columns model, method, ratio (keys and values), with_rows (what is kept beside them as well, all in bfloat16).
+    """
+    settings, total = _settings(benchmark), implied_length(benchmark)
+    # LongWriter's and LongGenBench's prompts fit into every budget, so that only the sum matters there.
+    response = answer_length() if benchmark == "longbench" else total
+    models = paper_models()
+    if benchmark == "longgenbench":
+        models.pop("Phi4")  # table 2 has no row of it
+    if benchmark == "longbench":
+        models = {"Llama": models["Llama"]}  # figure 9a
+    rows = []
+    for name, model in models.items():
+        full = stored_bytes(model, "full", total - response, response, 0, element=2)
+        for method, one in settings.iterrows():
+            window = 0 if pd.isna(one["window"]) else int(one["window"])
+            sets = 1 if method == "morphkv" else model.group
+            args = (model, method, total - response, response, one["capacity"], window, sets, 2)
+            ratio, with_rows = (stored_bytes(*args, score_bytes=n) / full for n in (0, 2))
+            rows.append({"model": name, "method": method, "ratio": ratio, "with_rows": with_rows})
+    return pd.DataFrame(rows)
+
+
+def printed_sizes() -> Findings:
+    """Figures 6, 8 and 9 by formula at the implied lengths, beside what is printed.
+
+    Returns:
+        Table with columns benchmark, method, predicted, with_rows, printed, tokens (the implied length); metrics
+        `relative_size/longwriter/snapkv` and so on, `relative_size/longgenbench/morphkv_with_rows`, the savings
+        `saving/longwriter/h2o` (1 - MorphKV / that method) and `saving/long_response/h2o` (over both long-response
+        benchmarks); intervals over models.
+    """
+    printed, rows, savings = _printed(), [], {}
+    findings = Findings(pd.DataFrame())
+    for benchmark in ("longwriter", "longgenbench", "longbench"):
+        sizes = benchmark_sizes(benchmark)
+        ratios = sizes.pivot(index="model", columns="method", values="ratio")
+        with_rows = sizes.groupby("method")["with_rows"].mean()
+        for method in ratios:
+            findings.add(f"relative_size/{benchmark}/{method}", ratios[method])
+            rows.append(
+                {
+                    "benchmark": benchmark,
+                    "method": method,
+                    "predicted": ratios[method].mean(),
+                    "with_rows": with_rows[method],
+                    "printed": printed.loc[benchmark, method],
+                    "tokens": implied_length(benchmark),
+                }
+            )
+            if method != "morphkv":
+                savings[benchmark, method] = 1 - ratios["morphkv"] / ratios[method]
+                findings.add(f"saving/{benchmark}/{method}", savings[benchmark, method])
+        rows_of_morphkv = sizes[sizes["method"] == "morphkv"]["with_rows"]
+        findings.add(f"relative_size/{benchmark}/morphkv_with_rows", rows_of_morphkv)
+    for method in ("snapkv", "h2o"):
+        both = [*savings["longwriter", method], *savings["longgenbench", method]]
+        findings.add(f"saving/long_response/{method}", both)
+    findings.table = pd.DataFrame(rows)
+    return findings
+
+
+def over_lengths(model: str, batch: int, lengths: list[int], benchmark: str = "longwriter") -> pd.DataFrame:
+    """Figure 2a by formula: gigabytes of a batch's keys and values in bfloat16, by response length.
+
+    Args:
+        model: one of `paper_models`.
+
+    Returns:
+        Columns method, tokens, gigabytes.
+    """
+    shape, settings = paper_models()[model], _settings(benchmark)
+    rows = []
+    for method in METHODS:
+        budget = 0 if method == "full" else settings.loc[method, "capacity"]
+        sets = shape.group if method in ("snapkv", "h2o") else 1
+        for n in lengths:
+            size = batch * stored_bytes(shape, method, 0, n, budget, sets=sets, element=2, score_bytes=0)
+            rows.append({"method": method, "tokens": n, "gigabytes": size / 1e9})
+    return pd.DataFrame(rows)

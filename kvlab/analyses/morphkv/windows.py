@@ -1,0 +1,237 @@
+"""MorphKV, sections 3.2, 6.1 and 6.2: how many recent tokens should decide what stays, and how are they fused?
+
+The paper scores responses with benchmarks that need an 8B model; here the same settings are judged by what they do to
+attention along a response: mass lost, recall of each step's own top-k, and error of the attention output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.texts import common_traces
+from kvlab.core import attention
+from kvlab.core.store import LayerStore
+from kvlab.errors import KvlabError
+from kvlab.inputs import corpus
+from kvlab.methods import policy
+from kvlab.replays.run import Replay
+from kvlab.traces import shared
+from kvlab.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+
+MEASURES = ("mass_lost", "step_recall", "output_error")
+
+
+def gain(measure: str, new: pd.Series, old: pd.Series) -> pd.Series:
+    """What `new` gains over `old`, relative to `old`: 0.1 is a tenth less lost, or a tenth more recalled."""
+    return new / old - 1 if measure == "step_recall" else 1 - new / old
+
+
+def window_ablation(
+    traces: Iterable[Trace],
+    windows: Sequence[int] = (4, 32, 200),
+    capacities: Sequence[int] = (512,),
+    fusions: Sequence[str] = ("sum", "max"),
+) -> Findings:
+    """Tables 4-6 by attention: window size x fusion x capacity (C + R) along a response.
+
+    Args:
+        traces: one of each document; they are looked at one after another, so they may be made on the way.
+
+    Returns:
+        Table with columns document, fusion, window, capacity, step, measure, value (means over layers and heads);
+        metrics `mass_lost/sum/w32/c512` and likewise `step_recall/...`, `output_error/...`; the relative gain
+        `gain/mass_lost/max/c512/w32_to_w200` of each window over those before it in `windows`, and of sum over max
+        fusion, `gain/mass_lost/w32/c512/max_to_sum`; all with intervals over documents.
+    """
+    settings = [(f, w, c) for c in capacities for f in fusions for w in windows if w < c]
+    frames = []
+    with tqdm(desc="window ablation", unit="replay", leave=False) as bar:
+        for trace in traces:
+            known = trace.queries.shape[2] - trace.steps
+            if known < min(max(windows), trace.prompt_length):
+                raise KvlabError(
+                    f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}"
+                )
+            for fusion, window, capacity in settings:
+                result = Replay(trace, policy("morphkv", budget=capacity, window=window, fusion=fusion))
+                setting = {"document": trace.document, "fusion": fusion, "window": window, "capacity": capacity}
+                frames += [frame.assign(**setting) for frame in along_steps(result)]
+                bar.update()
+    findings = Findings(pd.concat(frames, ignore_index=True))
+    means = findings.table.groupby(["measure", "fusion", "window", "capacity", "document"])["value"].mean()
+    for measure in MEASURES:
+        for fusion, window, capacity in settings:
+            findings.add(f"{measure}/{fusion}/w{window}/c{capacity}", means[measure, fusion, window, capacity])
+        for capacity in capacities:
+            _add_gains(findings, measure, capacity, fusions, [w for w in windows if w < capacity], means[measure])
+    return findings
+
+
+def _add_gains(
+    findings: Findings, measure: str, capacity: int, fusions: Sequence[str], windows: Sequence[int], means: pd.Series
+) -> None:
+    for fusion in fusions:
+        for old, new in combinations(windows, 2):
+            values = gain(measure, means[fusion, new, capacity], means[fusion, old, capacity])
+            findings.add(f"gain/{measure}/{fusion}/c{capacity}/w{old}_to_w{new}", values)
+    for window in windows if {"sum", "max"} <= set(fusions) else ():
+        values = gain(measure, means["sum", window, capacity], means["max", window, capacity])
+        findings.add(f"gain/{measure}/w{window}/c{capacity}/max_to_sum", values)
+
+
+def fusion_gains(traces: Iterable[Trace], window: int, capacity: int, regime: str) -> Findings:
+    """Tables 4 and 5 by attention: what sum fusion gains over max fusion at one window and capacity.
+
+    Returns:
+        The table of `window_ablation`; metrics `gain/mass_lost/{regime}/max_to_sum` and so on, with intervals.
+    """
+    found = window_ablation(traces, [window], [capacity], ["sum", "max"])
+    findings = Findings(found.table)
+    for measure in MEASURES:
+        name, of = f"gain/{measure}/{regime}/max_to_sum", f"gain/{measure}/w{window}/c{capacity}/max_to_sum"
+        findings.metrics[name], findings.intervals[name] = found.metrics[of], found.intervals[of]
+    return findings
+
+
+def along_steps(result: Replay, measures: Sequence[str] = MEASURES) -> list[pd.DataFrame]:
+    """Frames with columns step, measure, value (means over layers and heads), one for each measure."""
+    steps = range(1, result.trace.steps + 1)
+    return [
+        pd.DataFrame({"step": steps, "measure": name, "value": getattr(result, name).mean((0, 1)).tolist()})
+        for name in measures
+    ]
+
+
+def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = False) -> Trace:
+    """A captured prompt read as a shorter prompt and its own continuation, teacher-forced.
+
+    Attention is causal, so these are the tensors that capturing the shorter prompt with that response would give.
+
+    Args:
+        trace: with the queries of its whole prompt.
+        prompt, response: tokens of either part.
+        accumulate: sum the attention over all queries of the shorter prompt (H2O).
+
+    Raises:
+        KvlabError: the captured prompt is shorter than both parts, or not all of its queries are there.
+    """
+    both = prompt + response
+    if trace.queries.shape[2] < trace.length:
+        raise KvlabError("to read a prompt as a shorter one all of its queries are needed; capture with queries='all'")
+    if not 0 < both <= trace.prompt_length:
+        raise KvlabError(
+            f"the captured prompt has {trace.prompt_length} tokens, and {prompt} + {response} are asked for"
+        )
+    queries, keys, values = (t[:, :, :both].clone() for t in (trace.queries, trace.keys, trace.values))
+    found = Trace.from_tensors(queries, keys, values, prompt, scaling=trace.scaling)
+    found.ids = None if trace.ids is None else trace.ids[:both].clone()
+    found.meta = trace.meta | {"document": f"{trace.document}[:{prompt}+{response}]"}
+    if accumulate:
+        pairs = zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True)
+        found.accumulated = torch.stack([attention.accumulate(q, k, trace.scaling) for q, k in pairs])
+    return found
+
+
+def long_response(
+    lm: LM, document: str, tokens: int, new_tokens: int, response: str = "document", accumulate: bool = False
+) -> Trace:
+    """A trace of a long response to the start of a document.
+
+    Args:
+        document: its name, as `kvlab.document` takes it.
+        tokens: length of the prompt.
+        response: "document" feeds the document's own continuation, "greedy" what the model generates.
+        accumulate: record the attention summed over the prompt's queries (H2O).
+
+    Raises:
+        KvlabError: the document is too short, or another kind of response.
+    """
+    if response == "document":
+        # The default's traces, which other analyses share, wherever they are long enough.
+        around = 64
+        (whole,) = common_traces(lm, [document], tokens=max(2000, tokens + new_tokens + around))
+        return continuation(whole, tokens, new_tokens, accumulate)
+    if response != "greedy":
+        raise KvlabError(f"response={response!r} is neither 'document' nor 'greedy'")
+    text = corpus.document(document)
+    ids = lm.encode(text.text, chat=False)[0]
+    if len(ids) < tokens:
+        raise KvlabError(f"{text.name} has {len(ids)} tokens, and a prompt of {tokens} is asked for")
+    trace = shared.shared(lm, ids[:tokens], new_tokens, queries="all", accumulate=accumulate, pseudo=())
+    trace.meta["document"] = text.signature
+    return trace
+
+
+def repetition(trace: Trace, n: int = 8) -> float:
+    """Share of the response's n-token sequences that had occurred in it before."""
+    response = trace.ids[trace.prompt_length :].tolist()
+    sequences = [tuple(response[i : i + n]) for i in range(len(response) - n + 1)]
+    return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0
+
+
+def by_setting(findings: Findings) -> pd.DataFrame:
+    """The means of `window_ablation` as points to draw: measure, fusion, window, capacity, value, low, high."""
+    rows = []
+    for name, value in findings.metrics.items():
+        if name.startswith("gain/"):
+            continue
+        measure, fusion, window, capacity = name.split("/")
+        low, high = findings.intervals[name]
+        setting = {"measure": measure, "fusion": fusion, "window": int(window[1:]), "capacity": int(capacity[1:])}
+        rows.append(setting | {"value": value, "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def along(findings: Findings, measure: str, fusion: str, capacity: int, over: int = 16) -> pd.DataFrame:
+    """One measure along the response, averaged over documents and `over` neighbouring steps: window, step, value."""
+    table = findings.table
+    chosen = table[(table["measure"] == measure) & (table["fusion"] == fusion) & (table["capacity"] == capacity)]
+    bins = (chosen["step"] - 1) // over * over + over / 2
+    return chosen.groupby(["window", bins.rename("step")], as_index=False)["value"].mean()
+
+
+def walk_through() -> Findings:
+    """Section 3.2 at T0: the recent tokens *weather* and *The* give *today's* 0.3 each and *me* 0.05 each.
+
+    The paper's C = 2 would keep both old tokens, so C = 1 here, the only step with numbers. The attention is made by
+    keys that are unit vectors and queries that are the logarithms of the wanted weights.
+
+    Returns:
+        Table with columns token, score, kept; metrics `walkthrough/today_score` (0.6), `walkthrough/me_score` (0.1) and
+        `walkthrough/kept_today` (1 if *today's* stays and *me* goes).
+    """
+    tokens = ["me", "today's", "weather", "The"]
+    rows = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.05, 0.3, 0.65, 0], [0.05, 0.3, 0.25, 0.4]])
+    queries = rows.clamp_min(1e-30).log()[None, None]
+    keys = torch.eye(4)[None, None]
+    trace = Trace.from_tensors(queries, keys, keys, prompt_length=3, scaling=1.0)
+    one = policy("morphkv", budget=3, window=2)
+
+    result = Replay(trace, one)
+    store = LayerStore(trace.prompt_keys, trace.prompt_values)
+    one.compress(store, trace.prompt)
+    store.append(keys[:, :, 3:], keys[:, :, 3:])
+    store.budget = 4  # so that the scores can be read before anything is evicted
+    one.step(store, rows[None, None, 3])
+    scores = store.column("profile")[0, 0].sum(-1)
+    kept = result.stored(0, 1)[0].tolist()
+    table = pd.DataFrame({"token": tokens, "score": scores.tolist(), "kept": [p in kept for p in range(4)]})
+    today_stays = float(1 in kept and 0 not in kept)
+    return Findings(
+        table,
+        {
+            "walkthrough/today_score": float(scores[1]),
+            "walkthrough/me_score": float(scores[0]),
+            "walkthrough/kept_today": today_stays,
+        },
+    )

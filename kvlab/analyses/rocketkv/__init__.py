@@ -1,0 +1,1 @@
+"""RocketKV: coarse eviction first, then fine selection at each step."""

@@ -1,0 +1,214 @@
+"""RocketKV, figures 1, 4 and 8: what methods keep of the attention at the same token budget, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvlab.analyses.findings import Findings
+from kvlab.core.store import EMPTY
+from kvlab.errors import KvlabError
+from kvlab.methods import Policy, policy
+from kvlab.replays.reference import reference
+from kvlab.replays.run import Replay
+from kvlab.traces.trace import Trace
+
+COMPRESSIONS = (4, 8, 16, 32, 64)
+"""S / t; the budgets of 4096 to 256 tokens that the paper draws are these at its 16,000 tokens."""
+
+NAMES = {
+    "exact_topk": "Exact-TopK",
+    "duoattention": "DuoAttention",
+    "snapkv": "SnapKV",
+    "quest": "Quest",
+    "sparq": "SparQ",
+    "hybrid": "Hybrid",
+    "rocketkv": "RocketKV",
+    "rocketkv_published": "RocketKV, published split",
+}
+RIVALS = ("duoattention", "snapkv", "quest", "sparq")
+"""What figure 4 draws RocketKV against; Exact-TopK is no method, and Hybrid is RocketKV's own second stage."""
+
+QUALITY = {"step_recall": 1, "mass_lost": -1, "output_error": -1}
+"""Measures, with the sign of what is better."""
+
+PAIRS = [
+    *[("rocketkv", other) for other in (*RIVALS, "hybrid", "rocketkv_published")],
+    ("exact_topk", "rocketkv"),
+    *[(better, other) for better in ("hybrid", "exact_topk") for other in ("quest", "sparq")],
+    ("sparq", "quest"),
+]
+
+
+def budget_at(trace: Trace, compression: float) -> int:
+    """t = S / c, S the prompt and the response, in entries for each layer and KV head."""
+    return round(trace.length / compression)
+
+
+def snapkv_as_compared(trace: Trace, budget: int, sets: str = "head") -> Policy | None:
+    """SnapKV as RocketKV's appendix A.3 sets it up: what it stores must be a budget of `budget` for the whole group.
+
+    The generated tokens all stay and are taken off; with a set for each query head, the rest is shared among the
+    group's heads.
+
+    Returns:
+        None where that leaves the prompt no more than its window.
+    """
+    left = budget - trace.steps
+    if sets == "head":
+        left //= trace.heads // trace.kv_heads
+    snapkv = policy("snapkv", budget=1.0, sets=sets)
+    return snapkv.replace(budget=left) if left >= snapkv.minimum else None
+
+
+def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy]:
+    """The policies of figures 1, 4 and 8 at one budget; SnapKV is absent where it has no room (appendix A.3).
+
+    Args:
+        heads: scores that tell DuoAttention's heads apart, as its `heads`.
+    """
+    found = {name: policy(name, budget=budget) for name in ("exact_topk", "quest", "sparq", "hybrid", "rocketkv")}
+    found["duoattention"] = policy("duoattention", budget=budget, heads=heads)
+    found["rocketkv_published"] = policy("rocketkv", budget=budget, split="adaptive")
+    found["snapkv"] = snapkv_as_compared(trace, budget)
+    return {name: found[name] for name in NAMES if found[name] is not None}
+
+
+def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
+    """Share of each step's true top `k` among what the step read, or what was stored after it: `[layers, kv_heads,
+    steps]`.
+
+    A replay counts with its policy's own budget, and SnapKV's is not what its comparison calls the budget.
+    """
+    trace, full = result.trace, reference(result.trace)
+    found = torch.empty(full.step_ranks.shape[:3])
+    for now in range(trace.steps):
+        of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in range(trace.n_layers)]
+        widest = max(one.shape[1] for one in of_layer)
+        sets = torch.stack([F.pad(one, (0, widest - one.shape[1]), value=EMPTY) for one in of_layer])
+        found[:, :, now] = full.share_found(full.step_ranks[:, :, now], sets, k)
+    return found
+
+
+def measured(result: Replay, budget: int) -> dict[str, float]:
+    """Means of the measures of quality, and bytes as shares of the full cache's, which grows with each step."""
+    trace, own = result.trace, result.summary
+    whole = (trace.keys.nbytes + trace.values.nbytes) * (trace.prompt_length + (trace.steps + 1) / 2) / trace.length
+    return {
+        "step_recall": own["step_recall"] if result.budget == budget else float(share_of_top(result, budget).mean()),
+        "mass_lost": own["mass_lost"],
+        "output_error": own["output_error"],
+        "stored": own["stored_bytes"] / whole,
+        "read": own["read_bytes"] / whole,
+    }
+
+
+def figure_4(
+    traces: Sequence[Trace], compressions: Sequence[float] = COMPRESSIONS, heads: str | None = "smollm2-135m"
+) -> Findings:
+    """Figures 1, 4 and 8 on the attention itself: every method at the same compression of what a step reads.
+
+    Args:
+        traces: with a response and the last prompt queries.
+        compressions: S / t.
+        heads: DuoAttention's head scores of the model.
+
+    Returns:
+        Table with columns document, method, compression, budget, step_recall, mass_lost, output_error, stored, read
+        (the last two as shares of the full cache). Metrics by measure, method and compression, `mass_lost/quest/c64`,
+        with intervals over documents; gains, paired by document and positive where the first method is better,
+        `gain/mass_lost/rocketkv_over_quest/c64`; the same over the best rival, `.../rocketkv_over_next_best/c64`, and
+        of Exact-TopK over it; `widening/mass_lost/rocketkv_over_quest`, how much larger the gain is at the largest
+        compression than at the smallest; `shortfall/snapkv`, at how many compressions SnapKV has no room.
+
+    Raises:
+        KvlabError: a trace without a response.
+    """
+    if not all(trace.steps for trace in traces):
+        raise KvlabError("token budgets are about decoding, and a trace has no response; capture it with new_tokens=32")
+    jobs = [(trace, c) for trace in traces for c in compressions]
+    rows = []
+    for trace, c in tqdm(jobs, desc="figure 4", unit="budget", leave=False):
+        budget = budget_at(trace, c)
+        for method, one in contenders(trace, budget, heads).items():
+            numbers = measured(Replay(trace, one), budget)
+            rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
+    findings = Findings(pd.DataFrame(rows))
+    for measure in (*QUALITY, "stored", "read"):
+        _compare(findings, measure)
+    there = findings.table.groupby("compression")["method"].unique()
+    findings.metrics["shortfall/snapkv"] = float(sum("snapkv" not in methods for methods in there))
+    return findings
+
+
+def _compare(findings: Findings, measure: str) -> None:
+    """The measure of each method, and the gains of `PAIRS` and over the best rival."""
+    values = findings.table.pivot(index="document", columns=["method", "compression"], values=measure)
+    for method, c in values.columns:
+        findings.add(f"{measure}/{method}/c{c:g}", values[method, c])
+    if measure not in QUALITY:
+        return
+    sign = QUALITY[measure]
+    gains: dict[str, dict[float, pd.Series]] = {}
+    compressions = sorted(findings.table["compression"].unique())
+    for c in compressions:
+        here = sign * values.xs(c, axis=1, level="compression")
+        pairs = [(better, other, other) for better, other in PAIRS if other in here]
+        best = here[[rival for rival in RIVALS if rival in here]].mean().idxmax()
+        pairs += [("rocketkv", "next_best", best), ("exact_topk", "next_best", best)]
+        for better, name, other in pairs:
+            gains.setdefault(f"{measure}/{better}_over_{name}", {})[c] = here[better] - here[other]
+    for name, by_compression in gains.items():
+        for c, gain in by_compression.items():
+            findings.add(f"gain/{name}/c{c:g}", gain)
+        if len(by_compression) == len(compressions) > 1:
+            low, *_, high = compressions
+            findings.add_difference(f"widening/{name}", by_compression[high], by_compression[low])
+
+
+def points(findings: Findings, measure: str) -> pd.DataFrame:
+    """The metrics of one measure as points to draw: method, compression, value, low, high."""
+    rows = []
+    for name in findings.metrics:
+        if name.startswith(f"{measure}/"):
+            _, method, c = name.split("/")
+            rows.append(_point(findings, name) | {"method": method, "compression": float(c[1:])})
+    return pd.DataFrame(rows)
+
+
+def attention_kept(findings: Findings) -> pd.DataFrame:
+    """Points of what is not lost of the attention: method, compression, value, low, high."""
+    lost = points(findings, "mass_lost")
+    return lost.assign(value=1 - lost["value"], low=1 - lost["high"], high=1 - lost["low"])
+
+
+def gains(findings: Findings, measure: str, better: str = "rocketkv") -> pd.DataFrame:
+    """The gains of one method as points to draw: other, compression, value, low, high."""
+    rows, start = [], f"gain/{measure}/{better}_over_"
+    for name in findings.metrics:
+        if name.startswith(start):
+            other, c = name.removeprefix(start).split("/")
+            rows.append(_point(findings, name) | {"other": other, "compression": float(c[1:])})
+    return pd.DataFrame(rows)
+
+
+def _point(findings: Findings, name: str) -> dict[str, float]:
+    low, high = findings.intervals[name]
+    return {"value": findings.metrics[name], "low": low, "high": high}
+
+
+def next_best(findings: Findings) -> pd.DataFrame:
+    """Which rival is best, and by how much RocketKV is better: one row for each measure and compression."""
+    rows = []
+    for measure, sign in QUALITY.items():
+        means = sign * findings.table.groupby(["compression", "method"])[measure].mean().unstack()
+        best = means[[rival for rival in RIVALS if rival in means]].idxmax(axis=1)
+        for c in means.index:
+            gain = _point(findings, f"gain/{measure}/rocketkv_over_next_best/c{c:g}")
+            rows.append({"measure": measure, "compression": c, "next_best": best[c]} | gain)
+    return pd.DataFrame(rows)

@@ -1,0 +1,93 @@
+"""RocketKV, section 3.5 and table 1: what methods store and load, by the paper's formulas and on tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from kvlab.analyses.findings import Findings
+from kvlab.errors import KvlabError
+from kvlab.methods import Policy, policy
+from kvlab.replays.run import Replay
+from kvlab.traces.trace import Trace
+
+METHODS = ("snapkv", "quest", "sparq", "rocketkv")
+
+
+def storage_by_paper(method: str, c: float) -> float:
+    """Table 1: what is stored, as a share of the full cache, at a compression ratio of c."""
+    return {"snapkv": 1 / c, "quest": 1 + 1 / c, "sparq": 2.0, "rocketkv": c**-0.5 + 2 * c**-0.75}[method]
+
+
+def traffic_by_paper(method: str, c: float) -> float:
+    """Table 1: what a decoding step loads, as a share of the full cache: 1 / c for every method."""
+    return 1 / c
+
+
+def storage_by_tensors(method: str, c: float) -> float:
+    """What table 1 should say: minima and maxima, or copies, of the *keys* cost half of what they cost of keys and
+    values.
+
+    RocketKV's pages hold c^(1/4) entries and two vectors each, which is one entry's key and value: 1/c^(3/4). SparQ
+    copies keys only. Quest spends half of the budget on finding, so that it has t / 2 pages (fewer where that would
+    make them smaller than 16 entries).
+    """
+    return {"snapkv": 1 / c, "quest": 1 + min(1 / (2 * c), 1 / 16), "sparq": 1.5, "rocketkv": c**-0.5 + c**-0.75}[
+        method
+    ]
+
+
+def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Findings:
+    """Table 1 as a function of c = S / t, beside the bytes of a replay; S is the prompt and the response.
+
+    SnapKV keeps every generated token, so its prompt gets the budget less the response (the paper's appendix A.3); at
+    budgets where that does not hold its window it has no measurement.
+
+    Args:
+        trace: with a response.
+        budgets: t, in entries for each layer and KV head.
+
+    Returns:
+        Table with one row for each method and budget: method, budget, c, storage_paper, storage_tensors (by
+        `storage_by_tensors`), storage_measured, traffic_paper, traffic_measured; all but budget and c are shares of the
+        full cache. Metrics `storage/rocketkv/512` and `traffic/rocketkv/512`, as measured.
+
+    Raises:
+        KvlabError: a trace without a response, which loads nothing, or one without the last prompt queries.
+    """
+    if not trace.steps:
+        raise KvlabError("table 1 is about decoding, and this trace has no response; capture it with new_tokens=64")
+    full = Replay(trace, policy("full")).summary
+    rows, metrics = [], {}
+    jobs = [(method, budget) for method in METHODS for budget in budgets]
+    for method, budget in tqdm(jobs, desc="table 1", unit="replay", leave=False):
+        c = trace.length / budget
+        one = _of_the_table(method, budget, trace)
+        found = {"stored_bytes": math.nan, "read_bytes": math.nan} if one is None else Replay(trace, one).summary
+        storage, traffic = (found[name] / full[name] for name in ("stored_bytes", "read_bytes"))
+        rows.append(
+            {
+                "method": method,
+                "budget": budget,
+                "c": c,
+                "storage_paper": storage_by_paper(method, c),
+                "storage_tensors": storage_by_tensors(method, c),
+                "storage_measured": storage,
+                "traffic_paper": traffic_by_paper(method, c),
+                "traffic_measured": traffic,
+            }
+        )
+        if one is not None:
+            metrics |= {f"storage/{method}/{budget}": storage, f"traffic/{method}/{budget}": traffic}
+    return Findings(pd.DataFrame(rows), metrics)
+
+
+def _of_the_table(method: str, budget: int, trace: Trace) -> Policy | None:
+    if method != "snapkv":
+        return policy(method, budget=budget)
+    snapkv = policy(method, budget=1.0)
+    left = budget - trace.steps
+    return snapkv.replace(budget=left) if left >= snapkv.minimum else None

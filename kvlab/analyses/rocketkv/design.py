@@ -1,0 +1,339 @@
+"""RocketKV's design: figures 6 and 7, table 1, and how a compression is split between the stages and within one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+import numpy as np
+import pandas as pd
+import torch
+from pydantic import Field
+from tqdm.auto import tqdm
+
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.rocketkv import common
+from kvlab.analyses.rocketkv.budgets import QUALITY, budget_at, measured, share_of_top, snapkv_as_compared
+from kvlab.errors import KvlabError
+from kvlab.methods import Policy, policy
+from kvlab.methods.rocketkv import RocketKV
+from kvlab.replays.run import Replay
+from kvlab.traces.trace import Trace
+
+LADDER = {
+    "snapkv": "SnapKV, a set for each query head",
+    "snapkv_gqa": "+ GQA: one set for the group",
+    "snapkv_pp": "+ wide max pooling (SnapKV++)",
+    "rocketkv": "+ hybrid attention (RocketKV)",
+}
+STEPS_UP = [
+    ("snapkv_gqa", "snapkv"),
+    ("snapkv_pp", "snapkv_gqa"),
+    ("snapkv_pp", "snapkv"),
+    ("rocketkv", "snapkv_pp"),
+    ("rocketkv", "snapkv_gqa"),
+]
+
+
+def ladder(trace: Trace, budget: int) -> dict[str, Policy]:
+    """From SnapKV to RocketKV one change at a time, each at a token budget of `budget` as appendix A.3 counts it."""
+    left = budget - trace.steps
+    found = {
+        "snapkv": snapkv_as_compared(trace, budget),
+        "snapkv_gqa": snapkv_as_compared(trace, budget, "group"),
+        "snapkv_pp": policy("snapkv_pp", budget=left) if left > 32 else None,
+        "rocketkv": policy("rocketkv", budget=budget),
+    }
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 12)) -> Findings:
+    """Figure 6 and section 3.3: what each change from SnapKV to RocketKV brings at the same token budget.
+
+    Returns:
+        Table with columns document, method, compression, budget, step_recall, mass_lost, output_error, stored, read.
+        Metrics `output_error/snapkv_gqa/c6` and gains, positive where the first is better,
+        `gain/output_error/snapkv_gqa_over_snapkv/c6`, with intervals over documents; `widening/...`, the gain at the
+        largest compression less that at the smallest. `redundancy/c6`: the share of what SnapKV's query heads choose
+        outside the window that another head of the group has chosen already; `redundancy/over_chance/c6`: less what
+        heads that choose blindly would share.
+
+    Raises:
+        KvlabError: a compression at which SnapKV has no room beside its window and the response.
+    """
+    rows = []
+    jobs = [(trace, c) for trace in traces for c in compressions]
+    shared, blind = {}, {}
+    for trace, c in tqdm(jobs, desc="stages", unit="budget", leave=False):
+        budget = budget_at(trace, c)
+        steps = ladder(trace, budget)
+        if "snapkv" not in steps:
+            raise KvlabError(
+                f"at a compression of {c:g} the budget of {budget} leaves SnapKV no room beside the response of "
+                f"{trace.steps} tokens and a window for each head"
+            )
+        for method, one in steps.items():
+            numbers = measured(Replay(trace, one), budget)
+            rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
+        shared[trace.document, c], blind[trace.document, c] = redundancy(trace, steps["snapkv"])
+    findings = Findings(pd.DataFrame(rows))
+    _gains(findings, STEPS_UP)
+    for c in compressions:
+        ours = pd.Series({document: v for (document, at), v in shared.items() if at == c})
+        chance = pd.Series({document: v for (document, at), v in blind.items() if at == c})
+        findings.add(f"redundancy/c{c:g}", ours)
+        findings.add_difference(f"redundancy/over_chance/c{c:g}", ours, chance)
+    return findings
+
+
+FIRST_STAGE = {"snapkv_gqa": "average pooling, 7", "snapkv_pp": "max pooling, 63 (SnapKV++)"}
+
+
+def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32)) -> Findings:
+    """Section 3.3: pooling where SnapKV++ stands, a first stage that leaves S / sqrt(c) tokens and reads them all.
+
+    Both share one set in each GQA group.
+
+    Returns:
+        Table with columns document, method, compression (c, of both stages together), budget, step_recall, mass_lost,
+        output_error, stored, read. Metrics of `stage_by_stage` under names that begin with `first_stage/`, such as
+        `first_stage/gain/output_error/snapkv_pp_over_snapkv_gqa/c16`.
+    """
+    rows = []
+    for trace, c in [(trace, c) for trace in traces for c in compressions]:
+        budget = budget_at(trace, math.sqrt(c))
+        for method in FIRST_STAGE:
+            one = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
+            numbers = measured(Replay(trace, one), budget)
+            rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
+    findings = Findings(pd.DataFrame(rows))
+    _gains(findings, [("snapkv_pp", "snapkv_gqa")])
+    metrics, intervals = (
+        {f"first_stage/{name}": value for name, value in of.items()} for of in (findings.metrics, findings.intervals)
+    )
+    return Findings(findings.table, metrics, intervals)
+
+
+@torch.inference_mode()
+def redundancy(trace: Trace, snapkv: Policy) -> tuple[float, float]:
+    """Share of the entries outside the window that a group's heads store more than once, and the same by chance.
+
+    By chance: g heads that choose k of n tokens blindly cover n (1 - (1 - k / n)^g) of them.
+    """
+    chosen = snapkv.prefill(trace.prompt)
+    older = trace.prompt_length - snapkv.window
+    heads = chosen.unflatten(1, (trace.kv_heads, -1))[..., : -snapkv.window]
+    layers, groups, g, k = heads.shape
+    taken = torch.zeros(layers, groups, older, dtype=torch.bool).scatter_(2, heads.flatten(2), True)
+    covered = older * (1 - (1 - k / older) ** g)
+    return 1 - float(taken.sum(-1).float().mean()) / (g * k), 1 - covered / (g * k)
+
+
+def truncated(trace: Trace, prompt_length: int, steps: int) -> Trace:
+    """The trace of a prompt that ends after `prompt_length` tokens, with the text itself as its response.
+
+    Causal attention makes it exact: what a token's queries and keys are does not depend on what follows.
+
+    Raises:
+        KvlabError: a trace that is too short, or holds too few of its queries.
+    """
+    tokens = prompt_length + steps
+    if tokens > trace.prompt_length or trace.queries.shape[2] != trace.length:
+        raise KvlabError(
+            f"{prompt_length} + {steps} tokens cannot be cut out of a prompt of {trace.prompt_length} with queries of "
+            f"its last {trace.queries.shape[2] - trace.steps}; capture a longer one, with queries of all its tokens"
+        )
+    cut = {name: getattr(trace, name)[:, :, :tokens] for name in ("queries", "keys", "values")}
+    # Everything else describes the longer prompt.
+    return replace(
+        trace, **cut, prompt_length=prompt_length, pre_queries=None, pseudo={}, accumulated=None, ids=None, nll=None
+    )
+
+
+def kernels(
+    traces: Sequence[Trace],
+    lengths: Sequence[int] = (500, 1000, 1900),
+    sizes: Sequence[int] = (7, 21, 63, 189, 511),
+    compression: float = 16,
+    steps: int = 32,
+) -> Findings:
+    """Figure 7: which max-pooling kernel serves RocketKV best at which prompt length.
+
+    Args:
+        traces: with the queries of all prompt tokens; prompts are cut to each of `lengths`.
+        lengths: tokens of the prompts, ascending.
+        sizes: kernels, odd.
+        compression: S / t at every length.
+        steps: tokens of the text that follow as the response.
+
+    Returns:
+        Table with columns document, length, kernel, step_recall, mass_lost, output_error. Metrics
+        `output_error/k63/n500` and `gain/output_error/k63_over_k7/longest` (for `shortest` and `longest`, each kernel
+        over the smallest), with intervals over documents; `best_kernel/shortest` and `best_kernel/longest`, log2 of
+        the kernel with the smallest output error, document by document; `best_kernel/growth`, their difference; and
+        `best_kernel_size/longest`, in tokens, their geometric mean.
+    """
+    rows = []
+    jobs = [(trace, n) for trace in traces for n in lengths]
+    for trace, n in tqdm(jobs, desc="kernels", unit="prompt", leave=False):
+        cut = truncated(trace, n, steps)
+        for size in sizes:
+            own = Replay(cut, policy("rocketkv", budget=budget_at(cut, compression), kernel=size)).summary
+            rows.append({"document": trace.document, "length": n, "kernel": size} | {m: own[m] for m in QUALITY})
+    findings = Findings(pd.DataFrame(rows))
+    ends = {"shortest": lengths[0], "longest": lengths[-1]}
+    for measure, sign in QUALITY.items():
+        values = findings.table.pivot(index="document", columns=["length", "kernel"], values=measure)
+        for n, size in values.columns:
+            findings.add(f"{measure}/k{size}/n{n}", values[n, size])
+        for end, n in ends.items():
+            for size in sizes[1:]:
+                name = f"gain/{measure}/k{size}_over_k{sizes[0]}/{end}"
+                findings.add_difference(name, sign * values[n, size], sign * values[n, sizes[0]])
+    errors = findings.table.pivot(index=["length", "document"], columns="kernel", values="output_error")
+    best = np.log2(errors.idxmin(axis=1).astype(float))
+    for end, n in ends.items():
+        name, size = f"best_kernel/{end}", f"best_kernel_size/{end}"
+        findings.add(name, best.loc[n])
+        findings.metrics[size] = 2 ** findings.metrics[name]
+        findings.intervals[size] = tuple(2**limit for limit in findings.intervals[name])
+    findings.add_difference("best_kernel/growth", best.loc[ends["longest"]], best.loc[ends["shortest"]])
+    return findings
+
+
+class SplitRocketKV(RocketKV):
+    """RocketKV whose first stage takes c ** exponent of the compression: 0.5 is the paper's even split.
+
+    0 evicts nothing (hybrid attention alone); 1 leaves the budget (SnapKV++ alone), which is then read whole.
+    """
+
+    name: ClassVar[str] = "rocketkv_split"
+    summary: ClassVar[str] = "RocketKV with a given share of the compression in its first stage"
+
+    exponent: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    def capacity(self, length: int, new_tokens: int) -> int:
+        total, budget = length + new_tokens, self.entries(length)
+        return total if total <= budget else int(total * (budget / total) ** self.exponent)
+
+
+def splits(
+    traces: Sequence[Trace],
+    compressions: Sequence[float] = (16, 32),
+    exponents: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+) -> Findings:
+    """Sections 3.1 and 3.2: how much of the compression the first stage should take, as an exponent of c.
+
+    Returns:
+        Table with columns document, compression, split (the exponent, or the published code's rule, "published"),
+        step_recall, mass_lost, output_error, survived (the share of each step's true top t that the first stage left).
+        Metrics `output_error/split0.5/c16`, `survived/split0.5/c16`, and gains
+        `gain/output_error/split0.5_over_split0/c16` of the even split over each other one, with intervals over
+        documents.
+    """
+    rows = []
+    jobs = [(trace, c) for trace in traces for c in compressions]
+    for trace, c in tqdm(jobs, desc="splits", unit="budget", leave=False):
+        budget = budget_at(trace, c)
+        tried = {f"{e:g}": SplitRocketKV(budget=budget, exponent=e) for e in exponents}
+        tried["published"] = policy("rocketkv", budget=budget, split="adaptive")
+        for split, one in tried.items():
+            result = Replay(trace, one)
+            numbers = {m: result.summary[m] for m in QUALITY}
+            numbers["survived"] = float(share_of_top(result, budget, stored=True).mean())
+            rows.append({"document": trace.document, "compression": c, "method": f"split{split}"} | numbers)
+    findings = Findings(pd.DataFrame(rows))
+    names = list(findings.table["method"].unique())
+    _gains(findings, [("split0.5", other) for other in names if other != "split0.5" and "split0.5" in names])
+    for (c, method), part in findings.table.groupby(["compression", "method"]):
+        findings.add(f"survived/{method}/c{c:g}", part["survived"])
+    return findings
+
+
+def pages_against_dimensions(
+    traces: Sequence[Trace],
+    compressions: Sequence[float] = (16,),
+    exponents: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+) -> Findings:
+    """Section 3.4: hybrid attention, with the compression of its search shared between pages and dimensions.
+
+    Pages of c ** exponent entries and as many dimensions as half of the budget pays for: at 0 single tokens are found
+    by a few dimensions (as SparQ does), at 1 pages by all dimensions (as Quest does).
+
+    Returns:
+        Table with columns document, compression, method (`pages0.5`), step_recall, mass_lost, output_error. Metrics
+        `output_error/pages0.5/c16` and gains `gain/output_error/pages0.5_over_pages0/c16` of the even split over each
+        other one, with intervals over documents.
+    """
+    rows = []
+    jobs = [(trace, c) for trace in traces for c in compressions]
+    for trace, c in tqdm(jobs, desc="pages", unit="budget", leave=False):
+        for e in exponents:
+            one = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
+            own = Replay(trace, one).summary
+            row = {"document": trace.document, "compression": c, "method": f"pages{e:g}"}
+            rows.append(row | {m: own[m] for m in QUALITY})
+    findings = Findings(pd.DataFrame(rows))
+    _gains(findings, [("pages0.5", f"pages{e:g}") for e in exponents if e != 0.5])
+    return findings
+
+
+def _gains(findings: Findings, pairs: Sequence[tuple[str, str]]) -> None:
+    """Each measure of each method, the gains of the pairs, and how they widen from least to most compression."""
+    compressions = sorted(findings.table["compression"].unique())
+    for measure, sign in QUALITY.items():
+        values = findings.table.pivot(index="document", columns=["method", "compression"], values=measure)
+        for method, c in values.columns:
+            findings.add(f"{measure}/{method}/c{c:g}", values[method, c])
+        for better, other in pairs:
+            gain = {c: sign * (values[better, c] - values[other, c]) for c in compressions}
+            for c, by_document in gain.items():
+                findings.add(f"gain/{measure}/{better}_over_{other}/c{c:g}", by_document)
+            if len(compressions) > 1:
+                low, *_, high = compressions
+                findings.add_difference(f"widening/{measure}/{better}_over_{other}", gain[high], gain[low])
+
+
+def table_1(trace: Trace, compressions: Sequence[float] = (4, 16, 64)) -> Findings:
+    """Table 1 at given compressions: `rocketkv.table_1`, its metrics named by them.
+
+    Returns:
+        Its table. Metrics `storage/rocketkv/c16` and `traffic/rocketkv/c16`, measured as shares of the full cache;
+        `auxiliary/quest/c16`, what is stored beyond the full cache; `of_tensors/rocketkv/c16`, the measured storage as
+        a share of what keys and values, counted as the tensors they are, come to.
+    """
+    by_budget = {budget_at(trace, c): c for c in compressions}
+    table = common.table_1(trace, list(by_budget)).table
+    metrics = {}
+    for row in table.dropna().itertuples():
+        of = f"{row.method}/c{by_budget[row.budget]:g}"
+        metrics |= {f"storage/{of}": row.storage_measured, f"traffic/{of}": row.traffic_measured}
+        metrics[f"of_tensors/{of}"] = row.storage_measured / row.storage_tensors
+        if row.method in ("quest", "sparq"):
+            metrics[f"auxiliary/{of}"] = row.storage_measured - 1
+    return Findings(table.assign(compression=table["budget"].map(by_budget)), metrics)
+
+
+def by_method(findings: Findings, measure: str) -> pd.DataFrame:
+    """The metrics of one measure as points to draw: method, at (the last part of the name), value, low, high."""
+    rows = []
+    for name, value in findings.metrics.items():
+        of, *rest = name.split("/")
+        if of == measure and len(rest) == 2:
+            low, high = findings.intervals[name]
+            rows.append({"method": rest[0], "at": rest[1], "value": value, "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def by_exponent(findings: Findings, measure: str) -> pd.DataFrame:
+    """The same for `splits` and `pages_against_dimensions`, with the column exponent; what has none is left out."""
+    points = by_method(findings, measure)
+    exponents = pd.to_numeric(points["method"].str.extract(r"([\d.]+)$")[0])
+    return points.assign(exponent=exponents).dropna(subset=["exponent"])
+
+
+def published_exponent(compression: float) -> float:
+    """The share of the compression that the authors' code gives to the first stage, as an exponent of c."""
+    return min(0.2 + 0.06 * math.log2(compression), 0.8)

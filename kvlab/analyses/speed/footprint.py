@@ -1,0 +1,218 @@
+"""What the papers print about speed and memory, against arithmetic: bytes of weights and caches of published shapes.
+
+Nothing is run here. A cache's bytes follow from a model's configuration; where a printed figure does not, it says
+something about how it was taken. Each function takes the printed table, as `papers.figure` gives it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import pandas as pd
+
+from kvlab.analyses.findings import Findings
+from kvlab.inputs import shapes
+
+GIB = 2**30
+K = 1024
+LLAMA_2_13B = {
+    "hidden_size": 5120,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+    "intermediate_size": 13824,
+}
+"""What Llama-2-13B's configuration changes of Llama-2-7B's."""
+
+SIZES: dict[str, tuple[str, dict[str, int]]] = {
+    "llama-2-7b": ("llama-2-7b", {}),
+    "llama-2-13b": ("llama-2-7b", LLAMA_2_13B),
+    "llama-3.1-8b": ("llama-3.1-8b", {}),
+}
+A800_BANDWIDTH = 2.039e12
+"""Bytes per second that an NVIDIA A800 or A100 of 80 GB (SXM) can read, by its data sheet: the fastest of its kind."""
+A800_BYTES = 80 * GIB
+
+
+@functools.cache
+def parameters(model: str) -> int:
+    """Number of weights of one of `SIZES`, counted on an empty model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shape, changes = SIZES[model]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shapes.config(shape, **changes))
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def entry_bytes(model: str, bytes_per_number: int = 2) -> int:
+    """Bytes of keys and values of one token over all layers and KV heads."""
+    shape, changes = SIZES[model]
+    config = shapes.config(shape, **changes)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * bytes_per_number
+
+
+def predicted(model: str, tokens: float, batch: int = 1, bytes_per_number: int = 2) -> float:
+    """Bytes of weights and of a cache with `tokens` entries for each sequence: the least that decoding takes."""
+    return parameters(model) * bytes_per_number + batch * tokens * entry_bytes(model, bytes_per_number)
+
+
+def zsmerge_memory(printed: pd.DataFrame) -> Findings:
+    """ZSMerge, section 4.2 and figure 3, on Llama-2-7B; its k is 1,024, its GB and MB turn out to be GiB and MiB.
+
+    Returns:
+        Table with columns quantity, printed, float16, float32 (GiB, but MiB for the bytes of one token); metrics
+        `memory/zsmerge/QUANTITY` in float32, which is what the printed figures fit, and
+        `memory/zsmerge/reduction_54k`: 1 - memory with 18k entries / memory of the full cache at 54k.
+    """
+
+    def arithmetic(width: int) -> dict[str, float]:
+        weights = predicted("llama-2-7b", 0, bytes_per_number=width)
+        cache = entry_bytes("llama-2-7b", width)
+        return {
+            "token_mb": cache / 2**20,
+            "weights": weights / GIB,
+            "cache_20k": 20 * K * cache / GIB,
+            "cache_32k": 32 * K * cache / GIB,
+            "full_54k": (weights + 54 * K * cache) / GIB,
+            "zsmerge": (weights + 18 * K * cache) / GIB,
+        }
+
+    figures = printed.set_index("quantity")["printed"]
+    half, single = arithmetic(2), arithmetic(4)
+    rows = [
+        {"quantity": name, "printed": float(figures[name]), "float16": half[name], "float32": value}
+        for name, value in single.items()
+    ]
+    metrics = {f"memory/zsmerge/{name}": value for name, value in single.items()}
+    metrics["memory/zsmerge/reduction_54k"] = 1 - single["zsmerge"] / single["full_54k"]
+    return Findings(pd.DataFrame(rows), metrics)
+
+
+def zsmerge_workloads(printed: pd.DataFrame, table: str = "table4") -> Findings:
+    """ZSMerge's tables 1 and 4 against arithmetic, in float16 (in float32 some printed figures could not be had).
+
+    Args:
+        table: what its metrics are called.
+
+    Returns:
+        The printed table with the columns gib (weights and full cache, each row's own batch and lengths), fits (into
+        80 GiB), bound (tokens/s at which the weights alone take the GPU's whole bandwidth: batch x bandwidth / weights)
+        and from_latency (tokens/s that the printed latency gives); metrics
+        `TABLE/impossible` (rows of the full cache with a figure although weights and cache exceed 80 GiB),
+        `TABLE/unexplained` (rows of the full cache marked out of memory although they would fit),
+        `TABLE/above_bound` (rows with more tokens per second than reading the weights allows), and
+        `TABLE/contradictions` (rows whose speed and latency differ by more than 5 %).
+    """
+    found = printed.copy()
+    names = "llama-2-" + found["model"]
+    sizes = zip(names, found["prompt"] + found["generated"], found["batch"], strict=True)
+    found["gib"] = [predicted(name, tokens, batch) / GIB for name, tokens, batch in sizes]
+    found["fits"] = found["gib"] * GIB <= A800_BYTES
+    found["bound"] = found["batch"] * A800_BANDWIDTH / (2 * names.map(parameters))
+    found["from_latency"] = found["batch"] * found["generated"] / found["latency"]
+    full, ran = found["method"] == "full", found["tokens_per_second"].notna()
+    off = (found["tokens_per_second"] / found["from_latency"]).sub(1).abs() > 0.05
+    counts = {
+        "impossible": full & ran & ~found["fits"],
+        "unexplained": full & ~ran & found["fits"],
+        "above_bound": ran & (found["tokens_per_second"] > found["bound"]),
+        "contradictions": off,
+    }
+    return Findings(found, {f"{table}/{name}": float(rows.sum()) for name, rows in counts.items()})
+
+
+def zsmerge_speedups(printed: pd.DataFrame) -> pd.DataFrame:
+    """Figure 3 as printed: tokens, speedup (ZSMerge's tokens/s over the full cache's)."""
+    wide = printed.pivot(index="tokens", columns="method", values="tokens_per_second")
+    return (wide["zsmerge"] / wide["full"]).rename("speedup").reset_index()
+
+
+def zsmerge_batches(printed: pd.DataFrame, model: str = "7b") -> pd.DataFrame:
+    """Of table 4 the workloads that were printed for several batch sizes and as many generated as prompt tokens:
+    method (h2o or zsmerge), prompt, batch, speedup over the full cache.
+    """
+    rows = printed[(printed["model"] == model) & (printed["prompt"] == printed["generated"])]
+    wide = rows.pivot(index=["prompt", "batch"], columns="method", values="tokens_per_second")
+    ratios = wide[["h2o", "zsmerge"]].div(wide["full"], axis="index")
+    long = ratios.stack().rename("speedup").dropna().reset_index()
+    several = long.groupby(["method", "prompt"])["batch"].transform("size") > 1
+    return long[several][["method", "prompt", "batch", "speedup"]].reset_index(drop=True)
+
+
+def rocketkv_saving(
+    printed: pd.DataFrame, lengths: Sequence[int] = (16 * K, 32 * K, 64 * K, 96 * K, 128 * K)
+) -> Findings:
+    """RocketKV, figure 5b: share of the decoding memory saved on Llama-3.1-8B in float16, by arithmetic.
+
+    The full cache holds S entries. RocketKV stores sqrt(S x budget) of them and, for pages of ceil(c ** 1/4) entries,
+    two vectors of a page, which together take as much as one entry; weights stay, activations are left out.
+
+    Returns:
+        Table with columns length, budget, saving, printed (the figure's best, the lengths of which it does not print
+        as numbers); metrics `saving/rocketkv/BUDGET/96k` and `saving/rocketkv/BUDGET/equal_at` (the length, in
+        tokens, at which the arithmetic gives the printed saving).
+    """
+    savings = printed.set_index("budget")["memory_saving"]
+
+    def saving(length: int, budget: int) -> float:
+        stored = math.isqrt(length * budget)
+        stored += stored / math.ceil(math.sqrt(stored / budget))
+        return 1 - predicted("llama-3.1-8b", stored) / predicted("llama-3.1-8b", length)
+
+    rows = [
+        {"length": length, "budget": int(budget), "saving": saving(length, budget), "printed": best}
+        for budget, best in savings.items()
+        for length in lengths
+    ]
+    metrics = {}
+    for budget, best in savings.items():
+        metrics[f"saving/rocketkv/{budget}/96k"] = saving(96 * K, budget)
+        equal = next(length for length in range(K, 256 * K, K) if saving(length, budget) >= best)
+        metrics[f"saving/rocketkv/{budget}/equal_at"] = float(equal)
+    return Findings(pd.DataFrame(rows), metrics)
+
+
+def compilerkv_table_a1(printed: pd.DataFrame) -> Findings:
+    """CompilerKV, table A1: what it prints against its own text, and against the bytes of an 8B model's cache.
+
+    The table does not name its model; every model of that size in the paper has at most the 128 KiB for a token of
+    Llama-3.1-8B in float16 (8 KV heads of 128 in 32 layers).
+
+    Returns:
+        Table with columns input_tokens, output_tokens, memory_saved (share), megabytes_saved, prompt_cache (MiB),
+        whole_cache (MiB), speedup (ratio of tokens/s), latency_saved (share), overhead (of the time to the first token,
+        share); metrics
+        `table_a1/NAME/8k`, `16k`, `32k` of the shares; `table_a1/smallest_saving`, the smallest `memory_saved`; and
+        `table_a1/growth_over_cache`: how much more memory the full cache's run takes at 32k + 8k than at 8k + 2k, over
+        the bytes of its additional entries.
+    """
+    rows = printed.set_index(["input_tokens", "method"])
+    full, ours = rows.xs("FullKV", level="method"), rows.xs("CompilerKV", level="method")
+    per_token = entry_bytes("llama-3.1-8b") / 2**20
+    table = pd.DataFrame(
+        {
+            "output_tokens": full["output_tokens"],
+            "memory_saved": 1 - ours["memory_mb"] / full["memory_mb"],
+            "megabytes_saved": full["memory_mb"] - ours["memory_mb"],
+            "prompt_cache": full.index * per_token,
+            "whole_cache": (full.index + full["output_tokens"]) * per_token,
+            "speedup": ours["tokens_per_s"] / full["tokens_per_s"],
+            "latency_saved": 1 - ours["latency_s"] / full["latency_s"],
+            "overhead": ours["ttft_s"] / full["ttft_s"] - 1,
+        }
+    ).reset_index()
+    metrics = {
+        f"table_a1/{name}/{row.input_tokens // K}k": getattr(row, name)
+        for row in table.itertuples()
+        for name in ("memory_saved", "speedup", "latency_saved", "overhead")
+    }
+    metrics["table_a1/smallest_saving"] = float(table["memory_saved"].min())
+    grown = full["memory_mb"].iloc[-1] - full["memory_mb"].iloc[0]
+    entries = table["whole_cache"].iloc[-1] - table["whole_cache"].iloc[0]
+    metrics["table_a1/growth_over_cache"] = float(grown / entries)
+    return Findings(table, metrics)

@@ -1,0 +1,376 @@
+"""How fast a policy answers and how much it holds, beside transformers' own full cache, in one process and in turns.
+
+RocketKV figure 5, ZSMerge figure 3 and tables 1 and 4, CompilerKV table A1. All that is compared starts from the same
+prompt; every round runs everything once, each round the other way round than the last, so that a drifting clock speed
+cancels, and ratios are taken within a round. Sequences of a batch have prompts of their own, and a policy decides for
+each of them.
+
+On a GPU seconds are those of the wall clock, on a CPU the processor's with one thread: on an idle machine the same, and
+on a busy one without the time that other processes took.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import DynamicCache
+
+from kvlab.analyses.findings import Findings
+from kvlab.bench import meters
+from kvlab.errors import KvlabError
+from kvlab.lib import devices
+from kvlab.live import gather
+from kvlab.live.session import compress
+from kvlab.methods import Policy, policy
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+    from kvlab.live.cache import LiveCache
+
+FULL = "full"
+POLICIES = ("h2o", "zsmerge", "rocketkv", "snapkv", "compilerkv")
+
+
+def contenders(names: Sequence[str], budget: float) -> dict[str, Policy | None]:
+    """`full` (transformers' own cache), then the named policies at one budget."""
+    return {FULL: None} | {name: policy(name, budget=budget) for name in names}
+
+
+def fitting(lm: LM, lengths: Sequence[int], steps: int) -> list[int]:
+    """Those of `lengths` that leave room for `steps` and one more token in the model's context."""
+    return [length for length in lengths if length + steps + 1 <= lm.context_length]
+
+
+def loaded_bytes(lm: LM) -> int:
+    """Bytes of all weights, those of an embedding of its own included."""
+    return sum(weight.nbytes for weight in lm.model.parameters())
+
+
+def plain_cache(prefilled: LiveCache) -> DynamicCache:
+    """What a prefill gathered, as transformers' own cache; nothing is copied until a step adds to it."""
+    cache = DynamicCache()
+    for number, layer in enumerate(prefilled.layers):
+        (group,) = layer.groups
+        cache.update(group.store.keys, group.store.values, number)
+    return cache
+
+
+def clock(device: torch.device) -> float:
+    """Seconds on a clock that starts anywhere: the wall's once a GPU is done, the processor's on a CPU."""
+    return time.process_time() if device.type == "cpu" else meters.clock(device)
+
+
+@contextmanager
+def _measuring(lm: LM, chosen: dict[str, Policy | None]) -> Iterator[None]:
+    """One thread on a CPU; everything has run once before anything is timed."""
+    threads = torch.get_num_threads()
+    if lm.device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        ids, _ = meters.prompt(lm, min(64, lm.context_length // 2))
+        for one in chosen.values():
+            with _session(lm, one, 2):
+                out = lm.model(ids, use_cache=True, logits_to_keep=1)
+                _steps(lm, out.past_key_values, out.logits[:, -1:].argmax(-1), 2)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _session(lm: LM, one: Policy | None, steps: int) -> Any:
+    if one is None:
+        return nullcontext()
+    return compress(lm.model, one, tokenizer=lm.tokenizer, max_new_tokens=steps)
+
+
+def _steps(lm: LM, cache: Any, token: Tensor, steps: int) -> list[float]:
+    """Seconds of each of `steps` greedy single-token passes."""
+    times = [clock(lm.device)]
+    for _ in range(steps):
+        out = lm.model(token, past_key_values=cache, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        times.append(clock(lm.device))
+    return [after - before for before, after in pairwise(times)]
+
+
+def _rounds(chosen: dict[str, Policy | None], repeats: int) -> list[tuple[int, str]]:
+    names = list(chosen)
+    return [(turn, name) for turn in range(repeats) for name in (names if turn % 2 == 0 else names[::-1])]
+
+
+def _check(lm: LM, lengths: Sequence[int], batches: Sequence[int], steps: int, repeats: int) -> None:
+    if min([*lengths, *batches, steps, repeats], default=0) < 1 or not lengths or not batches:
+        raise KvlabError("lengths, batch sizes, steps and repeats are whole numbers of at least 1")
+    if max(lengths) + steps + 1 > lm.context_length:
+        raise KvlabError(f"{lm.name} takes {lm.context_length} tokens, fewer than {max(lengths)} and {steps + 1} more")
+
+
+@torch.inference_mode()
+def decoding(
+    lm: LM,
+    chosen: dict[str, Policy | None],
+    lengths: Sequence[int],
+    batches: Sequence[int] = (1,),
+    steps: int = 16,
+    repeats: int = 5,
+    batched: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """Time of a decoding step and bytes held, over prompt lengths at batch 1, and over batch sizes at the shortest.
+
+    One prefill serves everything that is compared: each run branches off from it. The first step, in which a policy
+    compresses, is not among the timed ones.
+
+    Args:
+        chosen: from `contenders`.
+        lengths: of the prompts, in tokens.
+        batches: sequences at once; 1 is always measured.
+        steps: decoding steps that are timed.
+        repeats: rounds.
+        batched: which of `chosen` to measure at batch sizes above 1 (None: all); the full cache always is.
+
+    Returns:
+        One row for each length, batch, policy and round: seconds_per_step (median over the steps), first_step
+        (seconds, compression included), kv_bytes, aux_bytes (what the policy keeps beside them), read_bytes (of the
+        last step), peak_bytes (above what was there before; nan on a CPU, where it takes a process of its own:
+        `kvlab bench memory`). What does not fit into a GPU's memory has nan.
+
+    Raises:
+        KvlabError: lengths that make no sense or exceed the model's context.
+    """
+    _check(lm, lengths, batches, steps, repeats)
+    settings = [(length, 1) for length in sorted(lengths)] + [(min(lengths), n) for n in sorted(set(batches) - {1})]
+    rows: list[dict[str, Any]] = []
+    bar = tqdm(total=len(settings), desc="decoding", unit="setting", leave=False)
+    with bar, _measuring(lm, chosen):
+        for length, batch in settings:
+            taking_part = {
+                name: one
+                for name, one in chosen.items()
+                if batch == 1 or batched is None or name == FULL or name in batched
+            }
+            rows += _decode_setting(lm, taking_part, length, batch, steps, repeats)
+            bar.update()
+    return pd.DataFrame(rows)
+
+
+def _decode_setting(
+    lm: LM, chosen: dict[str, Policy | None], length: int, batch: int, steps: int, repeats: int
+) -> list[dict[str, Any]]:
+    marks = {"length": length, "batch": batch}
+    ids, _ = meters.prompt(lm, length, batch)
+    try:
+        with gather(lm.model, [one for one in chosen.values() if one is not None]):
+            out = lm.model(ids, use_cache=True, logits_to_keep=1)
+    except torch.OutOfMemoryError:
+        return [marks | {"policy": name, "round": turn} | _nothing() for turn, name in _rounds(chosen, repeats)]
+    prefilled, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+    rows = []
+    for turn, name in _rounds(chosen, repeats):
+        try:
+            found = _decode(lm, chosen[name], prefilled, token, steps)
+        except torch.OutOfMemoryError:
+            found = _nothing()
+        rows.append(marks | {"policy": name, "round": turn} | found)
+    return rows
+
+
+def _decode(lm: LM, one: Policy | None, prefilled: LiveCache, token: Tensor, steps: int) -> dict[str, float]:
+    counted = lm.device.type != "cpu" and devices.counts_peak(lm.device)
+    with meters.Peak(lm.device) if counted else nullcontext() as peak, _session(lm, one, steps + 1) as session:
+        cache = plain_cache(prefilled) if session is None else session.branch(prefilled)
+        first, *times = _steps(lm, cache, token, 1 + steps)
+        held = meters.stored(cache, session)
+    return {
+        "seconds_per_step": statistics.median(times),
+        "first_step": first,
+        "kv_bytes": held["kv_bytes"],
+        "aux_bytes": held["aux_bytes"],
+        "read_bytes": held["read_bytes"],
+        "peak_bytes": peak.bytes if counted else math.nan,
+    }
+
+
+def _nothing() -> dict[str, float]:
+    names = ("seconds_per_step", "first_step", "kv_bytes", "aux_bytes", "read_bytes", "peak_bytes")
+    return dict.fromkeys(names, math.nan)
+
+
+@torch.inference_mode()
+def first_tokens(lm: LM, chosen: dict[str, Policy | None], lengths: Sequence[int], repeats: int = 5) -> pd.DataFrame:
+    """Time to the first token: each policy's own pass over the prompt, and the step that compresses.
+
+    Returns:
+        One row for each length, policy and round: seconds, prompt_seconds, step_seconds.
+    """
+    _check(lm, lengths, [1], 1, repeats)
+    rows = []
+    jobs = [(length, turn, name) for length in sorted(lengths) for turn, name in _rounds(chosen, repeats)]
+    with _measuring(lm, chosen):
+        for length, turn, name in tqdm(jobs, desc="to first token", unit="run", leave=False):
+            ids, _ = meters.prompt(lm, length)
+            meters.tidy()
+            try:
+                if turn == 0 and lm.device.type != "cpu":
+                    # A GPU chooses its kernels by shape, when it first meets one.
+                    _first_token(lm, chosen[name], ids)
+                prompt_seconds, step = _first_token(lm, chosen[name], ids)
+            except torch.OutOfMemoryError:
+                prompt_seconds = step = math.nan
+            rows.append(
+                {
+                    "length": length,
+                    "policy": name,
+                    "round": turn,
+                    "seconds": prompt_seconds + step,
+                    "prompt_seconds": prompt_seconds,
+                    "step_seconds": step,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _first_token(lm: LM, one: Policy | None, ids: Tensor) -> tuple[float, float]:
+    with _session(lm, one, 1):
+        start = clock(lm.device)
+        out = lm.model(ids, use_cache=True, logits_to_keep=1)
+        token = out.logits[:, -1:].argmax(-1)
+        prompt_seconds = clock(lm.device) - start
+        (step,) = _steps(lm, out.past_key_values, token, 1)
+    return prompt_seconds, step
+
+
+# ---------------------------------------------------------------------------------------------- what it comes to
+
+
+def speed_findings(decoded: pd.DataFrame) -> Findings:
+    """Ratios to the full cache, round by round, with intervals over the rounds.
+
+    Returns:
+        `decoded` with tokens_per_second and speedup (against the full cache in the same round); metrics for every
+        policy: `gain/POLICY/shortest`, `gain/POLICY/longest` (speedup - 1 after that prompt) and `gain_growth/POLICY`
+        (longest minus shortest); `slowdown/POLICY` (seconds of a step after the longest prompt over those after the
+        shortest, - 1; `full` included); where several batch sizes were measured `gain/POLICY/largest_batch` and
+        `batch_gain/POLICY` (largest batch minus batch 1); and `gain_over_h2o/zsmerge` at the longest prompt. What did
+        not fit into memory has no metric.
+    """
+    table = decoded.copy()
+    table["tokens_per_second"] = table["batch"] / table["seconds_per_step"]
+    keys = ["length", "batch", "round"]
+    base = table[table["policy"] == FULL].set_index(keys)["seconds_per_step"]
+    table["speedup"] = base.reindex(pd.MultiIndex.from_frame(table[keys])).to_numpy() / table["seconds_per_step"]
+    findings = Findings(table)
+    seconds, speedups = (
+        table.pivot(index="round", columns=["policy", "length", "batch"], values=value)
+        for value in ("seconds_per_step", "speedup")
+    )
+    shortest, longest, largest = table["length"].min(), table["length"].max(), table["batch"].max()
+    for name in table["policy"].unique():
+        _add(findings, f"slowdown/{name}", seconds[name, longest, 1] / seconds[name, shortest, 1] - 1)
+        if name == FULL:
+            continue
+        short, long = speedups[name, shortest, 1] - 1, speedups[name, longest, 1] - 1
+        _add(findings, f"gain/{name}/shortest", short)
+        _add(findings, f"gain/{name}/longest", long)
+        _add(findings, f"gain_growth/{name}", long - short)
+        if largest > 1 and (name, shortest, largest) in speedups:
+            many = speedups[name, shortest, largest] - 1
+            _add(findings, f"gain/{name}/largest_batch", many)
+            _add(findings, f"batch_gain/{name}", many - short)
+    if {"h2o", "zsmerge"} <= set(table["policy"]):
+        ratio = seconds["h2o", longest, 1] / seconds["zsmerge", longest, 1]
+        _add(findings, "gain_over_h2o/zsmerge", ratio - 1)
+    return findings
+
+
+def _add(findings: Findings, name: str, values: pd.Series) -> None:
+    if values.notna().all():
+        findings.add(name, values)
+
+
+def memory_findings(decoded: pd.DataFrame, weight_bytes: int) -> Findings:
+    """What is held while decoding, exact: one row for each length, batch and policy. Activations are left out.
+
+    Returns:
+        Table with columns length, batch, policy, stored_bytes (keys, values and what the policy keeps beside them),
+        share (of the full cache's), total_bytes (with the weights), saving (1 - total / the full cache's total);
+        metrics `stored/POLICY/longest` (the share) and `memory_saving/POLICY/longest`.
+    """
+    table = decoded.groupby(["length", "batch", "policy"], sort=False)[["kv_bytes", "aux_bytes"]].max().reset_index()
+    table["stored_bytes"] = table.pop("kv_bytes") + table.pop("aux_bytes")
+    table["total_bytes"] = table["stored_bytes"] + weight_bytes
+    full = table[table["policy"] == FULL].set_index(["length", "batch"])
+    same = full.reindex(pd.MultiIndex.from_frame(table[["length", "batch"]]))
+    table["share"] = table["stored_bytes"] / same["stored_bytes"].to_numpy()
+    table["saving"] = 1 - table["total_bytes"] / same["total_bytes"].to_numpy()
+    longest = table[(table["length"] == table["length"].max()) & (table["batch"] == 1) & (table["policy"] != FULL)]
+    metrics = {}
+    for row in longest.dropna().itertuples():
+        metrics[f"stored/{row.policy}/longest"] = float(row.share)
+        metrics[f"memory_saving/{row.policy}/longest"] = float(row.saving)
+    return Findings(table, metrics)
+
+
+def first_token_findings(first: pd.DataFrame) -> Findings:
+    """Overhead of the first token against the full cache in the same round.
+
+    Returns:
+        `first` with overhead (seconds / the full cache's - 1); metrics at its longest length `first_token/POLICY`.
+    """
+    table = first.copy()
+    base = table[table["policy"] == FULL].set_index(["length", "round"])
+    same = base.reindex(pd.MultiIndex.from_frame(table[["length", "round"]]))
+    table["overhead"] = table["seconds"] / same["seconds"].to_numpy() - 1
+    findings = Findings(table)
+    longest = table[(table["length"] == table["length"].max()) & (table["policy"] != FULL)]
+    for name, part in longest.groupby("policy", sort=False):
+        _add(findings, f"first_token/{name}", part["overhead"])
+    return findings
+
+
+def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 0.25) -> Findings:
+    """Time of a whole answer, against the full cache's in the same round of decoding.
+
+    A first token (the mean over its rounds, of which few will do) and the steps after it, which take most of the time.
+
+    Args:
+        first: of `first_tokens`.
+        decoded: of `decoding`.
+        answer: tokens of the answer as a share of the prompt's (CompilerKV, table A1: a quarter).
+
+    Returns:
+        One row for each length and policy of both, and each round of decoding: first_token, step, answer_seconds and
+        answer_saved (1 - answer_seconds / the full cache's); metrics at the longest length `answer_saved/POLICY`.
+    """
+    start = first.groupby(["length", "policy"])["seconds"].mean().rename("first_token").reset_index()
+    steps = decoded[decoded["batch"] == 1].rename(columns={"seconds_per_step": "step"})
+    table = steps[["length", "policy", "round", "step"]].merge(start, on=["length", "policy"])
+    table["answer_seconds"] = table["first_token"] + table["step"] * (answer * table["length"] - 1)
+    base = table[table["policy"] == FULL].set_index(["length", "round"])["answer_seconds"]
+    same = base.reindex(pd.MultiIndex.from_frame(table[["length", "round"]])).to_numpy()
+    table["answer_saved"] = 1 - table["answer_seconds"] / same
+    findings = Findings(table)
+    longest = table[(table["length"] == table["length"].max()) & (table["policy"] != FULL)]
+    for name, part in longest.groupby("policy", sort=False):
+        _add(findings, f"answer_saved/{name}", part["answer_saved"])
+    return findings
+
+
+def points(table: pd.DataFrame, value: str, by: Sequence[str] = ("policy", "length")) -> pd.DataFrame:
+    """The mean of `value` with its interval over rounds, as points to draw: the columns of `by`, mean, low, high."""
+    from kvlab.lib.bootstrap import summarise
+
+    rows = []
+    for key, part in table.dropna(subset=[value]).groupby(list(by), sort=False):
+        mean, (low, high) = summarise(part[value])
+        rows.append(dict(zip(by, key, strict=True)) | {"mean": mean, "low": low, "high": high})
+    return pd.DataFrame(rows)

@@ -1,0 +1,1 @@
+"""Tasks of several papers, answered under every policy."""

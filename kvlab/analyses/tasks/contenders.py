@@ -1,0 +1,48 @@
+"""The policies of a comparison, each with what it needs besides a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvlab.analyses.tasks.variants import VARIANTS
+from kvlab.methods import Policy, policies, policy, registry
+
+
+def contender(
+    name: str, budget: float | None, heads: str | None = None, tables: str | None = None, pad: str | None = None
+) -> Policy:
+    """A policy at a budget; one that has none (the full cache) as it is.
+
+    Args:
+        name: of a policy, or of one of `task_variants.VARIANTS`.
+        heads: head scores for duoattention, a name that it ships with or a file; None takes the first heads.
+        tables: decision tables for compilerkv, a name or a file; None takes neutral ones.
+        pad: whether compilerkv fills up to its budget ("budget") or not ("none"); None takes its default.
+    """
+    if name in VARIANTS:
+        own = {"tables": tables} if name == "compilerkv_filled" and tables is not None else {}
+        return VARIANTS[name](budget=budget, **own)
+    own = {"duoattention": {"heads": heads}, "compilerkv": {"tables": tables, "pad": pad}}.get(name, {})
+    given = {key: value for key, value in own.items() if value is not None}
+    if "budget" in registry()[name].model_fields:
+        given["budget"] = budget
+    return policy(name, **given)
+
+
+def contenders(
+    budgets: Iterable[int | float],
+    heads: str | None = None,
+    tables: str | None = None,
+    names: Sequence[str] | None = None,
+    pad: str | None = None,
+) -> list[Policy]:
+    """Every policy (or those named) at every budget, each once."""
+    chosen = policies() if names is None else names
+    return list(dict.fromkeys(contender(name, budget, heads, tables, pad) for budget in budgets for name in chosen))
+
+
+def by_name(
+    wanted: Mapping[str, Sequence[int | float]], heads: str | None = None, tables: str | None = None
+) -> list[Policy]:
+    """Policies as a notebook names them: {"snapkv": [64, 128]}."""
+    return [contender(name, budget, heads, tables) for name, budgets in wanted.items() for budget in budgets]

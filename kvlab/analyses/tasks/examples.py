@@ -1,0 +1,128 @@
+"""Examples for scores at small budgets: a prompt, and the text that a right answer continues it with."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from kvlab.analyses.texts import DOCUMENTS
+from kvlab.errors import KvlabError
+from kvlab.inputs import corpus
+from kvlab.tasks import Example, task
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+
+ARTICLES = ("squad/Oxygen", "squad/Rhine", "squad/Pharmacy", "squad/Yuan_dynasty", "squad/Immune_system")
+"""The articles of the questions in the quick profile."""
+
+NEW_TOKENS = 16
+"""The longest answer that a policy is told to expect."""
+
+QUESTION_TOKENS = range(6, NEW_TOKENS + 1)
+"""How long a question's answer may be: of at least as many scored tokens as a needle of five digits has, four."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """An example with the text that a right answer continues its prompt with, and the document that it is about."""
+
+    task: str
+    document: str
+    example: Example
+    answer: str
+
+
+def needles(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0) -> list[Item]:
+    """One needle of five digits in each document, each at a depth of its own between 0.1 and 0.9."""
+    found = []
+    for place, name in enumerate(documents):
+        depth = round(0.1 + 0.8 * place / max(1, len(documents) - 1), 2)
+        found += needle_grid(lm, [length], [depth], name, seed + place)
+    return found
+
+
+def needle_grid(
+    lm: LM, lengths: Sequence[int], depths: Sequence[float], document: str = DOCUMENTS[0], seed: int = 0
+) -> list[Item]:
+    """One needle for each length and depth (RocketKV's figures 12-14), all in one document."""
+    found = []
+    for length, depth in product(lengths, depths):
+        (example,) = task("needle", lengths=[length], depths=[depth], document=document, seed=seed).examples(lm)
+        example = replace(example, prefix="The secret code is", max_new_tokens=NEW_TOKENS)
+        found.append(Item("needle", document, example, f" {example.answers[0]}"))
+    return found
+
+
+def multikey(
+    lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0, kind: str = "niah_multikey_1"
+) -> list[Item]:
+    """RULER's needle with three distracting ones of other keys, one example in each document."""
+    found = []
+    for place, name in enumerate(documents):
+        made = task("ruler", lengths=[length], kinds=[kind], trials=1, document=name, seed=seed + place)
+        (example,) = made.examples(lm)
+        found.append(Item("ruler", name, replace(example, max_new_tokens=NEW_TOKENS), f" {example.answers[0]}"))
+    return found
+
+
+def questions(lm: LM, articles: Sequence[str] = ARTICLES, length: int = 1280, seed: int = 0) -> list[Item]:
+    """One question on each SQuAD article in LongBench's format: its prompt of multifieldqa_en, paragraphs as context.
+
+    The paragraph that answers stands somewhere among its neighbours. Asked for are answers of QUESTION_TOKENS tokens,
+    since the first two of an answer say nothing of a compressed cache (see `task_scores`).
+
+    Raises:
+        KvlabError: an article without such a question, or paragraphs that do not fit.
+    """
+    records = []
+    for name in articles:
+        draw = Random(f"{seed} {name}")
+        asked = [q for q in corpus.questions(name) if _tokens(lm, q.answers[0]) in QUESTION_TOKENS]
+        if not asked:
+            raise KvlabError(f"{name} has no question with an answer of {QUESTION_TOKENS[0]} to {NEW_TOKENS} tokens")
+        one = draw.choice(asked)
+        context = _paragraphs(lm, name, one.paragraph, length - 100, draw)
+        records.append(
+            {
+                "task": "multifieldqa_en",
+                "_id": name,
+                "context": context,
+                "input": one.question,
+                "answers": list(one.answers),
+            }
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "questions.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        made = list(task("longbench", folder=path, length=length).examples(lm))
+    return [
+        Item("qa", name, replace(example, max_new_tokens=NEW_TOKENS), example.answers[0])
+        for name, example in zip(articles, made, strict=True)
+    ]
+
+
+def _tokens(lm: LM, text: str) -> int:
+    return len(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _paragraphs(lm: LM, name: str, wanted: str, room: int, draw: Random) -> str:
+    """Neighbouring paragraphs of an article, `wanted` among them, of at most `room` tokens."""
+    every = list(dict.fromkeys(question.paragraph for question in corpus.questions(name)))
+    costs = [_tokens(lm, text) + 2 for text in every]
+    first = last = every.index(wanted)
+    total = costs[first]
+    if total > room:
+        raise KvlabError(f"{name}: a paragraph of {total} tokens does not fit into {room}")
+    while True:
+        sides = [side for side in (first - 1, last + 1) if 0 <= side < len(every) and total + costs[side] <= room]
+        if not sides:
+            return "\n\n".join(every[first : last + 1])
+        side = draw.choice(sides)
+        first, last, total = min(first, side), max(last, side), total + costs[side]

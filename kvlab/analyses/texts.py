@@ -1,0 +1,48 @@
+"""The papers' analyses as functions: a model or traces in; tidy tables, metrics and intervals out.
+
+Notebooks stay thin because the work is here; each module follows one paper's section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvlab.inputs.corpus import Document
+    from kvlab.inputs.models import LM
+    from kvlab.traces.trace import Trace
+
+
+DOCUMENTS = ("sotu/1962", "sotu/1975", "sotu/1983", "sotu/1999", "sotu/2012")
+"""The texts of the quick profiles: five presidential messages of 6k to 8k tokens."""
+
+SUMMARISE = "\n\nSummarize the text above in one paragraph."
+
+
+def to_summarise(lm: LM, document: Document, tokens: int) -> Document:
+    """The start of a document with a request to summarise it, so that the whole prompt has at most `tokens` tokens."""
+    from dataclasses import replace
+
+    around = lm.encode(SUMMARISE).shape[-1]
+    # The tokens at the seams may merge or split once the parts are joined.
+    part = document.window(lm, tokens - around - 8)
+    return replace(part, text=part.text + SUMMARISE)
+
+
+def common_traces(
+    lm: LM, documents: Sequence[str] = DOCUMENTS, tokens: int = 2000, new_tokens: int = 32
+) -> list[Trace]:
+    """Traces of requests to summarise, with everything that any policy may ask for; captured once for all notebooks.
+
+    Args:
+        documents: names, as `kvlab.document` takes them.
+        tokens: length of each prompt.
+        new_tokens: length of each greedy response.
+    """
+    from kvlab.inputs import corpus
+    from kvlab.methods import policies
+    from kvlab.traces import shared
+
+    prompts = [to_summarise(lm, corpus.document(name), tokens) for name in documents]
+    return shared.shared(lm, prompts, new_tokens, window=64, policies=sorted(policies()))

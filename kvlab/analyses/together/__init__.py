@@ -1,0 +1,1 @@
+"""All policies side by side, at equal bytes."""

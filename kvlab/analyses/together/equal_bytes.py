@@ -1,0 +1,298 @@
+"""Every policy meets every measure, and is compared with the others at equal bytes.
+
+A budget is what each paper made it: entries that stay of the prompt, entries stored at any time, or entries read at a
+step, with or without what a method keeps or loads beside them. Bytes mean the same for all.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from tqdm.auto import tqdm
+
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.tasks import scores
+from kvlab.analyses.tasks.contenders import contenders
+from kvlab.analyses.tasks.examples import needle_grid
+from kvlab.analyses.texts import DOCUMENTS
+from kvlab.errors import KvlabError
+from kvlab.lib.bootstrap import summarise
+from kvlab.methods import policy
+from kvlab.replays.run import Replay
+from kvlab.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+
+QUALITY = ("recall", "window_recall", "step_recall", "mass_lost", "output_error")
+BETTER_LOW = ("mass_lost", "output_error")
+SIDES = {"stored": "stored_bytes", "read": "read_bytes"}
+VERBS = {"stored": "stores", "read": "reads"}
+ORACLE = "exact_topk"
+"""Stands on no front, since it has to score every key to know which few to read."""
+
+FAMILIES = {
+    "reference": ("full", "random"),
+    "recent tokens, or layers' and heads' shares": ("streamingllm", "lacache", "duoattention"),
+    "keeps tokens of the prompt": ("snapkv", "snapkv_pp", "pyramidkv", "zigzagkv", "dynamickv", "dapq", "compilerkv"),
+    "evicts or merges while decoding": ("h2o", "scissorhands", "keyformer", "morphkv", "zsmerge"),
+    "stores all, reads a selection": ("quest", "sparq", "hybrid", "exact_topk"),
+    "both: keeps some, reads some of those": ("rocketkv",),
+}
+"""Policies by what they do; one that is not here stands among "other"."""
+
+
+def family(name: str) -> str:
+    """The family of a policy."""
+    return next((label for label, names in FAMILIES.items() if name in names), "other")
+
+
+def measure(
+    traces: Sequence[Trace],
+    budgets: Sequence[int | float],
+    heads: str | None = None,
+    tables: str | None = None,
+    names: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """Replay every policy at every budget on every trace.
+
+    compilerkv fills up to its budget (`pad="budget"`, as the authors' code can): its gate turns tokens away whatever
+    the budget, and would reach few of the sizes at which policies are compared.
+
+    Returns:
+        One row for each: document, policy, budget (missing for the full cache), the measures of `Replay.summary`
+        (bytes are sums over layers, means over steps), and full_bytes, what the full cache stores on that trace.
+    """
+    every = contenders(budgets, heads, tables, names, pad="budget")
+    rows = []
+    with (
+        tqdm(total=len(traces) * len(every), desc="replay", unit="policy", leave=False) as bar,
+        warnings.catch_warnings(),
+    ):
+        # compilerkv and duoattention say at every replay that they run without tables or head scores.
+        warnings.simplefilter("ignore", UserWarning)
+        for trace in traces:
+            whole = Replay(trace, policy("full")).summary["stored_bytes"]
+            for one in every:
+                rows.append(
+                    {
+                        "document": trace.document,
+                        "policy": one.name,
+                        "budget": getattr(one, "budget", None),
+                        **Replay(trace, one).summary,
+                        "full_bytes": whole,
+                    }
+                )
+                bar.update()
+    return pd.DataFrame(rows)
+
+
+# ---------------------------------------------------------------------------------------------------- equal bytes
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A value read off a curve, or the reason why there is none."""
+
+    value: float | None
+    reason: str = ""
+
+
+def interpolate(size: Sequence[float], values: Sequence[float], at: float, verb: str = "takes") -> Reading:
+    """The value of a curve at `at` bytes: linear in the logarithm of the bytes between neighbouring points.
+
+    There is no extrapolation: below the smallest and above the largest measured size there is a reason in place of a
+    value. A curve whose bytes do not rise with its budget can pass a size more than once (rocketkv stores less at some
+    larger budgets, selection stores the same at all); then the part with the larger budgets counts, which whoever has
+    that many bytes would choose.
+
+    Args:
+        size: bytes of each point, all above 0, in the order of their budgets.
+        values: what was measured there.
+        verb: what a policy does with the bytes, for the reason.
+    """
+    if len(size) != len(values) or not len(size) or min(size) <= 0 or at <= 0:
+        raise KvlabError("a curve needs as many values as sizes, at least one, and sizes above zero")
+    logs, wanted = [math.log(one) for one in size], math.log(at)
+    # From the last point back, each with the part of the curve before it.
+    for i in reversed(range(len(logs))):
+        if math.isclose(logs[i], wanted, abs_tol=1e-9):
+            return Reading(float(values[i]))
+        if i and min(logs[i - 1 : i + 1]) < wanted < max(logs[i - 1 : i + 1]):
+            part = (wanted - logs[i - 1]) / (logs[i] - logs[i - 1])
+            return Reading(float(values[i - 1] + part * (values[i] - values[i - 1])))
+    if wanted < min(logs):
+        return Reading(None, f"{verb} at least {mebibytes(min(size))}")
+    return Reading(None, f"{verb} at most {mebibytes(max(size))}")
+
+
+def mebibytes(size: float) -> str:
+    """A size in words: "12.3 MiB"."""
+    return f"{size / 2**20:.3g} MiB"
+
+
+def at_equal(table: pd.DataFrame, side: str, share: float) -> pd.DataFrame:
+    """Every policy at the same bytes: its measures there, document by document.
+
+    Args:
+        table: from `measure`.
+        side: "stored" or "read".
+        share: of what the full cache stores on the same document.
+
+    Returns:
+        One row for each policy, measure and document: policy, measure, document, value (missing where the policy was
+        not measured at that size on every document) and reason.
+    """
+    if side not in SIDES:
+        raise KvlabError(f"bytes are stored or read, not {side!r}")
+    rows = []
+    for name, curve in table.groupby("policy", sort=False):
+        for quality in QUALITY:
+            found = {}
+            for document, part in curve.groupby("document", sort=False):
+                whole = part["full_bytes"].iloc[0]
+                part = part.sort_values("budget")
+                found[document] = interpolate(
+                    part[SIDES[side]].tolist(), part[quality].tolist(), share * whole, VERBS[side]
+                )
+            reason = next((reading.reason for reading in found.values() if reading.value is None), "")
+            rows += [
+                {
+                    "policy": name,
+                    "measure": quality,
+                    "document": document,
+                    "value": math.nan if reason else reading.value,
+                    "reason": reason,
+                }
+                for document, reading in found.items()
+            ]
+    return pd.DataFrame(rows)
+
+
+def ranks(equal: pd.DataFrame) -> pd.DataFrame:
+    """The place of each policy on each document, 1 for the best, ties shared: policy, measure, document, rank.
+
+    Policies that have no value there take no part.
+    """
+    found = equal.dropna(subset="value").copy()
+    signed = found["value"].where(found["measure"].isin(BETTER_LOW), -found["value"])
+    found["rank"] = signed.groupby([found["measure"], found["document"]]).rank(method="average")
+    return found[["policy", "measure", "document", "rank"]].reset_index(drop=True)
+
+
+def summary(equal: pd.DataFrame, by: str = "output_error") -> pd.DataFrame:
+    """One row for each policy, the best by `by` first and those without a value last.
+
+    Columns: policy; for each measure MEASURE, MEASURE_low, MEASURE_high over documents; rank, rank_low and rank_high by
+    the measure `by`; reason.
+    """
+    places = ranks(equal).query("measure == @by").groupby("policy")["rank"]
+    rows = []
+    for name, part in equal.groupby("policy", sort=False):
+        row: dict[str, object] = {"policy": name}
+        for quality, values in part.groupby("measure", sort=False)["value"]:
+            value, (low, high) = (math.nan, (math.nan, math.nan)) if values.isna().any() else summarise(values)
+            row |= {quality: value, f"{quality}_low": low, f"{quality}_high": high}
+        place, (low, high) = (
+            summarise(places.get_group(name)) if name in places.groups else (math.nan, (math.nan, math.nan))
+        )
+        rows.append(row | {"rank": place, "rank_low": low, "rank_high": high, "reason": part["reason"].iloc[0]})
+    return pd.DataFrame(rows).sort_values(
+        by, ascending=by in BETTER_LOW, na_position="last", kind="stable", ignore_index=True
+    )
+
+
+def findings(table: pd.DataFrame, shares: Mapping[str, Sequence[float]]) -> Findings:
+    """Metrics of every policy at equal bytes.
+
+    Args:
+        shares: which shares of the full cache, for "stored" and "read".
+
+    Returns:
+        Metrics `stored/SHARE/POLICY/MEASURE`, `read/SHARE/POLICY/MEASURE` and `SIDE/SHARE/POLICY/rank` (by output
+        error), with intervals over documents; only those that exist.
+    """
+    result = Findings(table)
+    for side, several in shares.items():
+        for share in several:
+            equal = at_equal(table, side, share)
+            for (name, quality), part in equal.dropna(subset="value").groupby(["policy", "measure"], sort=False):
+                result.add(f"{side}/{share:g}/{name}/{quality}", part["value"])
+            for name, part in ranks(equal).query("measure == 'output_error'").groupby("policy", sort=False):
+                result.add(f"{side}/{share:g}/{name}/rank", part["rank"])
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------- the front
+
+
+def front(size: Sequence[float], loss: Sequence[float], slack: float = 0.0) -> list[bool]:
+    """Which points no other point beats: none is smaller or equal on both axes and smaller on one.
+
+    Args:
+        slack: sizes that exceed a point's by no more than this share count as equal to it, so that 64 entries with and
+            without the token just generated do not both stand on the front.
+    """
+    sizes, losses = np.asarray(size, dtype=float), np.asarray(loss, dtype=float)
+    order = np.argsort(sizes, kind="stable")
+    least = np.concatenate([[math.inf], np.minimum.accumulate(losses[order])])
+    smaller = least[np.searchsorted(sizes[order], sizes, side="left")]
+    as_large = least[np.searchsorted(sizes[order], sizes * (1 + slack), side="right")]
+    return ((losses <= as_large) & (losses < smaller)).tolist()
+
+
+def points(table: pd.DataFrame, side: str, quality: str, slack: float = 0.05) -> pd.DataFrame:
+    """The curves to draw: policy, budget, bytes, value, low, high (over documents), front (see `front` for `slack`).
+
+    The front is that of the methods that can be run, so that the oracle of selection takes no part. The full cache
+    beats what is larger than itself, and is not marked: every curve ends in it.
+    """
+    rows = []
+    for (name, budget), part in table.groupby(["policy", "budget"], sort=False, dropna=False):
+        value, (low, high) = summarise(part[quality])
+        rows.append(
+            {
+                "policy": name,
+                "budget": budget,
+                "bytes": part[SIDES[side]].mean(),
+                "value": value,
+                "low": low,
+                "high": high,
+            }
+        )
+    found = pd.DataFrame(rows)
+    compared = found["policy"] != ORACLE
+    found["front"] = False
+    found.loc[compared, "front"] = front(found.loc[compared, "bytes"], found.loc[compared, "value"], slack)
+    found.loc[found["policy"] == "full", "front"] = False
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- needles
+
+
+def needles(
+    lm: LM,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    budget: float,
+    heads: str | None = None,
+    tables: str | None = None,
+    document: str = DOCUMENTS[0],
+    seed: int = 0,
+) -> pd.DataFrame:
+    """A needle at each length and depth under every policy at one budget, for `plots.needle_heatmap`.
+
+    Returns:
+        policy, budget, length, depth, score: the share of the needle's digits after the first that are the likeliest
+        given those before (`hits` of `task_scores.measure`; by chance 0.1), and the other columns of that table.
+    """
+    every = contenders([budget], heads, tables, pad="budget")
+    plan = [(needle_grid(lm, lengths, depths, document, seed), [(one, "prompt") for one in every])]
+    return scores.measure(lm, plan).assign(score=lambda found: found["hits"])

@@ -1,0 +1,1 @@
+"""ZSMerge: does merging what is evicted keep the attention output closer?"""

@@ -1,0 +1,147 @@
+"""ZSMerge, section 4.3 and appendix A: does merging what is evicted keep the attention output closer?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from kvlab.analyses.findings import Findings
+from kvlab.core import attention
+from kvlab.core.store import LayerStore
+from kvlab.methods import policy
+from kvlab.methods.zsmerge import ZSMerge
+from kvlab.replays.run import Replay
+from kvlab.traces.trace import Trace
+
+RATIOS = (0.02, 0.05, 0.10, 0.20, 0.30, 0.50, 0.80)
+WITHOUT_BIAS = (0.05, 0.20, 0.50)
+
+
+def variants(ratio: float) -> dict[str, ZSMerge]:
+    """The three that figure 4 and the issue of alpha compare, at one cache ratio."""
+    return {
+        "evict": policy("zsmerge", budget=ratio, residual=0),
+        "merge": policy("zsmerge", budget=ratio),
+        "merge_alpha0": policy("zsmerge", budget=ratio, alpha=0.0),
+    }
+
+
+def figure_4(
+    traces: Sequence[Trace], ratios: Sequence[float] = RATIOS, without_bias: Sequence[float] = WITHOUT_BIAS
+) -> Findings:
+    """Figure 4: relative output error of eviction against residual merging, by cache ratio.
+
+    `evict` is the same policy without residual slots (their entries go to the context part), so both store as much.
+
+    Args:
+        ratios: cache budgets as shares of the prompt.
+        without_bias: those of them at which merging is also measured without the logit bias.
+
+    Returns:
+        Table with columns document, ratio, variant, layer, error, squared_error, mass_lost (means over heads and
+        steps); metrics `error/evict/0.20`, `error/merge/0.20`, `error/merge_alpha0/0.20`; `saved/0.20` (evicted -
+        merged error) and `bias/0.20` (what the bias alone takes off the error); `reduction/0.20` and
+        `reduction_alpha0/0.20` (1 - merged error / evicted error), `reduction_squared/0.20` (the same of the mean
+        squared errors); all document by document, with intervals over documents.
+    """
+    rows = []
+    jobs = [(trace, ratio) for trace in traces for ratio in ratios]
+    for trace, ratio in tqdm(jobs, desc="figure 4", unit="ratio", leave=False):
+        for variant, one in variants(ratio).items():
+            if variant == "merge_alpha0" and ratio not in without_bias:
+                continue
+            result = Replay(trace, one)
+            errors, lost = result.output_error.mean((1, 2)), result.mass_lost.mean((1, 2))
+            squared = result.output_error.square().mean((1, 2))
+            rows += [
+                {
+                    "document": trace.document,
+                    "ratio": ratio,
+                    "variant": variant,
+                    "layer": layer,
+                    "error": e,
+                    "squared_error": s,
+                    "mass_lost": m,
+                }
+                for layer, (e, s, m) in enumerate(zip(*(t.tolist() for t in (errors, squared, lost)), strict=True))
+            ]
+    findings = Findings(pd.DataFrame(rows))
+    by_document = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="error")
+    squares = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="squared_error")
+    for ratio, of in squares.groupby("ratio"):
+        findings.add(f"reduction_squared/{ratio:.2f}", 1 - of["merge"] / of["evict"])
+    for ratio, errors in by_document.groupby("ratio"):
+        errors = errors.dropna(axis="columns")
+        for variant in errors.columns:
+            findings.add(f"error/{variant}/{ratio:.2f}", errors[variant])
+        findings.add_difference(f"saved/{ratio:.2f}", errors["evict"], errors["merge"])
+        findings.add(f"reduction/{ratio:.2f}", 1 - errors["merge"] / errors["evict"])
+        if "merge_alpha0" in errors:
+            findings.add_difference(f"bias/{ratio:.2f}", errors["merge_alpha0"], errors["merge"])
+            findings.add(f"reduction_alpha0/{ratio:.2f}", 1 - errors["merge_alpha0"] / errors["evict"])
+    return findings
+
+
+def curves(findings: Findings) -> pd.DataFrame:
+    """The metrics of `figure_4` as points to draw: variant, ratio, value, low, high."""
+    rows = []
+    for name, value in findings.metrics.items():
+        *parts, ratio = name.split("/")
+        low, high = findings.intervals[name]
+        rows.append({"variant": parts[-1], "ratio": float(ratio), "value": value, "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def reduction_by_layer(findings: Findings) -> pd.DataFrame:
+    """Share of eviction's error that merging removes: one row for each layer, one column for each ratio."""
+    errors = findings.table.pivot_table(index="layer", columns=["variant", "ratio"], values="error")
+    return 1 - errors["merge"] / errors["evict"]
+
+
+@torch.inference_mode()
+def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
+    """Theorem 1, an identity: with alpha <= 1 no unmerged entry gets less attention than in the full cache.
+
+    Checked on the first decoding query of every layer and head, in double precision. It cannot fail but by arithmetic.
+
+    Returns:
+        Table with columns document, layer, head, smallest_margin, entries; metrics `theorem1/violations` (entries whose
+        attention fell by more than rounding) and `theorem1/smallest_margin`.
+    """
+    rows = []
+    violations = 0
+    for trace in traces:
+        store = LayerStore(trace.prompt_keys.double(), trace.prompt_values.double())
+        one = policy("zsmerge", budget=ratio)
+        one.compress(store, trace.prompt)
+        new = slice(trace.prompt_length, trace.prompt_length + 1)
+        store.append(trace.keys[:, :, new].double(), trace.values[:, :, new].double())
+        query = trace.response_queries[:, :, :1].double()
+        full = attention.weights(query, trace.keys[:, :, : new.stop].double(), trace.scaling)[:, :, 0]
+        bias = one.bias(store)
+        bias = None if bias is None else attention.to_query_heads(bias, trace.heads)[:, :, None]
+        compensated = attention.weights(query, store.keys, trace.scaling, bias=bias)[:, :, 0]
+        where = attention.to_query_heads(store.positions, trace.heads)
+        unmerged = attention.to_query_heads(store.weights, trace.heads) == 1
+        margin = (compensated - full.gather(-1, where)).masked_fill(~unmerged, torch.inf)
+        violations += int((margin < -1e-12).sum())
+        smallest = margin.amin(-1)
+        rows += [
+            {
+                "document": trace.document,
+                "layer": l,
+                "head": h,
+                "smallest_margin": float(smallest[l, h]),
+                "entries": int(unmerged[l, h].sum()),
+            }
+            for l in range(trace.n_layers)
+            for h in range(trace.heads)
+        ]
+    table = pd.DataFrame(rows)
+    return Findings(
+        table,
+        {"theorem1/violations": float(violations), "theorem1/smallest_margin": float(table["smallest_margin"].min())},
+    )

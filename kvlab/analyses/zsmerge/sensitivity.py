@@ -1,0 +1,158 @@
+"""ZSMerge, appendix C.2 and figure 5: how much its five hyper-parameters matter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from kvlab.analyses.findings import Findings
+from kvlab.errors import KvlabError
+from kvlab.lib.bootstrap import summarise
+from kvlab.methods import policy
+from kvlab.methods.zsmerge import ZSMerge
+from kvlab.replays.run import Replay
+from kvlab.traces.trace import Trace
+
+RECOMMENDED = {"proximity": 0.5, "residual": 0.02, "alpha": 1.0, "decay": 0.98, "window": 8}
+"""The anchor: the configuration that appendix C.2 recommends."""
+
+SWEEPS: dict[str, tuple[float, ...]] = {
+    "proximity": (0.1, 0.3, 0.5, 0.7, 0.9),
+    "residual": (0.0, 0.01, 0.02, 0.03, 0.05, 0.08),
+    "alpha": (0.0, 0.25, 0.5, 0.75, 1.0),
+    "decay": (0.0, 0.5, 0.9, 0.98, 1.0),
+    "window": (4, 8, 16, 128),
+}
+"""The values that the text of appendix C.2 speaks of; it draws no others that it names."""
+
+STABLE = {"proximity": (0.3, 0.7), "residual": (0.01, 0.03), "decay": (0.5, 1.0), "window": (4, 16)}
+"""Ranges (first, last) within which the paper calls the method stable."""
+
+SYMBOLS = {
+    "proximity": "share of recent tokens, Bp / B",
+    "residual": "residual slots, Br / (B - Bp)",
+    "alpha": "strength of the bias, alpha",
+    "decay": "decay of the scores, lambda",
+    "window": "window (queries)",
+}
+
+
+def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, Sequence[float]] = SWEEPS) -> Findings:
+    """Figure 5: one hyper-parameter at a time is moved away from the recommended configuration.
+
+    The paper draws ROUGE on XSum; here it is the relative error of the attention output and the attention mass lost.
+
+    Args:
+        ratio: cache budget as a share of the prompt (the paper does not say which it used).
+        sweeps: parameter -> values; the recommended value is measured whether it is among them or not.
+
+    Returns:
+        Table with columns document, parameter, value, error, mass_lost (means over layers, heads and steps); metrics,
+        document by document with intervals over documents:
+        `error/PARAMETER/VALUE` and `mass_lost/PARAMETER/VALUE`;
+        `worse/PARAMETER/VALUE`: error there minus error at the recommended value;
+        `best/PARAMETER`: the value of the smallest error;
+        `spread/PARAMETER`: largest minus smallest error within the paper's stable range, over the error at the
+        recommended value; `spread_over_merging/PARAMETER`: the same difference over what switching merging off costs
+        (residual = 0 against the recommended value, either way).
+
+    Raises:
+        KvlabError: a parameter that is not among the five.
+    """
+    unknown = set(sweeps) - set(RECOMMENDED)
+    if unknown:
+        known = ", ".join(RECOMMENDED)
+        raise KvlabError(f"figure 5 sweeps {known}, not {min(unknown)}")
+    rows = []
+    jobs = [
+        (trace, parameter, value)
+        for trace in traces
+        for parameter, values in sweeps.items()
+        for value in sorted({*values, RECOMMENDED[parameter]})
+    ]
+    measured: dict[tuple[int, ZSMerge], dict[str, float]] = {}
+    for trace, parameter, value in tqdm(jobs, desc="figure 5", unit="setting", leave=False):
+        one = policy("zsmerge", budget=ratio, **{**RECOMMENDED, parameter: value})
+        if (id(trace), one) not in measured:
+            result = Replay(trace, one)
+            measured[id(trace), one] = {
+                "error": float(result.output_error.mean()),
+                "mass_lost": float(result.mass_lost.mean()),
+            }
+        row = {"document": trace.document, "parameter": parameter, "value": float(value)}
+        rows.append(row | measured[id(trace), one])
+    findings = Findings(pd.DataFrame(rows))
+    _summarise(findings)
+    return findings
+
+
+def _summarise(findings: Findings) -> None:
+    merging = None
+    parts = {name: part for name, part in findings.table.groupby("parameter", sort=False)}
+    if "residual" in parts:
+        errors = parts["residual"].pivot(index="document", columns="value", values="error")
+        if 0.0 in errors:
+            merging = errors[0.0] - errors[RECOMMENDED["residual"]]
+    for parameter, part in parts.items():
+        errors = part.pivot(index="document", columns="value", values="error")
+        lost = part.pivot(index="document", columns="value", values="mass_lost")
+        anchor = errors[RECOMMENDED[parameter]]
+        for value in errors.columns:
+            findings.add(f"error/{parameter}/{value:g}", errors[value])
+            findings.add(f"mass_lost/{parameter}/{value:g}", lost[value])
+            if value != RECOMMENDED[parameter]:
+                findings.add_difference(f"worse/{parameter}/{value:g}", errors[value], anchor)
+        findings.add(f"best/{parameter}", errors.idxmin(axis="columns"))
+        if parameter in STABLE:
+            first, last = STABLE[parameter]
+            stable = errors[[value for value in errors.columns if first <= value <= last]]
+            spread = stable.max(axis="columns") - stable.min(axis="columns")
+            findings.add(f"spread/{parameter}", spread / anchor)
+            if merging is not None:
+                findings.add(f"spread_over_merging/{parameter}", spread / merging.abs())
+
+
+def changes(findings: Findings) -> pd.DataFrame:
+    """Figure 5 as points to draw: parameter, value, measure, mean, low, high of the relative change of `error` and
+    `mass_lost` against the recommended configuration, document by document.
+    """
+    rows = []
+    for parameter, part in findings.table.groupby("parameter", sort=False):
+        for measure in ("error", "mass_lost"):
+            wide = part.pivot(index="document", columns="value", values=measure)
+            relative = wide.div(wide[RECOMMENDED[parameter]], axis="index") - 1
+            for value in relative.columns:
+                mean, (low, high) = summarise(relative[value])
+                rows.append(
+                    {"parameter": parameter, "value": value, "measure": measure, "mean": mean, "low": low, "high": high}
+                )
+    return pd.DataFrame(rows)
+
+
+def paper_yardstick(printed: pd.DataFrame) -> dict[str, float]:
+    """The paper's own `spread_over_merging`, from figure 5 as printed: how far ROUGE varies within a stable range, over
+    the least that it loses without residual slots.
+    """
+    none = printed[(printed["parameter"] == "residual") & (printed["last"] == 0)]
+    least = -float(none["highest"].iloc[0])
+    inside = printed[
+        [row.parameter in STABLE and STABLE[row.parameter] == (row.first, row.last) for row in printed.itertuples()]
+    ]
+    return {row.parameter: row.highest / least for row in inside.itertuples()}
+
+
+def flatness(findings: Findings) -> pd.DataFrame:
+    """For each swept parameter with a stable range: parameter, from, to, spread, spread_over_merging, intervals."""
+    rows = []
+    for parameter, (first, last) in STABLE.items():
+        if f"spread/{parameter}" not in findings.metrics:
+            continue
+        row = {"parameter": parameter, "from": first, "to": last}
+        for name in ("spread", "spread_over_merging"):
+            if (metric := f"{name}/{parameter}") in findings.metrics:
+                low, high = findings.intervals[metric]
+                row |= {name: findings.metrics[metric], f"{name}_low": low, f"{name}_high": high}
+        rows.append(row)
+    return pd.DataFrame(rows)

@@ -1,0 +1,1 @@
+"""Speed and memory of policies on a live model, by one harness."""

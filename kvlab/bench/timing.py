@@ -1,0 +1,362 @@
+"""Speed and memory of policies beside transformers' own full cache: `kvlab bench decode|prefill|memory`.
+
+Both run the same greedy loop: the prompt in one pass, then single-token passes. The first of these ends the prompt, and
+the policy compresses; it counts into the time to the first token, and the passes after it are the decoding steps. The
+runs of one context length are taken in turns, in alternating order, so that a drifting clock speed cancels.
+
+Times are in seconds, memory in bytes. What is stored and read is that of the last step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import kvlab
+from kvlab.bench import meters
+from kvlab.errors import KvlabError, nearest
+from kvlab.inputs import models
+from kvlab.instruments.probes import probe
+from kvlab.lib import devices
+from kvlab.lib.files import replacing
+from kvlab.live.session import Session, compress
+from kvlab.methods import Policy, policy, registry
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TASKS = ("decode", "prefill", "memory")
+FULL_CACHE = "transformers"
+COLUMNS = (
+    "task",
+    "policy",
+    "budget",
+    "context",
+    "batch",
+    "metric",
+    "value",
+    "low",
+    "high",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "against",
+    "signature",
+)
+Samples = dict[str, list[float]]  # metric -> one value for each repetition
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Which model: a name as for `kvlab.load`, or a published shape with random weights, perhaps cut to `layers`."""
+
+    model: str = models.DEFAULT
+    shape: str | None = None
+    layers: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def load(self) -> models.LM:
+        if self.shape is not None:
+            return models.random_lm(self.shape, self.layers, device=self.device, dtype=self.dtype)
+        if self.layers is not None:
+            raise KvlabError("layers cuts a model of random weights: give a shape with it (--shape llama-3.1-8b)")
+        return models.load(self.model, self.device, self.dtype)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is compared: transformers' full cache (`policy` None), or a policy, perhaps with probes attached."""
+
+    policy: Policy | None = None
+    probes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "+".join([FULL_CACHE if self.policy is None else self.policy.name, *self.probes])
+
+    @property
+    def against(self) -> Contender:
+        """What its ratios refer to: probes to the same policy without them, everything else to the full cache."""
+        return replace(self, probes=()) if self.probes else Contender()
+
+    def session(self, lm: models.LM) -> AbstractContextManager[Session | None]:
+        if self.policy is None:
+            return nullcontext()
+        return compress(lm.model, self.policy, self.probes, tokenizer=lm.tokenizer)
+
+
+def contenders(policies: Sequence[str], budgets: Sequence[float] = (), probes: Sequence[str] = ()) -> list[Contender]:
+    """The full cache first, then every policy at every budget ("all": all that there are), with and without probes.
+
+    Raises:
+        KvlabError: an unknown policy or probe, or a budget that a policy cannot work with.
+    """
+    for name in probes:
+        probe(name)
+    if not budgets and policies:
+        raise KvlabError("no budget was given; say how many entries each head may keep (512), or which fraction (0.2)")
+    found = [Contender()]
+    for name in registry() if "all" in policies else policies:
+        if name in registry() and "budget" not in registry()[name].model_fields:
+            found.append(Contender(policy(name)))
+        else:
+            found += [Contender(policy(name, budget=budget)) for budget in budgets]
+    found = list(dict.fromkeys(found))
+    with_probes = [replace(one, probes=tuple(probes)) for one in found[1:]] if probes else []
+    return found + with_probes
+
+
+def generate(lm: models.LM, ids: Tensor, steps: int, contender: Contender) -> dict[str, float]:
+    """One run: the prompt, the step that ends it, and `steps` decoding steps; every metric that it yields."""
+    device = lm.device
+    with torch.inference_mode(), contender.session(lm) as session:
+        times = [meters.clock(device)]
+        out = lm.model(ids, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        for _ in range(1 + steps):
+            token = out.logits[:, -1:].argmax(-1)
+            times.append(meters.clock(device))
+            out = lm.model(token, past_key_values=cache, use_cache=True)
+        times.append(meters.clock(device))
+        held = meters.stored(cache, session)
+    prefill, first, *decoding = [after - before for before, after in zip(times, times[1:], strict=False)]
+    found = {"time_to_first_token": prefill + first, "prompt_time": prefill, "first_step": first}
+    if decoding:
+        found |= {
+            "tokens_per_second": ids.shape[0] * steps / sum(decoding),
+            "time_per_output_token": statistics.median(decoding),
+        }
+    return found | held
+
+
+METRICS = {
+    "decode": ("tokens_per_second", "time_per_output_token", "time_to_first_token", "first_step", "step_lower_bound"),
+    "prefill": ("time_to_first_token", "prompt_time", "first_step", "peak_bytes"),
+    "memory": ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes", "peak_bytes"),
+}
+
+
+def peak_bytes(lm: models.LM, subject: Subject, contender: Contender, context: int, batch: int, steps: int) -> int:
+    """Peak memory of one run above the loaded model; on a CPU that of a fresh process.
+
+    Raises:
+        KvlabError: that process failed, or a policy has no name to hand over.
+    """
+    if lm.device.type != "cpu":
+        return _peak_here(lm, contender, context, batch, steps)
+    chosen = None if contender.policy is None else [contender.policy.name, dict(contender.policy)]
+    order = json.dumps([asdict(subject), chosen, contender.probes, context, batch, steps])
+    # Left to itself, glibc keeps freed blocks for later, and the same run peaks at once or twice its need.
+    variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvlab.bench.timing", order], capture_output=True, text=True, env=variables
+    )
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        why = "it was killed, perhaps for want of memory" if done.returncode < 0 else last
+        raise KvlabError(f"measuring the memory of {contender.name} at {context} tokens failed: {why}")
+    return int(done.stdout.split()[-1])
+
+
+def _peak_here(lm: models.LM, contender: Contender, context: int, batch: int, steps: int) -> int:
+    ids, _ = meters.prompt(lm, context, batch)
+    generate(lm, ids[:, :32], 1, contender)  # what is set up once is not the prompt's
+    with meters.Peak(lm.device) as peak:
+        generate(lm, ids, steps, contender)
+    return peak.bytes
+
+
+def measure(
+    task: str,
+    subject: Subject,
+    chosen: Sequence[Contender],
+    contexts: Sequence[int],
+    new_tokens: int = 64,
+    repeats: int = 3,
+    batch: int = 1,
+    advance: Callable[[str, int], None] = lambda *_: None,
+) -> pd.DataFrame:
+    """Run one task: a tidy table, one row for each contender, context and metric.
+
+    `value` is the median of the repetitions, `low` and `high` their extremes; `ratio` is that of the medians to the row
+    of `against`, `ratio_low` and `ratio_high` the extremes of the ratios within one round. What does not fit into the
+    GPU's memory has nan; where torch does not count a GPU's peak memory there are no rows of it. `attrs` holds what it
+    was measured on.
+
+    Args:
+        chosen: as from `contenders`, the full cache among them.
+        new_tokens: decoding steps after the one that ends the prompt.
+        repeats: rounds of timed runs; bytes are measured once.
+        advance: called after each run with what it was and how many tokens of prompt it fed.
+
+    Raises:
+        KvlabError: an unknown task, lengths that make no sense, or a context longer than the model's.
+    """
+    import pandas as pd
+
+    if task not in TASKS:
+        raise KvlabError(nearest(task, TASKS, "benchmark"))
+    if min([*contexts, new_tokens, repeats, batch], default=0) < 1 or not contexts:
+        raise KvlabError("contexts, new tokens, repeats and batch are whole numbers of at least 1")
+    lm = subject.load()
+    steps = 0 if task == "prefill" else new_tokens
+    if max(contexts) + steps + 1 > lm.context_length:
+        raise KvlabError(
+            f"{lm.name} takes {lm.context_length} tokens, and a prompt of {max(contexts)} would need "
+            f"{max(contexts) + steps + 1} with its response; use shorter contexts or fewer new tokens"
+        )
+    facts = meters.facts(lm)
+    if task == "decode":
+        facts["bandwidth"] = meters.bandwidth(lm.device)
+    rows: list[dict] = []
+    for context in contexts:
+        ids, source = meters.prompt(lm, context, batch)
+        samples: dict[Contender, Samples] = {one: defaultdict(list) for one in chosen}
+        for one, found in _runs(task, lm, ids, chosen, steps, repeats, advance):
+            if task == "decode":
+                found["step_lower_bound"] = (facts["weight_bytes"] + found["read_bytes"]) / facts["bandwidth"]
+            for metric in METRICS[task]:
+                if metric != "peak_bytes":
+                    samples[one][metric].append(found[metric])
+        if "peak_bytes" in METRICS[task] and devices.counts_peak(lm.device):
+            for one in chosen:
+                samples[one]["peak_bytes"] = [_or_nan(peak_bytes, lm, subject, one, context, batch, steps)]
+                advance(f"peak memory of {one.name}, {context} tokens", ids.numel())
+        for one in chosen:
+            signature = f"{lm.signature}|{source}|{one.policy or FULL_CACHE}|seed 0|kvlab {kvlab.__version__}"
+            marks = {
+                "task": task,
+                "policy": one.name,
+                "budget": getattr(one.policy, "budget", None),
+                "context": context,
+                "batch": batch,
+                "signature": signature,
+            }
+            rows += [marks | row for row in _summary(samples, one)]
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    table.attrs = facts
+    return table
+
+
+def _runs(
+    task: str,
+    lm: models.LM,
+    ids: Tensor,
+    chosen: Sequence[Contender],
+    steps: int,
+    repeats: int,
+    advance: Callable[[str, int], None],
+) -> Iterator[tuple[Contender, dict[str, float]]]:
+    """Every contender in every round, each round the other way round than the last."""
+    # A GPU chooses its kernels by shape, when it first meets one.
+    warm = ids if lm.device.type != "cpu" and task != "memory" else ids[:, :128]
+    for one in chosen:
+        _or_nan(generate, lm, warm, 2, one)
+    for turn in range(1 if task == "memory" else repeats):
+        for one in chosen if turn % 2 == 0 else chosen[::-1]:
+            meters.tidy()
+            found = _or_nan(generate, lm, ids, steps, one)
+            yield one, found if isinstance(found, dict) else defaultdict(lambda: math.nan)
+            advance(f"{one.name}, {ids.shape[1]} tokens", ids.numel())
+
+
+def _or_nan(run: Callable, *arguments: Any) -> Any:
+    try:
+        return run(*arguments)
+    except torch.OutOfMemoryError:
+        return math.nan
+
+
+def _summary(samples: dict[Contender, Samples], one: Contender) -> Iterator[dict]:
+    for metric, values in samples[one].items():
+        reference = samples[one.against][metric]
+        middle, base = statistics.median(values), statistics.median(reference)
+        ratios = [value / other if other else math.nan for value, other in zip(values, reference, strict=True)]
+        yield {
+            "metric": metric,
+            "value": middle,
+            "low": min(values),
+            "high": max(values),
+            "ratio": middle / base if base else math.nan,
+            "ratio_low": min(ratios),
+            "ratio_high": max(ratios),
+            "against": one.against.name,
+        }
+
+
+def write_csv(table: pd.DataFrame, path: Path) -> None:
+    """The table, with what it was measured on in columns of its own; a file that is half written is never there."""
+    with replacing(path) as part:
+        table.assign(**table.attrs).to_csv(part, index=False)
+
+
+SHOWN = {
+    "tokens_per_second": ("tokens/s", 1, 1),
+    "time_per_output_token": ("ms per token", 1e3, 2),
+    "time_to_first_token": ("s to first token", 1, 3),
+    "prompt_time": ("s of prompt", 1, 3),
+    "first_step": ("ms of first step", 1e3, 1),
+    "step_lower_bound": ("bound, ms", 1e3, 2),
+    "peak_bytes": ("peak, MiB", 2**-20, 1),
+    "kv_bytes": ("K and V, MiB", 2**-20, 2),
+    "aux_bytes": ("beside, MiB", 2**-20, 2),
+    "allocated_bytes": ("allocated, MiB", 2**-20, 2),
+    "read_bytes": ("read, MiB", 2**-20, 2),
+}  # heading, factor, decimals
+
+
+def show(table: pd.DataFrame, console: Console) -> None:
+    """Print what `measure` gave: median, extremes, and ratios to the full cache with theirs; then the roofline."""
+    facts, task = table.attrs, table["task"].iloc[0]
+    title = f"{task}: {facts['model']}, {facts['dtype']}, {facts['device']}\n{facts['versions']}"
+    grid = Table("context", "policy", "budget", title=title, title_justify="left", header_style="dim", pad_edge=False)
+    measured = [metric for metric in METRICS[task] if metric in set(table["metric"])]
+    for metric in measured:
+        grid.add_column(SHOWN[metric][0], justify="right", no_wrap=True)
+    for (context, name, budget), rows in table.groupby(["context", "policy", "budget"], sort=False, dropna=False):
+        cells = {row.metric: _cell(row) for row in rows.itertuples()}
+        grid.add_row(str(context), name, "" if budget != budget else f"{budget:g}", *cells.values())
+    console.print(grid, highlight=False)
+    if "bandwidth" in facts:
+        console.print(
+            f"Roofline: {facts['bandwidth'] / 1e9:.1f} GB/s measured; a step reads the cache and "
+            f"{facts['weight_bytes'] / 1e6:.1f} MB of weights, which takes the time under 'bound' or more.",
+            highlight=False,
+        )
+    if len(measured) < len(METRICS[task]):
+        console.print("Peak memory: torch does not count it on this device.", highlight=False)
+    console.print("x: ratio to transformers' full cache; with probes, to the same policy without.", style="dim")
+
+
+def _cell(row: Any) -> str:
+    _, factor, digits = SHOWN[row.metric]
+    if math.isnan(row.value):
+        return "out of memory"
+    value, low, high = (f"{number * factor:.{digits}f}" for number in (row.value, row.low, row.high))
+    text = value if low == high else f"{value} ({low}-{high})"
+    if row.against == row.policy or math.isnan(row.ratio):
+        return text
+    ratio, low, high = (f"{number:.2f}" for number in (row.ratio, row.ratio_low, row.ratio_high))
+    return f"{text}\n{ratio}x" + ("" if low == high else f" ({low}-{high})")
+
+
+if __name__ == "__main__":
+    given, named, attached, *sizes = json.loads(sys.argv[1])
+    rival = Contender(named and policy(named[0], **named[1]), tuple(attached))
+    print(_peak_here(Subject(**given).load(), rival, *sizes))

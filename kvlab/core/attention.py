@@ -1,0 +1,187 @@
+"""The one place where attention is computed, and the seam through which it is seen inside a transformers model.
+
+Shapes: queries `[..., heads, n, head_dim]`, keys and values `[..., kv_heads, length, head_dim]`; query head `h` reads
+the KV head `h // (heads // kv_heads)` (its GQA group). Who may see what is decided by order of arrival, never by
+lengths or by the assigned positions: a pseudo-query may stand at any position and still sees the whole prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlab.core import attention
+
+CHUNK = 256
+
+
+def by_group(x: Tensor, kv_heads: int) -> Tensor:
+    """`[..., heads, n, m]` seen as `[..., kv_heads, group * n, m]`: the rows that share one KV head, stacked."""
+    *batch, heads, n, m = x.shape
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
+    return x.reshape(*batch, kv_heads, heads // kv_heads * n, m)
+
+
+def exact(x: Tensor) -> Tensor:
+    """In float32, or in float64 where it came so: half precision is for storing, not for softmaxes."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def logits(queries: Tensor, keys: Tensor, scaling: float | None = None) -> Tensor:
+    """Scaled dot products in float32 (float64 stays), `[..., heads, n, length]`; `scaling` is 1 / sqrt(head_dim)
+    unless given.
+    """
+    *batch, heads, n, head_dim = queries.shape
+    scaling = 1 / math.sqrt(head_dim) if scaling is None else scaling
+    rows = by_group(exact(queries), keys.shape[-3]) * scaling
+    return (rows @ exact(keys).transpose(-1, -2)).view(*batch, heads, n, keys.shape[-2])
+
+
+def weights(
+    queries: Tensor,
+    keys: Tensor,
+    scaling: float | None = None,
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention weights, softmax over the keys in float32 (float64 stays).
+
+    Args:
+        queries: `[..., heads, n, head_dim]`.
+        keys: `[..., kv_heads, length, head_dim]`.
+        scaling: 1 / sqrt(head_dim) unless given.
+        visible: bool, broadcastable to `[..., heads, n, length]`; False is masked out.
+        bias: added to the logits before the softmax, broadcastable alike (ZSMerge eq. 8).
+
+    Returns:
+        `[..., heads, n, length]`, float32, rows sum to 1.
+    """
+    scores = logits(queries, keys, scaling)
+    if bias is not None:
+        scores = scores + bias
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1)
+
+
+def output(attention: Tensor, values: Tensor) -> Tensor:
+    """Weighted sum of values: `[..., heads, n, length]`, `[..., kv_heads, length, head_dim]` -> `[..., heads, n,
+    head_dim]`.
+    """
+    *batch, heads, n, _ = attention.shape
+    return (by_group(attention, values.shape[-3]) @ exact(values)).view(*batch, heads, n, values.shape[-1])
+
+
+def to_query_heads(x: Tensor, heads: int) -> Tensor:
+    """One row for each query head from one for each KV head: `[..., kv_heads, m]` -> `[..., heads, m]`."""
+    return x.repeat_interleave(heads // x.shape[-2], dim=-2)
+
+
+def sum_over_group(x: Tensor, kv_heads: int) -> Tensor:
+    """`[..., heads, m]` -> `[..., kv_heads, m]`, summed over the query heads of each GQA group."""
+    *batch, heads, m = x.shape
+    return x.view(*batch, kv_heads, heads // kv_heads, m).sum(-2)
+
+
+def last_visible(n: int, length: int, device: torch.device | None = None) -> Tensor:
+    """`[n, length]` bool: what the last `n` of `length` arrivals may see (themselves and everything before)."""
+    arrival = torch.arange(length, device=device)
+    return arrival[None] <= arrival[length - n :, None]
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float | None,
+    padding: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The output alone, by PyTorch's fused kernel; the queries are the last arrivals among the keys.
+
+    Args:
+        padding: `[batch, length]` bool, False for padding; None when there is none.
+        mask: `[n, length]` bool, who sees whom, where that is not simply everything that arrived before.
+
+    Returns:
+        `[batch, heads, n, head_dim]` in the dtype of the queries.
+    """
+    n, length = queries.shape[-2], keys.shape[-2]
+    plain_causal = padding is None and mask is None and n == length and n > 1
+    if mask is None and not plain_causal and (n > 1 or padding is not None):
+        mask = last_visible(n, length, queries.device)
+    if padding is not None:
+        # A padding query sees nothing, and a softmax over nothing is NaN: let it see itself.
+        itself = (
+            torch.arange(length, device=mask.device) == torch.arange(length - n, length, device=mask.device)[:, None]
+        )
+        mask = (mask & padding[:, None, None, :]) | itself
+    group = queries.shape[-3] // keys.shape[-3]
+    if n == 1 and mask is None and group > 1:
+        # One token: the group's heads become the rows of one product, which saves repeating the keys.
+        out = F.scaled_dot_product_attention(by_group(queries, keys.shape[-3]), keys, values, scale=scaling)
+        return out.reshape(queries.shape)
+    return F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=plain_causal, scale=scaling, enable_gqa=group > 1
+    )
+
+
+def accumulate(
+    queries: Tensor,
+    keys: Tensor,
+    scaling: float | None = None,
+    chunk: int = CHUNK,
+    padding: Tensor | None = None,
+) -> Tensor:
+    """Attention that each key gathers from all queries, `[..., heads, length]`, without a length x length matrix.
+
+    The queries are the last arrivals among the keys. H2O's accumulated score (its eq. 3) over the whole prompt.
+
+    Args:
+        padding: `[batch, length]` bool, False for padding, which neither gives nor gathers; None when there is none.
+    """
+    n, length, kv_heads = queries.shape[-2], keys.shape[-2], keys.shape[-3]
+    total = torch.zeros(*queries.shape[:-2], length, dtype=torch.float32, device=queries.device)
+    # One KV head at a time, so that a chunk's scores stay in a processor's cache from one pass over them to the next.
+    heads = zip(*(x.chunk(kv_heads, -3) for x in (queries, keys)), total.chunk(kv_heads, -2), strict=True)
+    for (own, shared, found), start in itertools.product(heads, range(0, n, chunk)):
+        stop = min(start + chunk, n)
+        seen = length - n + stop
+        scores = logits(own[..., start:stop, :], shared[..., :seen, :], scaling)
+        # Only the newest keys are hidden from some of these queries: masking them in place spares a pass over all.
+        hidden = ~last_visible(stop - start, stop - start, queries.device)
+        scores[..., seen - (stop - start) :].masked_fill_(hidden, -torch.inf)
+        if padding is None:
+            found[..., :seen] += scores.softmax(-1).sum(-2)
+            continue
+        scores.masked_fill_(~padding[:, None, None, :seen], -torch.inf)
+        asking = padding[:, None, length - n + start : length - n + stop, None]
+        found[..., :seen] += scores.softmax(-1).masked_fill_(~asking, 0).sum(-2)
+    return total
+
+
+def attention_over_prompt(queries: Tensor, keys: Tensor, scaling: float | None = None, inside: bool = False) -> Tensor:
+    """softmax(q . K / sqrt(d)) over prompt keys only (DapQ eq. 1-2).
+
+    Args:
+        queries: `[..., heads, n, head_dim]`.
+        keys: `[..., kv_heads, prompt, head_dim]`.
+        scaling: 1 / sqrt(head_dim) unless given.
+        inside: the queries are the last `n` prompt tokens themselves, so each sees itself and what came before;
+            otherwise (response tokens, pseudo-tokens) they come after the prompt and see all of it.
+
+    Returns:
+        `[..., heads, n, prompt]`, rows sum to 1.
+    """
+    visible = attention.last_visible(queries.shape[-2], keys.shape[-2], keys.device) if inside else None
+    return attention.weights(queries, keys, scaling, visible)
+
+
+def entropy(weights: Tensor) -> Tensor:
+    """Entropy of attention rows in nats: `[..., length]` -> `[...]`, between 0 and log(length)."""
+    return torch.special.entr(weights.float()).sum(-1)

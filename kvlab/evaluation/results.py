@@ -1,0 +1,88 @@
+"""Answers summed up: tidy tables, and scores with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvlab.evaluation.planning import FULL
+from kvlab.lib.bootstrap import summarise
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+if TYPE_CHECKING:
+    from kvlab.evaluation.records import Answer
+
+
+# ---------------------------------------------------------------------------------------------------- what came out
+
+
+def table(found: Sequence[Answer]) -> pd.DataFrame:
+    """Tidy: one row for each answer, with its marks and its score."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        {
+            "task": answer.task,
+            "example": answer.example,
+            "policy": answer.policy,
+            "budget": answer.budget,
+            "compress_at": answer.compress_at,
+            "score": answer.scores[answer.metric],
+            "prediction": answer.prediction,
+            "prompt_tokens": answer.prompt_tokens,
+            "generated_tokens": answer.generated_tokens,
+            "seconds": answer.seconds,
+            "kv_bytes": answer.kv_bytes,
+            "aux_bytes": answer.aux_bytes,
+            **answer.marks,
+        }
+        for answer in found
+    )
+
+
+def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
+    """One row for each task, policy and budget: mean score with its 95 % bootstrap interval over examples, the paired
+    difference from the full cache on the same examples with its own, bytes and seconds.
+
+    Args:
+        by: a mark ("kind", "length", "depth") whose values get rows of their own.
+    """
+    import pandas as pd
+
+    groups: dict[tuple, list[Answer]] = {}
+    for answer in found:
+        value = answer.marks.get(by) if by else None
+        kind = answer.task, value, answer.policy, answer.budget, answer.compress_at, answer.signature
+        groups.setdefault(kind, []).append(answer)
+    whole = {(a.task, a.compress_at, a.example): a.scores[a.metric] for a in found if a.policy == FULL}
+    rows = []
+    for (task, value, name, budget, at, signature), members in groups.items():
+        full = {a.example: whole[task, at, a.example] for a in members if (task, at, a.example) in whole}
+        scores = [a.scores[a.metric] for a in members]
+        score, (low, high) = summarise(scores)
+        pairs = [a.scores[a.metric] - full[a.example] for a in members if a.example in full]
+        difference, (least, most) = summarise(pairs) if pairs else (float("nan"), (float("nan"),) * 2)
+        rows.append(
+            {
+                "task": task,
+                **({by: value} if by else {}),
+                "policy": name,
+                "budget": budget,
+                "parameters": signature.split("|")[2] if signature.count("|") > 2 else "",
+                "compress_at": at,
+                "n": len(members),
+                "score": score,
+                "low": low,
+                "high": high,
+                "difference": difference,
+                "difference_low": least,
+                "difference_high": most,
+                "kv_bytes": sum(a.kv_bytes for a in members) / len(members),
+                "seconds": sum(a.seconds for a in members) / len(members),
+                "prefill_seconds": sum(a.prefill_seconds for a in members) / len(members),
+            }
+        )
+    return pd.DataFrame(rows)

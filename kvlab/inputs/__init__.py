@@ -1,0 +1,1 @@
+"""What goes in: models, texts, and the pinned packs that carry both."""

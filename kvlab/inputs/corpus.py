@@ -1,0 +1,402 @@
+"""Documents and questions: the text packs, the standard library's source, LongBench-format JSONL, any text file.
+
+Names: `sotu/1962`, `sotu/1961-Kennedy-1`, `squad/Oxygen`, `chitchat/17`, `code/argparse`, or the path of a text file.
+A pack that is not there yet is pulled when one of its documents is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvlab.errors import KvlabError, nearest, whole
+from kvlab.inputs import packs
+from kvlab.lib.files import expanded, jsonl, parsed, read_text, writable
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text with its name, the sha256 of its UTF-8 bytes, and the licence that it comes under."""
+
+    name: str
+    text: str
+    licence: str = "not stated"
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise KvlabError(f"document {self.name} is empty: there is nothing to read")
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode("utf-8")).hexdigest()
+
+    @property
+    def signature(self) -> str:
+        """`name@sha`, the first eight digits of it."""
+        return f"{self.name}@{self.sha256[:8]}"
+
+    def tokens(self, tokenizer: object) -> int:
+        """The number of tokens, without any chat template; `tokenizer` may be an LM too."""
+        return len(_spans(tokenizer, self.text))
+
+    def window(self, tokenizer: object, tokens: int, start: int = 0) -> Document:
+        """The part of `tokens` tokens from token `start` on, as a document named like `sotu/1962[0:4000]`.
+
+        The text is cut where the tokens end; tokenised anew, a cut within a run of spaces or a word may count one token
+        more or less. Raises KvlabError where the document is shorter than that.
+        """
+        if whole("the length of a window", tokens) < 1 or whole("the start of a window", start) < 0:
+            raise KvlabError(f"a window has at least 1 token and starts at 0 or later, not {tokens} from {start}")
+        spans = _spans(tokenizer, self.text)
+        if start + tokens > len(spans):
+            raise KvlabError(f"{self.name} has {len(spans)} tokens: too short for {tokens} from token {start} on")
+        text = self.text[spans[start][0] : spans[start + tokens - 1][1]]
+        return dataclasses.replace(self, name=f"{self.name}[{start}:{start + tokens}]", text=text)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question over one paragraph of a document, with every answer that counts as right."""
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    document: str
+    paragraph: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One example in LongBench's format; `prompt` is the whole prompt where the file has it, else None."""
+
+    task: str
+    id: str
+    prompt: str | None
+    context: str
+    input: str
+    answers: tuple[str, ...]
+    all_classes: tuple[str, ...] | None
+    length: int | None
+    line: int
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the documents of one prefix come from: their names (None: not pulled yet) and one text by its name."""
+
+    names: Callable[[], list[str] | None]
+    text: Callable[[str], str]
+    licence: str
+
+
+def document(name: str | os.PathLike) -> Document:
+    """The document of that name, or the text file at that path.
+
+    Raises KvlabError for an unknown name, a year with several messages, a file that is missing, empty or not UTF-8.
+    """
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name).strip():
+        raise KvlabError(
+            f"a document needs a name, such as 'sotu/1962', or the path of a text file, and not {name!r:.60}"
+        )
+    name = os.fspath(name)
+    prefix, _, rest = name.partition("/")
+    if prefix in _SOURCES and rest:
+        return Document(name, _SOURCES[prefix].text(rest), _SOURCES[prefix].licence)
+    path = expanded(name)
+    if os.path.isfile(path):
+        if not writable(name):
+            raise KvlabError(f"the name of the file {name!r} is no text, so that no result could name it; rename it")
+        return Document(name, read_text(path))
+    if os.path.isdir(path):
+        raise KvlabError(f"{name} is a folder, and a document is a text file; name one of the files in it")
+    forms = ", ".join(f"{source}/..." for source in _SOURCES)
+    hint = f" (did you mean {' or '.join(meant)}?)" if (meant := _meant(name)) else ""
+    raise KvlabError(f"there is no document or text file {name}; a document is {forms}, or the path of a file{hint}")
+
+
+def _meant(name: str) -> list[str]:
+    """The documents that a name, which is none, comes nearest to."""
+    lowered, wanted = {known.lower(): known for known in names()}, name.lower().replace(" ", "/")
+    if (source := wanted.strip("/")) in _SOURCES:
+        return [known for known in lowered.values() if known.startswith(f"{source}/")][:3]
+    same = [known for low, known in lowered.items() if wanted in (low, low.partition("/")[2])]
+    return same or [lowered[low] for low in difflib.get_close_matches(wanted, lowered, n=3, cutoff=0.8)]
+
+
+def documents(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Document]:
+    """One document for each name or path, in order; a single name counts as a list of one.
+
+    Raises KvlabError for an empty list, and as `document`.
+    """
+    listed = list(wanted) if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
+    if not listed:
+        raise KvlabError("no documents were named; give at least one, such as 'sotu/1962'")
+    return [document(name) for name in listed]
+
+
+def names(source: str | None = None) -> list[str]:
+    """All names that `document` takes, of the packs that are pulled; `source` (sotu, squad, ...) narrows them."""
+    if source is not None and source not in _SOURCES:
+        raise KvlabError(nearest(source, _SOURCES, "source of documents"))
+    chosen = _SOURCES if source is None else [source]
+    return [f"{prefix}/{name}" for prefix in chosen for name in _SOURCES[prefix].names() or []]
+
+
+def documents_between(
+    tokenizer: object, low: int, high: int, source: str = "sotu", limit: int | None = None, seed: int | None = None
+) -> Iterator[Document]:
+    """Documents of `source` that have low <= tokens <= high, at most `limit`, in a fixed order.
+
+    The order is that of the names, or a shuffle by `seed`. `tokenizer` may be an LM too. Raises KvlabError where
+    none has such a length.
+    """
+    if source in packs.PACKS:
+        packs.pull(source)
+    listed = names(source)
+    if seed is not None:
+        listed = [listed[i] for i in np.random.default_rng(seed).permutation(len(listed))]
+    found = 0
+    for name in listed:
+        if limit is not None and found >= limit:
+            return
+        text = _SOURCES[source].text(name.partition("/")[2])
+        if not text.strip() or len(text.encode("utf-8")) < low:  # a token is at least a byte
+            continue
+        candidate = Document(name, text, _SOURCES[source].licence)
+        if low <= candidate.tokens(tokenizer) <= high:
+            found += 1
+            yield candidate
+    if not found:
+        raise KvlabError(f"no document of {source} has between {low} and {high} tokens")
+
+
+def questions(name: str) -> list[Question]:
+    """The answerable questions over `squad/ARTICLE`, in the article's order.
+
+    Raises KvlabError for any other document, and for an article that does not exist.
+    """
+    prefix, _, title = name.partition("/")
+    if prefix != "squad":
+        raise KvlabError(f"only squad/ARTICLE (such as squad/Oxygen) has questions, and {name} is not one")
+    return [
+        Question(
+            qa["id"], qa["question"], tuple(dict.fromkeys(a["text"] for a in qa["answers"])), name, paragraph["context"]
+        )
+        for paragraph in _article(title)["paragraphs"]
+        for qa in paragraph["qas"]
+        if not qa["is_impossible"]
+    ]
+
+
+def longbench(path: str | os.PathLike) -> Iterator[Record]:
+    """The records of a LongBench-format JSONL file, or of all `*.jsonl` files of a folder in order of name.
+
+    Fields: task or dataset, id or _id, prompt and/or (context, input), answers, all_classes, length; others are let
+    through. Raises KvlabError, with file and line number, for a line that is not such a record.
+    """
+    path = expanded(path)
+    files = sorted(path.glob("*.jsonl")) if os.path.isdir(path) else [path]
+    if not files:
+        raise KvlabError(f"the folder {path} has no .jsonl files")
+    for file in files:
+        for number, line in jsonl(file):
+            yield _record(line, number, file)
+
+
+def _record(line: str, number: int, file: Path) -> Record:
+    def refuse(why: str) -> KvlabError:
+        return KvlabError(f"{file}, line {number}: {why}")
+
+    try:
+        fields = parsed(line)
+    except json.JSONDecodeError as error:
+        raise refuse(f"not valid JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(fields, dict):
+        raise refuse(f"a record is a JSON object, not a {type(fields).__name__}")
+
+    def text(*keys: str) -> str | None:
+        for key in keys:
+            if fields.get(key) is not None:
+                if not isinstance(fields[key], str):
+                    raise refuse(f"{key!r} must be text, not {json.dumps(fields[key])[:40]}")
+                return fields[key]
+        return None
+
+    def texts(key: str) -> tuple[str, ...] | None:
+        if fields.get(key) is None:
+            return None
+        if not isinstance(fields[key], list) or not all(isinstance(item, str) for item in fields[key]):
+            raise refuse(f"{key!r} must be a list of texts, not {json.dumps(fields[key])[:40]}")
+        return tuple(fields[key])
+
+    prompt, context, answers, length = text("prompt"), text("context"), texts("answers"), fields.get("length")
+    if not (prompt or context or "").strip():
+        raise refuse("a record needs a 'prompt' or a 'context' that is not empty")
+    if answers is None:
+        raise refuse("a record needs 'answers', a list of texts")
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
+        raise refuse(f"'length' must be a whole number, not {json.dumps(length)[:40]}")
+    return Record(
+        task=text("task", "dataset") or file.stem,
+        id=text("id", "_id") or f"{file.stem}-{number}",
+        prompt=prompt,
+        context=context or "",
+        input=text("input") or "",
+        answers=answers,
+        all_classes=texts("all_classes"),
+        length=length,
+        line=number,
+    )
+
+
+def _spans(tokenizer: object, text: str) -> list[tuple[int, int]]:
+    """Where each token begins and ends in `text`; the tokenizer may be an LM."""
+    if hasattr(tokenizer, "require_tokenizer"):
+        tokenizer.require_tokenizer("the tokens of a text cannot be counted")
+        tokenizer = tokenizer.tokenizer
+    if tokenizer is None:
+        raise KvlabError("there is no tokenizer to count tokens with; give one, or a model that has one")
+    if not getattr(tokenizer, "is_fast", False):
+        raise KvlabError(
+            f"{type(tokenizer).__name__} does not tell where its tokens lie; a fast tokenizer "
+            "(tokenizer.json) is needed"
+        )
+    return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+
+
+# --- the packs: names when they are pulled, and one text by its name ---
+
+
+def _pulled(name: str) -> Path | None:
+    folder = packs.PACKS[name].folder
+    return folder if folder.is_dir() else None
+
+
+def _load_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise KvlabError(
+            f"the pulled pack {path.parent} is damaged ({error}); remove that folder and pull it again"
+        ) from error
+
+
+def _sotu_names() -> list[str] | None:
+    folder = _pulled("sotu")
+    if folder is None:
+        return None
+    stems = sorted((file.stem for file in folder.glob("*.txt")), key=_speech_order)
+    years = [stem[:4] for stem in stems]
+    return [year if years.count(year) == 1 else stem for stem, year in zip(stems, years, strict=True)]
+
+
+def _speech_order(stem: str) -> tuple[str, int, str]:
+    year, _, rest = stem.partition("-")
+    return year, int(rest.rpartition("-")[2]), rest
+
+
+def _sotu_text(name: str) -> str:
+    folder = packs.pull("sotu")
+    stems = {file.stem for file in folder.glob("*.txt")}
+    if name in stems:
+        return read_text(folder / f"{name}.txt")
+    of_year = sorted((stem for stem in stems if stem.startswith(f"{name}-")), key=_speech_order)
+    if len(of_year) == 1:
+        return read_text(folder / f"{of_year[0]}.txt")
+    if of_year:
+        raise KvlabError(f"sotu/{name} is several messages; name one of {', '.join(f'sotu/{s}' for s in of_year)}")
+    raise KvlabError(nearest(f"sotu/{name}", [f"sotu/{s}" for s in _sotu_names() or []], "document"))
+
+
+@functools.lru_cache(maxsize=2)
+def _squad(folder: Path) -> dict[str, dict]:
+    return {article["title"]: article for article in _load_json(folder / "squad.json")["data"]}
+
+
+def _squad_names() -> list[str] | None:
+    folder = _pulled("squad")
+    return None if folder is None else list(_squad(folder))
+
+
+def _article(title: str) -> dict:
+    articles = _squad(packs.pull("squad"))
+    if title not in articles:
+        raise KvlabError(nearest(f"squad/{title}", [f"squad/{known}" for known in articles], "document"))
+    return articles[title]
+
+
+def _squad_text(title: str) -> str:
+    return "\n\n".join(paragraph["context"] for paragraph in _article(title)["paragraphs"])
+
+
+@functools.lru_cache(maxsize=2)
+def _chitchat(folder: Path) -> list[str]:
+    """Every conversation as lines `A: ...`, one for each message; the speaker who begins is A."""
+    told = []
+    for conversation in _load_json(folder / "dataset.json").values():
+        messages = [message for turn in conversation["messages"] for message in turn]
+        speakers = dict.fromkeys(message["sender"] for message in messages)
+        letters = dict(zip(speakers, "ABCDEFGH", strict=False))
+        told.append("\n".join(f"{letters[m['sender']]}: {m['text'].strip()}" for m in messages if m["text"].strip()))
+    return told
+
+
+def _chitchat_names() -> list[str] | None:
+    folder = _pulled("chitchat")
+    return None if folder is None else [str(number) for number in range(len(_chitchat(folder)))]
+
+
+def _chitchat_text(name: str) -> str:
+    told = _chitchat(packs.pull("chitchat"))
+    if not name.isascii() or not name.isdigit() or int(name) >= len(told):
+        raise KvlabError(f"there is no chitchat/{name}; conversations run from chitchat/0 to chitchat/{len(told) - 1}")
+    return told[int(name)]
+
+
+def _code_names() -> list[str]:
+    return [name for name in sorted(sys.stdlib_module_names) if _module_source(name) is not None]
+
+
+def _module_source(module: str) -> Path | None:
+    parts = module.split(".")
+    if parts[0] not in sys.stdlib_module_names or not all(part.isidentifier() for part in parts):
+        return None
+    try:
+        spec = importlib.util.find_spec(parts[0])
+    except (ImportError, ValueError):
+        return None
+    if not spec or not spec.origin:
+        return None
+    found = [Path(spec.origin)]
+    if parts[1:]:
+        # By its place: to ask importlib for a submodule would run the package around it.
+        place = Path(spec.origin).parent.joinpath(*parts[1:])
+        found = [place / "__init__.py", place.with_suffix(".py")] if spec.submodule_search_locations else []
+    return next((file for file in found if file.suffix == ".py" and file.is_file()), None)
+
+
+def _code_text(module: str) -> str:
+    source = _module_source(module)
+    if source is None:
+        known = [f"code/{name}" for name in _code_names()]
+        raise KvlabError(nearest(f"code/{module}", known, "module of the standard library"))
+    return read_text(source)
+
+
+_SOURCES: dict[str, _Source] = {
+    "sotu": _Source(_sotu_names, _sotu_text, packs.PACKS["sotu"].licence),
+    "squad": _Source(_squad_names, _squad_text, packs.PACKS["squad"].licence),
+    "chitchat": _Source(_chitchat_names, _chitchat_text, packs.PACKS["chitchat"].licence),
+    "code": _Source(_code_names, _code_text, f"PSF (Python {sys.version_info.major}.{sys.version_info.minor})"),
+}

@@ -1,0 +1,157 @@
+"""A language model with its tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvlab.errors import KvlabError
+from kvlab.inputs.models.catalogue import RANDOM_PREFIX
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(repr=False)
+class LM:
+    """A language model in evaluation mode, with its tokenizer (None where its weights are random or came without one).
+
+    `sha256` is that of its weight files, or of the recipe where the weights are random.
+    """
+
+    model: torch.nn.Module
+    tokenizer: object | None
+    name: str
+    sha256: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence, in tokens, that the model was made for."""
+        return self.model.config.get_text_config().max_position_embeddings
+
+    @property
+    def n_layers(self) -> int:
+        return self.model.config.get_text_config().num_hidden_layers
+
+    @property
+    def signature(self) -> str:
+        return f"{self.name}@{self.sha256[:8]}"
+
+    def __repr__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        context = f"up to {self.context_length} tokens"
+        return f"LM({self.signature}, {self.n_layers} layers, {kind} on {self.device}, {context})"
+
+    def encode(self, text: str, chat: bool | str = "auto") -> torch.Tensor:
+        """The ids of `text`, int64 [1, tokens].
+
+        chat="auto" makes it a user message where the tokenizer has a chat template, True insists on that, False takes
+        the text as it stands. Raises KvlabError for an empty text, or where there is no tokenizer or no template.
+        """
+        self.require_tokenizer("it takes token ids instead of text")
+        if not text.strip():
+            raise KvlabError("the text is empty: there is nothing to read")
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        if chat is True and not has_template:
+            raise KvlabError(f"{self.name} has no chat template: use chat=False or chat='auto'")
+        if chat and has_template:
+            text = self._templated(text)
+        ids = self.tokenizer(text, add_special_tokens=not (chat and has_template), verbose=False)["input_ids"]
+        if not ids:
+            raise KvlabError(f"{self.name}'s tokenizer finds no token in this text: there is nothing to read")
+        return torch.tensor([ids], dtype=torch.int64, device=self.device)
+
+    def require_tokenizer(self, so: str) -> None:
+        """Raise KvlabError where there is no tokenizer, saying what follows from that."""
+        if self.tokenizer is None:
+            raise KvlabError(f"{self.name} has no tokenizer, so {so}; {self._remedy}")
+
+    @property
+    def _remedy(self) -> str:
+        if self.name.startswith(RANDOM_PREFIX):
+            return "kvlab.random_lm(..., tokenizer=NAME) makes it with one"
+        return "to give it one, put its tokenizer.json beside the weights"
+
+    def _templated(self, text: str) -> str:
+        import jinja2
+
+        message = [{"role": "user", "content": text}]
+        try:
+            return self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        # A template is a program of the model's makers, run in a sandbox: it can fail in any way.
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            TypeError,
+            ValueError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            why = _first_line(error).rstrip(".")
+            raise KvlabError(f"the chat template of {self.name} fails ({why}); use chat=False") from error
+
+    def decode(self, ids: torch.Tensor | list[int]) -> str:
+        """The text of one sequence of ids ([tokens] or [1, tokens]), without special tokens."""
+        self.require_tokenizer("its ids have no text")
+        return self.tokenizer.decode(torch.as_tensor(ids).reshape(-1).tolist(), skip_special_tokens=True)
+
+
+class _Bare(LM):
+    """A transformers model that came alone: without tokenizer, and with the hash of what its weights are now."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.tokenizer = model, None
+        self.name = Path(getattr(model.config, "name_or_path", "") or type(model).__name__).name
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        config = self.model.config.to_dict()
+        own = {name: config[name] for name in sorted(config) if name not in ("_name_or_path", "transformers_version")}
+        digest = hashlib.sha256(json.dumps(own, default=str).encode())
+        for name, tensor in self.model.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def encode(self, text: str, chat: bool | str = "auto") -> torch.Tensor:
+        raise KvlabError(
+            f"the {type(self.model).__name__} came without its tokenizer: give token ids instead of text, "
+            "or what kvlab.load gives instead of its model"
+        )
+
+
+def lm_of(given: LM | torch.nn.Module) -> LM:
+    """What `kvlab.load` gives, or a transformers model, as an LM; a model alone has no tokenizer.
+
+    Raises KvlabError for anything else.
+    """
+    if isinstance(given, LM):
+        return given
+    whole = isinstance(given, torch.nn.Module) and hasattr(given, "config") and hasattr(given, "get_output_embeddings")
+    if whole and given.get_output_embeddings() is not None:
+        return _Bare(given)
+    if whole:
+        raise KvlabError(f"a {type(given).__name__} gives no logits: it is a part of a model; give the whole")
+    raise KvlabError(f"a model is what kvlab.load gives, or a transformers model, and not {given!r:.60}")
+
+
+def _first_line(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1]) or type(error).__name__

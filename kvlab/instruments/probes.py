@@ -1,0 +1,340 @@
+"""Instruments for live runs: what a decoding step loses against the full cache, step by step, layer by layer.
+
+A probe looks at every layer of every decoding step, after attention and before the policy evicts. Some need the
+attention weights (then no fused kernel is used), some what was evicted: a shadow store keeps it on the CPU, only if
+one asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvlab.core import attention, ranking
+from kvlab.core.store import LayerStore
+from kvlab.errors import KvlabError, nearest
+from kvlab.instruments import measures
+from kvlab.lib.files import replacing
+from kvlab.methods import Policy
+from kvlab.methods.clock import Step
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvlab.traces.trace import Trace
+
+
+class Shadow:
+    """The keys and values that a full cache would hold, of one layer of one group of sequences, on the CPU."""
+
+    def __init__(self, store: LayerStore, shares: float, limit: int):
+        self.store = store
+        self._shares, self._limit = shares, limit
+        self._check()
+
+    @classmethod
+    def of(cls, store: LayerStore, shares: float, limit: int) -> Shadow:
+        """Of a store that holds its whole prompt.
+
+        Args:
+            shares: how many such stores all layers and sequences together come to.
+            limit: bytes that all of them may take.
+
+        Raises:
+            KvlabError: they would take more.
+        """
+        # A copy even on a CPU: the store may evict in place, and what it frees shall be free.
+        copies = (tensor.to("cpu", copy=True) for tensor in (store.keys, store.values))
+        return cls(LayerStore(*copies), shares, limit)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        self.store.append(keys.cpu(), values.cpu())
+        self._check()
+
+    def _check(self) -> None:
+        needed = self.store.kv_bytes * self._shares
+        if needed > self._limit:
+            raise KvlabError(
+                f"a shadow of {self.store.length} tokens takes {needed / 2**30:.3g} GiB, more than shadow_bytes "
+                "allows; raise that, or leave out the probes that need it"
+            )
+
+
+class Seen:
+    """One layer at one decoding step, as probes see it; what is costly is computed once, when first asked for.
+
+    `read`, `output`, `full_weights` and `full_output` lie together: on the CPU in a live run, where the shadow is, and
+    where the trace lies in a replay.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        store: LayerStore,
+        queries: Tensor,
+        step: Step,
+        scaling: float | None,
+        shadow: Shadow | None = None,
+        pre_queries: Tensor | None = None,
+        full: tuple[Tensor, Tensor] | None = None,
+    ):
+        self.policy, self.store, self.queries, self.step = policy, store, queries, step
+        self.scaling, self.shadow, self.pre_queries = scaling, shadow, pre_queries
+        self._place = torch.device("cpu")
+        if full is not None:
+            # A replay knows what the full cache does without a shadow of it.
+            self.full_weights, self.full_output = full
+            self._place = self.full_output.device
+
+    @cached_property
+    def read(self) -> Tensor:
+        """Positions read, `[rows, kv_heads, n]`, -1 padded."""
+        return self.step.read(self.store).to(self._place)
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the step's attention put out, `[rows, heads, head_dim]`."""
+        return self.step.output[:, :, 0].to(self._place)
+
+    @cached_property
+    def full_weights(self) -> Tensor:
+        """Attention over everything that a full cache would hold, `[rows, heads, length]`."""
+        return attention.weights(self.queries.cpu(), self.shadow.store.keys, self.scaling)[:, :, 0]
+
+    @cached_property
+    def full_output(self) -> Tensor:
+        """`[rows, heads, head_dim]`."""
+        return attention.output(self.full_weights[:, :, None], self.shadow.store.values)[:, :, 0]
+
+
+class Records:
+    """Numbers of the probes of one session, and their running means.
+
+    Rows are the sequences of a live run's batch, or the layers of a replay.
+    """
+
+    def __init__(self, policy: str, budget: int | float | None, rows: str = "sequence"):
+        self._policy, self._budget, self._rows_are = policy, budget, rows
+        self._rows: list[tuple[str, int, int | None, int, str | None, list[int], Tensor]] = []
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, int] = defaultdict(int)
+        self._started, self._prompt = 0.0, 0
+        self._positions: dict[tuple[int, int, int, int], Tensor] = {}  # by prompt, sequence, layer and step
+
+    def start(self, prompt: int) -> None:
+        """A decoding step begins, of the prompt with this number (from 1) in its session."""
+        self._prompt = prompt
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        return time.perf_counter() - self._started
+
+    def add(
+        self, measure: str, values: Tensor, *, step: int, layer: int | None, rows: list[int], axis: str | None
+    ) -> None:
+        """Values `[rows]`, or `[rows, heads]` with `axis` "head" or "kv_head"."""
+        values = values.detach().float().cpu()
+        self._rows.append((measure, self._prompt, layer, step, axis, rows, values))
+        self._sums[measure] += float(values.sum())
+        self._counts[measure] += values.numel()
+
+    def add_positions(self, positions: Tensor, *, step: int, layer: int | None, rows: list[int]) -> None:
+        """What a step read, `[rows, kv_heads, n]`, -1 padded."""
+        for row, found in zip(rows, positions.cpu(), strict=True):
+            self._positions[self._prompt, *self._place(row, layer), step] = found
+
+    def positions(self, layer: int, step: int, sequence: int = 0, prompt: int | None = None) -> Tensor:
+        """Positions that a step read, int64 `[kv_heads, n]`, -1 padded, as the probe `positions` wrote them down.
+
+        Args:
+            prompt: which of the session's, from 1; the last one unless given.
+
+        Raises:
+            KvlabError: nothing was written down there.
+        """
+        wanted = (self._prompt if prompt is None else prompt, sequence, layer, step)
+        if wanted not in self._positions:
+            raise KvlabError(
+                f"no positions are known of prompt {wanted[0]}, sequence {sequence}, layer {layer}, step {step}; "
+                "attach the probe 'positions', and count steps from 1"
+            )
+        return self._positions[wanted]
+
+    def _place(self, row: int, layer: int | None) -> tuple[int, int | None]:
+        """Sequence and layer of a row."""
+        return (row, layer) if self._rows_are == "sequence" else (0, row)
+
+    def save(self, path: str | Path) -> Path:
+        """Write `table` as one parquet file, under its name only once it is whole."""
+        path = Path(path)
+        with replacing(path) as part:
+            self.table.to_parquet(part, index=False)
+        return path
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Of every measure, over everything it was recorded for."""
+        return {measure: total / self._counts[measure] for measure, total in self._sums.items()}
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """Tidy: policy, budget, prompt, sequence, layer, kv_head, head, step, measure, value."""
+        import pandas as pd
+
+        columns = ["policy", "budget", "prompt", "sequence", "layer", "kv_head", "head", "step", "measure", "value"]
+        rows = []
+        for measure, prompt, layer, step, axis, sequences, values in self._rows:
+            heads = range(values.shape[1]) if axis else [None]
+            for sequence, per_head in zip(sequences, values.view(len(sequences), -1).tolist(), strict=True):
+                for head, value in zip(heads, per_head, strict=True):
+                    place = (head, None) if axis == "kv_head" else (None, head)
+                    where = self._place(sequence, layer)
+                    rows.append((self._policy, self._budget, prompt, *where, *place, step, measure, value))
+        table = pd.DataFrame(rows, columns=columns)
+        return table.astype({column: "Int64" for column in ("prompt", "sequence", "layer", "kv_head", "head", "step")})
+
+
+class Probe:
+    """One instrument. Subclass it, override `look`, and pass an object wherever a name is taken."""
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    needs_weights: ClassVar[bool] = False
+    needs_shadow: ClassVar[bool] = False
+    needs_pre_rope: ClassVar[bool] = False
+
+    def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        """One layer of one step; `where` has its step, layer and rows, to hand on to `records.add`."""
+
+    def look_after(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        """The same layer once the policy has updated, evicted or merged: `seen.store` is what the next step meets."""
+
+    def after_step(self, records: Records, step: int, seconds: float) -> None:
+        """A whole step of the model is done."""
+
+
+class MassLost(Probe):
+    """Share of the full attention that went to entries which the step did not read."""
+
+    name, summary, needs_shadow = "mass_lost", "attention mass on what was not read", True
+
+    def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        records.add("mass_lost", measures.mass_lost(seen.full_weights, seen.read), axis="head", **where)
+
+
+class Recall(Probe):
+    """Share of each step's own top-k (k = the budget) among the positions that it read."""
+
+    name, summary, needs_shadow = "recall", "share of the step's own top-k that was read", True
+
+    def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        scores = attention.sum_over_group(seen.full_weights, seen.read.shape[1])
+        best = ranking.top_positions(scores, min(seen.store.budget, scores.shape[-1]))
+        records.add("step_recall", measures.recall(seen.read, best), axis="kv_head", **where)
+
+
+class OutputError(Probe):
+    """Relative distance of the attention output from the full cache's, on the same queries."""
+
+    name, summary, needs_shadow = "output_error", "relative error of the attention output", True
+
+    def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        error = measures.output_error(seen.full_output, seen.output)
+        records.add("output_error", error, axis="head", **where)
+
+
+class Entropy(Probe):
+    """Entropy of the attention over what was read, in nats."""
+
+    name, summary, needs_weights = "entropy", "entropy of the attention, in nats", True
+
+    def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        records.add("entropy", attention.entropy(seen.step.weights), axis="head", **where)
+
+
+class Positions(Probe):
+    """Which positions each step read: `session.records.positions(layer, step)`, int64 `[kv_heads, n]`."""
+
+    name, summary = "positions", "the positions that each step read"
+
+    def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        records.add_positions(seen.read, **where)
+
+
+class Bytes(Probe):
+    """Bytes of each layer that a step loaded, and that were stored after it."""
+
+    name, summary = "bytes", "stored and read bytes of each layer"
+
+    def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        store, slots = seen.store, seen.step.slots
+        entries = int((slots >= 0).sum()) if slots is not None else store.kv_bytes // store.entry_bytes
+        self._add("read_bytes", entries * store.entry_bytes + seen.policy.overhead_bytes(store), records, where)
+
+    def look_after(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        self._add("stored_bytes", seen.store.kv_bytes + seen.store.aux_bytes, records, where)
+
+    def _add(self, name: str, value: int, records: Records, where: dict[str, Any]) -> None:
+        share = len(where["rows"])
+        records.add(name, torch.full((share,), value / share), axis=None, **where)
+
+
+class Seconds(Probe):
+    """Seconds of each decoding step of the model."""
+
+    name, summary = "time", "seconds of each decoding step"
+
+    def after_step(self, records: Records, step: int, seconds: float) -> None:
+        records.add("seconds", torch.tensor([seconds]), step=step, layer=None, rows=[0], axis=None)
+
+
+class QuerySimilarity(Probe):
+    """Cosine of each decoding query with that of a reference run at the same step (DapQ table 1's measure).
+
+    Args:
+        reference: a trace of the same prompt.
+    """
+
+    name, summary, needs_pre_rope = "query_similarity", "cosine of the queries with a reference run's", True
+
+    def __init__(self, reference: Trace):
+        self.reference = reference
+
+    def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        if where["step"] > self.reference.steps:
+            return
+        now = where["step"] - 1
+        pairs = [("query_similarity", self.reference.response_queries, seen.queries)]
+        if self.reference.pre_queries is not None and seen.pre_queries is not None:
+            pairs.append(("query_similarity_pre", self.reference.response_pre_queries, seen.pre_queries))
+        for name, reference, queries in pairs:
+            layer = where["layer"]
+            true = reference[:, :, now] if layer is None else reference[layer : layer + 1, :, now]
+            cosine = torch.cosine_similarity(queries[:, :, 0].cpu().float(), true.cpu().float(), dim=-1)
+            records.add(name, cosine, axis="head", **where)
+
+
+PROBES = {cls.name: cls for cls in (MassLost, Recall, OutputError, Entropy, Positions, Bytes, Seconds, QuerySimilarity)}
+
+
+def probe(one: Probe | str) -> Probe:
+    """A probe by name, or the object itself.
+
+    Raises:
+        KvlabError: an unknown name, or a probe that cannot be made without a reference run.
+    """
+    if isinstance(one, Probe):
+        return one
+    if one not in PROBES:
+        raise KvlabError(nearest(one, PROBES, "probe"))
+    if one == QuerySimilarity.name:
+        raise KvlabError(
+            "query_similarity compares with a reference run: pass kvlab.instruments.probes.QuerySimilarity(trace)"
+        )
+    return PROBES[one]()

@@ -1,0 +1,1 @@
+"""A policy inside transformers' own generate(): the closed loop."""

@@ -1,0 +1,312 @@
+"""What a live session hands to the model in place of a `DynamicCache`: one `LayerStore` for each layer and group.
+
+Sequences of a batch whose prompts have different lengths (left padding) do not share a store: each group of equal
+length has its own, so that no padding is ever stored and all rows of a store keep in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from kvlab.core.store import LayerStore
+from kvlab.errors import KvlabError
+from kvlab.instruments.probes import Shadow
+from kvlab.methods import Policy
+
+
+class Host(Protocol):
+    """What a cache needs to know of the session that it belongs to."""
+
+    policy: Policy
+
+    def running(self, cache: LiveCache) -> bool:
+        """Whether a forward pass on `cache` is under way."""
+
+
+@dataclass
+class Group:
+    """Sequences of a batch that share a length, and their entries in one layer."""
+
+    rows: Tensor | None  # which of the batch; None for all of them
+    store: LayerStore
+    padded: bool = True  # whether padding may still be stored: until the first prompt has ended
+    shadow: Shadow | None = None
+    kept: Tensor | None = None  # positions after the prefill
+    lossy: bool = False  # whether the store ever lost or merged an entry
+    bytes_read: int = 0  # by the last decoding step
+    policy: Policy | None = None  # of sequences that were joined from another session; None for the session's own
+
+    def of(self, x: Tensor) -> Tensor:
+        return x if self.rows is None else x[self.rows]
+
+    def numbers(self, batch: int) -> list[int]:
+        return list(range(batch)) if self.rows is None else self.rows.tolist()
+
+    def take(self, rows: Tensor) -> None:
+        """The sequences `rows` of this group in place of the present ones, with all that is known of them."""
+        self.store.reorder(rows.to(self.store.keys.device))
+        if self.shadow is not None:
+            self.shadow.store.reorder(rows.to(self.shadow.store.keys.device))
+        if self.kept is not None:
+            self.kept = self.kept[rows.to(self.kept.device)]
+
+
+class Likelihood:
+    """What the model thought of the last tokens that it was fed: negative log-likelihoods `[batch, n]`, in nats."""
+
+    def __init__(self):
+        self.nll: Tensor | None = None
+        self._next: Tensor | None = None  # log-probabilities of the next token, [batch, vocabulary]
+
+    def add(self, ids: Tensor | None, logits: Tensor, most: int) -> None:
+        """Of tokens `[batch, fed]` whose last `n` gave these logits `[batch, n, vocabulary]`; keeps the last `most`."""
+        if ids is None:
+            self.nll = self._next = None
+            return
+        known = logits.float().log_softmax(-1)
+        before = known[:, :-1] if self._next is None or known.shape[1] < ids.shape[1] else None
+        if before is None:
+            before = torch.cat([self._next[:, None], known[:, :-1]], 1)
+        told = ids[:, ids.shape[1] - before.shape[1] :, None]
+        new = -before.gather(-1, told)[..., 0]
+        whole = before.shape[1] == ids.shape[1] and self.nll is not None
+        self.nll = (torch.cat([self.nll, new], 1) if whole else new)[:, -most:]
+        self._next = known[:, -1]
+
+    def perplexity(self, n: int, rows: Tensor | None) -> Tensor | None:
+        """exp of the mean over the last `n` tokens, `[rows]`; None where too few are known."""
+        if self.nll is None or self.nll.shape[1] < n:
+            return None
+        found = self.nll[:, self.nll.shape[1] - n :].mean(-1).exp()
+        return found if rows is None else found[rows]
+
+    def copy(self) -> Likelihood:
+        found = Likelihood()
+        found.nll, found._next = self.nll, self._next
+        return found
+
+    def select(self, rows: Tensor) -> None:
+        if self.nll is not None:
+            self.nll, self._next = (x[rows.to(x.device)] for x in (self.nll, self._next))
+
+    def crop(self, n: int) -> None:
+        self.nll = self._next = None
+
+
+class LiveLayer(CacheLayerMixin):
+    """One layer of a `LiveCache`."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: LiveCache):
+        super().__init__()
+        self.is_initialized = True
+        self._cache = cache
+        self.groups: list[Group] = []
+        self._observed: list[Tensor] = []  # the last queries, [batch, heads, n, head_dim] in pieces
+
+    def observe(self, queries: Tensor, n: int | None) -> None:
+        """Remember the last `n` queries (all for None): of a prompt, and of a response that becomes part of one."""
+        if n == 0:
+            return
+        # A copy, so that the queries of a long prompt are not kept alive by a window on them.
+        whole = n is None or queries.shape[2] <= n
+        self._observed.append(queries if whole else queries[:, :, queries.shape[2] - n :].clone())
+        if n is not None and len(self._observed) > 2 * n:
+            del self._observed[:n]
+
+    def forget(self) -> None:
+        self._observed = []
+
+    @property
+    def observed(self) -> Tensor | None:
+        """`[batch, heads, n, head_dim]`, at least the last that `observe` was asked for."""
+        if len(self._observed) > 1:
+            self._observed = [torch.cat(self._observed, 2)]
+        return self._observed[0] if self._observed else None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        # The session's attention stores them: it knows the phase, and which rows go together.
+        if not self._cache.session.running(self._cache):
+            raise KvlabError("this cache belongs to a kvlab session; go on with it inside `with kvlab.compress(...)`")
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self._cache.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for group in self.groups:
+            wanted = group.of(beam_idx.to(group.store.keys.device))
+            if group.rows is not None:
+                place = {int(row): i for i, row in enumerate(group.rows)}
+                if any(int(row) not in place for row in wanted):
+                    raise KvlabError("beams cannot change places between prompts of different length")
+                wanted = torch.tensor([place[int(row)] for row in wanted], device=wanted.device)
+            group.take(wanted)
+        self._select(beam_idx)
+
+    def _select(self, rows: Tensor) -> None:
+        if self.observed is not None:
+            self._observed = [self.observed[rows.to(self.observed.device)]]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove == 0:
+            return
+        policies = [group.policy or self._cache.session.policy for group in self.groups] if self._cache.ended else []
+        for one in policies:
+            if one.acts_while_decoding:
+                raise KvlabError(f"{one.name} cannot take tokens back, as assisted decoding asks for")
+        n = abs(tokens_to_remove)
+        for group in self.groups:
+            group.store.truncate(group.store.length - n)
+            if group.shadow is not None:
+                group.shadow.store.truncate(group.shadow.store.length - n)
+        if self.observed is not None:
+            self._observed = [self.observed[:, :, : max(self.observed.shape[2] - n, 0)]]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if len(self.groups) > 1:
+            raise KvlabError("a batch of prompts of different length cannot be cut or repeated while it is generated")
+        for group in self.groups:
+            group.take(indices)
+        self._select(indices)
+
+
+class LiveCache(Cache):
+    """What a session hands to the model in place of a `DynamicCache`."""
+
+    def __init__(self, session: Host, n_layers: int):
+        self.session = session
+        self.seen = 0  # tokens fed, padding included
+        self.ended = False  # whether the prompt has ended
+        self.steps = 0  # single-token steps since
+        self.number = 0  # which prompt of its session this is, from 1; 0 before the prompt has ended
+        self.padding: Tensor | None = None  # [batch] left padding of each row
+        self.ids: list[Tensor] = []
+        self.likelihood = Likelihood()
+        super().__init__(layers=[LiveLayer(self) for _ in range(n_layers)])
+
+    @classmethod
+    def of(cls, session: Host, n_layers: int, given: DynamicCache) -> LiveCache:
+        """What a plain cache holds, taken as the beginning of a prompt."""
+        cache = cls(session, n_layers)
+        cache.seen = given.get_seq_length()
+        if cache.seen:
+            for live, layer in zip(cache.layers, given.layers, strict=True):
+                if layer.keys.shape[2] != cache.seen:
+                    raise KvlabError("the cache handed in has lost entries already (a sliding window?)")
+                live.groups = [Group(None, LayerStore(layer.keys, layer.values))]
+        return cache
+
+    def branch(self, session: Host, columns: Sequence[str]) -> LiveCache:
+        """Another cache that begins with the same entries, borrowed until one of the two changes.
+
+        Args:
+            columns: what of the stores' columns goes along.
+        """
+        cache = LiveCache(session, len(self.layers))
+        cache.seen, cache.padding, cache.ids = self.seen, self.padding, list(self.ids)
+        cache.likelihood = self.likelihood.copy()
+        for new, old in zip(cache.layers, self.layers, strict=True):
+            new._observed = list(old._observed)
+            for group in old.groups:
+                store = LayerStore(group.store.keys, group.store.values)
+                store.layers = group.store.layers
+                for name in columns:
+                    store.add_column(name, group.store.column(name))
+                new.groups.append(Group(group.rows, store, group.padded))
+        return cache
+
+    def start_over(self) -> None:
+        """Before another policy takes over: all that is stored is a prompt again, and the first one's scores go."""
+        self.ended = False
+        for layer in self.layers:
+            layer.forget()
+            for group in layer.groups:
+                group.store.forget_policy()
+                group.policy = None
+
+    @property
+    def batch(self) -> int:
+        return sum(group.store.keys.shape[0] for group in self.layers[0].groups)
+
+    @torch.inference_mode()
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.seen -= abs(tokens_to_remove)
+        if self.ids:
+            self.ids = [torch.cat(self.ids, 1)[:, : self.seen]]
+        self.likelihood.crop(abs(tokens_to_remove))
+
+    @torch.inference_mode()
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
+
+    @torch.inference_mode()
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for layer in self.layers:
+            layer.batch_select_indices(indices)
+        self._select(indices)
+
+    def _select(self, rows: Tensor) -> None:
+        if self.ids:
+            ids = torch.cat(self.ids, 1)
+            self.ids = [ids[rows.to(ids.device)]]
+        if self.padding is not None:
+            self.padding = self.padding[rows.to(self.padding.device)]
+        self.likelihood.select(rows)
+
+    def note_padding(self, mask: Tensor | None, fed: int) -> None:
+        """Left padding of each row, from the attention mask of a chunk of the prompt."""
+        if mask is None:
+            return
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            raise KvlabError("an attention mask of a kvlab session is [batch, tokens]: who sees whom follows from that")
+        if bool(mask.all()):
+            return
+        visible = mask[:, : self.seen + fed].bool()
+        padding = (~visible).sum(1)
+        where = torch.arange(visible.shape[1], device=mask.device)
+        if bool((visible != (where >= padding[:, None])).any()):
+            raise KvlabError("only left padding can be compressed; set tokenizer.padding_side = 'left'")
+        if any(not group.padded for group in self.layers[0].groups):
+            if self.padding is None or bool((padding != self.padding).any()):
+                raise KvlabError(
+                    "a later turn of a batch cannot bring padding of its own; give all rows turns of one length"
+                )
+            return
+        self.padding = padding
+
+    def split_by_length(self) -> None:
+        """Strip the padding: sequences of one length share a store from here on."""
+        lengths = None if self.padding is None else self.padding.unique().tolist()
+        for layer in self.layers:
+            first = layer.groups[0]
+            if first.padded and lengths:
+                store = first.store
+                layer.groups = []
+                for pad in lengths:
+                    rows = (self.padding == pad).nonzero().flatten()
+                    layer.groups.append(Group(rows, store.part(rows, pad)))
+            for group in layer.groups:
+                group.padded = False

@@ -1,0 +1,190 @@
+"""How far a compressed cache leads a model astray, where no judge is at hand: against the full model's own
+continuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlab.core import attention
+from kvlab.errors import KvlabError, whole
+from kvlab.inputs.models import lm_of
+from kvlab.lib import bars
+from kvlab.lib.bootstrap import summarise
+from kvlab.live.session import compress
+from kvlab.methods import Policy, policy
+from kvlab.replays.run import replay
+from kvlab.traces.run import capture, prompt_ids, several
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvlab.inputs.models import LM
+
+MEASURES = ("nll", "nll_full", "kl", "agreement")
+
+
+@torch.inference_mode()
+def _run(lm: LM, ids: Tensor, steps: int, around: AbstractContextManager, forced: Tensor | None = None):
+    """Feed a prompt `[length]` and then one token at a time.
+
+    Returns:
+        The logits `[steps, vocabulary]` that predict the response, and the response `[steps]`, greedy unless `forced`.
+    """
+    with around:
+        out = lm.model(ids[None].to(lm.device), use_cache=True, logits_to_keep=1)
+        logits, tokens = [out.logits[0, -1].float().cpu()], []
+        for step in range(steps):
+            tokens.append(logits[-1].argmax() if forced is None else forced[step])
+            if step + 1 < steps:
+                token, past = tokens[-1].view(1, 1).to(lm.device), out.past_key_values
+                out = lm.model(token, past_key_values=past, logits_to_keep=1)
+                logits.append(out.logits[0, -1].float().cpu())
+    return torch.stack(logits), torch.stack(tokens)
+
+
+def _divergence(full: Tensor, other: Tensor) -> Tensor:
+    """KL(full || other) of each row of logits, in nats."""
+    return F.kl_div(other.log_softmax(-1), full.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+
+
+@dataclass
+class Fidelity:
+    """What `fidelity` found.
+
+    Attributes:
+        table: tidy: document, step, measure, value. `nll` and `nll_full` are the negative log-likelihoods of the full
+            model's own continuation under the compressed and the full cache, `kl` the divergence of the next-token
+            distributions, all in nats; `agreement` is 1 where both would choose the same token.
+    """
+
+    policy: Policy
+    table: pd.DataFrame
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """Mean of every measure, and `perplexity_ratio`, exp of the mean excess of `nll` over `nll_full`."""
+        means = self.table.groupby("measure")["value"].mean().to_dict()
+        excess = means["nll"] - means["nll_full"]
+        return means | {"perplexity_ratio": float(torch.tensor(excess).exp())}
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """Bootstrap intervals of the means over documents."""
+        by_document = self.table.groupby(["measure", "document"])["value"].mean()
+        return {name: summarise(by_document[name])[1] for name in MEASURES}
+
+
+def fidelity(
+    lm: LM,
+    policy_or_name: Policy | str,
+    documents: Sequence[Any] | Any,
+    new_tokens: int = 64,
+    chat: str | bool = "auto",
+) -> Fidelity:
+    """Teacher-force the full model's greedy continuation through a compressed cache.
+
+    The first token is predicted by the prefill, before anything is compressed; steps are counted from it.
+
+    Args:
+        lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
+        policy_or_name: a policy, or the name of one that needs no parameters.
+        documents: texts, `Document`s or token ids, one or a list of them.
+        new_tokens: length of the continuation, 2 or more.
+        chat: as `kvlab.capture` takes it.
+
+    Raises:
+        KvlabError: as `kvlab.capture` and `kvlab.compress`.
+    """
+    import pandas as pd
+
+    lm, one = lm_of(lm), policy(policy_or_name)
+    if whole("new_tokens", new_tokens) < 2:
+        raise KvlabError(f"new_tokens={new_tokens}: the first token comes before any compression, so two are needed")
+    many = [prompt_ids(lm, each, chat) for each in (documents if several(documents) else [documents])]
+    total = sum(2 * bars.work(len(ids), *[1] * (new_tokens - 1)) for ids, _ in many)
+    frames = []
+    with bars.layers(attention.layers_of(lm.model), total, "fidelity"):
+        for ids, name in many:
+            full, response = _run(lm, ids, new_tokens, nullcontext())
+            session = compress(lm.model, one, tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
+            compressed, _ = _run(lm, ids, new_tokens, session, forced=response)
+            values = {
+                "nll": F.cross_entropy(compressed, response, reduction="none"),
+                "nll_full": F.cross_entropy(full, response, reduction="none"),
+                "kl": _divergence(full, compressed),
+                "agreement": (compressed.argmax(-1) == full.argmax(-1)).float(),
+            }
+            steps = range(1, new_tokens + 1)
+            frames += [
+                pd.DataFrame({"document": name, "step": steps, "measure": m, "value": v.tolist()})
+                for m, v in values.items()
+            ]
+    return Fidelity(one, pd.concat(frames, ignore_index=True))
+
+
+@dataclass
+class Loops:
+    """Open loop (a replay on the full cache's trace) against closed loop (the policy inside the model's own
+    generation).
+
+    Attributes:
+        first_difference: the first step at which another token was generated; None if there is none.
+        table: one row for each step: token_full, token_closed, kl (of the closed loop's logits from the full cache's),
+            mass_lost_open, mass_lost_closed (means over layers and heads; the token of step t is fed at step t, and its
+            query is the t-th decoding query).
+    """
+
+    policy: Policy
+    first_difference: int | None
+    table: pd.DataFrame
+
+
+def closed_against_open(
+    lm: LM, policy_or_name: Policy | str, document: Any, new_tokens: int = 64, chat: str | bool = "auto"
+) -> Loops:
+    """Run a policy both ways on the same prompt, and see where the two part.
+
+    Once another token was generated, the two loops look at different texts; what comes later tells how far they drift.
+
+    Args:
+        lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
+        policy_or_name: a policy, or the name of one that needs no parameters.
+        document: a text, a `Document` or token ids.
+        new_tokens: length of both responses.
+        chat: as `kvlab.capture` takes it.
+
+    Raises:
+        KvlabError: as `kvlab.capture` and `kvlab.compress`.
+    """
+    import pandas as pd
+
+    lm, one = lm_of(lm), policy(policy_or_name)
+    new_tokens = whole("new_tokens", new_tokens)
+    ids, _ = prompt_ids(lm, document, chat)
+    with bars.layers(attention.layers_of(lm.model), 3 * bars.work(len(ids), *[1] * new_tokens), "both loops"):
+        trace = capture(lm, ids, new_tokens, pseudo=(), policies=[one], progress=False)
+        opened = replay(trace, one)
+        full, response = _run(lm, ids, new_tokens + 1, nullcontext())
+        session = compress(lm.model, one, probes=["mass_lost"], tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
+        closed, generated = _run(lm, ids, new_tokens + 1, session)
+    response, generated = response[:new_tokens], generated[:new_tokens]
+    different = (response != generated).nonzero().flatten()
+    lost = session.table.groupby("step")["value"].mean()
+    table = pd.DataFrame(
+        {
+            "step": range(1, new_tokens + 1),
+            "token_full": response.tolist(),
+            "token_closed": generated.tolist(),
+            "kl": _divergence(full, closed)[:new_tokens].tolist(),
+            "mass_lost_open": opened.mass_lost.mean((0, 1)).tolist(),
+            "mass_lost_closed": lost.reindex(range(1, new_tokens + 1)).tolist(),
+        }
+    )
+    return Loops(one, int(different[0]) + 1 if len(different) else None, table)

@@ -1,0 +1,367 @@
+"""What a policy sees and may do. One object serves a replay and a live run alike.
+
+A policy may set budgets for each layer, ask for pseudo-tokens, score the prompt, evict or merge once after the prefill,
+and then at every decoding step select what is read, bias the logits, update its scores, and evict or merge. Most
+override one or two of these; whatever is not overridden does nothing.
+
+Rows are the sequences of a batch in a live run and the layers of a model in a replay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from torch import Tensor
+
+from kvlab.core import ranking
+from kvlab.core.store import EMPTY, LayerStore
+from kvlab.errors import KvlabError, nearest
+from kvlab.methods.prompt import Prompt
+
+
+def _budget(value: int | float, info: ValidationInfo) -> int | float:
+    if isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"budget must be a number of entries or a fraction of the prompt, not {value!r}")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"budget {value} is neither an integer (entries) nor a fraction in (0, 1]")
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"budget {value} keeps nothing; it must be at least 1 entry, or a fraction in (0, 1]")
+    return value
+
+
+Budget = Annotated[int | float, AfterValidator(_budget)]
+"""Entries kept for each layer and KV head, everything included; a float in (0, 1] is a fraction of the prompt."""
+
+
+def _odd(kernel: int, info: ValidationInfo) -> int:
+    if kernel % 2 == 0:
+        raise ValueError(f"{info.field_name} {kernel} is even; pooling that keeps the length needs an odd kernel")
+    return kernel
+
+
+Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
+"""Width of a pooling that keeps the length."""
+
+
+class Policy(BaseModel):
+    """A KV-cache compression method with its parameters.
+
+    Subclass it, give it a `name`, fields for parameters, and override what the method does. Objects of a subclass are
+    taken wherever a name is; to give it a name, register the class in the entry-point group `kvlab.policies`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    weighs: ClassVar[bool] = True
+    """Whether `step` looks at the attention weights; without them a live run can use a fused kernel."""
+    takes_ragged: ClassVar[bool] = False
+    """Whether `compress` can deal with a store whose heads hold different numbers of entries (a later turn)."""
+
+    def __init__(self, **parameters):
+        # A sweep over numpy's arange is as good as one over a list.
+        parameters = {
+            key: value.item() if isinstance(value, np.generic) else value for key, value in parameters.items()
+        }
+        unknown = sorted(set(parameters) - set(type(self).model_fields))
+        if unknown:
+            raise KvlabError(f"{self.name}: {nearest(unknown[0], type(self).model_fields, 'parameter')}")
+        try:
+            super().__init__(**parameters)
+        except ValidationError as error:
+            raise KvlabError(f"{self.name}: {_first_problem(error)}") from None
+
+    @model_validator(mode="after")
+    def _enough_budget(self) -> Policy:
+        budget = getattr(self, "budget", None)
+        if isinstance(budget, int) and budget < self.minimum:
+            raise ValueError(f"budget {budget} is below the {self.minimum} entries that these parameters need")
+        return self
+
+    def __str__(self) -> str:
+        given = f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self)})"
+        # A file may change under its name; what was read from it belongs to the signature.
+        return f"{given}@{hashlib.sha256(self.from_files.encode()).hexdigest()[:8]}" if self.from_files else given
+
+    @property
+    def from_files(self) -> str:
+        """What the policy read from files that its parameters name; empty if it names none."""
+        return ""
+
+    __repr__ = __str__
+
+    def replace(self, **parameters) -> Policy:
+        """The same policy with other parameters, checked again (KvlabError for one that does not exist or fit)."""
+        return type(self)(**{**dict(self), **parameters})
+
+    # ------------------------------------------------------------------ what it needs
+
+    @property
+    def minimum(self) -> int:
+        """The smallest budget that the method's parameters allow (sinks + window + 1, say)."""
+        return 1
+
+    @property
+    def observes(self) -> int | None:
+        """How many of the last prompt queries it looks at; None for all of them."""
+        return 0
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether it needs the attention summed over all prompt queries (`Prompt.accumulated`)."""
+        return False
+
+    @property
+    def reads_perplexity(self) -> int:
+        """Of how many of the last prompt tokens it needs the model's perplexity (`Prompt.perplexity`)."""
+        return 0
+
+    @property
+    def pseudo_key(self) -> str | None:
+        """Under which name a trace keeps the pseudo-queries that this policy asks for; None if it asks for none."""
+        return None
+
+    def pseudo_tokens(self, prompt: Tensor, vocabulary: int, encode: Callable[[str], Tensor]) -> Tensor:
+        """Token ids `[m]` to run after the prompt `[length]` at the positions of the first m generated tokens.
+
+        Args:
+            prompt: ids `[length]`.
+            vocabulary: how many token ids there are.
+            encode: text -> ids, without special tokens.
+        """
+        raise NotImplementedError(f"{self.name} asks for no pseudo-tokens")
+
+    def entries(self, prompt_length: int) -> int:
+        """The budget in entries: fractions are floor(f x prompt), raised to `minimum`."""
+        budget = getattr(self, "budget", None)
+        if budget is None:
+            return prompt_length
+        return max(math.floor(budget * prompt_length), self.minimum) if isinstance(budget, float) else budget
+
+    def raised(self, prompt_length: int) -> bool:
+        """Whether a fraction had to be raised to `minimum`."""
+        budget = getattr(self, "budget", None)
+        return isinstance(budget, float) and math.floor(budget * prompt_length) < self.minimum
+
+    # ------------------------------------------------------------------ before the layers are compressed
+
+    def survey(self, prompt: Prompt) -> Tensor:
+        """What a layer tells the others, `[rows, ...]`, for a method that shares out budgets among all of them."""
+        raise NotImplementedError(f"{self.name} decides for each layer by itself")
+
+    def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
+        """What the surveys of all layers `[n_layers, batch, ...]` come to: `[n_layers, batch, ...]`.
+
+        Args:
+            prompt: that of any layer; its length and its head counts are those of all.
+        """
+        raise NotImplementedError(f"{self.name} decides for each layer by itself")
+
+    @property
+    def surveys(self) -> bool:
+        """Whether it must see all layers before it compresses any."""
+        return type(self).survey is not Policy.survey
+
+    # ------------------------------------------------------------------ the prefill
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """Raw scores of the prompt's tokens, nothing forced and nothing pooled, `[rows, kv_heads, length]`.
+
+        Equal scores where the method does not score.
+        """
+        return torch.zeros(prompt.rows, prompt.kv_heads, prompt.length, device=prompt.keys.device)
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        """Positions to keep of a prompt longer than `budget`: int64 `[rows, kv_heads, kept]`, ascending, -1 padded.
+
+        All of them, unless overridden.
+        """
+        return everything(prompt)
+
+    def prefill(self, prompt: Prompt) -> Tensor:
+        """Positions kept after the prefill; a prompt within the budget is kept whole, unless the plan says less."""
+        budget = self.entries(prompt.length)
+        whole = prompt.length <= budget and prompt.plan is None
+        return everything(prompt) if whole else self.choose(prompt, budget)
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        """Bring the store, which holds the whole prompt, down to what the prefill stage keeps."""
+        store.budget = self.entries(prompt.length)
+        kept = self.prefill(prompt)
+        # The widest row may keep the whole prompt where others keep less of it.
+        if kept.shape[2] < prompt.length or bool((kept == EMPTY).any()):
+            store.evict(kept)
+
+    def keep(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        layer: int = 0,
+        n_layers: int = 1,
+        pseudo: Tensor | None = None,
+        accumulated: Tensor | None = None,
+        max_new_tokens: int = 0,
+    ) -> Tensor:
+        """The prefill decision of one layer.
+
+        Args:
+            queries: `[batch, heads, n, head_dim]`, post-RoPE queries of the LAST n prompt positions.
+            keys, values: `[batch, kv_heads, length, head_dim]`.
+            layer, n_layers: for layer-wise budgets.
+            pseudo: `[batch, heads, m, head_dim]`, post-RoPE pseudo-queries.
+            accumulated: `[batch, heads, length]`, attention summed over all prompt queries.
+            max_new_tokens: length that the response may reach.
+
+        Returns:
+            int64 `[batch, kv_heads, kept]` (`[batch, heads, kept]` of a policy that keeps a set for each query head),
+            original positions in ascending order, -1 at the end where a head keeps fewer. A decode-time or selection
+            policy returns what its prefill stage keeps.
+
+        Raises:
+            KvlabError: something that the policy needs was not given, shapes that do not fit together, values that are
+                not finite, or a policy that must see all layers first.
+        """
+        if self.surveys:
+            raise KvlabError(
+                f"{self.name} shares its budget out among all layers, so one layer alone decides nothing; use "
+                "kvlab.replay(trace, policy) and result.kept(layer)"
+            )
+        if not 0 <= layer < n_layers:
+            raise KvlabError(f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; say of how many n_layers=")
+        _check(queries, keys, values, pseudo, accumulated)
+        need = keys.shape[2] if self.observes is None else min(self.observes, keys.shape[2])
+        if queries.shape[2] < need:
+            raise KvlabError(f"{self.name} looks at the last {need} prompt queries and got {queries.shape[2]}")
+        layers = (layer,) * keys.shape[0]
+        return self.prefill(
+            Prompt(queries, keys, values, layers, n_layers, pseudo, accumulated, max_new_tokens)
+        ).contiguous()
+
+    # ------------------------------------------------------------------ a decoding step, in this order
+
+    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+        """Slots that this step reads, int64 `[rows, kv_heads, n]`, -1 padded; None reads everything stored.
+
+        Args:
+            queries: `[rows, heads, 1, head_dim]`; the step's own entry is already the store's last.
+            scaling: factor of the logits, 1 / sqrt(head_dim) if None.
+        """
+        return None
+
+    def bias(self, store: LayerStore) -> Tensor | None:
+        """What is added to the logits of stored entries, `[rows, kv_heads, slots]`; None for nothing."""
+        return None
+
+    def amend(self, store: LayerStore, output: Tensor) -> Tensor:
+        """What the step puts out, given its attention output `[rows, heads, 1, head_dim]`."""
+        return output
+
+    def overhead_bytes(self, store: LayerStore) -> int:
+        """Bytes that the step loads besides the entries it reads: all that is kept beside them, unless overridden."""
+        return store.aux_bytes
+
+    def step(self, store: LayerStore, weights: Tensor | None) -> None:
+        """After a step has attended: update scores, then evict or merge down to the budget.
+
+        Args:
+            weights: the attention `[rows, heads, slots]` over the entries then stored, bias included, own entry last;
+                None where the policy says that it does not look at it (`weighs`).
+        """
+
+    @property
+    def steps(self) -> bool:
+        """Whether it does anything after a step has attended."""
+        return type(self).step is not Policy.step
+
+    @property
+    def acts_while_decoding(self) -> bool:
+        """Whether anything after the prefill is overridden; if not, every generated token stays and is read."""
+        verbs = ("select", "bias", "amend")
+        return self.steps or any(getattr(type(self), verb) is not getattr(Policy, verb) for verb in verbs)
+
+
+def everything(prompt: Prompt) -> Tensor:
+    """All positions of a prompt, int64 `[rows, kv_heads, length]`."""
+    return torch.arange(prompt.length, device=prompt.keys.device).expand(prompt.rows, prompt.kv_heads, prompt.length)
+
+
+def _check(queries: Tensor, keys: Tensor, values: Tensor, pseudo: Tensor | None, accumulated: Tensor | None) -> None:
+    """Refuse tensors of one layer that do not fit together, naming the one that is wrong."""
+    shapes = {"queries": "[batch, heads, n, head_dim]", "keys": "[batch, kv_heads, length, head_dim]"}
+    shapes |= {"values": shapes["keys"], "pseudo": "[batch, heads, m, head_dim]"}
+    given = {"queries": queries, "keys": keys, "values": values, "pseudo": pseudo}
+    for name, tensor in given.items():
+        optional = name == "pseudo" and tensor is None
+        if not optional and not isinstance(tensor, Tensor):
+            raise KvlabError(f"{name} must be a tensor {shapes[name]}, and is a {type(tensor).__name__}")
+        if not optional and tensor.dim() != 4:
+            raise KvlabError(f"{name} must be {shapes[name]}, and is {list(tensor.shape)}")
+    batch, kv_heads, length, head_dim = keys.shape
+    heads, n = queries.shape[1:3]
+    if not length:
+        raise KvlabError("keys hold no token; a prompt has at least one")
+    if values.shape != keys.shape:
+        raise KvlabError(f"values must have the shape of the keys, {list(keys.shape)}, and is {list(values.shape)}")
+    for name in ("queries", "pseudo"):
+        tensor = given[name]
+        if tensor is not None and (tensor.shape[0], tensor.shape[3]) != (batch, head_dim):
+            raise KvlabError(
+                f"{name} must be {shapes[name]} with the keys' batch of {batch} and head_dim of {head_dim}, and is "
+                f"{list(tensor.shape)}"
+            )
+    if not kv_heads or heads % kv_heads:
+        raise KvlabError(f"queries have {heads} heads, which {kv_heads} KV heads cannot share evenly; use a multiple")
+    if n > length:
+        raise KvlabError(f"queries are those of the last {n} tokens, but keys hold {length}; give at most {length}")
+    if pseudo is not None and pseudo.shape[1] != heads:
+        raise KvlabError(f"pseudo must have the {heads} heads of the queries, and has {pseudo.shape[1]}")
+    if accumulated is not None and tuple(accumulated.shape) != (batch, heads, length):
+        raise KvlabError(
+            f"accumulated must be [batch, heads, length] = {[batch, heads, length]}, and is {list(accumulated.shape)}"
+        )
+    for name, tensor in (given | {"accumulated": accumulated}).items():
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            raise KvlabError(f"{name} holds values that are not finite (NaN or infinity); they must all be numbers")
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    message = problem["msg"].removeprefix("Value error, ")
+    field = problem["loc"][0] if problem["loc"] else None
+    if field is None or problem["type"] == "value_error":
+        return message
+    if problem["type"] == "missing":
+        return f"parameter {field!r} is missing"
+    meant = _number_meant(problem["input"]) if problem["type"] in ("int_type", "float_type", "int_parsing") else None
+    hint = "" if meant is None else f"; did you mean {field}={meant!r}?"
+    if field == "budget":
+        message = "It is a number of entries, such as 128, or a share of the prompt, such as 0.2"
+    return f"parameter {field!r} = {problem['input']!r} is not right: {message[0].lower()}{message[1:]}{hint}"
+
+
+def _number_meant(given: object) -> int | float | None:
+    """The number that a text, or a whole number written as a float, stands for."""
+    try:
+        number = float(given) if isinstance(given, str | float) else math.nan
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return None
+    whole = number.is_integer() and "." not in str(given).removesuffix(".0")
+    return int(number) if whole else number if isinstance(given, str) else None
+
+
+def top_and_last(scores: Tensor, top: int, last: int) -> Tensor:
+    """The `top` best of the older positions and all of the `last`: `[..., length]` -> ascending `[..., top + last]`."""
+    older = scores.shape[-1] - last
+    window = torch.arange(older, scores.shape[-1], device=scores.device).expand(*scores.shape[:-1], last)
+    return torch.cat([ranking.top_positions(scores[..., :older], top), window], dim=-1)

@@ -1,0 +1,188 @@
+"""CompilerKV: token utility weighted by a table of heads, gated by a table of prompt risks."""
+
+import os
+import warnings
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from torch import Tensor
+
+from kvlab.core import attention, ranking
+from kvlab.errors import KvlabError
+from kvlab.methods.base import Budget, Kernel, Policy
+from kvlab.methods.lookup import DecisionTables
+from kvlab.methods.prompt import Prompt
+
+OTHER_MODEL = "learn the tables on this model, or map these by depth (kvlab compile --from FILE --model MODEL)"
+
+
+class CompilerKV(Policy):
+    """Keeps the tokens of largest weighted utility that pass a threshold for the prompt's risk; prefill only.
+
+    CompilerKV, section 4. A_i is the attention of the last `utility_window` queries to token i, averaged over layers
+    and heads (eq. 6); times the relative norm of the value (eq. 7) it is the utility of each head (eq. 8). The score of
+    a layer's token is the largest over its heads, each weighted by the head table (eq. 10). Candidates reach, in scores
+    relative to the largest, the threshold that the risk table has for the layer, the entropy of the mean attention over
+    the last `window` queries (eq. 11-12) and the perplexity of their tokens (eq. 13; eq. 15). All candidates are kept
+    if they fit the budget, else the best of them (eq. 16). One set for each layer, shared by its heads; nothing is
+    forced. Every generated token is kept besides. All layers are seen before any is compressed. Cost: SnapKV's, and the
+    norms of all values.
+
+    Choices where the paper is silent: the norm is the Euclidean one; a query head's value is that of its KV head. The
+    authors' runs differ: scores are average-pooled (`kernel=7`) and sets are filled up to the budget (`pad="budget"`),
+    which leaves the thresholds without effect.
+
+    Parameters:
+        budget: entries for each layer and KV head.
+        window: last prompt tokens whose attention and perplexity tell the risk (64).
+        utility_window: last prompt tokens whose attention makes the utility (32).
+        kernel: width of the average pooling of scores, odd (1: none).
+        pad: "none" keeps the candidates alone; "budget" fills up to the budget with the best of the others.
+        tables: JSON file of both tables, as `kvlab compile` writes it, or the name of a model whose tables come with
+            kvlab; without one all heads weigh 1 and every token passes, which a warning says.
+    """
+
+    name: ClassVar[str] = "compilerkv"
+    summary: ClassVar[str] = "weighted utility, gated by the prompt's risk, from tables learnt offline"
+
+    budget: Budget
+    window: Annotated[int, Field(ge=1)] = 64
+    utility_window: Annotated[int, Field(ge=1)] = 32
+    kernel: Kernel = 1
+    pad: Literal["none", "budget"] = "none"
+    tables: Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)] | None = None
+
+    _tables: DecisionTables = PrivateAttr(DecisionTables(heads=None, risk=None))
+
+    @model_validator(mode="after")
+    def _windows(self) -> Self:
+        if self.utility_window > self.window:
+            raise ValueError(f"utility_window {self.utility_window} must lie within the window of {self.window}")
+        return self
+
+    @model_validator(mode="after")
+    def _read(self) -> Self:
+        if self.tables is not None:
+            self._tables = DecisionTables.load(self.tables)
+        return self
+
+    def using(self, tables: DecisionTables) -> Self:
+        """The same policy with tables that lie in no file."""
+        one = self.replace(tables=None)
+        one._tables = tables
+        return one
+
+    @property
+    def tables_in_use(self) -> DecisionTables:
+        """The tables, wherever they came from."""
+        return self._tables
+
+    @property
+    def from_files(self) -> str:
+        return "" if self._tables.neutral else self._tables.model_dump_json()
+
+    @property
+    def observes(self) -> int:
+        return self.window
+
+    @property
+    def gates(self) -> bool:
+        """Whether a threshold can turn a token away that would fit the budget."""
+        return self._tables.gates and self.pad == "none"
+
+    @property
+    def reads_perplexity(self) -> int:
+        return self.window if self.gates else 0
+
+    def survey(self, prompt: Prompt) -> Tensor:
+        """Attention of the utility window and of the whole window, averaged over heads, `[rows, 2, length]`."""
+        if prompt.lossy:
+            raise KvlabError(
+                "compilerkv averages attention over layers, position by position, and an earlier turn left each layer "
+                "other positions; store later turns whole (turns='leave')"
+            )
+        risk, utility = (prompt.window_sums(n).mean(1) for n in (self.window, self.utility_window))
+        return torch.stack([utility, risk], 1)
+
+    def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
+        """The same averaged over layers, `[n_layers, batch, 2, length]` (eq. 6 and 11)."""
+        if self.tables is None and self._tables.neutral:
+            warnings.warn(
+                "compilerkv runs with neutral tables: all heads weigh the same and no token is turned away; pass "
+                "tables= the name of a model whose tables come with kvlab, or a file of `kvlab compile`",
+                stacklevel=2,
+            )
+        return surveys.mean(0).expand_as(surveys)
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """Weighted utility of each layer's tokens before pooling, the same for all KV heads (eq. 10)."""
+        return self._weighted(prompt)[:, None].expand(-1, prompt.kv_heads, -1)
+
+    def _weighted(self, prompt: Prompt) -> Tensor:
+        """`[rows, length]`."""
+        norms = prompt.share(("relative value norms",), lambda: _relative_norms(prompt.values))
+        weights = self._head_weights(prompt)
+        # The heads of a group share their utility, so the largest weight decides among them.
+        best = norms if weights is None else norms * weights.view(*norms.shape[:2], -1).amax(-1, keepdim=True)
+        # Nothing was planned for a prompt within the budget, whose scores decide nothing.
+        attended = 1 if prompt.plan is None else prompt.plan[:, 0]
+        return best.amax(1) * attended
+
+    def _head_weights(self, prompt: Prompt) -> Tensor | None:
+        """Of the query heads, `[rows, heads]`."""
+        table, heads = self._tables.heads, prompt.queries.shape[1]
+        if table is None:
+            return None
+        if (len(table), len(table[0])) != (prompt.n_layers, heads):
+            raise KvlabError(
+                f"the head table in {self.tables} is for {len(table)} layers of {len(table[0])} query heads, and this "
+                f"model has {prompt.n_layers} of {heads}; {OTHER_MODEL}"
+            )
+        return torch.tensor([table[layer] for layer in prompt.layers], device=prompt.keys.device)
+
+    def risk(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        """Entropy of the mean attention in nats (eq. 12) and perplexity (eq. 13) of a planned prompt, `[rows]` each."""
+        # On the CPU, since not every GPU has float64, which the thresholds are in.
+        spread = prompt.plan[:, 1].cpu().double()
+        entropy = attention.entropy(spread / spread.sum(-1, keepdim=True))
+        return entropy, prompt.perplexity(self).cpu()
+
+    def _thresholds(self, prompt: Prompt) -> Tensor:
+        """Of each row, `[rows]` (eq. 15)."""
+        if len(self._tables.risk) != prompt.n_layers:
+            raise KvlabError(
+                f"the risk table in {self.tables} is for {len(self._tables.risk)} layers, and this model has "
+                f"{prompt.n_layers}; {OTHER_MODEL}"
+            )
+        rows = zip(prompt.layers, *self.risk(prompt), strict=True)
+        return torch.stack([self._tables.thresholds(*row) for row in rows])
+
+    def _pooled(self, prompt: Prompt) -> Tensor:
+        """Scores as they are compared, `[rows, length]`."""
+        scores = self._weighted(prompt)
+        if self.kernel > 1:
+            scores = F.avg_pool1d(scores, self.kernel, stride=1, padding=self.kernel // 2)
+        return scores
+
+    def candidates(self, prompt: Prompt) -> Tensor:
+        """How many tokens of a planned prompt reach the threshold, whatever the budget, `[rows]` (eq. 15)."""
+        return self._candidates(self._pooled(prompt), prompt)
+
+    def _candidates(self, scores: Tensor, prompt: Prompt) -> Tensor:
+        if not self.gates:
+            return torch.full((prompt.rows,), prompt.length, device=scores.device)
+        relative = (scores / scores.amax(-1, keepdim=True)).cpu()
+        return (relative >= self._thresholds(prompt)[:, None]).sum(-1).to(scores.device)
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        scores = self._pooled(prompt)
+        kept = self._candidates(scores, prompt).clamp_max(budget) if self.gates else budget
+        return ranking.top_positions(scores, kept)[:, None].expand(-1, prompt.kv_heads, -1)
+
+
+def _relative_norms(values: Tensor) -> Tensor:
+    """Norm of each value over its mean along the sequence (eq. 7), `[rows, kv_heads, length]`."""
+    norms = torch.stack([row.float().norm(dim=-1) for row in values])
+    return norms / norms.mean(-1, keepdim=True)

@@ -1,0 +1,71 @@
+"""Approximate scores from the few dimensions in which a query is largest (SparQ, RocketKV)."""
+
+import torch
+from torch import Tensor
+
+from kvlab.core import attention
+from kvlab.core.store import LayerStore
+
+
+def largest_dimensions(grouped: Tensor, rank: int) -> Tensor:
+    """The `rank` dimensions with the largest |q| summed over the group: `[rows, kv_heads, group, head_dim]` -> int64
+    `[rows, kv_heads, rank]`.
+    """
+    size = attention.exact(grouped).abs().sum(2)
+    return size.sort(dim=-1, descending=True, stable=True).indices[..., :rank]
+
+
+def begin(store: LayerStore, length: int, rank: int | None) -> None:
+    """Note the length that the sequence is expected to reach, and how many dimensions are wanted (None for a rule)."""
+    store.numbers |= {"expected": length, "rank": rank or 0}
+
+
+def affordable(store: LayerStore, page: int = 1) -> int:
+    """How many dimensions of one vector for each `page` entries a step loads to find what it reads, between 1 and
+    head_dim: as given, else what half the budget pays for at the expected length, or at the true one once it is longer.
+    """
+    head_dim, length = store.keys.shape[-1], max(int(store.numbers["expected"]), store.length)
+    return min(int(store.numbers["rank"]) or max(1, store.budget * head_dim * page // length), head_dim)
+
+
+def room(store: LayerStore, vectors: int, rank: int) -> int:
+    """Entries that a step may read once `rank` dimensions of `vectors` keys have found them: half the budget, less what
+    finding takes beyond the other half, and at least one.
+    """
+    finding = -(-vectors * rank // (2 * store.keys.shape[-1]))
+    return max(1, min(store.budget // 2, store.budget - finding))
+
+
+def partial_queries(grouped: Tensor, dims: Tensor, scaling: float | None) -> Tensor:
+    """Queries cut down to some dimensions, scaled to the temperature that makes up for the missing ones.
+
+    Args:
+        grouped: `[rows, kv_heads, group, head_dim]`.
+        dims: which dimensions, `[rows, kv_heads, r]`.
+        scaling: 1 / sqrt(head_dim) if None.
+
+    Returns:
+        `[rows, kv_heads, group, r]`: q_r / sqrt(head_dim x |q_r|_1 / |q|_1), whose products with the keys' r dimensions
+        are the approximate logits.
+    """
+    grouped = attention.exact(grouped)
+    scaling = grouped.shape[-1] ** -0.5 if scaling is None else scaling
+    part = grouped.gather(-1, dims[:, :, None].expand(*grouped.shape[:3], -1))
+    tiny = torch.finfo(part.dtype).tiny
+    share = part.abs().sum(-1, keepdim=True).clamp_min(tiny) / grouped.abs().sum(-1, keepdim=True).clamp_min(tiny)
+    return part * (scaling / share.sqrt())
+
+
+def logits(part: Tensor, which: Tensor, table: Tensor) -> Tensor:
+    """`part` `[rows, kv_heads, group, r]` times the rows `which` `[rows, kv_heads, r]` of `table` `[rows, kv_heads, m,
+    n]`: `[rows, kv_heads, group, n]`.
+    """
+    rows, kv_heads, m, n = table.shape
+    r = which.shape[-1]
+    if 3 * r >= m or table.stride(-1) != 1:
+        # Copying many rows, or rows that do not lie in one stretch, costs more than multiplying the others by zero.
+        whole = part.new_zeros(*part.shape[:3], m).scatter_(-1, which[:, :, None].expand(part.shape), part)
+        return whole @ attention.exact(table)
+    first = torch.arange(rows * kv_heads, device=which.device).view(rows, kv_heads, 1) * m
+    picked = table.flatten(0, 2).index_select(0, (first + which).flatten()).view(rows, kv_heads, r, n)
+    return part @ attention.exact(picked)

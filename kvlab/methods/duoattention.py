@@ -1,0 +1,164 @@
+"""DuoAttention (Xiao et al., 2025): retrieval heads keep everything, streaming heads sinks and recent tokens."""
+
+import os
+import warnings
+from typing import Annotated, ClassVar, Self
+
+import torch
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from torch import Tensor
+
+from kvlab.core.store import EMPTY, LayerStore
+from kvlab.errors import KvlabError
+from kvlab.methods.base import Budget, Policy
+from kvlab.methods.lookup import HeadScores
+from kvlab.methods.prompt import Prompt
+
+
+class DuoAttention(Policy):
+    """Retrieval heads keep every entry; streaming heads keep the first and the most recent ones, at every step.
+
+    DuoAttention; the sizes of its parts as in RocketKV, appendix A.3. As many heads of all layers are
+    retrieval heads as layers x KV heads x budget entries pay for at the prompt's length, the best scores first.
+    Streaming heads roll on while decoding; retrieval heads keep the response. Cost: none while running; the scores are
+    measured once for a model.
+
+    Choices: the paper tells heads apart by gates that it trains; here they are measured (`kvlab heads`): the share of
+    attention that a needle's tokens get from the answer's, the largest in the GQA group. Of equal scores the earlier
+    layer wins, then the earlier head; without scores all are equal, which a warning says. Where the parts of a
+    streaming head leave nothing of the budget, all heads stream; else a prompt within the budget is kept whole by
+    every head, and so is its response.
+
+    Parameters:
+        budget: entries for each layer and KV head on average.
+        sinks: first tokens that a streaming head keeps (128; a fifth of a budget of 256 or less).
+        recent: most recent tokens that it keeps (512; what is left of a budget of 640 or less).
+        heads: JSON file of measured scores, or the name of a model whose scores come with kvlab ("smollm2-135m").
+    """
+
+    name: ClassVar[str] = "duoattention"
+    summary: ClassVar[str] = "retrieval heads keep everything, streaming heads sinks and recent tokens"
+
+    weighs: ClassVar[bool] = False
+    takes_ragged: ClassVar[bool] = True
+
+    budget: Budget
+    sinks: Annotated[int, Field(ge=0)] | None = None
+    recent: Annotated[int, Field(ge=1)] | None = None
+    heads: Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)] | None = None
+
+    _measured: HeadScores | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _read(self) -> Self:
+        if self.heads is not None:
+            self._measured = HeadScores.load(self.heads)
+        return self
+
+    @property
+    def from_files(self) -> str:
+        return "" if self._measured is None else self._measured.model_dump_json()
+
+    @property
+    def minimum(self) -> int:
+        return (1 if self.sinks is None else self.sinks) + (1 if self.recent is None else self.recent)
+
+    def parts(self, budget: int) -> tuple[int, int]:
+        """First and recent tokens of a streaming head."""
+        sinks, recent = self.sinks, self.recent
+        if sinks is None:
+            sinks = min(128 if budget > 256 else max(1, budget // 5), budget - (recent or 1))
+        if recent is None:
+            recent = min(512, budget - sinks) if budget > 640 else budget - sinks
+        return sinks, recent
+
+    def retrieval(self, n_layers: int, kv_heads: int, length: int, budget: int) -> Tensor:
+        """Which heads keep everything of a prompt of `length` tokens, bool `[n_layers, kv_heads]`."""
+        heads, streaming = n_layers * kv_heads, sum(self.parts(budget))
+        if length > streaming:
+            affordable = heads * (budget - streaming) // (length - streaming)
+        else:
+            affordable = heads if budget > streaming else 0
+        best = self._ranked(n_layers, kv_heads)[: min(affordable, heads)]
+        return torch.zeros(heads, dtype=torch.bool).index_fill(0, best, True).view(n_layers, kv_heads)
+
+    def _ranked(self, n_layers: int, kv_heads: int) -> Tensor:
+        """All heads of all layers, the best first, `[n_layers x kv_heads]`."""
+        measured = self._measured
+        if measured is None:
+            return torch.arange(n_layers * kv_heads)
+        if (measured.n_layers, measured.kv_heads) != (n_layers, kv_heads):
+            raise KvlabError(
+                f"the head scores of {self.heads!r} are of {measured.model}, {measured.n_layers} layers of "
+                f"{measured.kv_heads} KV heads, and this model has {n_layers} of {kv_heads}; measure it with "
+                "`kvlab heads` (and tell keep() which layer= of how many n_layers= it is)"
+            )
+        return measured.per_kv_head().flatten().sort(descending=True, stable=True).indices
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """Recency, with the sinks above everything, as a streaming head would have it."""
+        recency = torch.arange(prompt.length, dtype=torch.float32, device=prompt.keys.device)
+        recency[: self.parts(self.entries(prompt.length))[0]] += prompt.length
+        return recency.expand(prompt.rows, prompt.kv_heads, prompt.length)
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        retrieval = self.retrieval(prompt.n_layers, prompt.kv_heads, prompt.length, budget)
+        if self.heads is None and bool(retrieval.any()):
+            warnings.warn(
+                "duoattention knows no head scores and takes the first heads for its retrieval heads; measure them "
+                "with `kvlab heads` and pass heads=FILE",
+                stacklevel=2,
+            )
+        everything = retrieval[list(prompt.layers)].to(prompt.keys.device)
+        sinks, recent = self.parts(budget)
+        length, size = prompt.length, sinks + recent
+        slots = torch.arange(length if bool(everything.any()) else size, device=prompt.keys.device)
+        rolled = torch.where(slots < sinks, slots, slots + length - size)
+        rolled = torch.where(slots < size, rolled, -1)
+        return torch.where(everything[..., None], slots, rolled)
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        store.budget = self.entries(store.seen)
+        everything = self.retrieval(prompt.n_layers, prompt.kv_heads, store.seen, store.budget)[list(prompt.layers)]
+        store.numbers = {"length": store.seen, "n_layers": prompt.n_layers}
+        store.numbers |= {"streams": not bool(everything.all()), "retrieves": bool(everything.any())}
+        if store.ragged or store.length < store.seen:
+            # A later turn of a chat: what streaming heads lost cannot be chosen, and slots are not positions.
+            self._stream(store)
+        else:
+            super().compress(store, prompt)
+
+    def step(self, store: LayerStore, weights: Tensor | None) -> None:
+        self._stream(store)
+
+    def _stream(self, store: LayerStore) -> None:
+        """Let streaming heads drop the oldest entries after their sinks that are over their size."""
+        sinks, recent = self.parts(store.budget)
+        size = sinks + recent
+        numbers = store.numbers
+        if not numbers["streams"] or store.length <= size:
+            return
+        if not numbers["retrieves"] and not store.ragged and store.length == size + 1:
+            store.drop(sinks)
+            return
+        retrieval = self.retrieval(numbers["n_layers"], store.positions.shape[1], numbers["length"], store.budget)
+        everything = retrieval[list(store.layers)].to(store.keys.device)
+        over = (store.counts - size).clamp_min(0).masked_fill(everything, 0)[..., None]
+        if numbers["retrieves"] and store.ragged:
+            _drop_runs(store, sinks, over[..., 0])
+            return
+        left = store.counts[..., None] - over
+        slots = torch.arange(int(left.max()), device=left.device)
+        store.evict(torch.where(slots < sinks, slots, slots + over).masked_fill(slots >= left, EMPTY))
+
+
+def _drop_runs(store: LayerStore, start: int, n: Tensor) -> None:
+    """Evict `n` `[rows, kv_heads]` slots of each head from `start` on; some head must lose nothing."""
+    # Moving what is behind the gap spares a copy of the heads that lose nothing, which are long.
+    some = n > 0
+    losses = zip(some.nonzero().tolist(), n[some].tolist(), store.counts[some].tolist(), strict=True)
+    for (row, head), lost, count in losses:
+        for tensor, blank in ((store.keys, 0), (store.values, 0), (store.positions, EMPTY)):
+            slots = tensor[row, head]
+            slots[start : count - lost] = slots[start + lost : count].clone()
+            slots[count - lost : count] = blank

@@ -1,0 +1,54 @@
+"""DynamicKV (Zhou et al., 2024): SnapKV with budgets that follow where the top scores of all layers lie."""
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvlab.core import ranking
+from kvlab.methods.budgets import share_out
+from kvlab.methods.prompt import Prompt
+from kvlab.methods.snapkv import SnapKV
+
+
+class DynamicKV(SnapKV):
+    """SnapKV's scores and window, with a layer's budget by its share of the top scores of all layers; prefill only.
+
+    DynamicKV: beside the window, layers x (budget - window) entries for each KV head are
+    shared out in proportion to how many of that many top scores fall in each layer; no layer gets more than `reach` x
+    budget. Every generated token is kept besides. All layers are seen before any is compressed. Cost: SnapKV's, and one
+    selection among the scores of all layers.
+
+    Choices: the paper updates the budgets every few layers, over the layers seen so far; here they are shared out once,
+    after the last layer. The pooled scores of all layers, heads and positions are ranked together as they are; of equal
+    ones the earlier layer, head and position wins. What exceeds a layer's bound goes to the others in proportion.
+
+    Parameters:
+        budget: entries for each layer and KV head on average, the window included.
+        window, kernel, sets: SnapKV's (32, 7; "group").
+        reach: largest budget of a layer, as a multiple of the mean (10).
+    """
+
+    name: ClassVar[str] = "dynamickv"
+    summary: ClassVar[str] = "SnapKV with budgets by where the top scores of all layers fall"
+
+    reach: Annotated[int | float, Field(ge=1)] = 10.0
+
+    def survey(self, prompt: Prompt) -> Tensor:
+        """The pooled scores of each layer, `[rows, sets, older]`."""
+        return self.pooled(prompt)
+
+    def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
+        """Budgets `[n_layers, batch]` from scores `[n_layers, batch, sets, older]`."""
+        budget = self.entries(prompt.length)
+        n_layers, _, sets, older = surveys.shape
+        spare = budget - self.window
+        everywhere = surveys.transpose(0, 1).flatten(1)
+        best = ranking.top_positions(everywhere, n_layers * sets * spare)
+        counts = torch.stack([torch.bincount(row // (sets * older), minlength=n_layers) for row in best])
+        ceiling = min(older, int(self.reach * budget) - self.window)
+        return self.window + share_out(counts, n_layers * spare, ceiling).T
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        return super().choose(prompt, prompt.plan)

@@ -1,0 +1,29 @@
+"""What methods share that evict one entry at a step: the lowest score goes, the newest entries are safe."""
+
+from torch import Tensor
+
+from kvlab.core.store import LayerStore
+from kvlab.methods.base import top_and_last
+
+
+def part(share: float, budget: int) -> int:
+    """How many of `budget` entries are of one kind: `share` of them, rounded down, but one of each kind at least."""
+    return min(max(1, int(share * budget)), budget - 1)
+
+
+def evict_lowest(store: LayerStore, scores: Tensor, recent: int) -> None:
+    """Come down to the budget: of the entries older than the `recent` newest, the lowest `scores` `[rows, kv_heads,
+    slots]` leave; of equal ones the later.
+
+    One leaves at a step, and more only after a turn of a chat that was stored whole.
+    """
+    leaving = store.length - store.budget
+    if leaving == 1:
+        store.drop(last_of_lowest(scores[..., : store.length - recent]))
+    elif leaving > 1:
+        store.evict(top_and_last(scores, store.budget - recent, recent))
+
+
+def last_of_lowest(scores: Tensor) -> Tensor:
+    """Index of the lowest score, the last one among equals, so that the earlier position stays."""
+    return scores.shape[-1] - 1 - scores.flip(-1).argmin(-1)

@@ -1,0 +1,32 @@
+"""Exact top-k: the oracle of selection."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvlab.core import attention, ranking
+from kvlab.core.store import LayerStore
+from kvlab.methods.base import Budget, Policy
+
+
+class ExactTopK(Policy):
+    """Keeps the whole cache and reads, at every decoding step, the entries with the largest true attention.
+
+    The upper bound that RocketKV (section 3, figure 1) and selection methods in general are held against: attention of
+    the step's query over all stored entries, summed over the GQA group, top `budget` positions; the own entry is not
+    forced. Within the budget everything is read. Cost: finding reads every key, which no method could afford.
+
+    Parameters:
+        budget: entries read at each step for each layer and KV head.
+    """
+
+    name: ClassVar[str] = "exact_topk"
+    summary: ClassVar[str] = "reads each step's true top entries, stores all: the oracle of selection"
+
+    budget: Budget
+
+    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+        if store.length <= store.budget:
+            return None
+        weights = attention.weights(queries, store.keys, scaling)[:, :, 0]
+        return ranking.top_positions(attention.sum_over_group(weights, store.keys.shape[1]), store.budget)

@@ -1,0 +1,12 @@
+"""The cache without compression: what every other policy is measured against."""
+
+from typing import ClassVar
+
+from kvlab.methods.base import Policy
+
+
+class Full(Policy):
+    """Keeps every entry. Cost: the whole cache, stored and read."""
+
+    name: ClassVar[str] = "full"
+    summary: ClassVar[str] = "the whole cache, no compression"

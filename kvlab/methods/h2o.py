@@ -1,0 +1,70 @@
+"""H2O (Zhang et al., 2023): heavy hitters and recent tokens."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from kvlab.core import attention
+from kvlab.core.store import LayerStore
+from kvlab.methods.base import Budget, Policy, top_and_last
+from kvlab.methods.eviction import evict_lowest, part
+from kvlab.methods.prompt import Prompt
+
+
+class H2O(Policy):
+    """Keeps the tokens that have gathered most attention and the most recent ones, one out for each one in.
+
+    H2O, algorithm 1 and eq. 3-4: a token's score is the attention that it got from every query so far, those of the
+    prompt included; after each step the lowest score older than the recent part leaves. Cost: one score for each entry,
+    and the attention accumulated over the whole prompt (`capture(..., accumulate=True)`).
+
+    Choices where the paper is silent: a GQA group's attention is summed and its heads share one set. Of equal scores
+    the earlier position stays. In a later turn of a chat the old scores go on, and what the new prompt gives is added.
+
+    Parameters:
+        budget: entries for each layer and KV head, heavy hitters and recent ones together.
+        heavy: share of the budget for heavy hitters (0.5), rounded down; the recent part is the rest, and each has at
+            least one entry.
+    """
+
+    name: ClassVar[str] = "h2o"
+    summary: ClassVar[str] = "most accumulated attention and recent tokens, while decoding"
+
+    budget: Budget
+    heavy: Annotated[float, Field(gt=0, lt=1)] = 0.5
+
+    @property
+    def minimum(self) -> int:
+        return 2
+
+    @property
+    def accumulates(self) -> bool:
+        return True
+
+    def _recent(self, budget: int) -> int:
+        return budget - part(self.heavy, budget)
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        return prompt.share(("h2o",), lambda: attention.sum_over_group(prompt.accumulated(self), prompt.kv_heads))
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        return self._best(self.scores(prompt), budget)
+
+    def _best(self, scores: Tensor, budget: int) -> Tensor:
+        recent = self._recent(budget)
+        return top_and_last(scores, budget - recent, recent)
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        store.budget = self.entries(prompt.length)
+        scores = self.scores(prompt)
+        if store.has_column("score"):
+            scores = scores + store.column("score")
+        store.add_column("score", scores)
+        if store.length > store.budget:
+            store.evict(self._best(scores, store.budget))
+
+    def step(self, store: LayerStore, weights: Tensor) -> None:
+        score = store.column("score")
+        score += attention.sum_over_group(weights, store.positions.shape[1])
+        evict_lowest(store, score, self._recent(store.budget))

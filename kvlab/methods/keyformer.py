@@ -1,0 +1,133 @@
+"""Keyformer (Adnan et al., 2024): H2O with Gumbel noise on the logits and a temperature that rises."""
+
+from functools import lru_cache
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvlab.core import attention
+from kvlab.core.store import LayerStore
+from kvlab.methods.base import Budget, Policy, top_and_last
+from kvlab.methods.eviction import evict_lowest, part
+from kvlab.methods.prompt import Prompt
+
+BLOCK = 256
+
+
+class Keyformer(Policy):
+    """Keeps the key tokens and the most recent ones; a key token gathers softmax((logit + noise) / tau).
+
+    Keyformer, algorithm 1 and eq. 8-10: the score of a key sums, over every query so far, a softmax of its logit plus
+    Gumbel noise, at temperature tau, which is `tau_start` in the prompt and rises linearly to `tau_end` over the
+    decoding steps. After each step the lowest score older than the recent part leaves. Cost: a score for each entry and
+    its noise for each query head; a second softmax at every step, and one over the whole prompt, which needs all its
+    queries (`capture(..., queries="all")`).
+
+    Choices where the paper is silent: the noise is drawn once for each layer, query head and key position, so that
+    replays and live runs agree, and stays with the entry. A GQA group's scores are summed and its heads share one set.
+    The rise needs the number of new tokens; where it is unknown, or passed, tau is `tau_end`. At a decoding step the
+    logarithm of the weights as attended stands for the logits: they differ by a constant, which the softmax takes away.
+
+    Parameters:
+        budget: entries for each layer and KV head, key tokens and recent ones together.
+        recent: share of the budget for the most recent tokens (0.5).
+        tau_start, tau_end: temperature in the prompt (1) and at the last decoding step (2).
+        seed: of the noise.
+        noise: False scores without noise.
+    """
+
+    name: ClassVar[str] = "keyformer"
+    summary: ClassVar[str] = "accumulated attention with Gumbel noise and recent tokens, while decoding"
+
+    budget: Budget
+    recent: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    tau_start: Annotated[float, Field(gt=0)] = 1.0
+    tau_end: Annotated[float, Field(gt=0)] = 2.0
+    seed: int = 0
+    noise: bool = True
+
+    @property
+    def minimum(self) -> int:
+        return 2
+
+    @property
+    def observes(self) -> None:
+        return None
+
+    def gumbel(self, layers: tuple[int, ...], heads: int, start: int, stop: int) -> Tensor:
+        """The noise of the key positions `start` .. `stop` - 1 in each of `layers`, `[rows, heads, stop - start]`."""
+        blocks = range(start // BLOCK, -(-stop // BLOCK))
+        drawn = {
+            layer: torch.cat([_block(self.seed, layer, heads, block) for block in blocks], -1) for layer in set(layers)
+        }
+        return torch.stack([drawn[layer] for layer in layers])[..., start - blocks.start * BLOCK :][..., : stop - start]
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        return prompt.share(("keyformer", self.tau_start, self.seed, self.noise), lambda: self._gathered(prompt))
+
+    def _gathered(self, prompt: Prompt) -> Tensor:
+        queries = prompt.window(prompt.length)
+        heads, head_dim = queries.shape[1], queries.shape[3]
+        scaling = head_dim**-0.5 if prompt.scaling is None else prompt.scaling
+        if self.noise:
+            noise = self.gumbel(prompt.layers, heads, 0, prompt.length).to(queries.device)
+        rows = []
+        for row in range(prompt.rows):
+            q, k = attention.exact(queries[row]), attention.exact(prompt.keys[row])
+            if self.noise:
+                # The noise enters as one more dimension of the keys, which every query weighs with 1.
+                q = torch.cat([q, q.new_ones(*q.shape[:2], 1)], -1)
+                k = k.repeat_interleave(heads // prompt.kv_heads, 0)
+                k = torch.cat([k, noise[row, :, :, None].to(k.dtype) / scaling], -1)
+            rows.append(attention.accumulate(q, k, scaling / self.tau_start))
+        return attention.sum_over_group(torch.stack(rows), prompt.kv_heads)
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        recent = part(self.recent, budget)
+        return top_and_last(self.scores(prompt), budget - recent, recent)
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        store.add_column("score", self.scores(prompt))
+        store.numbers |= {"step": 0, "new_tokens": prompt.max_new_tokens, "noised": store.seen}
+        if self.noise:
+            heads = prompt.queries.shape[1]
+            table = prompt.share(
+                ("keyformer noise", self.seed),
+                lambda: _by_slot(self.gumbel(prompt.layers, heads, 0, store.seen), prompt.keys),
+            )
+            where = store.positions.clamp_min(0)[..., None].expand(*store.positions.shape, table.shape[-1])
+            store.add_column("noise", table if store.length == store.seen else table.gather(2, where))
+        super().compress(store, prompt)
+
+    def step(self, store: LayerStore, weights: Tensor) -> None:
+        kv_heads = store.positions.shape[1]
+        store.numbers["step"] += 1
+        logits = weights.log().unflatten(1, (kv_heads, -1))
+        if self.noise:
+            new = store.seen - store.numbers["noised"]
+            store.numbers["noised"] = store.seen
+            drawn = self.gumbel(store.layers, weights.shape[1], store.seen - new, store.seen)
+            noise = store.column("noise")
+            noise[:, :, store.length - new :] = _by_slot(drawn, store.keys)
+            logits = logits + noise.transpose(2, 3)
+        score = store.column("score")
+        score += (logits / self._tau(store)).softmax(-1).sum(2)
+        evict_lowest(store, score, part(self.recent, store.budget))
+
+    def _tau(self, store: LayerStore) -> float:
+        step, steps = store.numbers["step"], store.numbers["new_tokens"]
+        return self.tau_start + (self.tau_end - self.tau_start) * (step / steps if step < steps else 1)
+
+
+def _by_slot(noise: Tensor, keys: Tensor) -> Tensor:
+    """`[rows, heads, n]` in the layout of a column, `[rows, kv_heads, n, group]`, where the keys are."""
+    return noise.to(keys.device).unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
+
+
+@lru_cache(maxsize=256)
+def _block(seed: int, layer: int, heads: int, block: int) -> Tensor:
+    """Standard Gumbel noise of `BLOCK` key positions, `[heads, BLOCK]`, the same in whatever chunks it is asked for."""
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer) * 1_000_003 + block) % 2**63)
+    return -torch.empty(heads, BLOCK).exponential_(generator=generator).log()

@@ -1,0 +1,113 @@
+"""MorphKV: a constant-sized cache, refined at every decoding step by the attention of the recent tokens."""
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvlab.core.store import LayerStore
+from kvlab.methods.base import Budget, Policy
+from kvlab.methods.eviction import evict_lowest
+from kvlab.methods.prompt import Prompt
+
+
+class MorphKV(Policy):
+    """Keeps the R most recent tokens and the C older ones that those attended to most, at every decoding step.
+
+    MorphKV, algorithm 1 and eq. 4-7; budget = C + R. The prefill evicts nothing; the first decoding query reads the
+    whole prompt, then eviction goes straight down to the budget. The window at a step is its own token and the R - 1
+    before it, prompt tokens at first; their attention rows are cached as they were attended (over the entries then
+    stored) and never recomputed. Cost: R cached weights for each entry.
+
+    Choices: attention weights are summed over the GQA group before fusion (algorithm 1). The authors' code differs:
+    `aggregation="logits"` (its Llama file: logits summed over the group, then one softmax) or "max" (its other models:
+    the largest weight in the group), with `renormalise=True`, where a softmax counts the distant keys only: each query
+    head's own *before* the group's maximum is taken, and with "logits" the one of the group. "sum" with renormalisation
+    is in neither paper nor code, and follows "max": each head first, then the sum, so that a head that looks mostly at
+    the window counts as much as the others. The authors' code also stores one entry more.
+
+    Parameters:
+        budget: entries for each layer and KV head, C + R.
+        window: R (32 on LongBench, 200 on LongGenBench, 30 on LongWriter).
+        fusion: how the window's rows are fused, "sum" (eq. 5) or "max" (eq. 6).
+        aggregation: how a GQA group's heads are combined.
+        renormalise: each softmax over the keys older than the window only; a row that had none when it was attended
+            stays as it was.
+    """
+
+    name: ClassVar[str] = "morphkv"
+    summary: ClassVar[str] = "recent tokens and the older ones they attend to, constant size while decoding"
+
+    budget: Budget
+    window: Annotated[int, Field(ge=1)] = 32
+    fusion: Literal["sum", "max"] = "sum"
+    aggregation: Literal["sum", "max", "logits"] = "sum"
+    renormalise: bool = False
+
+    @property
+    def minimum(self) -> int:
+        return self.window + 1
+
+    @property
+    def observes(self) -> int:
+        return self.window
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        return self._fuse(self._profile(prompt))
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        super().compress(store, prompt)
+        # Column r holds the row of the token at position r modulo R, so that a new row replaces the oldest.
+        n = min(self.window, prompt.length)
+        ring = torch.arange(store.seen - n, store.seen, device=store.keys.device) % self.window
+        profile = torch.zeros(*store.positions.shape, self.window, device=store.keys.device)
+        profile[..., ring] = self._profile(prompt)
+        store.add_column("profile", profile)
+        store.numbers["rows"] = store.seen
+
+    def step(self, store: LayerStore, weights: Tensor) -> None:
+        profile = store.column("profile")
+        # A turn of a chat that was stored whole has no attention rows: those of older tokens must not stand for them.
+        unseen = range(max(store.numbers["rows"], store.seen - self.window), store.seen - 1)
+        if unseen:
+            ring = torch.arange(unseen.start, unseen.stop, device=profile.device) % self.window
+            profile.index_fill_(-1, ring, 0)
+        store.numbers["rows"] = store.seen
+        profile[..., (store.seen - 1) % self.window] = self._aggregate(weights[:, :, None], store.positions.shape[1])[
+            ..., 0
+        ]
+        if store.length > store.budget:
+            evict_lowest(store, self._fuse(profile), self.window)
+
+    def _profile(self, prompt: Prompt) -> Tensor:
+        """Rows of the window's tokens over the prompt, `[rows, kv_heads, length, n]`, the oldest first."""
+
+        def rows() -> Tensor:
+            return prompt.window_attention(self.window, lambda w: self._aggregate(w, prompt.kv_heads))
+
+        return prompt.share(("morphkv", self.window, self.aggregation, self.renormalise), rows)
+
+    def _aggregate(self, weights: Tensor, kv_heads: int) -> Tensor:
+        """Attention rows `[..., heads, n, length]` combined over each group: `[..., kv_heads, length, n]`."""
+        *batch, heads, n, length = weights.shape
+        grouped = weights.view(*batch, kv_heads, heads // kv_heads, n, length)
+        match self.aggregation:
+            case "sum":
+                rows = self._scaled(grouped).sum(-3)
+            case "max":
+                rows = self._scaled(grouped).amax(-3)
+            case _:
+                # A log-weight is its logit less a constant of the row, which the softmax takes away again.
+                rows = self._scaled(grouped.log().sum(-3).softmax(-1))
+        return rows.transpose(-1, -2)
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        """With `renormalise`, rows `[..., length]` as if the softmax had seen the distant keys only."""
+        older = rows.shape[-1] - self.window
+        if not self.renormalise or older <= 0:
+            return rows
+        return rows / rows[..., :older].sum(-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+
+    def _fuse(self, profile: Tensor) -> Tensor:
+        return profile.sum(-1) if self.fusion == "sum" else profile.amax(-1)

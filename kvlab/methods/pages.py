@@ -1,0 +1,105 @@
+"""Pages of consecutive entries, each summed up by the elementwise maximum and minimum of its keys (Quest, RocketKV).
+
+The summaries of a store lie in `memory["pages"]`, `[rows, kv_heads, 2, head_dim, pages]`, maximum first, and count as
+storage. Each dimension's pages lie side by side, as in RocketKV (section 3.4, step 1), so that taking some dimensions
+is copying whole stretches of memory. The newest page may hold fewer entries than the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvlab.core import ranking
+from kvlab.core.store import EMPTY, LayerStore
+
+
+def begin(store: LayerStore, size: int) -> None:
+    """Fix the number of entries in a page, and forget the summaries of other pages."""
+    store.memory.pop("pages", None)
+    store.numbers |= {"page": size, "paged": 0}
+
+
+def number(store: LayerStore) -> int:
+    """How many pages the stored entries fill, the newest one perhaps in part."""
+    return -(-store.length // int(store.numbers["page"]))
+
+
+def sizes(store: LayerStore) -> Tensor:
+    """Entries of each page, int64 `[pages]`."""
+    found = torch.full((number(store),), int(store.numbers["page"]), device=store.keys.device)
+    found[-1] -= number(store) * int(store.numbers["page"]) - store.length
+    return found
+
+
+def summaries(store: LayerStore) -> Tensor:
+    """`[rows, kv_heads, 2, head_dim, pages]`, brought up to date: only pages that entries joined are looked at."""
+    size, paged = int(store.numbers["page"]), int(store.numbers["paged"])
+    if paged == store.length:
+        return store.memory["pages"]
+    rows, kv_heads, _, head_dim = store.keys.shape
+    found = store.memory.get("pages")
+    if found is None:
+        found = store.keys.new_empty(rows, kv_heads, 2, head_dim, 0)
+    found = store.memory["pages"] = extended(found, number(store))
+    first = paged // size
+    keys = store.keys[:, :, first * size :]
+    whole = keys.shape[2] // size
+    for start, part in ((first, keys[:, :, : whole * size]), (first + whole, keys[:, :, whole * size :])):
+        if part.shape[2]:
+            lowest, highest = part.unflatten(2, (-1, min(size, part.shape[2]))).aminmax(dim=3)
+            found[:, :, 0, :, start : start + lowest.shape[2]] = highest.transpose(2, 3)
+            found[:, :, 1, :, start : start + lowest.shape[2]] = lowest.transpose(2, 3)
+    store.numbers["paged"] = store.length
+    return found
+
+
+def extended(tensor: Tensor, n: int) -> Tensor:
+    """`tensor` `[..., m]` with room for `n` >= m on its last axis: in place while its storage lasts, which grows by an
+    eighth, so that adding costs amortised constant time. The tensor itself counts what is used.
+    """
+    capacity = tensor.stride(-2)
+    if tensor.shape[-1] and n <= capacity:
+        return tensor.as_strided((*tensor.shape[:-1], n), tensor.stride())
+    grown = tensor.new_empty(*tensor.shape[:-1], n + max(16, n // 8))[..., :n]
+    grown[..., : tensor.shape[-1]] = tensor
+    return grown
+
+
+def read(store: LayerStore, scores: Tensor, k: int, cut: bool) -> Tensor:
+    """Slots of the pages with the largest `scores` `[rows, kv_heads, pages]`, at most `k`; ascending, -1 padded.
+
+    Of equal scores the earlier page comes first.
+
+    Args:
+        cut: read exactly `k` entries, the first ones of a page that does not fit. Otherwise pages are read whole, until
+            one does not fit; of a best page that is larger than `k` the first `k` entries are read.
+    """
+    size, n = int(store.numbers["page"]), number(store)
+    if size == 1:
+        return ranking.top_positions(scores, k)
+    newest = store.length - (n - 1) * size
+    best = _ranked(scores, min(n, max(-(-(k - newest) // size), 0) + 1))
+    entries = torch.where(best == n - 1, newest, size)
+    together = entries.cumsum(-1)
+    if cut:
+        taken = torch.minimum((k - together + entries).clamp_min(0), entries)
+    else:
+        taken = entries * (together <= k)
+        taken[..., 0] = entries[..., 0].clamp_max(k)
+    # Pages that are not read go to the end.
+    best, place = best.masked_fill(taken == 0, n).sort(-1)
+    taken = taken.gather(-1, place)
+    within = torch.arange(min(size, k), device=scores.device)
+    slots, wanted = best[..., None] * size + within, within < taken[..., None]
+    if cut:
+        return slots[wanted].view(*scores.shape[:2], k)
+    return slots.masked_fill(~wanted, EMPTY).flatten(-2)[..., : int(taken.sum(-1).max())]
+
+
+def _ranked(scores: Tensor, m: int) -> Tensor:
+    """Indices of the `m` largest, in descending order; of equal ones the earlier comes first."""
+    values, best = scores.topk(min(m + 1, scores.shape[-1]), dim=-1)
+    if bool((values[..., 1:] == values[..., :-1]).any()):
+        best = scores.sort(dim=-1, descending=True, stable=True).indices
+    return best[..., :m]

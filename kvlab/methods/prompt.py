@@ -1,0 +1,145 @@
+"""The end of a prefill, as a policy sees it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvlab.core import attention
+from kvlab.errors import KvlabError
+
+if TYPE_CHECKING:
+    from kvlab.methods.base import Policy
+
+
+class Prompt:
+    """The end of a prefill, as a policy sees it.
+
+    Args:
+        queries: `[rows, heads, n, head_dim]`, post-RoPE, of the LAST n prompt positions.
+        keys, values: `[rows, kv_heads, length, head_dim]`.
+        layers: the layer of each row.
+        n_layers: how many layers the model has.
+        pseudo: `[rows, heads, m, head_dim]` pseudo-queries, or a function that finds them for a policy.
+        accumulated: `[rows, heads, length]`, attention summed over every prompt query.
+        max_new_tokens: what the response may grow to; 0 where nobody knows.
+        scaling: factor of the logits, 1 / sqrt(head_dim) unless given.
+        perplexity: `[rows]`, or a function that gives it for the last n tokens.
+
+    Attributes:
+        plan: these rows' share of what the policy planned over all layers, `[rows, ...]`; None before, and for
+            policies that plan nothing.
+        lossy: whether these are the entries that an earlier turn of a chat left, with what came since, so that slots
+            are not positions.
+        seen: tokens that the sequence has had, the same in all layers; more than `length` where it is lossy.
+    """
+
+    def __init__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layers: tuple[int, ...],
+        n_layers: int,
+        pseudo: Tensor | Callable[[Policy], Tensor] | None = None,
+        accumulated: Tensor | None = None,
+        max_new_tokens: int = 0,
+        scaling: float | None = None,
+        perplexity: Tensor | Callable[[int], Tensor] | None = None,
+    ):
+        self.queries, self.keys, self.values = queries, keys, values
+        self.layers, self.n_layers = layers, n_layers
+        self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
+        self.max_new_tokens, self.scaling = max_new_tokens, scaling
+        self.plan: Tensor | None = None
+        self.lossy = False
+        self.seen = keys.shape[2]
+        self._shared: dict[tuple, Tensor] = {}
+
+    @property
+    def rows(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[2]
+
+    def with_plan(self, plan: Tensor) -> Prompt:
+        """The same prompt, its shared work included, with a policy's plan `[rows, ...]`."""
+        planned = copy.copy(self)
+        planned.plan = plan
+        return planned
+
+    def share(self, key: tuple, compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute` gives, computed once for all policies that look at this prompt."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        return self._shared[key]
+
+    def window(self, n: int) -> Tensor:
+        """Queries of the last `n` prompt tokens (fewer if the prompt is shorter), `[rows, heads, n, head_dim]`."""
+        n = min(n, self.length)
+        if self.queries.shape[2] < n:
+            raise KvlabError(
+                f"the last {n} prompt queries are needed and {self.queries.shape[2]} are at hand; capture with "
+                f"window={n}"
+            )
+        return self.queries[:, :, self.queries.shape[2] - n :]
+
+    def window_attention(self, n: int, weigh: Callable[[Tensor], Tensor]) -> Tensor:
+        """`weigh` of each row's attention `[heads, n, length]` of the last `n` queries over the prompt, stacked.
+
+        One row at a time, so that memory stays linear in the length whatever the number of layers.
+        """
+        queries = self.window(n)
+        return torch.stack(
+            [
+                weigh(attention.attention_over_prompt(q, k, self.scaling, inside=True))
+                for q, k in zip(queries, self.keys, strict=True)
+            ]
+        )
+
+    def window_sums(self, n: int) -> Tensor:
+        """Attention of the last `n` queries, summed over the window: `[rows, heads, length]`."""
+        return self.share(("window by head", n), lambda: self.window_attention(n, lambda rows: rows.sum(-2)))
+
+    def window_scores(self, n: int) -> Tensor:
+        """Attention of the last `n` queries, summed over the window and the GQA group: `[rows, kv_heads, length]`."""
+        return self.share(("window", n), lambda: attention.sum_over_group(self.window_sums(n), self.kv_heads))
+
+    def pseudo(self, policy: Policy) -> Tensor:
+        """The pseudo-queries that `policy` asks for, `[rows, heads, m, head_dim]`."""
+        found = self._pseudo(policy) if callable(self._pseudo) else self._pseudo
+        if found is None:
+            raise KvlabError(
+                f"{policy.name} needs pseudo-queries: pass pseudo= to keep(), or capture the trace with "
+                f"pseudo=[{policy}]"
+            )
+        return found
+
+    def accumulated(self, policy: Policy) -> Tensor:
+        """Attention accumulated over all prompt queries, `[rows, heads, length]`."""
+        if self._accumulated is None:
+            raise KvlabError(
+                f"{policy.name} needs the attention accumulated over all prompt queries; capture with accumulate=True"
+            )
+        return self._accumulated
+
+    def perplexity(self, policy: Policy) -> Tensor:
+        """Of the model on the prompt's last tokens, as many as `policy` reads: exp of their mean NLL, `[rows]`."""
+        found = self._perplexity
+        found = found(policy.reads_perplexity) if callable(found) else found
+        if found is None:
+            raise KvlabError(
+                f"{policy.name} needs the perplexity of the prompt's last {policy.reads_perplexity} tokens, which is "
+                "not known here; a captured trace and a live run have it"
+            )
+        return found

@@ -1,0 +1,73 @@
+"""Quest (Tang et al., 2024): reads the pages whose keys could matter most to the step's query."""
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvlab.core import attention
+from kvlab.core.store import LayerStore
+from kvlab.methods import pages
+from kvlab.methods.base import Budget, Policy
+from kvlab.methods.prompt import Prompt
+
+
+class Quest(Policy):
+    """Keeps the whole cache and reads, at every decoding step, the pages with the largest bound on their logits.
+
+    Quest, algorithm 1: pages of consecutive entries, the elementwise minimum and maximum of their keys, and for a query
+    q the score sum over dimensions of max(q x min, q x max), which no logit in the page exceeds. Within the budget
+    everything is read. Cost: two vectors for each page, stored, and loaded at every step.
+
+    Choices: RocketKV's accounting (its appendix A.3), half of what is read finds and half attends. A page's two vectors
+    weigh as much as one entry, so there are at most budget / 2 pages: the page grows with the compression ratio, from
+    the prompt and the new tokens that are announced. On GQA the scores are added over the group (as RocketKV's authors
+    do), which shares one selection. Pages are read whole, best first, up to the first that no longer fits; of a best
+    page that is larger than the whole share, its first entries are read. The own entry is not forced. Of equal scores
+    the earlier page is read. A sequence known to stay within the budget gets no pages.
+
+    Parameters:
+        budget: entries read at each step for each layer and KV head, finding included.
+        page: entries of a page (16), or more where the budget is small.
+    """
+
+    name: ClassVar[str] = "quest"
+    summary: ClassVar[str] = "reads the pages with the largest bound on their logits, stores all"
+
+    budget: Budget
+    page: Annotated[int, Field(ge=1)] = 16
+
+    @property
+    def minimum(self) -> int:
+        return 2
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        super().compress(store, prompt)
+        length = prompt.length + prompt.max_new_tokens
+        pages.begin(store, max(self.page, -(-length // (store.budget // 2))))
+        if length > store.budget:
+            pages.summaries(store)
+
+    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+        if store.length <= store.budget:
+            return None
+        bounds = page_bounds(queries, pages.summaries(store))
+        found = pages.number(store)
+        return pages.read(store, bounds, max(1, min(store.budget // 2, store.budget - found)), cut=False)
+
+    def overhead_bytes(self, store: LayerStore) -> int:
+        return store.memory["pages"].nbytes if store.length > store.budget else 0
+
+
+def page_bounds(queries: Tensor, summaries: Tensor) -> Tensor:
+    """Upper bounds on q . k of the keys in each page, summed over the group: `[rows, kv_heads, pages]`.
+
+    Args:
+        queries: `[rows, heads, 1, head_dim]`.
+        summaries: `[rows, kv_heads, 2, head_dim, pages]`, maxima and minima.
+    """
+    grouped = attention.exact(queries[:, :, 0]).unflatten(1, (summaries.shape[1], -1))
+    # max(q x min, q x max) is q x max where q is positive and q x min elsewhere; the group's queries add up first.
+    both = torch.cat([grouped.clamp_min(0).sum(2), grouped.clamp_max(0).sum(2)], -1)
+    return (both[:, :, None] @ attention.exact(summaries.flatten(2, 3)))[:, :, 0]

@@ -1,0 +1,96 @@
+"""SparQ attention (Ribar et al., 2024): finds the entries to read by a few dimensions of the query."""
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvlab.core import attention, ranking
+from kvlab.core.store import LayerStore
+from kvlab.methods import dimensions, pages
+from kvlab.methods.base import Budget, Policy
+from kvlab.methods.dimensions import affordable, largest_dimensions, logits, partial_queries, room
+from kvlab.methods.prompt import Prompt
+
+
+class SparQ(Policy):
+    """Keeps the whole cache and reads the top entries by approximate scores; the mean value stands in for the rest.
+
+    SparQ, algorithm 1: the r largest |q| give approximate scores, softmax(q_r . K_r / sqrt(d x |q_r|_1 / |q|_1)); the
+    top k entries are read; out = alpha x attention + (1 - alpha) x mean of all values, alpha the approximate mass of
+    what was read. Within the budget everything is read and nothing blended. Cost: a second copy of the keys that lies
+    by dimension, so that storage is 1.5 times the full cache; a running sum of the values; at every step r dimensions
+    of the copy are loaded. (The mean value, one vector a step, is left out of the budget, as RocketKV leaves it out.)
+
+    Choices: RocketKV's accounting (its appendix A.3), half of what is read finds and half attends: k = budget // 2, and
+    r such that r dimensions of all keys weigh as much, S the prompt and the new tokens that are announced. Where
+    finding costs more (r cannot be below 1, or is given) fewer are read, so that both stay within the budget, but at
+    least one: a budget below S / (2 d) + 1 is overdrawn. Beyond S, r falls as the sequence grows. On GQA |q| is summed
+    over the group, which shares the dimensions; approximate scores are taken for each head and summed; alpha is each
+    head's own. The own entry is not forced. Of equal scores, or |q|, the earlier wins.
+
+    Parameters:
+        budget: entries read at each step for each layer and KV head, finding included.
+        rank: r; None for int(budget x d / S), at least 1 and at most d.
+    """
+
+    name: ClassVar[str] = "sparq"
+    summary: ClassVar[str] = "reads the top entries by the query's largest dimensions, stores all and a key copy"
+
+    budget: Budget
+    rank: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def minimum(self) -> int:
+        return 2
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        super().compress(store, prompt)
+        length = prompt.length + prompt.max_new_tokens
+        dimensions.begin(store, length, self.rank)
+        store.numbers["copied"] = 0
+        store.memory.pop("copy", None)
+        if length > store.budget:
+            self._follow(store)
+
+    def _follow(self, store: LayerStore) -> None:
+        """Take what was appended into the copy of the keys `[rows, kv_heads, head_dim, slots]` and the values' sum."""
+        copied = int(store.numbers["copied"])
+        if copied == store.length:
+            return
+        rows, kv_heads, _, head_dim = store.keys.shape
+        if copied == 0:
+            store.memory["copy"] = store.keys.new_empty(rows, kv_heads, head_dim, 0)
+            store.memory["value_sum"] = store.values.new_zeros(rows, kv_heads, 1, head_dim, dtype=torch.float32)
+        copy = store.memory["copy"] = pages.extended(store.memory["copy"], store.length)
+        copy[..., copied:] = store.keys[:, :, copied:].transpose(2, 3)
+        store.memory["value_sum"] += store.values[:, :, copied:].sum(2, keepdim=True, dtype=torch.float32)
+        store.numbers["copied"] = store.length
+
+    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+        store.scratch.pop("alpha", None)
+        if store.length <= store.budget:
+            return None
+        self._follow(store)
+        kv_heads = store.keys.shape[1]
+        grouped = queries[:, :, 0].unflatten(1, (kv_heads, -1))
+        rank = affordable(store)
+        dims = largest_dimensions(grouped, rank)
+        weights = logits(partial_queries(grouped, dims, scaling), dims, store.memory["copy"]).softmax(-1)
+        slots = ranking.top_positions(weights.sum(2), room(store, store.length, rank))
+        store.scratch["alpha"] = weights.gather(-1, slots[:, :, None].expand(*weights.shape[:3], -1)).sum(-1).flatten(1)
+        return slots
+
+    def amend(self, store: LayerStore, output: Tensor) -> Tensor:
+        if "alpha" not in store.scratch:
+            return output
+        alpha = store.scratch["alpha"][..., None, None]
+        mean = store.memory["value_sum"] / store.length
+        mean = mean.repeat_interleave(output.shape[1] // mean.shape[1], 1)
+        return (alpha * attention.exact(output) + (1 - alpha) * mean).to(output.dtype)
+
+    def overhead_bytes(self, store: LayerStore) -> int:
+        if store.length <= store.budget:
+            return 0
+        return store.positions.numel() * affordable(store) * store.keys.element_size()

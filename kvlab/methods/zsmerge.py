@@ -1,0 +1,184 @@
+"""ZSMerge: recent tokens, tokens of high contribution, and a few slots into which the rest is merged."""
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from kvlab.core import attention, ranking
+from kvlab.core.store import LayerStore
+from kvlab.methods.base import Budget, Policy
+from kvlab.methods.eviction import last_of_lowest
+from kvlab.methods.prompt import Prompt
+
+
+class ZSMerge(Policy):
+    """Three parts: proximity (the latest Bp), context (the Bc of largest score), residual (Br slots of merged tokens).
+
+    ZSMerge, algorithm 1 and eq. 3-8. Scores decay and gather attention (eq. 5). The token that leaves the proximity
+    part joins the context; the context's lowest score leaves it, into a free residual slot or merged into the one with
+    the largest dot product (eq. 6-7). Logits of merged entries get alpha x log(count) (eq. 8). Of equal scores the
+    earlier position stays. Cost: one score and one count for each entry.
+
+    Choices: scores start from the last `window` prompt queries (appendix B); the group's attention is summed. At the
+    end of the prefill the residual slots are filled with contiguous runs of the evicted tokens in position order,
+    averaged, as in the authors' code; `initial="similarity"` merges them one by one as in decoding. A slot carries the
+    position of its first token. In the authors' code the token leaving the proximity part always displaces the lowest
+    of the others (`newcomer="displaces"`); algorithm 1 compares it too.
+
+    Parameters:
+        budget: entries for each layer and KV head, B = Bp + Bc + Br.
+        proximity: Bp / B (0.5).
+        residual: Br as a share of B - Bp, at least one slot (0.02), or an integer number of slots; 0 is plain eviction.
+        decay: lambda of eq. 5 (0.98).
+        window: prompt queries that start the scores (8).
+        alpha: strength of the logit bias, in [0, 1] (1).
+        initial: how the residual slots are filled after the prefill.
+        newcomer: whether the token that leaves the proximity part competes with the context.
+        merged_score: score of a merged entry; it stays in its slot whatever its score, so no retained set depends on
+            it.
+    """
+
+    name: ClassVar[str] = "zsmerge"
+    summary: ClassVar[str] = "recent, high-contribution and merged entries, while decoding"
+
+    budget: Budget
+    proximity: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    residual: int | float = 0.02
+    decay: Annotated[float, Field(ge=0, le=1)] = 0.98
+    window: Annotated[int, Field(ge=1)] = 8
+    alpha: Annotated[float, Field(ge=0, le=1)] = 1.0
+    initial: Literal["runs", "similarity"] = "runs"
+    newcomer: Literal["competes", "displaces"] = "competes"
+    merged_score: Literal["max", "sum"] = "max"
+
+    @field_validator("residual")
+    @classmethod
+    def _share_or_slots(cls, residual: int | float) -> int | float:
+        if residual < 0 or (isinstance(residual, float) and residual >= 1):
+            raise ValueError(f"residual {residual} is neither a number of slots nor a share in [0, 1)")
+        return residual
+
+    @property
+    def minimum(self) -> int:
+        """Room for at least one entry in every part."""
+        # Enough for Bp >= 1, and for B - Bp to hold the residual slots and one more; at most one off, since Bp is
+        # floored.
+        slots = self.residual if isinstance(self.residual, int) else bool(self.residual)
+        budget = max(math.ceil(1 / self.proximity), math.ceil((slots + 1) / (1 - self.proximity)) - 1)
+        while min(self._parts(budget)[:2]) < 1:
+            budget += 1
+        return budget
+
+    @property
+    def observes(self) -> int:
+        return self.window
+
+    def _parts(self, budget: int) -> tuple[int, int, int]:
+        """(Bp, Bc, Br) of a budget (eq. 3)."""
+        recent = int(self.proximity * budget)
+        residual = self.residual
+        if isinstance(residual, float) and residual > 0:
+            residual = max(1, round(residual * (budget - recent)))
+        return recent, budget - recent - int(residual), int(residual)
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        def decayed(rows: Tensor) -> Tensor:
+            age = torch.arange(rows.shape[-2] - 1, -1, -1, device=rows.device)
+            return (rows * (self.decay**age)[:, None]).sum(-2)
+
+        return prompt.share(
+            ("zsmerge", self.window, self.decay),
+            lambda: attention.sum_over_group(prompt.window_attention(self.window, decayed), prompt.kv_heads),
+        )
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        kept, leaving = self._partition(prompt, budget)
+        return torch.cat([kept, *(run[..., :1] for run in self._runs(leaving, budget))], -1).sort(-1).values
+
+    def _partition(self, prompt: Prompt, budget: int) -> tuple[Tensor, Tensor]:
+        """Positions that stay as they are, and those that leave for the residual part, both ascending."""
+        recent, context, residual = self._parts(budget)
+        older = max(prompt.length - recent, 0)
+        order = self.scores(prompt)[..., :older].sort(dim=-1, descending=True, stable=True).indices
+        latest = torch.arange(older, prompt.length, device=order.device).expand(
+            *order.shape[:-1], prompt.length - older
+        )
+        kept = torch.cat([order[..., :context], latest], -1)
+        leaving = order[..., context:] if residual else order[..., :0]
+        return kept.sort(-1).values, leaving.sort(-1).values
+
+    def _runs(self, leaving: Tensor, budget: int) -> list[Tensor]:
+        """What leaves, as the runs that the residual slots start from, `[rows, kv_heads, m]` each, the slot's own
+        token first.
+        """
+        residual = self._parts(budget)[2]
+        if self.initial == "similarity":
+            return list(leaving[..., :residual].split(1, dim=-1)) if residual else []
+        return [run for run in leaving.tensor_split(max(residual, 1), dim=-1) if run.shape[-1]]
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        store.budget = self.entries(prompt.length)
+        kept, leaving = self._partition(prompt, store.budget)
+        runs = self._runs(leaving, store.budget)
+        store.add_column("score", self.scores(prompt))
+        residual = torch.zeros(store.positions.shape, dtype=torch.bool, device=kept.device)
+        if runs:
+            firsts = torch.cat([run[..., :1] for run in runs], -1)
+            for run in runs:
+                if run.shape[-1] > 1:
+                    store.merge(run[..., 1:], run[..., 0], {"score": self.merged_score})
+            if self.initial == "similarity":
+                for source in leaving[..., len(runs) :].split(1, dim=-1):
+                    store.merge(source, _most_similar(store, firsts, source[..., 0]), {"score": self.merged_score})
+            residual.scatter_(-1, firsts, True)
+            kept = torch.cat([kept, firsts], -1).sort(-1).values
+        store.add_column("residual", residual)
+        if kept.shape[-1] < prompt.length:
+            store.evict(kept)
+
+    def bias(self, store: LayerStore) -> Tensor | None:
+        return self.alpha * store.weights.log() if self.alpha and store.merged else None
+
+    def step(self, store: LayerStore, weights: Tensor) -> None:
+        kv_heads = store.positions.shape[1]
+        score = store.column("score")
+        score.mul_(self.decay).add_(attention.sum_over_group(weights, kv_heads))
+
+        # One token leaves at a step, and more only after a turn of a chat that was stored whole.
+        while self._one_leaves(store):
+            pass
+
+    def _one_leaves(self, store: LayerStore) -> bool:
+        """Lines 7-18 of algorithm 1: whether the context part was over its budget and gave up a token."""
+        recent, context, residual = self._parts(store.budget)
+        older = store.length - recent
+        is_residual = store.column("residual")
+        slots_taken = int(is_residual[0, 0].sum())
+        if older - slots_taken <= context:
+            return False
+        contenders = store.column("score")[..., :older].masked_fill(is_residual[..., :older], torch.inf)
+        if self.newcomer == "displaces" and older - slots_taken > 1:
+            contenders[..., -1] = torch.inf
+        leaves = last_of_lowest(contenders)
+        if slots_taken < residual:
+            is_residual.scatter_(-1, leaves[..., None], True)
+            return True
+        if residual:
+            firsts = ranking.top_positions(is_residual.float(), slots_taken)
+            store.merge(leaves[..., None], _most_similar(store, firsts, leaves), {"score": self.merged_score})
+        store.drop(leaves)
+        return True
+
+
+def _most_similar(store: LayerStore, candidates: Tensor, slot: Tensor) -> Tensor:
+    """Of the slots `candidates` `[rows, kv_heads, n]`, the one whose key has the largest dot product with `slot`'s
+    (eq. 6).
+    """
+    head_dim = store.keys.shape[-1]
+    keys = store.keys.gather(2, candidates[..., None].expand(*candidates.shape, head_dim)).float()
+    query = store.keys.gather(2, slot[..., None, None].expand(*slot.shape, 1, head_dim)).float()
+    best = (keys @ query.transpose(-1, -2)).squeeze(-1).argmax(-1, keepdim=True)
+    return candidates.gather(-1, best).squeeze(-1)

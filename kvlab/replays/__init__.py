@@ -1,0 +1,1 @@
+"""Replay: a policy over a trace, without running the model again."""

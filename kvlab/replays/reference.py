@@ -1,0 +1,102 @@
+"""What the full cache does on a trace: computed once, compared with by every policy."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvlab.core import attention, ranking
+from kvlab.core.store import EMPTY
+from kvlab.instruments import measures
+
+if TYPE_CHECKING:
+    from kvlab.traces.trace import Trace
+
+# Attention of every step over every key is kept for all policies of a trace while it fits in here.
+KEPT_BYTES = 2 * 2**30
+
+
+class Reference:
+    """What the full cache does on a trace: computed once, compared with by every policy."""
+
+    def __init__(self, trace: Trace):
+        self.trace = trace
+        entries = trace.n_layers * trace.heads * trace.steps * trace.length
+        self._shape = (trace.n_layers, trace.heads, trace.steps, trace.length)
+        self._all = torch.empty(self._shape, device=trace.device) if 4 * entries <= KEPT_BYTES else None
+        self._done = [False] * trace.n_layers
+
+    def weights(self, layer: int) -> Tensor:
+        """Attention of the response over all keys, `[heads, steps, length]`; zero on what a step cannot see yet."""
+        if self._done[layer]:
+            return self._all[layer]
+        trace = self.trace
+        visible = attention.last_visible(trace.steps, trace.length, trace.device)
+        rows = attention.weights(trace.response_queries[layer], trace.keys[layer], trace.scaling, visible)
+        if self._all is not None:
+            self._all[layer], self._done[layer] = rows, True
+        return rows
+
+    def at(self, step: int) -> Tensor:
+        """Attention of the decoding query `step` (from 1) of all layers, `[layers, heads, prompt + step]`."""
+        trace, seen = self.trace, self.trace.prompt_length + step
+        if self._all is None:
+            query = trace.response_queries[:, :, step - 1 : step]
+            return attention.weights(query, trace.keys[:, :, :seen], trace.scaling)[:, :, 0]
+        for layer in range(trace.n_layers):
+            self.weights(layer)
+        return self._all[:, :, step - 1, :seen]
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """`[layers, heads, steps, head_dim]`."""
+        trace = self.trace
+        return torch.stack(
+            [attention.output(self.weights(layer), trace.values[layer]) for layer in range(trace.n_layers)]
+        )
+
+    @cached_property
+    def gold_ranks(self) -> Tensor:
+        """Rank of each prompt position by the response's attention over the prompt, `[layers, kv_heads, prompt]`."""
+        trace = self.trace
+        pairs = zip(trace.response_queries, trace.prompt_keys, strict=True)
+        return torch.stack([ranking.ranks(measures.gold_scores(q, k, trace.scaling)) for q, k in pairs])
+
+    @cached_property
+    def step_ranks(self) -> Tensor:
+        """Rank of each key at each step by the group's summed attention, `[layers, kv_heads, steps, length]`."""
+        trace = self.trace
+        shape = trace.n_layers, trace.kv_heads, trace.steps, trace.length
+        ranks = torch.empty(shape, dtype=torch.int32, device=trace.device)
+        for layer in range(trace.n_layers):
+            rows = self.weights(layer).transpose(0, 1)
+            ranks[layer] = ranking.ranks(attention.sum_over_group(rows, trace.kv_heads)).transpose(0, 1)
+        return ranks
+
+    def share_found(self, ranks: Tensor, positions: Tensor, k: int | Tensor) -> Tensor:
+        """Share of the top `k` among `positions`, given ranks: averaged over a KV head's sets where it has several.
+
+        Args:
+            ranks: `[..., kv_heads, length]`.
+            positions: `[..., kv_heads or heads, n]`, -1 padded, on any device.
+            k: one number, or `[..., 1, 1]`.
+
+        Returns:
+            `[..., kv_heads]`.
+        """
+        *_, kv_heads, length = ranks.shape
+        sets, positions = positions.shape[-2], positions.to(ranks.device)
+        ranks = ranks if sets == kv_heads else attention.to_query_heads(ranks, sets)
+        hit = (ranks.gather(-1, positions.clamp_min(0)) < k) & (positions != EMPTY)
+        return (hit.sum(-1, keepdim=True) / k)[..., 0].unflatten(-1, (kv_heads, -1)).mean(-1)
+
+
+def reference(trace: Trace) -> Reference:
+    """The full cache's side of a trace, made on first use and kept with the trace."""
+    found = trace.__dict__.get("_reference")
+    if found is None:
+        found = trace.__dict__["_reference"] = Reference(trace)
+    return found

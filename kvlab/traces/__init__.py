@@ -1,0 +1,1 @@
+"""Capture: one forward pass records what attention saw, and a file keeps it."""

@@ -1,0 +1,205 @@
+"""Traces that several notebooks need, captured once: files in the user's cache, found by what they were made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import version
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import KvlabError
+from kvlab.inputs import packs
+from kvlab.inputs.models import lm_of
+from kvlab.lib import bars
+from kvlab.lib.files import why
+from kvlab.traces.run import Plan, capture, check_keep, placed, planned, several
+from kvlab.traces.trace import FORMAT, Trace
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+
+# What a trace's numbers can depend on besides the weights and the plan; a change of any of these captures anew.
+CODE = (
+    "core/adapter.py",
+    "core/attention.py",
+    "core/hookable.py",
+    "core/hooks.py",
+    "core/store.py",
+    "inputs/models/conversion.py",
+    "inputs/models/lm.py",
+    "inputs/models/loading.py",
+    "inputs/shapes.py",
+    "traces/run.py",
+    "traces/trace.py",
+)
+LIBRARIES = ("torch", "transformers")
+LIMIT_GB = 12.0
+DAY = 86400  # seconds
+
+
+def folder() -> Path:
+    """Where shared traces lie; the least recently used go when they exceed `KVLAB_TRACES_GB` (12)."""
+    return packs.home() / "traces"
+
+
+def shared(lm: LM, text_or_ids: Any, *args: Any, **options: Any) -> Trace | list[Trace]:
+    """`kvlab.capture` with a memory: what the same model was asked to record before is read from disk.
+
+    Two calls share a file if they would run and record the same, however they are put: by position or by name, with a
+    default left out or written, by the names of policies or by what these need. Processes that want the same trace at
+    the same time wait for the one that captures it. A damaged file is captured again.
+
+    Args:
+        lm: from `kvlab.load` or `kvlab.random_lm`.
+        text_or_ids: as `kvlab.capture` takes it; a list gives a list of traces.
+        args, options: as `kvlab.capture` takes them.
+
+    Raises:
+        KvlabError: as `kvlab.capture`, where the cache folder cannot be written, and for a `KVLAB_TRACES_GB` that is no
+            number.
+    """
+    given = signature(capture).bind(lm_of(lm), text_or_ids, *args, **options)
+    given.apply_defaults()
+    asked = {name: value for name, value in given.arguments.items() if name != "progress"}
+    check_keep(asked["keep"])
+    limit, progress = _limit(), given.arguments["progress"]
+    if not several(text_or_ids):
+        return _one(asked, limit, progress)
+    if asked["response"] is not None:
+        raise KvlabError("one response cannot follow several documents; capture them one by one")
+
+    from filelock import Timeout
+
+    waiting, found = deque(enumerate(text_or_ids)), {}
+    busy = 0  # how many in a row another process is capturing
+    with bars.counting(len(text_or_ids), "capture", "doc", progress) as bar:
+        while waiting:
+            number, one = waiting.popleft()
+            try:
+                # Two processes that want the same documents share the work: each takes what the other has not begun.
+                wait = 0 if busy <= len(waiting) else -1
+                found[number] = _one(asked | {"text_or_ids": one}, limit, progress, wait)
+                busy = 0
+                bar.update()
+            except Timeout:
+                waiting.append((number, one))
+                busy += 1
+    return [found[number] for number in range(len(text_or_ids))]
+
+
+def _one(asked: dict[str, Any], limit_gb: float, progress: bool | None, wait: float = -1) -> Trace:
+    """The trace of one prompt. `wait`: seconds for another process that captures it (-1: as long as it takes).
+
+    Raises filelock.Timeout where it takes longer.
+    """
+    lm, keep = asked["lm"], asked["keep"]
+    # Where a trace lies is no part of it.
+    plan = planned(**{name: value for name, value in asked.items() if name != "keep"})
+    path = folder() / f"{_key(lm, plan, str(asked['chat']))}.safetensors"
+    with _locked(path, wait):
+        if path.exists():
+            try:
+                trace = Trace.load(path)
+                os.utime(path)
+            except (KvlabError, FileNotFoundError):
+                path.unlink(missing_ok=True)
+            else:
+                return placed(trace, keep, lm.device)
+        trace = capture(**asked, progress=progress)
+        trace.save(path)
+    prune(limit_gb)
+    return trace
+
+
+def prune(limit_gb: float | None = None) -> list[Path]:
+    """Remove the least recently used traces until the rest fit into `limit_gb`; the newest always stays.
+
+    What a process that was killed left half-written goes after a day. Raises KvlabError for a `KVLAB_TRACES_GB` that is
+    no number of gigabytes.
+    """
+    limit = (_limit() if limit_gb is None else limit_gb) * 1e9
+    found, gone = [], []
+    # A trace that is being written has a hidden name, and counts once it is whole.
+    for path in folder().glob("[!.]*.safetensors"):
+        try:
+            found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+        except FileNotFoundError:  # another process prunes as well
+            continue
+    for left in folder().glob(".*.safetensors"):
+        with suppress(FileNotFoundError):
+            if left.stat().st_mtime < time.time() - DAY:
+                left.unlink()
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found)[:-1]:
+        if total <= limit:
+            break
+        path.unlink(missing_ok=True)
+        total -= size
+        gone.append(path)
+    return gone
+
+
+def _limit() -> float:
+    given = os.environ.get("KVLAB_TRACES_GB", LIMIT_GB)
+    try:
+        limit = float(given)
+    except ValueError:
+        limit = math.nan
+    if not limit >= 0:
+        raise KvlabError(f"KVLAB_TRACES_GB must be a number of gigabytes, such as {LIMIT_GB:g}, and not {given!r}")
+    return limit
+
+
+@contextmanager
+def _locked(path: Path, wait: float) -> Iterator[None]:
+    """Hold a lock shared by all traces whose names begin alike, so that the lock files are few and none is ever
+    removed: removing one while another process waits for it would let two in.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.parent / f".{path.name[:2]}.lock")
+        lock.acquire(timeout=wait)
+    except Timeout:
+        raise
+    except OSError as error:
+        raise KvlabError(f"cannot keep traces in {path.parent}: {why(error)}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _key(lm: LM, plan: Plan, chat: str) -> str:
+    """A name for what `plan` records of a model. `chat` changes no number, but belongs to a trace's signature."""
+    about = {
+        "format": FORMAT,
+        "code": _code(),
+        "libraries": [version(name) for name in LIBRARIES],
+        "model": [lm.sha256, lm.name, str(lm.dtype), lm.device.type],
+        "chat": chat,
+        **{name: _plain(value) for name, value in vars(plan).items()},
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+@cache
+def _code() -> str:
+    package = Path(__file__).parents[1]
+    return hashlib.sha256(b"".join((package / name).read_bytes() for name in CODE)).hexdigest()

@@ -1,0 +1,1 @@
+"""Figures, one call each."""

@@ -1,0 +1,116 @@
+"""Content keys: two jobs with the same key would give the same numbers, so that a finished one need not run again."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kvlab.lib.files import expanded, parsed
+from kvlab.workbench import project
+from kvlab.workbench.jobs import notebooks
+
+LIBRARIES = ("torch", "transformers", "numpy")
+
+
+def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
+    """sha256 over the notebook's code, its parameters, what they name (a model, a file), and the code that runs."""
+    facts = {
+        "notebook": notebooks.code(notebook),
+        "parameters": dict(sorted(parameters.items())),
+        "inputs": {text: _fingerprint(text) for text in sorted(set(_texts(parameters.values())))},
+        "kvlab": [project.version(), project.code_hash()],
+        "libraries": _libraries(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def key_now(notebook: Path, parameters: Mapping[str, Any]) -> str:
+    """`key` as it is now: in a sweep of hours somebody may have edited the code."""
+    project.code_hash.cache_clear()
+    return key(notebook, parameters)
+
+
+@functools.cache
+def _libraries() -> list[str]:
+    found = []
+    for name in LIBRARIES:
+        try:
+            found.append(f"{name}=={version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} missing")
+    return found
+
+
+def _texts(values: Iterable[Any]) -> Iterable[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _texts(value.values())
+        elif isinstance(value, list):
+            yield from _texts(value)
+
+
+def _fingerprint(text: str) -> str | None:
+    """The hash of what a parameter names: a pulled model, a file, or a model's folder; None for any other text."""
+    if not text.strip() or len(text) > 500:
+        return None
+    if found := model_hash(text):
+        return found
+    path = expanded(text)
+    path = path if path.is_absolute() else project.root() / "notebooks" / path
+    try:
+        if path.is_file():
+            now = path.stat()
+            return _file_hash(path, now.st_size, now.st_mtime_ns)
+        weights = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+        # Weights are large: name, size and time stand for them.
+        return json.dumps([(w.name, w.stat().st_size, w.stat().st_mtime_ns) for w in weights]) if weights else None
+    except OSError:
+        return None
+
+
+@functools.cache
+def _file_hash(path: Path, size: int, changed: int) -> str:
+    """Of one version of a file, since a sweep asks again for every job."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cache_folder() -> Path:
+    """The user's cache, as `kvlab.inputs.packs.home` has it, without the import of a model library."""
+    import platformdirs
+
+    named = os.environ.get("KVLAB_HOME")
+    return expanded(named).absolute() if named else platformdirs.user_cache_path("kvlab")
+
+
+def model_hash(name: str) -> str | None:
+    """The sha256 of the weights of a model that was pulled; None where there is none of that name."""
+    for note in _notes(name):
+        try:
+            return parsed(note.read_text(encoding="utf-8")).get("weights_sha256")
+        except (OSError, ValueError, AttributeError):
+            continue
+    return None
+
+
+def _notes(name: str) -> list[Path]:
+    """What is noted beside a pulled model of that name, the newest version first."""
+    if not name or "/" in name or any(sign in name for sign in "*?["):
+        return []
+    return sorted((cache_folder() / "models").glob(f"{name}-*/PROVENANCE.json"), reverse=True)
+
+
+def model_folder(name: str) -> Path | None:
+    """Where a model lies that was pulled, or that is a folder itself; None for any other."""
+    if pulled := _notes(name):
+        return pulled[0].parent
+    path = expanded(name)
+    return path if name and path.is_dir() else None

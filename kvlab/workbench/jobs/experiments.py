@@ -1,0 +1,384 @@
+"""Experiments: YAML files checked against their notebooks, and the jobs that they stand for.
+
+notebook: notebooks/NAME.ipynb     # relative to the project
+description: one or two sentences
+parameters: {model: smollm2-135m, seed: 0}      # as in the notebook's `parameters` cell
+grid: {window: [8, 32]}                         # one job for each combination
+limits: {budget: [33, null]}                    # the least and the most that a number, or each of a list, may be
+timeout: 3600                                   # seconds a job may take; none by default
+profiles:
+  quick: {seconds: 60}                          # what a job takes, roughly
+  full: {parameters: {...}, grid: {...}}        # what the profile changes
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvlab.errors import KvlabError, nearest
+from kvlab.lib import yamls
+from kvlab.lib.files import expanded, located, writable
+from kvlab.workbench import project
+from kvlab.workbench.jobs import content
+from kvlab.workbench.jobs.notebooks import parameters_of
+
+__all__ = [
+    "Experiment",
+    "Job",
+    "Profile",
+    "checked",
+    "jobs",
+    "load",
+    "longest_first",
+    "names",
+    "plain",
+    "read",
+    "run_name",
+]
+
+
+MOST = 10_000  # jobs of an experiment
+
+
+class Profile(BaseModel):
+    """What a profile changes: parameters by name, grid axes by name.
+
+    seconds: what a job takes, roughly; the longest begin first, and a run that has finished knows better.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+    timeout: int | None = Field(None, gt=0)
+    seconds: int | None = Field(None, gt=0)
+
+
+class Experiment(BaseModel):
+    """A notebook with the parameters it is run with."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    notebook: str
+    description: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+    limits: dict[str, tuple[int | float | None, int | float | None]] = Field(default_factory=dict)
+    timeout: int | None = Field(None, gt=0)
+    profiles: dict[str, Profile] = Field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """The notebook's file."""
+        return project.root() / self.notebook
+
+    @property
+    def summary(self) -> str:
+        return " ".join(self.description.split())
+
+
+@dataclass(frozen=True)
+class Job:
+    """One grid point: a notebook with plain JSON parameters. `key` changes whenever its numbers could."""
+
+    experiment: str
+    name: str
+    profile: str
+    notebook: Path
+    parameters: dict[str, Any]
+    key: str
+    timeout: int | None = None
+    seconds: int | None = None
+
+
+def names() -> list[str]:
+    """The experiments of the project, in the order of their files. Raises KvlabError where there are none."""
+    return sorted(path.stem for path in (project.checkout() / "experiments").glob("*.yaml"))
+
+
+def longest_first(profile: str = "quick") -> list[str]:
+    """The notebooks of all experiments, relative to the project, those first that take longest; each once."""
+    loaded = [load(name) for name in names()]
+    seconds = [changes.seconds if (changes := each.profiles.get(profile)) else None for each in loaded]
+    known = [each for each in seconds if each]
+    usual = sum(known) / len(known) if known else 0
+    order = sorted(range(len(loaded)), key=lambda number: -(seconds[number] or usual))
+    return list(dict.fromkeys(loaded[number].notebook for number in order))
+
+
+def load(name: str) -> Experiment:
+    """The experiment `name`. Raises KvlabError, in one sentence, for an unknown name, broken YAML and unknown keys."""
+    if name not in names():
+        raise KvlabError(nearest(name, names(), "experiment"))
+    path = project.root() / "experiments" / f"{name}.yaml"
+    raw, lines = yamls.load(path)
+    if not isinstance(raw, dict):
+        raise KvlabError(f"{path.name} must be a mapping with the keys {', '.join(_keys(Experiment))}")
+    if "name" in raw:
+        raise KvlabError(
+            f"{path.name}{lines.shown(['name'])}: unknown key 'name': an experiment is called as its file is"
+        )
+    for part in ("parameters", "grid", "profiles"):
+        if raw.get(part, 0) is None:
+            del raw[part]
+    try:
+        found = Experiment.model_validate({**raw, "name": name})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise KvlabError(f"{path.name}{lines.shown(first['loc'])}: {_sentence(first)}") from None
+    folders = [project.root(), found.path.parent]
+    for place, text in _texts(raw):
+        if _leaves_the_project(text) or any(_leads_out(folder, text) for folder in folders):
+            or_else = "" if place == ("notebook",) else f", or give it on the command line (-p {place[-1]}=...)"
+            raise KvlabError(
+                f"{path.name}{lines.shown(place)}: {text!r} leaves the project; name a file inside it{or_else}"
+            )
+    return found
+
+
+def _texts(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The texts of an experiment that may name a file, and where they stand: all but the description."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            if place or key != "description":
+                yield from _texts(key if place else None, place)
+                yield from _texts(entry, (*place, key))
+    elif isinstance(value, list | tuple):  # YAML's pairs are tuples
+        for entry in value:
+            yield from _texts(entry, place)
+
+
+def _leaves_the_project(text: str) -> bool:
+    parts = PurePath(text).parts
+    return bool(parts) and (PurePath(text).is_absolute() or parts[0].startswith("~") or ".." in parts)
+
+
+def _leads_out(folder: Path, text: str) -> bool:
+    """Whether a path that lies in the project leads out of it and of the cache, by a link."""
+    path = os.path.join(folder, text)
+    if len(text) > 500 or not os.path.lexists(path):
+        return False
+    homes = project.root().resolve(), content.cache_folder().resolve()
+    return not any(Path(os.path.realpath(path)).is_relative_to(home) for home in homes)
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [key for key in model.model_fields if key != "name"]
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    place = [str(part) for part in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        model = Profile if len(place) == 3 and place[0] == "profiles" else Experiment
+        return nearest(place[-1], _keys(model), f"key in {'.'.join(place[:-1])}" if place[:-1] else "key")
+    if error["type"] == "missing":
+        return f"the key '{'.'.join(place)}' is missing"
+    got = repr(error["input"])
+    return f"{'.'.join(place)}: {error['msg'][0].lower()}{error['msg'][1:]} (got {got[:60]})"
+
+
+def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mapping[str, Any] | None = None) -> list[Job]:
+    """The jobs of an experiment in a profile, one for each point of its grid.
+
+    overrides: parameter -> value, which replaces a parameter, or a grid axis (a list of values keeps it an axis).
+    A string among them may still be text from a command line and is read as the notebook's default suggests.
+    Raises KvlabError for an unknown profile or parameter and for a value of the wrong type.
+    """
+    experiment = load(experiment) if isinstance(experiment, str) else experiment
+    if experiment.profiles and profile not in experiment.profiles:
+        raise KvlabError(nearest(profile, experiment.profiles, f"profile of {experiment.name}"))
+    if not experiment.profiles and profile not in ("quick", "full", "gpu"):
+        raise KvlabError(nearest(profile, ("quick", "full", "gpu"), "profile"))
+    changes = experiment.profiles.get(profile, Profile())
+    declared = parameters_of(experiment.path)
+    single = {**experiment.parameters, **changes.parameters}
+    usual = {axis: values for axis, values in experiment.grid.items() if axis not in changes.parameters}
+    grid = {**usual, **changes.grid}
+    for name, value in (overrides or {}).items():
+        _known(name, declared, experiment)
+        value = read(value, declared[name]) if isinstance(value, str) else value
+        is_axis = name in grid and isinstance(value, list) and not isinstance(declared[name], list)
+        grid.pop(name, None)
+        single.pop(name, None)
+        if is_axis:
+            grid[name] = value
+        else:
+            single[name] = value
+    for name in (*single, *grid, *experiment.limits):
+        _known(name, declared, experiment)
+    for axis, values in grid.items():
+        single.pop(axis, None)
+        if not values:
+            raise KvlabError(f"the grid of {experiment.name} has no values for {axis!r}")
+    # What tells the jobs apart, from each other and from those of another command.
+    told = [axis for axis, values in grid.items() if any(value != values[0] for value in values)]
+    usual = {**declared, **experiment.parameters, **changes.parameters}
+    told += [name for name in overrides or {} if name not in grid and single[name] != usual[name]]
+    wanted = math.prod(map(len, grid.values()))
+    if wanted > MOST:
+        raise KvlabError(f"the grid of {experiment.name} stands for {wanted:,} jobs, and {MOST:,} are the most")
+    points = []
+    for combination in itertools.product(*grid.values()):
+        point = dict(zip(grid, combination, strict=True))
+        parameters = {
+            name: checked(name, value, declared[name], experiment.name)
+            for name, value in {**declared, **single, **point}.items()
+        }
+        for name, value in parameters.items():
+            _within(name, value, declared[name], experiment)
+        name = run_name({name: parameters[name] for name in told}) or profile
+        points.append(
+            Job(
+                experiment.name,
+                name,
+                profile,
+                experiment.path,
+                parameters,
+                content.key(experiment.path, parameters),
+                changes.timeout or experiment.timeout,
+                changes.seconds,
+            )
+        )
+    return points
+
+
+def _within(name: str, value: Any, default: Any, experiment: Experiment) -> None:
+    """Refuse numbers outside the experiment's limits, and whole ones below 0 where the notebook's own are not."""
+    usual = [each for each in (default if isinstance(default, list) else [default]) if _is_number(each)]
+    counts = bool(usual) and all(isinstance(each, int) and each >= 0 for each in usual)
+    least, most = experiment.limits.get(name, (0 if counts else None, None))
+    for each in filter(_is_number, value if isinstance(value, list) else [value]):
+        for beyond, bound in (
+            (least is not None and each < least, f"at least {least}"),
+            (most is not None and each > most, f"at most {most}"),
+        ):
+            if beyond:
+                raise KvlabError(f"parameter {name!r} of {experiment.name} must be {bound}, and is {_short(each)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _known(name: str, declared: Mapping[str, Any], experiment: Experiment) -> None:
+    if name not in declared:
+        raise KvlabError(nearest(name, declared, f"parameter of {experiment.name}"))
+
+
+def run_name(parameters: Mapping[str, Any]) -> str:
+    """A name of at most 120 characters that tells these parameters; empty for none."""
+    shown = [
+        f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in parameters.items()
+    ]
+    return " ".join(" ".join(shown).split())[:120]
+
+
+def read(text: str, default: Any) -> Any:
+    """The value that a command line's text stands for, where the notebook's default has the type of `default`: a list
+    may be given as JSON, with commas, or as its only entry."""
+    if isinstance(default, str):
+        return text
+    if isinstance(default, list) and all(isinstance(entry, str) for entry in default) and _is_file(text):
+        return [located(text)]  # its name may hold a comma
+    if isinstance(default, float):
+        try:
+            return float(text)
+        except ValueError:
+            pass
+    if isinstance(default, list) and not text.lstrip().startswith("["):
+        text = f"[{text}]"
+    try:
+        value = yamls.value(text)
+    except ValueError:
+        return text
+    if isinstance(default, list) and isinstance(value, list) and default and isinstance(default[0], str):
+        return [located(str(entry)) for entry in value]
+    return value
+
+
+def _is_file(text: str) -> bool:
+    return len(text) < 500 and "\0" not in text and os.path.isfile(expanded(text))
+
+
+def checked(name: str, value: Any, default: Any, where: str) -> Any:
+    """`value` as plain JSON, if it is of the type of the notebook's default, or null for a text; else KvlabError."""
+    value = plain(value, f"parameter {name!r} of {where}")
+    if default is None or (value is None and isinstance(default, str)):  # a text may be left out
+        return value
+    if not _fits(value, default):
+        raise KvlabError(
+            f"parameter {name!r} of {where} must be {_type_name(default)}, such as {default!r}; got {_short(value)}"
+        )
+    return float(value) if isinstance(default, float) else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, (int, float)):
+        kinds = (int, float) if isinstance(default, float) else int
+        right = isinstance(value, kinds) and not isinstance(value, bool)
+        return right and (isinstance(default, int) or abs(value) <= sys.float_info.max)
+    if isinstance(default, list):
+        if not isinstance(value, list):
+            return False
+        numeric = any(isinstance(entry, float) for entry in default)
+        return not default or all(_fits(entry, 0.5 if numeric else default[0]) for entry in value)
+    return isinstance(value, type(default))
+
+
+def _type_name(default: Any) -> str:
+    if isinstance(default, list):
+        kinds = {"texts": str, "whole numbers": int, "numbers": (int, float)}
+        named = next((word for word, kind in kinds.items() if all(isinstance(entry, kind) for entry in default)), "")
+        return f"a list of {named}" if default else "a list"
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
+    return names.get(type(default), type(default).__name__)
+
+
+def plain(value: Any, what: str = "value") -> Any:
+    """`value` in plain JSON types: papermill turns tuples into strings and refuses numpy numbers and paths."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        if not writable(value):
+            raise KvlabError(f"{what} holds half a character (a lone surrogate), which no file can")
+        return value
+    if isinstance(value, int):
+        if value.bit_length() > yamls.BITS:
+            raise KvlabError(f"{what} is a number of thousands of digits")
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise KvlabError(f"{what} is {value}, which is no plain number")
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise KvlabError(f"{what} has the key {_short(key)}, and a key is a text: put it in quotes")
+        return {plain(key, what): plain(entry, what) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry, what) for entry in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy and torch, neither of which is imported for this
+        return plain(value.tolist(), what)
+    raise KvlabError(f"{what} has the type {type(value).__name__}, which does not fit into JSON")

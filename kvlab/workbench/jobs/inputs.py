@@ -1,0 +1,50 @@
+"""What jobs will read - models and documents - fetched and looked at before the first of them starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvlab.errors import KvlabError
+from kvlab.lib.files import expanded
+from kvlab.workbench.jobs import content
+
+
+def prepare(parameters: Iterable[Mapping[str, Any]]) -> None:
+    """Pull the models and check the documents that the parameters `model`, `document` and `documents` name.
+
+    Raises KvlabError for one that does not exist or cannot be had, while nothing has been written yet.
+    """
+    models: set[str] = set()
+    documents: set[str] = set()
+    for each in parameters:
+        models.update(_texts(each.get("model")))
+        documents.update(_texts(each.get("document")), _texts(each.get("documents")))
+    for name in sorted(models):
+        _model(name)
+    for name in sorted(documents):
+        _document(name)
+
+
+def _texts(value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    return [text for text in values if isinstance(text, str)]
+
+
+def _model(name: str) -> None:
+    if content.model_hash(name) or name.startswith("random:") or os.path.exists(expanded(name)):
+        return
+    from kvlab.errors import nearest
+    from kvlab.inputs import models as models_models
+
+    if name in models_models.MODELS:
+        models_models.pull(name)
+    elif "/" not in name:
+        raise KvlabError(nearest(name, models_models.MODELS, "model"))
+
+
+def _document(name: str) -> None:
+    from kvlab.inputs import corpus
+
+    corpus.document(name)

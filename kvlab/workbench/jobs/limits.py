@@ -1,0 +1,83 @@
+"""What a job's parameters cannot be, told before a model is loaded: without torch, from what is on the disk."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvlab.errors import KvlabError
+from kvlab.inputs import corpus
+from kvlab.lib.files import parsed
+from kvlab.workbench.jobs import content
+
+# Parameters that say how many tokens a prompt has, alone or in a mapping with `new_tokens` beside.
+PROMPTS = ("tokens", "length", "shorter", "longest")
+# Those that are cut out of every document.
+CUTS = ("tokens", "shorter")
+# A prompt may hold so many tokens more than the part of a document that is in it: the request and the chat template.
+AROUND = 128
+
+
+def check(parameters: Mapping[str, Any], where: str) -> None:
+    """Raise KvlabError for prompts that are longer than the model's context, or than a document that they are cut from.
+
+    Only what is certain is refused: where a context or a tokenizer is not at hand, the job itself will tell.
+    """
+    folder = content.model_folder(str(parameters.get("model", "")))
+    most = _context(folder) if folder else None
+    for name, tokens, response in _prompts(parameters):
+        if tokens < 1:
+            raise KvlabError(f"parameter {name!r} of {where} must be at least 1, and is {tokens}")
+        if most and tokens + response > most:
+            after = f" and the {response} that follow" if response else ""
+            raise KvlabError(
+                f"parameter {name!r} of {where}: prompts of {tokens:,} tokens{after} are beyond the "
+                f"{most:,} that {parameters['model']} takes"
+            )
+    wanted = max((value for name in CUTS if _is_count(value := parameters.get(name))), default=0)
+    documents = parameters.get("documents", parameters.get("document"))
+    for name in documents if isinstance(documents, list) else [documents]:
+        if isinstance(name, str) and (held := _tokens(name, folder)) + AROUND < wanted:
+            raise KvlabError(f"{where} asks for prompts of {wanted:,} tokens, and the document {name} has {held:,}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _prompts(parameters: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, int, int]]:
+    """Name, tokens, and tokens of the response, of every prompt that parameters speak of."""
+    response = parameters.get("new_tokens", 0)
+    for name, value in parameters.items():
+        if isinstance(value, Mapping):
+            yield from _prompts(value, f"{name}.")
+        elif name in PROMPTS and _is_count(value):
+            yield f"{inside}{name}", value, response if _is_count(response) else 0
+
+
+def _context(folder: Path) -> int | None:
+    """The longest sequence that the model in a folder takes."""
+    try:
+        config = parsed((folder / "config.json").read_text(encoding="utf-8"))
+        found = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, json.JSONDecodeError, AttributeError):
+        return None
+    return found if _is_count(found) and found > 0 else None
+
+
+@functools.lru_cache(maxsize=256)
+def _tokens(document: str, folder: Path | None) -> int:
+    """Tokens of a document; without the model's tokenizer its bytes, which are never fewer."""
+    text = corpus.document(document).text
+    file = folder / "tokenizer.json" if folder else None
+    if file is None or not file.is_file():
+        return len(text.encode())
+    from tokenizers import Tokenizer
+
+    try:
+        return len(Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids)
+    except Exception:  # the reader raises nothing narrower
+        return len(text.encode())

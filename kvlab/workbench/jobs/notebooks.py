@@ -1,0 +1,86 @@
+"""Reading a notebook: its `parameters` cell, and the code that decides its numbers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from kvlab.errors import KvlabError
+from kvlab.lib.files import parsed, read_text
+
+
+def cells(path: Path) -> list[dict[str, Any]]:
+    """The cells of a notebook file. Raises KvlabError where it is missing or no notebook."""
+    if not os.path.isfile(path):
+        raise KvlabError(f"the notebook {path.name} is missing: there is no file {path}")
+    try:
+        found = parsed(read_text(path))["cells"]
+    except (json.JSONDecodeError, LookupError, TypeError):
+        found = None
+    if not isinstance(found, list) or not all(map(_is_cell, found)):
+        raise KvlabError(f"{path} is not a notebook (version 4 of the format)")
+    return found
+
+
+def _is_cell(cell: Any) -> bool:
+    if not isinstance(cell, dict):
+        return False
+    metadata, text = cell.get("metadata", {}), cell.get("source", "")
+    lines = text if isinstance(text, list) else [text]
+    return (
+        isinstance(metadata, dict)
+        and isinstance(metadata.get("tags", []), list)
+        and all(isinstance(line, str) for line in lines)
+    )
+
+
+def source(cell: dict[str, Any]) -> str:
+    """The text of a cell, which the format stores as a string or as a list of lines."""
+    text = cell.get("source", "")
+    return text if isinstance(text, str) else "".join(text)
+
+
+def code(path: Path) -> list[str]:
+    """The sources of the code cells, in order."""
+    return [source(cell) for cell in cells(path) if cell.get("cell_type") == "code"]
+
+
+def parameters_of(path: Path) -> dict[str, Any]:
+    """Name -> default of the one cell tagged `parameters`; None where the default is not a plain literal.
+
+    Raises KvlabError if no cell, or more than one, carries the tag, or the cell is not Python.
+    """
+    tagged = [cell for cell in cells(path) if "parameters" in cell.get("metadata", {}).get("tags", [])]
+    if len(tagged) != 1:
+        raise KvlabError(f"{path.name} must have one cell tagged `parameters`, and has {len(tagged)}")
+    try:
+        tree = ast.parse(source(tagged[0]))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        where = f"{error.msg} in line {error.lineno}" if isinstance(error, SyntaxError) else "it cannot be read"
+        raise KvlabError(f"the parameters cell of {path.name} is not Python: {where}") from None
+    found: dict[str, Any] = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign):
+            targets, value = statement.targets, statement.value
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            targets, value = [statement.target], statement.value
+        else:
+            continue
+        for target in targets:
+            if isinstance(target, ast.Name):
+                found[target.id] = _literal(value)
+    return found
+
+
+def _literal(node: ast.expr) -> Any:
+    by_name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict"
+    if by_name and not node.args and all(keyword.arg for keyword in node.keywords):
+        return {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return list(value) if isinstance(value, tuple) else value

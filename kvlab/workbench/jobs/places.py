@@ -1,0 +1,382 @@
+"""Where jobs run: processes of this machine, or the workers of a Dask cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import psutil
+
+from kvlab.errors import KvlabError
+from kvlab.lib import yamls
+from kvlab.workbench import project
+from kvlab.workbench.jobs.progress import duration
+from kvlab.workbench.store import database
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+# What a job leaves behind, whatever machine it ran on.
+RESULT, LOG = "result.json", "log.txt"
+CONNECT_S = 15
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+SLURM = "slurm"
+
+
+class Task(Protocol):
+    """A job under way."""
+
+    def code(self) -> int | None:
+        """The exit code of its process, None while it runs; what it left lies in its folder by then."""
+
+    def stop(self) -> None:
+        """End it, with the kernel it started."""
+
+
+class Place(Protocol):
+    """Where jobs run, `workers` at once."""
+
+    workers: int
+    limits: bool  # whether it keeps the time limits of jobs itself, since they may queue there
+
+    def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Task:
+        """Begin a job; its notebook, its note and its log come into `folder`."""
+
+    def close(self) -> None:
+        """Let go of what was taken for the jobs."""
+
+
+def cores() -> int:
+    """The cores this process may use, by its affinity and by its container's quota."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = QUOTA.read_text(encoding="ascii").split()
+        return max(1, min(found, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or "max": no quota
+        return found
+
+
+def threads(at_once: int) -> dict[str, str]:
+    """Environment that shares the cores among jobs, so that they do not fight over them."""
+    each = str(max(1, cores() // max(1, at_once)))
+    return {
+        "OMP_NUM_THREADS": each,
+        "MKL_NUM_THREADS": each,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
+
+
+# ---------------------------------------------------------------- this machine
+
+
+class Here:
+    """Processes of this machine."""
+
+    limits = False
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Process:
+        return Process(spec, folder, {**threads(self.workers), **os.environ, **environment})
+
+    def close(self) -> None:
+        pass
+
+
+class Process:
+    """A job in a process of this machine."""
+
+    def __init__(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> None:
+        written = folder / "spec.json"
+        written.write_text(json.dumps({**spec, "parent": os.getpid()}), encoding="utf-8")
+        with (folder / LOG).open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvlab.workbench.jobs.worker", str(written)],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=dict(environment),
+                start_new_session=True,
+            )
+
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    def stop(self) -> None:
+        stop(self.process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a worker and its kernel, which lives in a session of its own."""
+    if process.poll() is not None:
+        return  # its number may be somebody else's by now
+    try:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        family = []
+    for signal in ("terminate", "kill"):
+        for member in family:
+            try:
+                getattr(member, signal)()
+            except psutil.NoSuchProcess:
+                continue
+        family = psutil.wait_procs(family, timeout=3)[1]
+    process.wait()
+
+
+# ---------------------------------------------------------------- a Dask cluster
+
+
+class Cluster:
+    """The workers of a Dask scheduler. The notebook travels to them, and what it left comes back.
+
+    A scheduler runs whatever its clients send: connect to your own only.
+    """
+
+    limits = True
+
+    def __init__(self, client: Client, owned: Any = None, workers: int | None = None) -> None:
+        self.client, self._owned = client, owned
+        self.shares = Counter()
+        for worker in client.scheduler_info(n_workers=-1)["workers"].values():
+            self.shares[worker["host"]] += worker["nthreads"]
+        self.workers = workers or max(1, sum(self.shares.values()))
+
+    def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Remote:
+        notebook = Path(spec["notebook"]).read_bytes()
+        from distributed.client import ClosedClientError
+
+        at_once = max(self.shares.values(), default=1)
+        try:
+            # A job is no pure function: the same notebook run again is another run.
+            future = self.client.submit(
+                work,
+                {**spec, "code": project.code_hash()},
+                notebook,
+                dict(environment),
+                at_once,
+                pure=False,
+                retries=0,
+                key=f"kvlab-{environment['MLFLOW_RUN_ID']}",
+            )
+        except (OSError, RuntimeError, CancelledError, ClosedClientError) as error:
+            raise KvlabError(f"the Dask scheduler went away ({type(error).__name__})") from error
+        return Remote(future, folder)
+
+    def close(self) -> None:
+        self.client.close()
+        if self._owned is not None:
+            self._owned.close()
+
+
+class Remote:
+    """A job on a worker of a cluster."""
+
+    def __init__(self, future: Future, folder: Path) -> None:
+        self.future, self.folder = future, folder
+        self._code: int | None = None
+
+    def code(self) -> int | None:
+        if self._code is None and self.future.done():
+            try:
+                self._code, files = self.future.result()
+            except CancelledError as error:  # nobody here cancels what it still waits for
+                raise KvlabError("the Dask scheduler went away") from error
+            except Exception as error:  # a lost worker, or whatever the cluster raises for it
+                self._code, files = 1, {LOG: f"{type(error).__name__}: {error}".encode()}
+            for name, content in files.items():
+                (self.folder / Path(name).name).write_bytes(content)
+        return self._code
+
+    def stop(self) -> None:
+        # A cluster that is gone has nothing to stop.
+        with contextlib.suppress(Exception):
+            self.future.cancel(force=True)
+
+
+def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_once: int) -> tuple[int, dict]:
+    """On a worker of the cluster: run one job in a process of its own, and return its exit code and its files."""
+    if about()[1] != spec["code"]:
+        return 1, {RESULT: _failed(f"{socket.gethostname()} has another version of kvlab's code by now").encode()}
+    if _begun_elsewhere(environment):
+        return 1, {LOG: b"its first worker was lost, and a run is logged into once"}
+    folder = Path(tempfile.mkdtemp(prefix="kvlab-job-"))
+    try:
+        source = folder / "source" / Path(spec["notebook"]).name
+        source.parent.mkdir()
+        source.write_bytes(notebook)
+        output = folder / Path(spec["output"]).name
+        local = {
+            **spec,
+            "notebook": str(source),
+            "output": str(output),
+            "result": str(folder / RESULT),
+            "cwd": str(folder),
+        }
+        job = Process(local, folder, {**threads(at_once), **os.environ, **environment, "KVLAB_ROOT": str(folder)})
+        begun, limit = time.monotonic(), spec.get("limit")
+        while (code := job.code()) is None:
+            time.sleep(0.2)
+            if _cancelled():
+                job.stop()
+            elif limit and time.monotonic() - begun > limit:
+                job.stop()
+                note_late(folder, limit)
+        names = [output, output.with_suffix(".html"), folder / RESULT, folder / LOG]
+        return code, {path.name: path.read_bytes() for path in names if path.exists()}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_late(folder: Path, limit: float) -> None:
+    """The note of a job that was stopped at its time limit, in its worker's place."""
+    (folder / RESULT).write_text(_failed(f"took longer than its limit of {duration(limit)}"), encoding="utf-8")
+
+
+def _failed(error: str) -> str:
+    """The note of a job that failed before, or without, a word of its worker's."""
+    return json.dumps({"ok": False, "error": error, "html": None})
+
+
+def _begun_elsewhere(environment: Mapping[str, str]) -> bool:
+    """Whether another worker began this very run: Dask hands a lost worker's tasks on by itself, but only the driver
+    may begin a job anew, under a run of its own."""
+    client, run = database.client(environment["MLFLOW_TRACKING_URI"]), environment["MLFLOW_RUN_ID"]
+    if "kvlab.worker" in client.get_run(run).data.tags:
+        return True
+    client.set_tag(run, "kvlab.worker", socket.gethostname())
+    return False
+
+
+def _cancelled() -> bool:
+    """Whether the driver has given the job up, or is gone: nobody would take what it leaves."""
+    from distributed import get_worker
+    from distributed.worker import thread_state
+
+    state = get_worker().state.tasks.get(thread_state.key)
+    return state is None or state.state in ("cancelled", "released", "forgotten")
+
+
+def connect(address: str, workers: int | None = None) -> Cluster:
+    """The cluster at a scheduler's address (tcp://HOST:8786), or one made on Slurm ("slurm").
+
+    Raises:
+        KvlabError: nobody answers, there are no workers, they run other code, or they cannot reach the store.
+    """
+    try:
+        from distributed import Client
+    except ImportError:
+        raise KvlabError("--cluster needs Dask: pip install 'kvlab[cluster]'") from None
+    if address == SLURM:
+        return _on_slurm(workers)
+    try:
+        client = Client(address, timeout=CONNECT_S, set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise KvlabError(
+            f"no Dask scheduler answers at {address} ({type(error).__name__}); start one with `dask "
+            "scheduler`, and workers with `dask worker ADDRESS --nthreads 1`"
+        ) from None
+    try:
+        _check(client, address)
+        return Cluster(client, workers=workers)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _on_slurm(workers: int | None) -> Cluster:
+    """Slurm jobs with one worker each; they join as Slurm starts them, the first of which is waited for."""
+    from distributed import Client
+
+    owned, jobs = _slurm(workers)
+    try:
+        client = Client(owned)
+        print("waiting for Slurm to start a worker (squeue tells how it stands; Ctrl-C gives up) ...", file=sys.stderr)
+        client.wait_for_workers(1)
+        _check(client, SLURM)
+        return Cluster(client, owned, jobs)
+    except BaseException:
+        owned.close()
+        raise
+
+
+def _check(client: Client, address: str) -> None:
+    found = client.run(about)
+    if not found:
+        raise KvlabError(
+            f"the scheduler at {address} has no workers; start some with `dask worker {address} --nthreads 1`"
+        )
+    away = {host for host, _ in found.values()} - {socket.gethostname()}
+    if away and database.database_path(database.store_uri()):
+        raise KvlabError(
+            f"the workers on {', '.join(sorted(away))} cannot share this machine's sqlite store; start "
+            "`mlflow server` and name it in MLFLOW_TRACKING_URI"
+        )
+    other = {host for host, code in found.values() if code != project.code_hash()}
+    if other:
+        raise KvlabError(
+            f"the workers on {', '.join(sorted(other))} have another version of kvlab's code; install the "
+            "same there and start them again"
+        )
+
+
+def about() -> tuple[str, str]:
+    """Host and code of a worker, which may have been edited since it began."""
+    project.code_hash.cache_clear()
+    return socket.gethostname(), project.code_hash()
+
+
+def _slurm(workers: int | None) -> tuple[Any, int]:
+    """A cluster of Slurm jobs, and how many there are: by the settings of `slurm.yaml` in the project, the keywords of
+    `dask_jobqueue.SLURMCluster` (queue, account, walltime, memory, ...) and `jobs`, how many to start.
+    """
+    try:
+        from dask_jobqueue import SLURMCluster
+    except ImportError:
+        raise KvlabError("--cluster slurm needs dask-jobqueue: pip install 'kvlab[cluster]'") from None
+    path = project.root() / "slurm.yaml"
+    if not path.exists():
+        raise KvlabError(
+            f"--cluster slurm reads {path}, which is not there; it holds what your cluster wants, such as "
+            "'queue: short', 'walltime: \"02:00:00\"', 'memory: 16GB', 'jobs: 4'"
+        )
+    if shutil.which("sbatch") is None:
+        raise KvlabError(
+            "--cluster slurm needs Slurm's sbatch, which this machine has not got: run kvlab on a login "
+            "node, or name a scheduler's address"
+        )
+    settings = yamls.load(path)[0] or {}
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise KvlabError(f"{path.name} must be a mapping of settings, such as 'queue: short'")
+    jobs = settings.pop("jobs", None) or workers or 1
+    if not isinstance(jobs, int) or jobs < 1:
+        raise KvlabError(f"{path.name}: jobs must be a whole number from 1 on, not {jobs!r}")
+    # The scheduler has to be reached from the nodes; its dashboard has not.
+    usual = {
+        "cores": 1,
+        "processes": 1,
+        "memory": "8GB",
+        "python": sys.executable,
+        "scheduler_options": {"dashboard": False},
+    }
+    try:
+        cluster = SLURMCluster(**{**usual, **settings})
+        cluster.scale(jobs=workers or jobs)
+    except (TypeError, ValueError) as error:
+        raise KvlabError(f"{path.name}: {error}") from None
+    return cluster, workers or jobs

@@ -1,0 +1,129 @@
+"""One job in a process of its own: execute a notebook, and leave a note of how it ended.
+
+Started by the driver as `python -m kvlab.workbench.jobs.worker SPEC.json`. Whatever happens, the executed notebook
+stays on disk; the note is missing only if this process died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+START_S = 300  # for a kernel to start: many at once on a slow disk take long
+
+
+def main(spec_path: str) -> int:
+    """Run the job that the spec describes; 0 if the notebook ran to its end."""
+    spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
+    _end_with(spec["parent"])
+    result = execute(spec)
+    note = Path(spec["result"])
+    note.with_suffix(".part").write_text(json.dumps(result), encoding="utf-8")
+    os.replace(note.with_suffix(".part"), note)
+    return 0 if result["ok"] else 1
+
+
+def execute(spec: dict[str, Any]) -> dict[str, Any]:
+    """Execute the notebook of `spec` and export it as HTML; returns {"ok", "error", "html", "died"}.
+
+    Trusts the exception, not the notebook's metadata, which says nothing of a dead kernel; that is told apart as
+    "died", since another try may go well.
+    """
+    warnings.filterwarnings("ignore")
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    import papermill
+    from nbclient.exceptions import DeadKernelError
+    from papermill.exceptions import PapermillExecutionError
+
+    error, died = None, False
+    try:
+        papermill.execute_notebook(
+            _literally(spec["notebook"]),
+            _literally(spec["output"]),
+            parameters=spec["parameters"],
+            cwd=spec["cwd"],
+            kernel_name="python3",
+            progress_bar=False,
+            request_save_on_cell_execute=True,
+            start_timeout=START_S,
+        )
+    except PapermillExecutionError as failure:
+        sentence = " ".join(str(failure.evalue).split())
+        error = f"{failure.ename} in cell {failure.cell_index + 1}: {sentence}"[:1000]
+    except Exception as failure:
+        sentence = (str(failure).strip().splitlines() or [""])[0]
+        error = f"{type(failure).__name__}: {sentence}"[:1000]
+        # A kernel that dies while it starts, or starts too slowly, is told by its words alone.
+        died = isinstance(failure, DeadKernelError) or (
+            type(failure) is RuntimeError and sentence.startswith(("Kernel died", "Kernel didn't respond"))
+        )
+    html = to_html(Path(spec["output"])) if Path(spec["output"]).exists() else None
+    return {"ok": error is None, "error": error, "html": str(html) if html else None, "died": died}
+
+
+def _literally(path: str) -> str:
+    """papermill formats paths with the parameters; braces in a folder's name must survive that."""
+    return path.replace("{", "{{").replace("}", "}}")
+
+
+def to_html(path: Path) -> Path | None:
+    """The notebook as one HTML file beside it, readable offline: pictures inside, no scripts from elsewhere.
+
+    None if the export fails, which must not fail a run whose numbers are good.
+    """
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter(embed_images=True)
+    for address in (
+        "require_js_url",
+        "mathjax_url",
+        "mermaid_js_url",
+        "mermaid_layout_elk_js_url",
+        "jquery_url",
+        "jupyter_widgets_base_url",
+        "widget_renderer_url",
+    ):
+        if exporter.has_trait(address):
+            setattr(exporter, address, "")
+    try:
+        content = nbformat.read(path, as_version=4)
+        # Without scripts a widget shows nothing; without its state its output's HTML or text is shown instead.
+        content.metadata.pop("widgets", None)
+        body, _ = exporter.from_notebook_node(content, {"metadata": {"name": path.stem}})
+        html = path.with_suffix(".html")
+        # An empty address would make the browser load the page as its own script.
+        html.write_text(re.sub(r'<script src=""\s*>\s*</script>', "", body), encoding="utf-8")
+    except Exception as error:
+        print(f"no HTML: {error}", file=sys.stderr)
+        return None
+    return html
+
+
+def _end_with(parent: int) -> None:
+    """Leave, and take along whatever was started, when the process that began this one is gone, even if it is gone by
+    now: without it nobody would say how this run ended."""
+    import psutil
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,199 @@
+"""The claims ledger as data: for every claim the newest finished run that measured it, the verdict, and the counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvlab import papers
+from kvlab.errors import KvlabError
+from kvlab.workbench import project
+from kvlab.workbench.store import database, earlier
+
+if TYPE_CHECKING:
+    import pandas
+    from mlflow.entities import Run
+
+    from kvlab.workbench.store.patience import Patient
+
+COLUMNS = [
+    "id",
+    "paper",
+    "where",
+    "claim",
+    "metric",
+    "paper_value",
+    "value",
+    "low",
+    "high",
+    "verdict",
+    "model",
+    "run_id",
+]
+UNTESTED = "cannot be tested here"
+STATES = (*papers.VERDICTS, UNTESTED)
+"""A finding's verdict, where what no experiment can measure is told from what merely was not run."""
+
+
+@dataclass
+class Entry:
+    """A claim, what our numbers say to it, and the run that they come from (None if there is none)."""
+
+    claim: papers.Claim
+    verdict: papers.Verdict
+    run: Run | None = None
+
+    @property
+    def state(self) -> str:
+        return UNTESTED if self.claim.untested else self.verdict.verdict
+
+    @property
+    def group(self) -> str:
+        """How it is counted: "findings" say something about a method, "checks" (controls, identities, examples) about
+        the instrument, and what is "recomputed" about the paper's own figures.
+        """
+        return {"finding": "findings", "recomputed": "recomputed"}.get(self.claim.kind, "checks")
+
+    @property
+    def model(self) -> str:
+        return self.run.data.tags.get("model", "") if self.run else ""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        claim, verdict = self.claim, self.verdict
+        return {
+            "id": claim.id,
+            "paper": claim.paper,
+            "where": claim.where,
+            "claim": claim.summary,
+            "metric": claim.metric,
+            "paper_value": claim.paper_value,
+            "value": verdict.value,
+            "low": verdict.low,
+            "high": verdict.high,
+            "verdict": verdict.verdict,
+            "model": self.model,
+            "run_id": self.run.info.run_id if self.run else "",
+        }
+
+
+@dataclass
+class Tally:
+    """How many claims stand where, by state, in each group."""
+
+    findings: Counter[str] = field(default_factory=Counter)
+    checks: Counter[str] = field(default_factory=Counter)
+    recomputed: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, found: Iterable[Entry]) -> Tally:
+        """Count these entries."""
+        counted = cls()
+        for entry in found:
+            getattr(counted, entry.group)[entry.state] += 1
+        return counted
+
+    def met(self, group: str) -> str:
+        """What holds of a group, of all that there is: "3 of 4"; empty where there is nothing."""
+        counted = getattr(self, group)
+        return f"{counted['holds']} of {counted.total()}" if counted else ""
+
+    @property
+    def checks_missed(self) -> int:
+        """The checks that do not hold: an instrument that is off, or a paper's accounting that is."""
+        return self.checks["fails"] + self.checks["holds in direction only"]
+
+
+def by_paper(found: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """The entries of each paper, by the label that people know it under."""
+    sorted_out: dict[str, list[Entry]] = {paper.label: [] for paper in papers.papers()}
+    labels = {paper.name: paper.label for paper in papers.papers()}
+    for entry in found:
+        sorted_out[labels[entry.claim.paper]].append(entry)
+    return sorted_out
+
+
+def entries(model: str | None = None, profile: str | None = None) -> list[Entry]:
+    """Every claim with its verdict. `model` (a name, with or without its hash) and `profile` narrow the runs.
+
+    A claim is judged on the newest finished run of its experiment that has all metrics it needs; failing that, on the
+    newest that has its own metric. Interactive runs do not count. Without a store nothing is measured: no error.
+    """
+    every = papers.claims()
+    runs: dict[str, list[Run]] = {}
+    if database.exists():
+        connection = database.client()
+        for name in {claim.experiment for claim in every if claim.experiment}:
+            runs[name] = _finished(connection, name, model, profile)
+    found = []
+    for claim in every:
+        candidates = [run for run in runs.get(claim.experiment or "", []) if claim.metric in run.data.metrics]
+        complete = [run for run in candidates if claim.metrics <= set(run.data.metrics)]
+        run = next(iter(complete or candidates), None)
+        found.append(Entry(claim, papers.judge(claim, run.data.metrics if run else {}), run))
+    return found
+
+
+def _finished(connection: Patient, experiment: str, model: str | None, profile: str | None) -> list[Run]:
+    """The finished jobs of an experiment, newest first."""
+    known = connection.get_experiment_by_name(experiment)
+    if known is None:
+        return []
+    found = earlier.finished(connection, known.experiment_id, **({"profile": _quotable(profile)} if profile else {}))
+    wanted = model.split("@")[0] if model else None
+    return [run for run in found if wanted is None or run.data.tags.get("model", "").split("@")[0] == wanted]
+
+
+def refuse(model: str | None, profile: str | None) -> NoReturn:
+    """Raise KvlabError that says why no run of that model and profile measured a claim."""
+    runs: list[Run] = []
+    if database.exists():
+        connection = database.client()
+        for name in {claim.experiment for claim in papers.claims() if claim.experiment}:
+            runs += _finished(connection, name, None, None)
+    if not runs:
+        project.checkout()
+        raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")
+    found = {
+        "model": {run.data.tags.get("model", "").split("@")[0] for run in runs},
+        "profile": {run.data.tags.get("kvlab.profile", "") for run in runs},
+    }
+    for what, wanted in (("profile", profile), ("model", model and model.split("@")[0])):
+        if wanted and wanted not in found[what]:
+            there = ", ".join(sorted(found[what] - {""})) or "none"
+            raise KvlabError(f"no run of the {what} {wanted!r} has finished; there are runs of: {there}")
+    raise KvlabError("none of these runs has measured a claim; run `kvlab reproduce` first")
+
+
+def _quotable(text: str) -> str:
+    if "'" in text:
+        raise KvlabError(f"{text!r} is no profile: a name has no quotes")
+    return text
+
+
+def ledger(model: str | None = None, profile: str | None = None) -> pandas.DataFrame:
+    """The ledger as a table with the columns `COLUMNS`; the numbers are floats, NaN where there is none."""
+    return frame(entries(model, profile))
+
+
+def frame(found: Iterable[Entry]) -> pandas.DataFrame:
+    """The same of entries that are at hand."""
+    import pandas
+
+    table = pandas.DataFrame([entry.row for entry in found], columns=COLUMNS)
+    numbers = ["paper_value", "value", "low", "high"]
+    return table.astype(dict.fromkeys(numbers, "float64"))
+
+
+def number(value: float | None) -> str:
+    """A number as a table wants it, with three decimals if it is small; a dash for none."""
+    if value is None:
+        return "–"
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
+        mantissa, exponent = f"{value:.2e}".split("e")
+        power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        return f"{mantissa}×10{power}".replace("-", "−")
+    text = "0" if value == 0 else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
+    return text.replace("-", "−")

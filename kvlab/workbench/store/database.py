@@ -1,0 +1,250 @@
+"""The MLflow store: where it is, made once and safely, and reached with one clear error if it cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import tempfile
+import urllib.error
+import urllib.request
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from kvlab.errors import KvlabError
+from kvlab.lib.files import first_line, why
+from kvlab.workbench import project
+from kvlab.workbench.jobs import experiments
+
+if TYPE_CHECKING:
+    from kvlab.workbench.store.patience import Patient
+
+SQLITE = "sqlite:///"
+KIND = "mlflow.experimentKind"
+EVALUATIONS = "What `kvlab eval` logged: scores of tasks under policies and budgets, each beside the full cache."
+PROXY_WITHOUT_SERVER = (502, 503, 504)
+
+
+def store_uri() -> str:
+    """MLFLOW_TRACKING_URI if set, else the sqlite database `mlruns/mlflow.db` of the project; sqlite paths absolute.
+
+    MLflow reads a relative sqlite path from the working directory, which differs between a notebook and a shell.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{project.root() / 'mlruns' / 'mlflow.db'}"
+    path = database_path(uri)
+    return f"{SQLITE}{path}" if path else uri
+
+
+def database_path(uri: str) -> Path | None:
+    """The file behind a sqlite URI, absolute; None for any other store."""
+    if not uri.startswith(SQLITE):
+        return None
+    return (project.root() / Path(uri.removeprefix(SQLITE)).expanduser()).resolve()
+
+
+def artifact_location(experiment: str, uri: str) -> str | None:
+    """Where the artifacts of an experiment go: beside a sqlite database; a server decides for itself (None)."""
+    path = database_path(uri)
+    return (path.parent / "artifacts" / experiment).as_uri() if path else None
+
+
+def quiet() -> None:
+    """Before mlflow is imported: no advertisement, no migration chatter."""
+    for name, value in {
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    }.items():
+        os.environ.setdefault(name, value)
+    for name in ("mlflow", "alembic", "alembic.runtime.migration"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # It logs hundreds of lines for what it raises, too.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", module=r"mlflow\..*")
+
+
+@functools.cache
+def _ready(uri: str) -> None:
+    path = database_path(uri)
+    if path:
+        _ready_database(path)
+    else:
+        _ready_server(uri)
+
+
+def silence(uri: str) -> str | None:
+    """Why a tracking server does not answer; None where it does, and for any store that is no server."""
+    if not uri.startswith(("http://", "https://")):
+        return None
+    try:
+        urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=10).close()
+    except urllib.error.HTTPError as error:
+        # Other codes are an answer, if not the hoped-for one: the server is there, and its own error will say more.
+        return str(error) if error.code in PROXY_WITHOUT_SERVER else None
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+    return None
+
+
+def _ready_server(uri: str) -> None:
+    if reason := silence(uri):
+        place = urlsplit(uri).netloc or uri
+        raise KvlabError(
+            f"the MLflow store at {place} cannot be reached ({reason}); start it, or unset "
+            "MLFLOW_TRACKING_URI to log into the project's mlruns folder"
+        )
+
+
+def _ready_database(path: Path) -> None:
+    """Create or upgrade the sqlite schema under a lock: a first use by several processes at once breaks it."""
+    from filelock import FileLock
+
+    quiet()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.parent / f".{path.name}.lock", timeout=300):
+            if not path.exists():
+                _create(path)
+            else:
+                _check(path)
+    except KvlabError:
+        raise
+    except TimeoutError:
+        raise KvlabError(f"the MLflow store {path} has been locked by another process for five minutes") from None
+    except OSError as error:
+        raise KvlabError(f"the MLflow store {path} cannot be reached: {why(error)}") from None
+    except Exception as error:
+        raise KvlabError(f"the MLflow store {path} cannot be used: {first_line(error)}") from None
+
+
+def _create(path: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        _upgrade(temporary, fresh=True)
+        os.replace(temporary, path)
+    finally:
+        for left in (temporary, Path(f"{name}-journal"), Path(f"{name}-wal"), Path(f"{name}-shm")):
+            left.unlink(missing_ok=True)
+
+
+def _check(path: Path) -> None:
+    import sqlite3
+    from contextlib import closing
+
+    if not os.access(path, os.W_OK):
+        raise KvlabError(f"the MLflow store {path} cannot be written to: check its permissions")
+    with closing(sqlite3.connect(path, timeout=30)) as connection:
+        tables = {row[0] for row in connection.execute("select name from sqlite_master where type = 'table'")}
+        found = (
+            connection.execute("select version_num from alembic_version").fetchone()
+            if ("alembic_version" in tables)
+            else None
+        )
+    if tables and not found:
+        raise KvlabError(f"{path} is a database, but not MLflow's; name another in MLFLOW_TRACKING_URI")
+    from mlflow.store.db.utils import _get_latest_schema_revision
+
+    if not found or found[0] != _get_latest_schema_revision():
+        _upgrade(path, fresh=not found)
+
+
+def _upgrade(path: Path, fresh: bool) -> None:
+    import sqlalchemy
+    from mlflow.store.db import utils
+
+    engine = sqlalchemy.create_engine(f"{SQLITE}{path}")
+    try:
+        (utils._initialize_tables if fresh else utils._upgrade_db)(engine)
+    finally:
+        engine.dispose()
+
+
+def ensure_store() -> str:
+    """Make the store ready for many processes (idempotent), and return its URI.
+
+    Raises KvlabError, in one sentence, where it cannot be reached, written to, or is something else.
+    """
+    quiet()
+    uri = store_uri()
+    _ready(uri)
+    return uri
+
+
+def client(uri: str | None = None) -> Patient:
+    """A client of the store, which is made ready first; of the store at `uri`, if that is known to be ready.
+
+    Raises KvlabError where it cannot be reached.
+    """
+    quiet()
+    uri = uri or ensure_store()
+    from mlflow.tracking import MlflowClient
+
+    from kvlab.workbench.store.patience import Patient
+
+    return Patient(MlflowClient(tracking_uri=uri))
+
+
+def write_through(connection: Patient, run_id: str) -> None:
+    """Bring a run's artifacts from the system's memory to the disk, where they lie on this machine: the database does
+    so itself, and a power cut must not leave a finished run without its files."""
+    place = urlsplit(connection.get_run(run_id).info.artifact_uri)
+    if place.scheme not in ("", "file"):
+        return
+    folder = Path(url2pathname(place.path))
+    # Files need their folders' entries, up to the experiment's.
+    for path in (*folder.rglob("*"), folder, *folder.parents[:2]):
+        # Not every system opens or syncs folders.
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
+def exists() -> bool:
+    """Whether there is a store to read from, without making one."""
+    path = database_path(store_uri())
+    return path is None or path.exists()
+
+
+def experiment_id(connection: Patient, name: str) -> str:
+    """The id of the MLflow experiment `name`, created with an artifact folder of its own if it is not there.
+
+    Without its kind MLflow's UI would show it as an application of a language model, with no table of runs.
+    """
+    from mlflow.exceptions import MlflowException
+
+    tags = {KIND: "custom_model_development", **_description(name)}
+    found = connection.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return connection.create_experiment(name, artifact_location(name, connection.tracking_uri), tags)
+        except MlflowException:
+            found = connection.get_experiment_by_name(name)  # made by another process in between
+            if found is None:
+                raise
+    if found.lifecycle_stage != "active":
+        raise KvlabError(
+            f"the MLflow experiment {name!r} was deleted: bring it back with `mlflow experiments restore "
+            f"--experiment-id {found.experiment_id}`"
+        )
+    for tag, value in tags.items():
+        if tag not in found.tags:  # a text that was changed in the UI stays
+            connection.set_experiment_tag(found.experiment_id, tag, value)
+    return found.experiment_id
+
+
+def _description(name: str) -> dict[str, str]:
+    """The tag with an experiment's description, as its YAML has it, if there is one."""
+    with contextlib.suppress(KvlabError):
+        if name in experiments.names():
+            return {"mlflow.note.content": experiments.load(name).summary}
+    return {"mlflow.note.content": EVALUATIONS} if name == "eval" else {}

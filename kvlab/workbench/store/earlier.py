@@ -1,0 +1,125 @@
+"""What earlier sweeps left: finished runs, which need no repetition, and the leavings of processes that died."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from filelock import FileLock, Timeout
+
+from kvlab.workbench import project
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+    from kvlab.workbench.store.patience import Patient
+
+EDITED = "edited while it ran"  # in place of the key of a job whose numbers may be of two versions of the code
+FINISHED_JOB = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
+PAGE = 1000
+
+
+def finished(connection: Patient, experiment: str, page_size: int = PAGE, **tags: str) -> Iterator[Run]:
+    """The finished jobs of an experiment (its id) with these tags of kvlab, newest first."""
+    query = FINISHED_JOB + "".join(f" and tags.`kvlab.{name}` = '{value}'" for name, value in tags.items())
+    token = None
+    while True:
+        page = connection.search_runs(
+            [experiment], query, max_results=page_size, page_token=token, order_by=["attributes.end_time DESC"]
+        )
+        yield from (run for run in page if run.data.tags.get("kvlab.key") != EDITED)
+        token = page.token
+        if not token:
+            return
+
+
+def newest(connection: Patient, experiment: str, **tags: str) -> Run | None:
+    """The last finished job of an experiment (its id) with these tags of kvlab."""
+    return next(finished(connection, experiment, page_size=1, **tags), None)
+
+
+# ---------------------------------------------------------------- claims
+
+
+def work() -> Path:
+    """Where jobs that are under way lie."""
+    return project.root() / "mlruns" / "work"
+
+
+def claim(experiment: str, key: str) -> FileLock | None:
+    """Take a job for this process, until `release` or its end; None while another one is at it."""
+    work().mkdir(parents=True, exist_ok=True)
+    return _held(work() / f".{experiment}-{key}.lock")
+
+
+def _held(path: Path) -> FileLock | None:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return None
+    return lock
+
+
+def release(lock: FileLock) -> None:
+    """Give a claim back. Its file goes first: who opens it anew finds another, and filelock sees to the rest."""
+    with contextlib.suppress(OSError):
+        Path(lock.lock_file).unlink()
+    lock.release()
+
+
+# ---------------------------------------------------------------- leavings
+
+
+def tidy(connection: Patient, experiments: Mapping[str, str]) -> None:
+    """Mark the runs that a dead process on this host left RUNNING as KILLED, and clear what it left on the disk.
+
+    experiments: name -> id of those to look at.
+    """
+    for experiment in experiments.values():
+        for left in connection.search_runs([experiment], "attributes.status = 'RUNNING'", max_results=PAGE):
+            if _is_left(left):
+                connection.set_terminated(left.info.run_id, "KILLED")
+    for path in list(work().iterdir()) if work().is_dir() else ():
+        if path.suffix == ".lock":
+            if lock := _held(path):
+                release(lock)
+        elif _has_ended(connection, path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left(run: Run) -> bool:
+    tags = run.data.tags
+    ours = tags.get("kvlab.kind") in ("job", "sweep") and tags.get("kvlab.host") == socket.gethostname()
+    pid = int(tags.get("kvlab.pid", 0))
+    # A process sweeps once at a time, so what it left running itself is left over, too.
+    if not ours or (pid != os.getpid() and _lives(pid, float(tags.get("kvlab.pid_started", 0)))):
+        return False
+    # A clock that was set makes a living process look like another one; its claim tells.
+    if not tags.get("kvlab.key") or not tags.get("kvlab.experiment"):
+        return True
+    if lock := claim(tags["kvlab.experiment"], tags["kvlab.key"]):
+        release(lock)
+    return lock is not None
+
+
+def _has_ended(connection: Patient, run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return connection.get_run(run_id).info.status != "RUNNING"
+    except MlflowException:
+        return False  # a run of another store
+
+
+def _lives(pid: int, started: float) -> bool:
+    try:
+        return abs(psutil.Process(pid).create_time() - started) < 2
+    except psutil.Error:
+        return False

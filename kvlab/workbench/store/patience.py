@@ -1,0 +1,134 @@
+"""A store that is away for a while: what shall be logged waits in memory, and is sent when the store is back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import KvlabError
+from kvlab.workbench.jobs.progress import duration
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+PATIENCE = 600.0  # seconds
+PAUSE = 2.0  # seconds between looks whether it is back
+SLICE = 0.05  # seconds in which a flag that is set is noticed
+
+
+class Flag:
+    """A threading.Event that a signal's handler may set while it is waited for: an Event's lock would hang there."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, seconds: float) -> bool:
+        """Until it is set, or the seconds are over; whether it is set."""
+        deadline = time.monotonic() + seconds
+        while not self._set and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, SLICE))
+        return self._set
+
+
+class Patient:
+    """An MlflowClient whose calls outlast an absence of the store of up to KVLAB_PATIENCE seconds (600 by default).
+
+    All that kvlab logs may be sent twice without harm (metrics with their time, tags, files), but for a run that was
+    created while its answer was lost: it stays empty, and the next sweep marks it KILLED. Once patience has run out,
+    nothing waits any more until a call has succeeded, so that a command ends soon; its calls raise KvlabError.
+    """
+
+    def __init__(self, client: MlflowClient) -> None:
+        self._client = client
+        self._lost = False
+        self.give_up = Flag()  # set by whoever must not wait any longer
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        return self._patiently(found) if callable(found) else found
+
+    def _patiently(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        from mlflow.exceptions import MlflowException
+        from requests import RequestException
+
+        @functools.wraps(call)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            deadline = None
+            while True:
+                try:
+                    answer = call(*args, **kwargs)
+                    break
+                except (MlflowException, RequestException) as error:
+                    if not self._away(error):
+                        raise
+                    if not self._lost:
+                        deadline = deadline or self._begin_to_wait()
+                        self._lost = not self._wait(deadline)
+                    if self._lost:
+                        place = self._client.tracking_uri
+                        raise KvlabError(f"the MLflow store at {place} cannot be reached") from error
+            if deadline:
+                _tell("the MLflow store is back")
+            self._lost = False
+            return answer
+
+        return wrapped
+
+    def _away(self, error: Exception) -> bool:
+        """Whether a call failed since the store was away or busy, and not since it refused."""
+        from requests import ConnectionError, Timeout
+
+        causes = (error, error.__cause__, error.__context__)
+        cut_off = any(isinstance(one, (ConnectionError, Timeout)) for one in causes)
+        return cut_off or "database is locked" in str(error) or not self._answers()
+
+    def _answers(self) -> bool:
+        from kvlab.workbench.store import database
+
+        return database.silence(self._client.tracking_uri) is None
+
+    @staticmethod
+    def _begin_to_wait() -> float:
+        seconds = patience()
+        if seconds:
+            _tell(f"the MLflow store is away; what shall be logged waits for it, at most {duration(seconds)}")
+        return time.monotonic() + seconds
+
+    def _wait(self, deadline: float) -> bool:
+        """Until the store answers; False where patience runs out before."""
+        while time.monotonic() < deadline and not self.give_up.wait(PAUSE):
+            if self._answers():
+                return True
+        return False
+
+
+def _tell(text: str) -> None:
+    # Whoever listened may be gone, which must not fail what waits.
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr)
+
+
+def patience() -> float:
+    """Seconds for which a store may be away (KVLAB_PATIENCE).
+
+    Raises KvlabError where that is not a number from 0 on.
+    """
+    named = os.environ.get("KVLAB_PATIENCE", "").strip()
+    try:
+        seconds = float(named or PATIENCE)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise KvlabError(f"KVLAB_PATIENCE must be a number of seconds from 0 on, not {named!r}")
+    return seconds

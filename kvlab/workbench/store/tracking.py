@@ -1,0 +1,328 @@
+"""Logging from a notebook: metrics with intervals, tables, figures and verdicts, into one MLflow run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import KvlabError
+from kvlab.lib.files import first_line, why
+from kvlab.workbench import project
+from kvlab.workbench.jobs import experiments
+from kvlab.workbench.jobs.given import typed
+from kvlab.workbench.jobs.notebooks import parameters_of
+from kvlab.workbench.store.database import client, ensure_store, experiment_id, store_uri
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+    from pandas.io.formats.style import Styler
+
+    from kvlab.instruments.probes import Records
+    from kvlab.workbench.store.patience import Patient
+
+__all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri", "typed"]
+
+BATCH = 1000  # what MLflow's log_batch takes at once
+ERROR = "kvlab.error"
+LONGEST = 5000  # longer parameters are cut by MLflow without a word
+SHOWN = 1000  # rows; the page of a run fetches them all
+LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
+NAME = re.compile(r"[\w\-. /]{1,240}")
+COLOURS = {"holds": "#d5efe0", "holds in direction only": "#fdf0c8", "fails": "#f8d9d3", "not measured": "#e8eaee"}
+
+
+def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn what MLflow and the disk raise into one sentence."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        from mlflow.exceptions import MlflowException
+        from requests import RequestException
+
+        try:
+            return method(*args, **kwargs)
+        except (MlflowException, RequestException) as error:  # the latter are OSErrors, too
+            raise KvlabError(f"the MLflow store failed: {first_line(error)}") from error
+        except OSError as error:
+            raise KvlabError(f"cannot write an artifact: {why(error)}") from error
+
+    return wrapped
+
+
+class Run:
+    """One MLflow run. `attached`: it belongs to a driver, which sets the final status itself.
+
+    Also a context manager: the run ends FINISHED, or FAILED if the block raises.
+    """
+
+    def __init__(self, connection: Patient, run_id: str, experiment: str, attached: bool = False) -> None:
+        self.client, self.id, self.experiment, self.attached = connection, run_id, experiment, attached
+        self.metrics: dict[str, float] = {}
+        self.intervals: dict[str, tuple[float, float]] = {}
+        self._error = ""
+        self._unwatch: Callable[[], object] = lambda: None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish("FAILED" if kind else "FINISHED")
+
+    def __repr__(self) -> str:
+        return f"Run({self.experiment!r}, {self.id})"
+
+    @_one_sentence
+    def log(self, metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]] | None = None) -> None:
+        """Log metrics in batches; an interval of a metric becomes NAME/low and NAME/high.
+
+        Raises KvlabError, before anything is logged, for a number that is not finite, an interval without its metric or
+        with ends the wrong way round, and a name that MLflow cannot store.
+        """
+        intervals = dict(intervals or {})
+        numbers: dict[str, float] = {}
+        for name, value in metrics.items():
+            if not NAME.fullmatch(name):
+                raise KvlabError(f"{name!r} is no metric name: use letters, digits, '_', '-', '.', '/' and spaces")
+            numbers[name] = _finite(name, value)
+        for name, (low, high) in intervals.items():
+            if name not in numbers and name not in self.metrics:
+                raise KvlabError(f"there is an interval for {name!r}, but no metric of that name")
+            numbers[f"{name}/low"], numbers[f"{name}/high"] = _finite(f"{name}/low", low), _finite(f"{name}/high", high)
+            if numbers[f"{name}/low"] > numbers[f"{name}/high"]:
+                raise KvlabError(f"the interval of {name!r} has its ends the wrong way round: ({low}, {high})")
+        self._log_batch(numbers)
+        self.metrics.update(numbers)
+        self.intervals.update({name: (numbers[f"{name}/low"], numbers[f"{name}/high"]) for name in intervals})
+
+    def _log_batch(self, numbers: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        entries = [Metric(name, value, now, 0) for name, value in numbers.items()]
+        for first in range(0, len(entries), BATCH):
+            self.client.log_batch(self.id, metrics=entries[first : first + BATCH])
+
+    @_one_sentence
+    def table(self, name: str, frame: pandas.DataFrame) -> None:
+        """Keep a tidy table as tables/NAME.parquet, and for MLflow's UI as NAME.json; of a table with more than SHOWN
+        rows the first ones, as NAME_first_1000_rows.json.
+
+        Not by MLflow's log_table, which appends to what a cell that ran before has logged.
+        """
+        cut = f"_first_{SHOWN}_rows" if len(frame) > SHOWN else ""
+        shown = f"tables/{file_name(name)}{cut}.json"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"{file_name(name)}.parquet"
+            frame.to_parquet(path, index=False)
+            self.client.log_artifact(self.id, str(path), "tables")
+        rows = frame.head(SHOWN).to_json(orient="split", index=False, default_handler=str)
+        self.client.log_text(self.id, rows, shown)
+        listed = json.loads(self.client.get_run(self.id).data.tags.get(LISTED, "[]"))
+        entry = {"path": shown, "type": "table"}
+        self.client.set_tag(self.id, LISTED, json.dumps([*(one for one in listed if one != entry), entry]))
+
+    def probes(self, name: str, records: Records) -> None:
+        """Keep what probes saw in a live session or a replay (its `records`): the tidy table as tables/NAME.parquet,
+        and the mean of every measure as a metric NAME/measure.
+        """
+        self.table(name, records.table)
+        self.log({f"{name}/{measure}": value for measure, value in records.means.items()})
+
+    @_one_sentence
+    def figure(self, name: str, figure: Figure) -> None:
+        """Keep a matplotlib figure as figures/NAME.png and .svg."""
+        with tempfile.TemporaryDirectory() as folder:
+            for suffix in ("png", "svg"):
+                figure.savefig(
+                    Path(folder) / f"{file_name(name)}.{suffix}", dpi=144, bbox_inches="tight", facecolor="white"
+                )
+            self.client.log_artifacts(self.id, folder, "figures")
+
+    @_one_sentence
+    def json(self, name: str, value: object) -> None:
+        """Keep plain data as NAME.json."""
+        self.client.log_text(self.id, json.dumps(value, indent=1, ensure_ascii=False), f"{file_name(name)}.json")
+
+    @_one_sentence
+    def tag(self, key: str, value: object) -> None:
+        """Set a tag, such as the signature of what was measured."""
+        self.client.set_tag(self.id, key, str(value)[:LONGEST])
+
+    def claims(self, experiment_or_paper: str | None = None) -> Styler:
+        """Judge the claims of an experiment (this run's, if none is named) or a paper on this run's metrics.
+
+        The verdicts are kept as claims.json and returned as a table to display.
+        """
+        import pandas
+
+        from kvlab import papers
+
+        named = experiment_or_paper or self.experiment
+        is_paper = named in [paper.name for paper in papers.papers()]
+        chosen = papers.claims(paper=named) if is_paper else papers.claims(experiment=named)
+        verdicts = [papers.judge(claim, self.metrics, self.intervals) for claim in chosen]
+        rows = [
+            {
+                "where": f"{claim.paper}, {claim.where}",
+                "claim": claim.summary,
+                "paper": claim.paper_value,
+                "here": verdict.value,
+                "low": verdict.low,
+                "high": verdict.high,
+                "verdict": verdict.verdict,
+            }
+            for claim, verdict in zip(chosen, verdicts, strict=True)
+        ]
+        self.json(
+            "claims",
+            [
+                {"id": claim.id, "metric": claim.metric, "paper_value": claim.paper_value, **verdict.model_dump()}
+                for claim, verdict in zip(chosen, verdicts, strict=True)
+            ],
+        )
+        frame = pandas.DataFrame(rows, columns=["where", "claim", "paper", "here", "low", "high", "verdict"])
+        numbers = dict.fromkeys(("paper", "here", "low", "high"), "{:.3g}")
+        styler = frame.style.format(numbers, na_rep="–").hide(axis="index").set_uuid(f"claims-{file_name(named)}")
+        return styler.map(
+            lambda verdict: f"background-color: {COLOURS[verdict]}; color: #1c2430", subset=["verdict"]
+        ).set_properties(**{"text-align": "left", "vertical-align": "top"})
+
+    @_one_sentence
+    def finish(self, status: str = "FINISHED") -> None:
+        """End the run. A run that a driver owns is left to it: only the driver knows how the notebook ended."""
+        if not self.attached:
+            if self._error and status == "FINISHED":  # mended by hand, in a notebook that went on
+                self.client.delete_tag(self.id, ERROR)
+            self.client.set_terminated(self.id, status)
+        self._unwatch()
+
+    @_one_sentence
+    def _stopped_by(self, error: BaseException) -> None:
+        self._error = f"{type(error).__name__}: {first_line(error)}"
+        self.tag(ERROR, self._error)
+        self.client.set_terminated(self.id, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+
+    def watch(self) -> None:
+        """Until it is finished, a notebook's cell that fails makes this run FAILED (one that is interrupted, KILLED):
+        plain papermill ends the kernel there, and nobody else would say so. Outside IPython nothing is watched."""
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if shell is None:
+            return
+
+        def ended(result: Any) -> None:
+            if error := result.error_before_exec or result.error_in_exec:
+                # The cell tells what failed; a store that is away must not hide it.
+                with contextlib.suppress(KvlabError):
+                    self._stopped_by(error)
+
+        shell.events.register("post_run_cell", ended)
+        self._unwatch = lambda: (
+            ended in shell.events.callbacks["post_run_cell"] and shell.events.unregister("post_run_cell", ended)
+        )
+
+
+def start(experiment: str, parameters: Mapping[str, Any], **tags: object) -> Run:
+    """The run to log into: the driver's, if one set MLFLOW_RUN_ID, else a new one marked as interactive.
+
+    parameters: the notebook's; tags: whatever else identifies the numbers (signature, model, document, ...).
+    Interactive runs are kept, but never enter the ledger. Raises KvlabError where the store cannot be reached.
+    """
+    if run_id := os.environ.get("MLFLOW_RUN_ID"):
+        run = Run(client(store_uri()), run_id, experiment, attached=True)
+        for key, value in tags.items():
+            run.tag(key, value)
+        return run
+    run = create_run(
+        client(), experiment, parameters, {"kvlab.kind": "interactive", **tags}, name=_name(experiment, parameters)
+    )
+    run.watch()
+    return run
+
+
+def _name(experiment: str, parameters: Mapping[str, Any]) -> str:
+    """Of a run that no driver began: what is not as the notebook has it, where the project knows that."""
+    told = ""
+    with contextlib.suppress(KvlabError):
+        usual = parameters_of(experiments.load(experiment).path)
+        told = experiments.run_name({name: value for name, value in parameters.items() if usual.get(name) != value})
+    return f"interactive {told}".strip()
+
+
+@_one_sentence
+def create_run(
+    connection: Patient, experiment: str, parameters: Mapping[str, Any], tags: Mapping[str, object], name: str
+) -> Run:
+    """Open a run with its parameters and the tags that every run of kvlab carries."""
+    from mlflow.entities import Param, RunTag
+
+    every = {**origin(), "kvlab.experiment": experiment, **_identity(parameters), **tags}
+    created = connection.create_run(
+        experiment_id(connection, experiment),
+        run_name=name,
+        tags={key: str(value)[:LONGEST] for key, value in every.items()},
+    )
+    run = Run(connection, created.info.run_id, experiment)
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in parameters.items()}
+    connection.log_batch(
+        run.id,
+        params=[Param(key, text[:LONGEST]) for key, text in texts.items()],
+        tags=[RunTag("mlflow.source.name", "kvlab"), RunTag("mlflow.source.type", "NOTEBOOK")],
+    )
+    if any(len(text) > LONGEST for text in texts.values()):
+        run.json("parameters", dict(parameters))
+    return run
+
+
+def origin() -> dict[str, str]:
+    """Who and what makes the numbers: version, code, commit, and the process that would have to be alive."""
+    import psutil
+
+    tags = {
+        "kvlab.version": project.version(),
+        "kvlab.code": project.code_hash()[:16],
+        "kvlab.host": socket.gethostname(),
+        "kvlab.pid": str(os.getpid()),
+        "kvlab.pid_started": f"{psutil.Process().create_time():.2f}",
+    }
+    if commit := project.commit():
+        tags["mlflow.source.git.commit"] = tags["kvlab.commit"] = commit
+    return tags
+
+
+def _identity(parameters: Mapping[str, Any]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for key in ("model", "document", "documents", "seed"):
+        if key in parameters:
+            value = parameters[key]
+            several = isinstance(value, (list, tuple))
+            named[key.removesuffix("s") if key == "documents" else key] = (
+                ", ".join(map(str, value)) if several else str(value)
+            )
+    return named
+
+
+def _finite(name: str, value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise KvlabError(f"metric {name!r} must be one number, not {type(value).__name__}") from None
+    if not math.isfinite(number):
+        raise KvlabError(f"metric {name!r} is {number}: a number that is not finite is a fault upstream, not a result")
+    return number
+
+
+def file_name(name: str) -> str:
+    """The file, less its suffix, under which a table or figure of that name is kept."""
+    return re.sub(r"[^\w.\-]+", "_", name).strip("_.") or "unnamed"

@@ -1,0 +1,160 @@
+"""The papers' analyses on the real model and a short text: names, identities, and what their numbers are made of."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from support.texts import FERRY
+
+import kvlab
+from kvlab import papers
+from kvlab.analyses.dapq import position
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.morphkv import windows
+from kvlab.analyses.texts import to_summarise
+from kvlab.analyses.zsmerge import merging
+from kvlab.inputs import corpus
+from kvlab.lib.bootstrap import interval, summarise
+from kvlab.methods.zsmerge import ZSMerge
+
+RATIOS = (0.05, 0.20)
+
+
+# --- spread ---
+
+
+def test_intervals_cover_the_mean_about_as_often_as_they_say():
+    random = np.random.default_rng(5)
+    covered = sum(low <= 3.0 <= high for low, high in (interval(random.normal(3.0, 2.0, 40)) for _ in range(60)))
+    assert 50 <= covered <= 60
+    narrow, wide = (np.diff(interval(random.normal(3.0, 2.0, n))) for n in (400, 25))
+    assert 2 < wide / narrow < 8, "an interval shrinks with the root of the number of repetitions"
+
+
+def test_intervals_are_the_same_each_time_and_degenerate_with_dignity():
+    values = np.random.default_rng(6).random(12)
+    assert interval(values) == interval(list(values)) != interval(values, seed=1)
+    low, high = interval(values)
+    assert low < values.mean() < high and summarise(values) == (values.mean(), (low, high))
+    assert interval(values, confidence=0.5)[0] > low
+    assert interval([0.4]) == (0.4, 0.4) and interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+    assert np.isnan(interval([])).all()
+
+
+def test_findings_join_their_metrics():
+    one, two = Findings(pandas.DataFrame({"a": [1]})), Findings(pandas.DataFrame({"b": [1]}))
+    one.add("x", [1.0, 2.0, 6.0])
+    two.add("y", iter([4.0]))
+    both = one | two
+    assert both.metrics == {"x": 3.0, "y": 4.0} and list(both.table) == ["a"]
+    assert 1.0 <= both.intervals["x"][0] < 3.0 < both.intervals["x"][1] <= 6.0 and both.intervals["y"] == (4.0, 4.0)
+
+
+# --- prompts ---
+
+
+def test_a_prompt_to_summarise_is_as_long_as_it_may_be(lm):
+    document = corpus.Document("ferry", FERRY * 2)
+    for tokens in (200, 300):
+        made = to_summarise(lm, document, tokens)
+        assert made.text.endswith("Summarize the text above in one paragraph.")
+        assert tokens - 12 <= lm.encode(made.text).shape[-1] <= tokens
+
+
+# --- ZSMerge ---
+
+
+@pytest.fixture(scope="module")
+def figure_4(traces):
+    return merging.figure_4(traces, RATIOS)
+
+
+def test_figure_4_is_made_of_replays(traces, figure_4):
+    policies = {"evict": dict(residual=0), "merge": {}, "merge_alpha0": dict(alpha=0.0)}
+    for ratio in RATIOS:
+        errors = {
+            name: [
+                kvlab.replay(t, kvlab.policy("zsmerge", budget=ratio, **more)).summary["output_error"] for t in traces
+            ]
+            for name, more in policies.items()
+        }
+        for name, values in errors.items():
+            assert figure_4.metrics[f"error/{name}/{ratio:.2f}"] == pytest.approx(np.mean(values), rel=1e-5)
+            low_high = figure_4.intervals[f"error/{name}/{ratio:.2f}"]
+            assert low_high == pytest.approx((min(values), max(values)), rel=1e-5)
+        for name, of in (("reduction", "merge"), ("reduction_alpha0", "merge_alpha0")):
+            expected = np.mean([1 - m / e for m, e in zip(errors[of], errors["evict"], strict=True)])
+            assert figure_4.metrics[f"{name}/{ratio:.2f}"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_figure_4s_squared_errors_are_squared_before_they_are_averaged(traces, figure_4):
+    ratio = RATIOS[-1]
+    merged, evicted = (
+        [
+            float((kvlab.replay(t, kvlab.policy("zsmerge", budget=ratio, **more)).output_error ** 2).mean())
+            for t in traces
+        ]
+        for more in ({}, {"residual": 0})
+    )
+    expected = np.mean([1 - m / e for m, e in zip(merged, evicted, strict=True)])
+    assert figure_4.metrics[f"reduction_squared/{ratio:.2f}"] == pytest.approx(expected, abs=1e-5)
+    assert figure_4.metrics[f"reduction/{ratio:.2f}"] != pytest.approx(expected, abs=1e-4)
+
+
+def test_figure_4s_reductions_follow_from_its_table(figure_4):
+    assert set(figure_4.table["variant"]) == {"evict", "merge", "merge_alpha0"}
+    assert len(figure_4.table) == 2 * len(RATIOS) * 3 * 30
+    rows = figure_4.table.groupby(["ratio", "document", "variant"])["error"].mean().unstack()
+    for ratio, errors in rows.groupby("ratio"):
+        reduction = (1 - errors["merge"] / errors["evict"]).mean()
+        assert figure_4.metrics[f"reduction/{ratio:.2f}"] == pytest.approx(reduction, abs=1e-9)
+    assert (rows["evict"].unstack("ratio")[0.20] < rows["evict"].unstack("ratio")[0.05]).all()
+
+
+def test_figure_4_names_what_the_claims_ask_for(figure_4):
+    ratios = {f"{r:.2f}" for r in merging.RATIOS}
+    kinds = {name.rpartition("/")[0] for name in figure_4.metrics}
+    for claim in papers.claims(experiment="zsmerge_error_curves"):
+        kind, _, ratio = claim.metric.rpartition("/")
+        assert kind == "theorem1" or (kind in kinds and ratio in ratios), claim.id
+
+
+def test_theorem_1_holds(traces):
+    found = merging.theorem_1(traces)
+    assert found.metrics["theorem1/violations"] == 0
+    assert -1e-12 <= found.metrics["theorem1/smallest_margin"] == found.table["smallest_margin"].min() < 1
+    assert len(found.table) == 2 * 30 * 9
+    budget, first = kvlab.policy("zsmerge", budget=0.2), found.table.iloc[0]
+    kept = budget.entries(traces[0].prompt_length)
+    slots = budget._parts(kept)[2]
+    assert first["entries"] == kept + 1 - slots, "all entries but the residual slots, and the step's own"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda bias: 2 * bias,  # a merged entry counts for more than what it stands for
+        lambda bias: bias + (bias > 0) * 8,
+    ],
+)
+def test_theorem_1_catches_a_wrong_compensation(trace, monkeypatch, broken):
+    true = ZSMerge.bias
+    monkeypatch.setattr(ZSMerge, "bias", lambda self, store: broken(true(self, store)))
+    found = merging.theorem_1([trace])
+    assert found.metrics["theorem1/violations"] > 0 and found.metrics["theorem1/smallest_margin"] < -1e-6
+
+
+# --- all of them ---
+
+
+def test_analyses_leave_the_traces_as_they_are(lm, traces):
+    before = [copy.deepcopy(t._tensors()) for t in traces]
+    position.table_1(lm, traces, 4)
+    merging.figure_4(traces, [0.1])
+    windows.window_ablation(traces, windows=(4,), capacities=(32,))
+    for trace, tensors in zip(traces, before, strict=True):
+        assert all(torch.equal(t, tensors[name]) for name, t in trace._tensors().items())

@@ -1,0 +1,359 @@
+"""Speed and memory beside the full cache: ratios from clocks that are made up, bytes counted another way, and what is
+printed against arithmetic by hand. How fast anything is, is not a matter for tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pandas
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvlab
+from kvlab import papers
+from kvlab.analyses.speed import footprint, timings
+from kvlab.errors import KvlabError
+from kvlab.live import gather
+
+BUDGET = 24
+NAMES = ("h2o", "zsmerge", "rocketkv", "streamingllm")
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    return timings.contenders(NAMES, BUDGET)
+
+
+@pytest.fixture(scope="module")
+def decoded(tiny, chosen):
+    return timings.decoding(tiny(), chosen, [96, 48], [1, 3], steps=4, repeats=3, batched=["zsmerge"])
+
+
+# --- what is measured ---
+
+
+def test_every_setting_has_every_contender_in_every_round(decoded):
+    cells = decoded.groupby(["length", "batch"])["policy"].apply(set).to_dict()
+    assert cells == {(48, 1): {"full", *NAMES}, (96, 1): {"full", *NAMES}, (48, 3): {"full", "zsmerge"}}
+    rounds = decoded.groupby(["length", "batch", "policy"])["round"].apply(sorted)
+    assert all(found == [0, 1, 2] for found in rounds)
+    assert (decoded[["seconds_per_step", "first_step"]] > 0).all(axis=None)
+
+
+def test_rounds_alternate_their_order(chosen):
+    rounds = timings._rounds(chosen, 2)
+    assert [name for turn, name in rounds if turn == 0] == list(chosen)
+    assert [name for turn, name in rounds if turn == 1] == list(chosen)[::-1]
+
+
+def test_bytes_are_those_of_a_run_of_its_own(tiny, chosen, decoded):
+    lm = tiny()
+    ids = torch.randint(256, (1, 96), generator=torch.Generator().manual_seed(0))
+    for name, one in chosen.items():
+        found = decoded.query("length == 96 and batch == 1 and policy == @name")
+        if one is None:
+            assert found["kv_bytes"].eq((96 + 5) * 2 * 2 * 2 * 16 * 4).all()  # entries, layers, KV heads, K and V
+            continue
+        with kvlab.compress(lm.model, one, max_new_tokens=5) as session:
+            lm.model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        for measure in ("kv_bytes", "aux_bytes", "read_bytes"):
+            assert found[measure].eq(getattr(session, measure)).all(), (name, measure)
+    h2o = decoded.query("length == 96 and policy == 'h2o'")["kv_bytes"]
+    assert h2o.eq(BUDGET * 2 * 2 * 2 * 16 * 4).all()
+
+
+def test_the_plain_cache_of_a_prefill_goes_on_like_transformers_own(tiny, chosen):
+    lm = tiny()
+    ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        own = lm.model(ids, use_cache=True)
+        assert isinstance(own.past_key_values, DynamicCache)
+        with gather(lm.model, [one for one in chosen.values() if one is not None]):
+            prefilled = lm.model(ids, use_cache=True).past_key_values
+        token = own.logits[:, -1:].argmax(-1)
+        for _ in range(2):  # one prefill serves several runs
+            shared = lm.model(token, past_key_values=timings.plain_cache(prefilled), use_cache=True).logits
+        expected = lm.model(token, past_key_values=own.past_key_values, use_cache=True).logits
+    torch.testing.assert_close(shared, expected)
+
+
+def test_what_stays_is_decided_for_each_sequence_of_a_batch(tiny):
+    lm, one = tiny(), kvlab.policy("zsmerge", budget=BUDGET)
+    ids, _ = kvlab.bench.timing.meters.prompt(lm, 96, 2)
+    kept = []
+    with torch.inference_mode():
+        for rows in (ids, ids[:1], ids[1:]):
+            with kvlab.compress(lm.model, one) as session:
+                out = lm.model(rows, use_cache=True)
+                lm.model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+                kept.append([session.kept_after_prefill(0, sequence) for sequence in range(len(rows))])
+    (first, second), (alone,), (other,) = kept
+    assert torch.equal(first, alone) and torch.equal(second, other) and not torch.equal(first, second)
+
+
+def test_lengths_that_make_no_sense_are_refused(tiny, chosen):
+    lm = tiny()
+    with pytest.raises(KvlabError, match="at least 1"):
+        timings.decoding(lm, chosen, [])
+    with pytest.raises(KvlabError, match="at least 1"):
+        timings.first_tokens(lm, chosen, [20], repeats=0)
+    with pytest.raises(KvlabError, match="takes 2048 tokens, fewer than 2040 and 17 more"):
+        timings.decoding(lm, chosen, [2040])
+    assert timings.fitting(lm, [10, 2040, 2031], 16) == [10, 2031]
+
+
+def test_what_does_not_fit_is_marked_and_has_no_metric(tiny, chosen, monkeypatch):
+    decode = timings._decode
+
+    def small(lm, one, *rest):
+        if one is None:
+            raise torch.OutOfMemoryError
+        return decode(lm, one, *rest)
+
+    monkeypatch.setattr(timings, "_decode", small)
+    table = timings.decoding(tiny(), chosen, [48, 64], steps=1, repeats=2)
+    assert table[table["policy"] == "full"]["seconds_per_step"].isna().all()
+    assert table[table["policy"] != "full"]["seconds_per_step"].notna().all()
+    found = timings.speed_findings(table)
+    assert set(found.metrics) == {f"slowdown/{name}" for name in NAMES} | {"gain_over_h2o/zsmerge"}
+
+
+# --- ratios, by hand ---
+
+
+def rows(times):
+    """A table of `decoding` from {(policy, length, batch): seconds of each round}."""
+    return pandas.DataFrame(
+        [
+            {
+                "length": length,
+                "batch": batch,
+                "policy": name,
+                "round": turn,
+                "seconds_per_step": seconds,
+                "first_step": 1.0,
+                "kv_bytes": 1000 * length * batch if name == "full" else 5000 * batch,
+                "aux_bytes": 0 if name == "full" else 1000 * batch,
+                "read_bytes": 0,
+                "peak_bytes": float("nan"),
+            }
+            for (name, length, batch), values in times.items()
+            for turn, seconds in enumerate(values)
+        ]
+    )
+
+
+BY_HAND = rows(
+    {
+        ("full", 10, 1): [1.0, 2.0],
+        ("full", 40, 1): [2.0, 4.0],
+        ("full", 10, 4): [3.0, 6.0],
+        ("zsmerge", 10, 1): [2.0, 4.0],
+        ("zsmerge", 40, 1): [1.0, 1.0],
+        ("zsmerge", 10, 4): [2.0, 4.0],
+        ("h2o", 10, 1): [1.0, 2.0],
+        ("h2o", 40, 1): [1.5, 2.0],
+    }
+)
+
+
+def test_gains_are_taken_round_by_round():
+    found = timings.speed_findings(BY_HAND)
+    assert found.metrics == pytest.approx(
+        {
+            "slowdown/full": 1.0,
+            "gain/zsmerge/shortest": -0.5,
+            "gain/zsmerge/longest": 2.0,
+            "gain_growth/zsmerge": 2.5,
+            "slowdown/zsmerge": (0.5 + 0.25) / 2 - 1,
+            "gain/zsmerge/largest_batch": 0.5,
+            "batch_gain/zsmerge": 1.0,
+            "gain/h2o/shortest": 0.0,
+            "gain/h2o/longest": (4 / 3 + 2) / 2 - 1,
+            "slowdown/h2o": 0.25,
+            "gain_growth/h2o": (4 / 3 + 2) / 2 - 1,
+            "gain_over_h2o/zsmerge": 0.75,
+        }
+    )
+    assert found.intervals["gain/zsmerge/longest"] == pytest.approx((1.0, 3.0)), "from 2 / 1 and 4 / 1, less 1"
+    batch = found.table.query("policy == 'zsmerge' and batch == 4")
+    assert batch["tokens_per_second"].tolist() == [2.0, 1.0] and batch["speedup"].tolist() == [1.5, 1.5]
+
+
+def test_memory_is_that_of_weights_and_cache():
+    found = timings.memory_findings(BY_HAND, weight_bytes=60_000)
+    assert found.metrics == pytest.approx(
+        {
+            "stored/zsmerge/longest": 0.15,
+            "stored/h2o/longest": 0.15,
+            "memory_saving/zsmerge/longest": 1 - 66 / 100,
+            "memory_saving/h2o/longest": 1 - 66 / 100,
+        }
+    )
+    batch = found.table.query("batch == 4").set_index("policy")
+    assert batch.loc["full", "stored_bytes"] == 40_000 and batch.loc["zsmerge", "share"] == pytest.approx(0.6)
+
+
+def first(times):
+    """A table of `first_tokens` from {(policy, length): seconds of each round}."""
+    return pandas.DataFrame(
+        [
+            {"length": length, "policy": name, "round": turn, "seconds": seconds}
+            for (name, length), values in times.items()
+            for turn, seconds in enumerate(values)
+        ]
+    )
+
+
+def test_the_overhead_of_a_first_token_is_that_of_its_round():
+    found = timings.first_token_findings(
+        first(
+            {
+                ("full", 10): [1.0, 1.0],
+                ("zsmerge", 10): [9.0, 9.0],
+                ("full", 40): [10.0, 20.0],
+                ("zsmerge", 40): [11.0, 21.0],
+            }
+        )
+    )
+    assert found.metrics == pytest.approx({"first_token/zsmerge": (0.1 + 0.05) / 2})
+    assert found.intervals["first_token/zsmerge"] == pytest.approx((0.05, 0.1))
+
+
+def test_an_answer_takes_its_first_token_and_its_steps():
+    found = timings.answer_findings(first({("full", 40): [10.0, 20.0], ("zsmerge", 40): [11.0, 21.0]}), BY_HAND)
+    # A first token of 15 s and of 16 s; 9 steps more, of 2 and 4 s in the two rounds, and of 1 s in both.
+    saved = [1 - (16 + 9) / (15 + 18), 1 - (16 + 9) / (15 + 36)]
+    assert found.metrics == pytest.approx({"answer_saved/zsmerge": sum(saved) / 2})
+    assert found.intervals["answer_saved/zsmerge"] == pytest.approx(sorted(saved))
+
+
+def test_an_answer_is_that_after_the_longest_prompt_timed_both_ways():
+    """At 10 tokens the policy is slower than the full cache and at 40 it is faster; nothing was decoded at 80."""
+    times = first(
+        {
+            ("full", 10): [1.0],
+            ("zsmerge", 10): [1.0],
+            ("full", 40): [4.0],
+            ("zsmerge", 40): [4.0],
+            ("full", 80): [9.0],
+            ("zsmerge", 80): [99.0],
+        }
+    )
+    found = timings.answer_findings(times, BY_HAND)
+    assert set(found.table["length"]) == {10, 40} and set(found.table["policy"]) == {"full", "zsmerge"}
+    short = found.table.query("length == 10 and policy == 'zsmerge'")["answer_saved"]
+    assert (short < 0).all() and found.metrics["answer_saved/zsmerge"] > 0
+
+
+def test_first_tokens_are_timed_by_the_clock(tiny, chosen, monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(timings, "clock", lambda device: float(next(ticks)))
+    table = timings.first_tokens(tiny(), {name: chosen[name] for name in ("full", "zsmerge")}, [32, 64], repeats=2)
+    assert len(table) == 2 * 2 * 2 and table["seconds"].eq(2.0).all()
+    assert table["prompt_seconds"].eq(1.0).all() and table["step_seconds"].eq(1.0).all()
+
+
+def test_points_are_means_with_intervals():
+    found = timings.speed_findings(BY_HAND)
+    points = timings.points(found.table, "speedup", ("policy", "length", "batch"))
+    row = points.query("policy == 'zsmerge' and length == 40").iloc[0]
+    assert (row["mean"], row["low"], row["high"]) == pytest.approx((3.0, 2.0, 4.0)) and len(points) == 8
+
+
+# --- what is printed, against arithmetic ---
+
+
+def test_weights_and_entries_are_those_of_the_published_models():
+    # Embedding and head, and for each layer the projections of attention and MLP and two norms, then the last norm.
+    llama_2 = 2 * 32000 * 4096 + 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096
+    llama_2_13b = 2 * 32000 * 5120 + 40 * (4 * 5120**2 + 3 * 5120 * 13824 + 2 * 5120) + 5120
+    llama_3 = 2 * 128256 * 4096 + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096
+    assert [footprint.parameters(name) for name in ("llama-2-7b", "llama-2-13b", "llama-3.1-8b")] == [
+        llama_2,
+        llama_2_13b,
+        llama_3,
+    ]
+    assert footprint.entry_bytes("llama-2-7b") == 2 * 32 * 32 * 128 * 2 == footprint.entry_bytes("llama-2-7b", 4) // 2
+    assert footprint.entry_bytes("llama-3.1-8b") == 128 * 1024
+    assert footprint.predicted("llama-3.1-8b", 10, batch=3) == 2 * llama_3 + 30 * 128 * 1024
+
+
+def test_zsmerges_memory_is_that_of_32_bit_floats():
+    found = footprint.zsmerge_memory(papers.figure("zsmerge", "memory"))
+    assert len(found.table) == 6
+    assert (found.table["float32"].round() == found.table["printed"]).all()
+    assert (found.table["float16"] * 2).tolist() == pytest.approx(found.table["float32"].tolist())
+    assert found.metrics["memory/zsmerge/reduction_54k"] == pytest.approx(1 - 43.1 / 79.1, abs=1e-3)
+
+
+def test_workloads_that_cannot_be_are_counted():
+    printed = pandas.DataFrame(
+        [
+            (1024, 1024, 4, "7b", "full", 100.0, 40.96),  # agrees, fits
+            (8192, 8192, 16, "13b", "full", 100.0, 1310.72),  # agrees, needs 224 GiB
+            (1024, 1024, 4, "7b", "full", None, None),  # out of memory, yet it fits
+            (1024, 1024, 1, "13b", "zsmerge", 90.0, 20.0),  # 26 GB for each of 90 steps a second; latency makes 51.2
+        ],
+        columns=["prompt", "generated", "batch", "model", "method", "tokens_per_second", "latency"],
+    )
+    found = footprint.zsmerge_workloads(printed, "made_up")
+    assert found.metrics == {
+        "made_up/impossible": 1.0,
+        "made_up/unexplained": 1.0,
+        "made_up/above_bound": 1.0,
+        "made_up/contradictions": 1.0,
+    }
+    assert found.table["bound"].iloc[3] == pytest.approx(2.039e12 / (2 * 13.016e9), rel=1e-3)
+    assert "gib" not in printed
+
+
+def test_table_1_is_part_of_table_4():
+    small, large = (
+        papers.figure("zsmerge", name).set_index(["prompt", "generated", "batch", "model", "method"])
+        for name in ("table1", "table4")
+    )
+    assert len(small) == 32 and len(large) == 104
+    pandas.testing.assert_frame_equal(small, large.loc[small.index])
+
+
+def test_rocketkvs_saving_grows_with_length():
+    found = footprint.rocketkv_saving(papers.figure("rocketkv", "figure5"))
+    savings = found.table.pivot(index="length", columns="budget", values="saving")
+    assert savings[256].is_monotonic_increasing and (savings[256] > savings[512]).all()
+    # 96k tokens: the root of 96k x 256 entries, and pages of five (the root of 20, rounded up).
+    stored = 5016 * 1.2
+    weights, entry = 2 * footprint.parameters("llama-3.1-8b"), 128 * 1024
+    expected = 1 - (weights + stored * entry) / (weights + 96 * 1024 * entry)
+    assert found.metrics["saving/rocketkv/256/96k"] == pytest.approx(expected, rel=1e-3)
+    assert 32 * 1024 < found.metrics["saving/rocketkv/256/equal_at"] < 96 * 1024
+
+
+def test_table_a1_prints_less_than_its_text():
+    found = footprint.compilerkv_table_a1(papers.figure("compilerkv", "tableA1"))
+    assert found.metrics["table_a1/smallest_saving"] == pytest.approx(1 - 19050 / 20055)
+    assert found.metrics["table_a1/speedup/32k"] == pytest.approx(28.5 / 11.65)
+    assert found.metrics["table_a1/growth_over_cache"] == pytest.approx((31213 - 20055) / (30 * 128), rel=1e-6)
+    # A full cache's latency is its first token and its steps: a k is 1,024 there.
+    full = papers.figure("compilerkv", "tableA1").query("method == 'FullKV'")
+    latency = full["ttft_s"] + full["output_tokens"] / full["tokens_per_s"]
+    assert (latency / full["latency_s"] - 1).abs().max() < 0.01
+
+
+def test_the_metrics_that_claims_ask_for_are_there(decoded, tiny):
+    have = set(timings.speed_findings(decoded).metrics) | set(timings.memory_findings(decoded, 1).metrics)
+    have |= {"first_token/compilerkv", "answer_saved/compilerkv"}
+    have |= {name.replace("rocketkv", "compilerkv") for name in have}
+    for paper, figure, read in (
+        ("zsmerge", "memory", footprint.zsmerge_memory),
+        ("zsmerge", "table4", footprint.zsmerge_workloads),
+        ("rocketkv", "figure5", footprint.rocketkv_saving),
+        ("compilerkv", "tableA1", footprint.compilerkv_table_a1),
+    ):
+        have |= set(read(papers.figure(paper, figure)).metrics)
+    have |= set(footprint.zsmerge_workloads(papers.figure("zsmerge", "table1"), "table1").metrics)
+    asked = {name for claim in papers.claims(experiment="speed_and_memory") for name in claim.metrics}
+    assert len(asked) > 20
+    assert not {name for name in asked if not name.endswith(("/low", "/high"))} - have

@@ -1,0 +1,275 @@
+"""Scores at small budgets: what one teacher-forced pass says, examples, resuming, and paired gains by hand."""
+
+import json
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from torch.nn import functional as F
+
+import kvlab
+from kvlab import evaluation
+from kvlab.analyses.tasks import contenders, examples, scores
+from kvlab.analyses.tasks.examples import Item
+from kvlab.errors import KvlabError
+from kvlab.tasks import Example
+
+POLICIES = [kvlab.policy("full"), *(kvlab.policy(name, budget=64) for name in ("snapkv", "h2o", "rocketkv"))]
+
+
+@pytest.fixture(scope="module")
+def needle(lm) -> Item:
+    return examples.needles(lm, ["sotu/1962"], length=170)[0]
+
+
+@pytest.fixture(scope="module")
+def greedy(lm, needle) -> dict:
+    """What each policy says by itself, token by token."""
+    example = replace(needle.example, max_new_tokens=6)
+    found = evaluation.answers(lm, example, POLICIES, "prompt")
+    return {one: made["prediction"] for one, made in zip(POLICIES, found, strict=True)}
+
+
+def test_the_full_caches_likelihood_is_the_models_own(lm, needle):
+    (found,) = scores.passes(lm, needle, [(POLICIES[0], "prompt")])
+    prompt = evaluation.feed(lm, needle.example, "prompt").ids
+    answer = lm.tokenizer(needle.answer, add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        logits = lm.model(torch.cat([prompt, answer], 1)).logits[0, prompt.shape[1] :]
+    expected = F.cross_entropy(logits[1:-1].float(), answer[0, 2:])
+    assert found["nll"] == pytest.approx(float(expected), abs=1e-3)
+    assert found["hits"] == (logits[1:-1].argmax(-1) == answer[0, 2:]).float().mean()
+    assert found["scored_tokens"] == answer.shape[1] - 2 == 4
+    assert found["prompt_tokens"] == prompt.shape[1]
+
+
+def test_the_score_is_whether_greedy_decoding_says_the_answer(lm, needle, greedy):
+    wanted = [(one, "prompt") for one in greedy]
+    judged = dict(zip(greedy, scores.passes(lm, needle, wanted), strict=True))
+    for one, said in greedy.items():
+        assert judged[one]["score"] == said.startswith(needle.answer), one
+        own = Item("needle", "", needle.example, said)
+        assert lm.decode(lm.tokenizer(said, add_special_tokens=False)["input_ids"]) == said
+        (found,) = scores.passes(lm, own, [(one, "prompt")])
+        assert (found["score"], found["hits"]) == (1.0, 1.0), one
+    assert {found["score"] for found in judged.values()} == {0.0, 1.0}  # some keep the needle at this budget
+
+
+def test_feeding_at_once_is_the_same_for_policies_that_rest_while_decoding(lm, needle, monkeypatch):
+    resting = [(one, "prompt") for one in POLICIES[:2]]
+    at_once = list(scores.passes(lm, needle, resting))
+    monkeypatch.setattr(type(POLICIES[0]), "acts_while_decoding", property(lambda self: True))
+    monkeypatch.setattr(type(POLICIES[1]), "acts_while_decoding", property(lambda self: True))
+    for one, other in zip(at_once, scores.passes(lm, needle, resting), strict=True):
+        assert one["nll"] == pytest.approx(other["nll"], abs=1e-3)
+
+
+def test_where_nothing_is_evicted_the_question_may_come_later(lm, needle):
+    wanted = [(POLICIES[0], "prompt"), (POLICIES[0], "context"), (POLICIES[1], "context"), (POLICIES[1], "prompt")]
+    whole, later, held_back, aware = scores.passes(lm, needle, wanted)
+    assert later["nll"] == pytest.approx(whole["nll"], abs=1e-3)
+    assert held_back["nll"] != pytest.approx(aware["nll"], abs=1e-2)
+    (alone,) = scores.passes(lm, needle, [(POLICIES[1], "prompt")])
+    assert alone["nll"] == pytest.approx(aware["nll"], abs=1e-3)  # though its prompt came in two pieces
+
+
+def test_an_answer_without_a_scored_token_is_refused(lm, needle):
+    for answer, n in ((" the", 1), (" the cat", 2)):
+        with pytest.raises(KvlabError, match=f"has {n} of the 3 tokens"):
+            next(scores.passes(lm, Item("needle", "", needle.example, answer), [(POLICIES[0], "prompt")]))
+
+
+def test_what_morphkv_gains_from_the_prompt_it_reads_at_its_first_step_does_not_count(lm, needle, monkeypatch):
+    """With the first decoding step alone its likelihood would be the full cache's, whatever its budget."""
+    wanted = [(POLICIES[0], "prompt"), (kvlab.policy("morphkv", budget=64), "prompt")]
+    ids = lm.tokenizer(needle.answer, add_special_tokens=False)["input_ids"]
+    start = replace(needle, answer=lm.tokenizer.decode(ids[:2]))
+    assert lm.tokenizer(start.answer, add_special_tokens=False)["input_ids"] == ids[:2]
+    with monkeypatch.context() as patch:
+        patch.setattr(scores, "SCORED_FROM", 1)
+        full, pruned = scores.passes(lm, start, wanted)
+    assert pruned["nll"] == pytest.approx(full["nll"], abs=1e-3)
+    full, pruned = scores.passes(lm, needle, wanted)
+    assert pruned["nll"] > full["nll"] + 0.1
+
+
+# ---------------------------------------------------------------------------------------------------- a whole run
+
+
+def test_a_run_prefills_once_and_goes_on_where_it_was_cut_off(lm, needle, tmp_path, monkeypatch):
+    path = tmp_path / "answers.jsonl"
+    prefills = []
+    real = scores.gather
+    monkeypatch.setattr(scores, "gather", lambda *args: prefills.append(1) or real(*args))
+    wanted = [(one, "prompt") for one in POLICIES[1:3]]
+    first = scores.measure(lm, [([needle], wanted)], path)
+    assert len(prefills) == 1
+    assert first["policy"].tolist() == ["full", "snapkv", "h2o"] and first["length"].tolist() == [170] * 3
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])  # killed while the last line was written
+    second = scores.measure(lm, [([needle], wanted)], path)
+    assert len(prefills) == 2 and len(path.read_bytes().splitlines()) == 3
+    pd.testing.assert_frame_equal(first, second, rtol=1e-4)
+    monkeypatch.setattr(scores, "passes", lambda *_: pytest.fail("everything is known"))
+    pd.testing.assert_frame_equal(second, scores.measure(lm, [([needle], wanted)], path))
+    assert {"key", "nll", "score"} <= set(json.loads(path.read_text().splitlines()[0]))
+
+
+# ---------------------------------------------------------------------------------------------------- the examples
+
+
+def test_examples_come_from_different_documents(lm):
+    needles = examples.needles(lm, length=300)
+    assert [item.document for item in needles] == list(examples.DOCUMENTS)
+    assert [item.example.marks["depth"] for item in needles] == [0.1, 0.3, 0.5, 0.7, 0.9]
+    keys = examples.multikey(lm, length=300)
+    assert len({item.answer for item in [*needles, *keys]}) == 10
+    for item in [*needles, *keys]:
+        assert item.answer.strip() in item.example.context and item.answer.strip() not in item.example.question
+        assert item.example.max_new_tokens == examples.NEW_TOKENS
+
+
+def test_questions_stand_over_their_own_paragraph_in_longbenchs_format(lm):
+    for item in examples.questions(lm, length=700, articles=examples.ARTICLES[:3]):
+        assert item.answer in item.example.context and item.answer in item.example.answers
+        assert item.example.question.rstrip().endswith("Answer:")
+        assert item.example.marks["kind"] == "multifieldqa_en"
+        assert 450 < item.example.marks["tokens"] <= 700
+        scored = len(lm.tokenizer(item.answer, add_special_tokens=False)["input_ids"]) - scores.SCORED_FROM
+        assert 4 <= scored <= examples.NEW_TOKENS - scores.SCORED_FROM
+
+
+def test_a_paragraph_that_does_not_fit_is_refused(lm):
+    with pytest.raises(KvlabError, match="does not fit"):
+        examples.questions(lm, articles=["squad/Oxygen"], length=110)
+
+
+def test_a_grid_has_a_needle_for_each_cell(lm):
+    grid = examples.needle_grid(lm, [200, 300], [0.1, 0.9])
+    assert [(i.example.marks["length"], i.example.marks["depth"]) for i in grid] == [
+        (200, 0.1),
+        (200, 0.9),
+        (300, 0.1),
+        (300, 0.9),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- paired gains
+
+
+def rows(task: str, policy: str, budget: float | None, nll: list[float], score: list[float], at: str = "prompt"):
+    """One row for each example, all with the same id as RULER's have, told apart by their documents."""
+    return [
+        {
+            "task": task,
+            "document": f"d{i}",
+            "example": "same-id",
+            "policy": policy,
+            "budget": budget,
+            "compress_at": at,
+            "nll": n,
+            "score": s,
+            "hits": s / 2 + 0.5,
+        }
+        for i, (n, s) in enumerate(zip(nll, score, strict=True))
+    ]
+
+
+TABLE = pd.DataFrame(
+    [
+        *rows("needle", "full", None, [0.1, 0.3], [1, 1]),
+        *rows("needle", "dapq", 64, [1.0, 2.0], [1, 0]),
+        *rows("needle", "snapkv", 64, [1.5, 1.5], [0, 0]),
+        *rows("needle", "snapkv", 64, [2.5, 3.5], [0, 0], at="context"),
+        *rows("qa", "full", None, [0.5, 0.5], [0, 1]),
+        *rows("qa", "dapq", 64, [0.6, 0.8], [0, 1]),
+        *rows("qa", "snapkv", 64, [1.0, 1.6], [0, 0]),
+        *rows("qa", "h2o", 64, [3.0, 3.0], [0, 0]),
+    ]
+)
+
+
+def test_gains_are_paired_by_example():
+    found = scores.findings(TABLE)
+    assert found.metrics["gain/needle/dapq_over_snapkv/64"] == pytest.approx(0.0)  # +0.5 and -0.5
+    assert found.intervals["gain/needle/dapq_over_snapkv/64"] == pytest.approx((-0.5, 0.5))
+    assert found.metrics["gain/qa/dapq_over_snapkv/64"] == pytest.approx((0.4 + 0.8) / 2)
+    assert found.metrics["score_gain/needle/dapq_over_snapkv/64"] == 0.5
+    assert found.metrics["gain/all/dapq_over_snapkv/64"] == pytest.approx(0.3)
+    assert found.metrics["gain/qa/dapq_over_h2o/64"] == pytest.approx(2.3)
+    assert "gain/all/dapq_over_h2o/64" not in found.metrics  # h2o met one of the two tasks only
+    assert "nll/all/h2o/64" not in found.metrics
+
+
+def test_a_gain_widens_from_the_largest_budget_to_the_smallest():
+    table = pd.concat(
+        [
+            TABLE,
+            pd.DataFrame(
+                [*rows("qa", "dapq", 256, [0.5, 0.6], [0, 1]), *rows("qa", "snapkv", 256, [0.6, 0.6], [0, 0])]
+            ),
+        ]
+    )
+    found = scores.findings(table)
+    assert found.metrics["widening/qa/dapq_over_snapkv"] == pytest.approx((0.4 - 0.1 + 0.8 - 0.0) / 2)
+    assert found.intervals["widening/qa/dapq_over_snapkv"] == pytest.approx((0.3, 0.8))
+    assert "widening/needle/dapq_over_snapkv" not in found.metrics  # at one budget only
+
+
+def test_variants_are_their_policies_with_one_setting_changed(lm, needle):
+    wanted = {"snapkv_unpooled": [64], "dapq_pooled": [64], "compilerkv_filled": [64], "zsmerge_question": [64]}
+    made = contenders.by_name(wanted, tables="smollm2-135m")
+    assert [one.name for one in made] == list(wanted)
+    unpooled, pooled, filled, question = made
+    assert unpooled.model_dump() == kvlab.policy("snapkv", budget=64, kernel=1).model_dump()
+    assert pooled.model_dump(exclude={"kernel"}) == kvlab.policy("dapq", budget=64).model_dump()
+    padded = kvlab.policy("compilerkv", budget=64, tables="smollm2-135m", pad="budget")
+    assert filled.model_dump() == padded.model_dump()
+    assert question.model_dump() == kvlab.policy("zsmerge", budget=64, residual=2, window=16).model_dump()
+    assert not set(wanted) & set(kvlab.policies())
+
+    plain = pooled.replace(kernel=1), kvlab.policy("dapq", budget=64)
+    same, as_published, other = scores.passes(lm, needle, [(one, "prompt") for one in (*plain, pooled)])
+    assert same["nll"] == pytest.approx(as_published["nll"], abs=1e-4)
+    assert other["nll"] != pytest.approx(as_published["nll"], abs=1e-3)
+
+
+def test_scores_losses_and_what_is_retained():
+    found = scores.findings(TABLE)
+    assert found.metrics["score/needle/dapq/64"] == 0.5
+    assert found.metrics["score/needle/full"] == 1.0
+    assert found.metrics["loss/needle/dapq/64"] == pytest.approx((0.9 + 1.7) / 2)
+    assert found.metrics["loss/all/dapq/64"] == pytest.approx((0.9 + 1.7 + 0.1 + 0.3) / 4)
+    assert found.metrics["retained/qa/dapq/64"] == pytest.approx(1.0)
+    assert found.metrics["retained/qa/snapkv/64"] == pytest.approx(0.5 / 0.75)
+    assert found.metrics["question_aware/needle/snapkv/64"] == pytest.approx((1.0 + 2.0) / 2)
+    assert "question_aware/qa/snapkv/64" not in found.metrics
+
+
+def test_both_places_of_a_policy_stand_below_one_another():
+    found = scores.question_read_or_not(TABLE)
+    assert found["policy"].tolist() == ["snapkv at 64, question read", "snapkv at 64, question held back"]
+    assert found["value"].tolist() == pytest.approx([1.5, 3.0])
+    assert found[["low", "high"]].to_numpy().tolist() == [[1.5, 1.5], [2.5, 3.5]]
+
+
+def test_differences_that_were_not_measured_are_left_out():
+    found = scores.differences(
+        scores.findings(TABLE), [("DapQ", "qa/dapq_over_snapkv/64"), ("RocketKV", "qa/rocketkv_over_quest/64")]
+    )
+    assert found["label"].tolist() == ["dapq over snapkv, qa, 64"] and found["paper"].tolist() == ["DapQ"]
+    assert found["value"].tolist() == pytest.approx([0.6])
+
+
+def test_curves_are_the_metrics_of_one_measure_and_task():
+    found = scores.curves(scores.findings(TABLE), "nll", "qa").set_index("policy")
+    assert found["value"].to_dict() == pytest.approx({"dapq": 0.7, "snapkv": 1.3, "h2o": 3.0})
+    assert found.loc["snapkv", ["low", "high"]].tolist() == pytest.approx([1.0, 1.6])
+    assert found["budget"].tolist() == [64, 64, 64]
+
+
+def test_an_example_keeps_its_marks_in_the_table():
+    item = Item("needle", "d", Example("id", "c", "q", ("1",), 4, marks={"depth": 0.5}), " 1")
+    row = scores._row(item, POLICIES[1], "prompt", {"nll": 1.0})
+    assert (row["depth"], row["budget"], row["policy"]) == (0.5, 64, "snapkv")

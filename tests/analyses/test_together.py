@@ -1,0 +1,250 @@
+"""Policies at equal bytes: curves read off between points, fronts, ranks, and the names in the figures."""
+
+import math
+import re
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvlab
+from kvlab.analyses.tasks.contenders import by_name, contender, contenders
+from kvlab.analyses.together import equal_bytes
+from kvlab.errors import KvlabError
+from kvlab.methods import policies
+from kvlab.workbench.figures import comparing
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _closed():
+    yield
+    plt.close("all")
+
+
+def test_a_curve_is_read_off_in_the_logarithm_of_the_bytes():
+    # 20 lies half way between 10 and 40 on a logarithmic axis, 40 is measured, 80 is half way to 160.
+    assert equal_bytes.interpolate([10, 40, 160], [0.9, 0.5, 0.1], 20).value == pytest.approx(0.7)
+    assert equal_bytes.interpolate([160, 10, 40], [0.1, 0.9, 0.5], 80).value == pytest.approx(0.3)
+    assert equal_bytes.interpolate([10, 40, 160], [0.9, 0.5, 0.1], 40).value == 0.5
+    assert equal_bytes.interpolate([1, 1000], [0.0, 3.0], 10).value == pytest.approx(1.0)
+
+
+def test_a_curve_ends_where_its_points_end():
+    below = equal_bytes.interpolate([8 * MIB, 16 * MIB], [0.2, 0.1], 7.9 * MIB)
+    assert below.value is None and below.reason == "takes at least 8 MiB"
+    above = equal_bytes.interpolate([8 * MIB, 16 * MIB], [0.2, 0.1], 16.1 * MIB)
+    assert above.value is None and above.reason == "takes at most 16 MiB"
+    assert equal_bytes.interpolate([8 * MIB], [0.2], 8 * MIB).value == 0.2
+
+
+def test_where_a_curve_passes_a_size_twice_the_larger_budgets_count():
+    # 20 bytes lie between the first two points, and again between the last two, which have the larger budgets.
+    assert equal_bytes.interpolate([10, 40, 10, 40], [0.9, 0.7, 0.3, 0.1], 20).value == pytest.approx(0.2)
+    assert equal_bytes.interpolate([10, 40, 30], [0.9, 0.5, 0.4], 20).value == pytest.approx(0.7)
+    assert equal_bytes.interpolate([20, 10, 40], [0.9, 0.7, 0.3], 20).value == pytest.approx(0.5)
+    assert equal_bytes.interpolate([30, 30, 30], [0.9, 0.5, 0.4], 30).value == 0.4
+
+
+@pytest.mark.parametrize(("size", "values", "at"), [([], [], 1), ([1, 2], [1], 1), ([0, 2], [1, 1], 1), ([1], [1], 0)])
+def test_what_is_no_curve_is_refused(size, values, at):
+    with pytest.raises(KvlabError, match="a curve needs"):
+        equal_bytes.interpolate(size, values, at)
+
+
+@given(st.lists(st.tuples(st.integers(1, 7), st.integers(0, 6)), max_size=12))
+def test_the_front_is_what_nothing_beats(points):
+    size, loss = [p[0] for p in points], [p[1] for p in points]
+    beaten = [
+        any(s <= size[i] and l <= loss[i] and (s < size[i] or l < loss[i]) for s, l in zip(size, loss, strict=True))
+        for i in range(len(points))
+    ]
+    assert equal_bytes.front(size, loss) == [not b for b in beaten]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), max_size=12))
+def test_a_slack_forgives_a_little_more_size(points):
+    beaten = [any(l < loss and s <= 1.5 * size or l == loss and s < size for s, l in points) for size, loss in points]
+    assert equal_bytes.front([p[0] for p in points], [p[1] for p in points], slack=0.5) == [not b for b in beaten]
+
+
+def test_neither_the_full_cache_nor_the_oracle_stands_on_the_front():
+    curves = table(
+        full={"a": [(100, 100, 0.0)]},
+        exact_topk={"a": [(100, 10, 0.1)]},
+        larger={"a": [(120, 120, 0.1)]},
+        other={"a": [(10, 10, 0.5), (10.2, 10.2, 0.4)]},
+    )
+    found = equal_bytes.points(curves, "read", "output_error").set_index(["policy", "budget"])["front"]
+    assert found[found].index.tolist() == [("other", 1)]
+
+
+def table(**curves):
+    """curves: policy -> {document: [(stored MiB, read MiB, output error), ...]}; every other measure is the same."""
+    rows = [
+        {
+            "document": document,
+            "policy": policy,
+            "budget": number,
+            "stored_bytes": stored * MIB,
+            "read_bytes": read * MIB,
+            "full_bytes": 100 * MIB,
+            "output_error": error,
+            "mass_lost": error,
+            "recall": 1 - error,
+            "window_recall": 0.5,
+            "step_recall": 0.5,
+        }
+        for policy, documents in curves.items()
+        for document, points in documents.items()
+        for number, (stored, read, error) in enumerate(points)
+    ]
+    return pd.DataFrame(rows)
+
+
+FEW = table(
+    keeps={"a": [(10, 10, 0.4), (40, 40, 0.2)], "b": [(10, 10, 0.6), (40, 40, 0.4)]},
+    selects={"a": [(100, 10, 0.1), (100, 40, 0.0)], "b": [(100, 10, 0.2), (100, 40, 0.1)]},
+    small={"a": [(2, 2, 0.9), (5, 5, 0.8)], "b": [(2, 2, 0.9), (5, 5, 0.8)]},
+)
+
+
+def test_equal_read_bytes_compare_what_equal_stored_bytes_cannot():
+    read = equal_bytes.summary(equal_bytes.at_equal(FEW, "read", 0.20))
+    assert read["policy"].tolist() == ["selects", "keeps", "small"]
+    assert read["output_error"].tolist()[:2] == pytest.approx([0.1, 0.4])
+    assert read["rank"].tolist()[:2] == [1.0, 2.0]
+    stored = equal_bytes.summary(equal_bytes.at_equal(FEW, "stored", 0.20)).set_index("policy")
+    assert stored.loc["keeps", "output_error"] == pytest.approx(0.4)
+    assert stored.loc["selects", "reason"] == "stores at least 100 MiB"
+    assert stored.loc["small", "reason"] == "stores at most 5 MiB"
+    assert math.isnan(stored.loc["selects", "output_error"]) and math.isnan(stored.loc["small", "rank"])
+
+
+def test_a_policy_that_falls_short_on_one_document_has_no_value_on_any():
+    uneven = table(one={"a": [(10, 10, 0.4), (40, 40, 0.2)], "b": [(10, 10, 0.4), (15, 15, 0.3)]})
+    equal = equal_bytes.at_equal(uneven, "stored", 0.2)
+    assert equal["value"].isna().all() and set(equal["reason"]) == {"stores at most 15 MiB"}
+
+
+def test_ranks_know_which_measures_should_be_high():
+    equal = equal_bytes.at_equal(FEW, "read", 0.20)
+    places = equal_bytes.ranks(equal).set_index(["measure", "policy", "document"])["rank"]
+    assert places["output_error", "selects", "a"] == 1 and places["recall", "selects", "a"] == 1
+    assert places["output_error", "keeps", "b"] == 2 and places["recall", "keeps", "b"] == 2
+    assert places["step_recall", "keeps", "a"] == places["step_recall", "selects", "a"] == 1.5
+    assert "small" not in places.index.get_level_values("policy")
+
+
+def test_findings_name_side_share_policy_and_measure():
+    found = equal_bytes.findings(FEW, {"read": [0.2], "stored": [0.2, 1.0]})
+    assert found.metrics["read/0.2/keeps/output_error"] == pytest.approx(0.4)
+    low, high = found.intervals["read/0.2/keeps/output_error"]
+    assert low == pytest.approx(0.3) and high == pytest.approx(0.5)
+    assert found.metrics["read/0.2/selects/rank"] == 1
+    assert found.metrics["stored/1/selects/output_error"] == pytest.approx((0.0 + 0.1) / 2)
+    assert not any(name.startswith("stored/0.2/selects") for name in found.metrics)
+
+
+def test_an_unknown_side_is_refused():
+    with pytest.raises(KvlabError, match="stored or read"):
+        equal_bytes.at_equal(FEW, "written", 0.2)
+
+
+def test_every_policy_meets_every_measure(tiny):
+    ids = torch.randint(5, 90, (1, 160), generator=torch.Generator().manual_seed(0))
+    trace = kvlab.capture(tiny(), ids, new_tokens=6, window=64, policies=sorted(policies()))
+    measured = equal_bytes.measure([trace], [100])
+    assert set(measured["policy"]) == set(policies())
+    assert not measured[list(equal_bytes.QUALITY)].isna().any().any()
+    one = kvlab.replay(trace, kvlab.policy("snapkv", budget=100)).summary
+    row = measured[measured["policy"] == "snapkv"].iloc[0]
+    assert {name: row[name] for name in one} == pytest.approx(one)
+    full = measured[measured["policy"] == "full"].iloc[0]
+    assert full["stored_bytes"] == row["full_bytes"] and full["output_error"] == 0
+    assert math.isnan(full["budget"])
+
+
+def test_contenders_get_what_they_need_and_come_once():
+    made = contenders([64, 128], heads="smollm2-135m")
+    assert len(made) == 2 * len(policies()) - 1  # the full cache has no budget
+    assert contender("duoattention", 64, heads="smollm2-135m").heads == "smollm2-135m"
+    assert contender("compilerkv", 64, pad="budget").pad == "budget" and contender("compilerkv", 64).pad == "none"
+    assert contender("snapkv", 64, heads="smollm2-135m") == kvlab.policy("snapkv", budget=64)
+    assert [str(one) for one in by_name({"full": [0], "h2o": [64, 128]})] == [
+        str(kvlab.policy("full")),
+        str(kvlab.policy("h2o", budget=64)),
+        str(kvlab.policy("h2o", budget=128)),
+    ]
+
+
+@given(st.lists(st.floats(0, 1), max_size=15), st.floats(0.01, 0.2))
+def test_labels_keep_their_order_and_their_distance(wanted, gap):
+    places = comparing.spread_out(wanted, gap, 0.0, 1.0)
+    order = np.argsort(wanted, kind="stable")
+    ordered = np.array(places)[order] if len(wanted) else np.array([])
+    assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
+    room = 1.0 / max(1, len(wanted) - 1)
+    assert (np.diff(ordered) >= min(gap, room) - 1e-9).all()
+    if len(wanted) > 1 and (np.diff(np.array(wanted)[order]) >= gap).all():
+        assert places == pytest.approx(wanted)  # what fits stays where it is
+
+
+def test_figures_name_each_policy_where_it_lies():
+    drawn = comparing.pareto(
+        equal_bytes.points(FEW, "read", "output_error"), xlabel="MiB", ylabel="error", title="front"
+    )
+    texts = [text.get_text() for text in drawn.axes[0].texts]
+    assert {"keeps", "selects", "small"} <= set(texts)
+    sides = [(side, equal_bytes.summary(equal_bytes.at_equal(FEW, side, 0.2))) for side in ("stored", "read")]
+    figure = comparing.at_equal_bytes(sides, measure="output_error", xlabel="error", title="equal")
+    left = [text.get_text() for text in figure.axes[0].texts]
+    assert "–  stores at least 100 MiB" in left and "–  stores at most 5 MiB" in left and "0.400" in left
+    assert [label.get_text() for label in figure.axes[1].get_yticklabels()] == ["selects", "keeps", "small"]
+
+
+def test_every_policy_has_a_family():
+    assert {name for names in equal_bytes.FAMILIES.values() for name in names} == set(policies())
+    assert equal_bytes.family("mine") == "other"
+
+
+def test_the_table_for_readers_says_why_not_and_marks_the_best():
+    stored = equal_bytes.summary(equal_bytes.at_equal(FEW, "stored", 0.2))
+    html = comparing.measures_table(stored, caption="At equal stored bytes").to_html()
+    assert "0.400 (0.300–0.500)" in html and "stores at least 100 MiB" in html and "At equal stored bytes" in html
+    assert html.count("–</td>") >= 12  # two policies without any of the six numbers
+    read = equal_bytes.summary(equal_bytes.at_equal(FEW, "read", 0.2))
+    html = comparing.measures_table(read, caption="x").to_html()
+    bold = "".join(cells for cells, style in re.findall(r"([^{}]+){([^}]*)}", html) if "font-weight: bold" in style)
+    assert re.search(r"row0_col2\b", bold) and not re.search(r"row1_col2\b", bold)  # the smallest output error
+
+
+def test_differences_are_coloured_by_which_side_of_zero_they_lie_on():
+    rows = pd.DataFrame(
+        {
+            "paper": ["A", "A", "B"],
+            "label": ["up", "across", "down"],
+            "value": [1.0, 0.0, -1.0],
+            "low": [0.5, -0.5, -1.5],
+            "high": [1.5, 0.5, -0.5],
+        }
+    )
+    ax = comparing.forest(rows, xlabel="gain", title="gains")
+    dots = [line.get_color() for line in ax.lines if line.get_marker() == "o"]
+    assert dots == ["#0072B2", comparing.FAINT, "#D55E00"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["up", "across", "down"]
+    assert {"A", "B"} <= {text.get_text() for text in ax.texts}
+
+
+def test_dots_stand_in_the_order_given():
+    rows = pd.DataFrame({"policy": ["quest", "dapq"], "value": [0.25, 0.5], "low": [0.2, 0.4], "high": [0.3, 0.6]})
+    ax = comparing.dots(rows, xlabel="x", title="t", reference=(0.1, "full cache"))
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["quest", "dapq"]
+    tints = [label.get_color() for label in ax.get_yticklabels()]
+    assert tints == [comparing.colour("quest"), comparing.colour("dapq")]
+    assert {"0.25", "0.50", "full cache"} == {text.get_text() for text in ax.texts}

@@ -1,0 +1,190 @@
+"""The command as a user meets it: a mistake is one sentence on stderr, never a traceback."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.commands import call, shell
+from support.projects import EXPERIMENT, experiment, project  # noqa: F401
+from test_report import job
+
+from kvlab import cli, papers
+from kvlab.errors import KvlabError
+from kvlab.workbench.jobs import driver
+from kvlab.workbench.report import page
+
+MISTAKES = [
+    (["reprodce"], 2, "did you mean 'reproduce'"),
+    (["run"], 2, "Missing argument"),
+    (["run", EXPERIMENT, "--profil", "quick"], 2, "No such option"),
+    (["run", EXPERIMENT, "--jobs", "many"], 2, "valid integer"),
+    (["run", EXPERIMENT, "--jobs", "0"], 2, "greater than or equal to 1"),
+    (["run", EXPERIMENT, "-p", "seed"], 2, "key=value"),
+    (["run", "zsmerge_error_curve"], 1, "did you mean 'zsmerge_error_curves'"),
+    (["run", EXPERIMENT, "--profile", "quik"], 1, "did you mean 'quick'"),
+    (["run", EXPERIMENT, "-p", "sede=1"], 1, "did you mean 'seed'"),
+    (["run", EXPERIMENT, "-p", "seed=one"], 1, "must be a whole number"),
+    (["list", "claim"], 1, "did you mean 'claims'"),
+    (["list"], 2, "Missing argument 'WHAT'; see kvlab list --help"),
+    (["run", "--nope"], 2, "see kvlab run --help"),
+    (["eval", "needle", "--budgets", "many"], 2, "see kvlab eval --help"),
+    (["--nope"], 2, "see kvlab --help"),
+    (["pull", "smollm"], 1, "smollm2-135m"),
+    (["report", "--out", "notebooks/toy.ipynb"], 1, "it is a file"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "match"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else None
+)
+def test_a_mistake_is_one_sentence(project, capsys, arguments, code, match):  # noqa: F811
+    left, out, err = call(capsys, *arguments)
+    assert left == code and out == ""
+    assert err.startswith("kvlab: ") and match in err and err.count("\n") == 1
+
+
+def test_a_real_process_too(project):  # noqa: F811
+    wrong = shell("run", EXPERIMENT, "-p", "sede=1")
+    assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
+    unreachable = shell("run", EXPERIMENT, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    assert unreachable.returncode == 1 and "cannot be reached" in unreachable.stderr
+    assert "Traceback" not in unreachable.stderr and unreachable.stderr.count("\n") == 1
+    assert not (project / "mlruns" / "work").exists()
+    seen = shell("list", "nonsense", KVLAB_DEBUG="1")
+    assert "Traceback" in seen.stderr and seen.returncode == 1
+
+
+def test_outside_of_a_project(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("KVLAB_ROOT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ["reproduce"],
+        ["run", "anything"],
+        ["list", "experiments"],
+        ["list", "experiments", "--json"],
+        ["report"],
+        ["report", "--profile", "full"],
+    ):
+        code, out, err = call(capsys, *arguments)
+        assert code == 1 and "there are no experiments in" in err and "KVLAB_ROOT" in err and out == "", arguments
+        assert err.count("\n") == 1 and list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("KVLAB_ROOT", str(tmp_path / "nowhere"))
+    code, _, err = call(capsys, "run", "anything")
+    assert code == 1 and f"no experiments in {tmp_path / 'nowhere'}" in err
+
+
+def test_an_unforeseen_error_is_a_sentence_as_well(project, capsys, monkeypatch):  # noqa: F811
+    def broken(*_, **__):
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(driver, "run", broken)
+    code, _, err = call(capsys, "run", EXPERIMENT)
+    assert code == 1 and err == "kvlab: RuntimeError: first line (KVLAB_DEBUG=1 shows where)\n"
+
+
+@pytest.mark.parametrize("what", cli.LISTS)
+def test_lists_are_objects_with_name_and_summary(capsys, what):
+    code, out, _ = call(capsys, "list", what, "--json")
+    found = json.loads(out)
+    assert code == 0 and isinstance(found, list) and found
+    for entry in found:
+        assert entry["name"] and entry["summary"] and "\n" not in entry["summary"]
+
+
+def test_listed_claims_and_plain_lists(capsys):
+    _, out, _ = call(capsys, "list", "claims", "--json")
+    found = {entry["id"]: entry for entry in json.loads(out)}
+    assert set(found) == {claim.id for claim in papers.claims()}
+    entry = found["zsmerge.theorem1"]
+    assert entry["paper"] == "zsmerge" and entry["metric"] == "theorem1/violations" and entry["measured"] is True
+    assert found["morphkv.table6.accuracy"]["measured"] is False
+    code, out, _ = call(capsys, "list", "claims")
+    assert code == 0 and "zsmerge.theorem1" in out and "[theorem 1 and appendix A]" in out
+
+
+def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monkeypatch):  # noqa: F811
+    """The jobs themselves are the round trip's matter; here they are taken as done."""
+    job = driver.experiments.jobs(EXPERIMENT)[0]
+    monkeypatch.setattr(driver, "run", lambda *_, **__: [driver.Result(job, "failed", "abc", error="it broke")])
+    code, out, err = call(capsys, "reproduce")
+    assert code == 1 and "it broke" in err and EXPERIMENT in err
+    assert "not measured" in out and "60.5 %" in out.replace("\n", " ") and f"{project}/report/report.html" in out
+    counts = out[out.index("Counted apart") :].splitlines()
+    rows = [line.split() for line in counts if line.split()[:1] in (["ZSMerge"], ["all"])]
+    mine = [claim.kind for claim in papers.claims(paper="zsmerge") if not claim.untested]
+    groups = mine.count("finding"), mine.count("recomputed")
+    assert rows[0][1:5] == ["·", "·", "·", str(groups[0])]
+    assert rows[0][6:] == ["0", "of", str(len(mine) - sum(groups)), "0", "of", str(groups[1])]
+    assert len(rows) == 2 and sum(map(int, rows[1][1:6])) == sum(c.kind == "finding" for c in papers.claims())
+    assert f"sqlite:///{project}/mlruns/mlflow.db" in out
+    assert (project / "report" / "claims.csv").exists()
+
+
+def test_files_and_folders_named_from_the_shell_are_found_from_the_notebook(project, monkeypatch):  # noqa: F811
+    (project / "mine.txt").write_text("a text")
+    (project / "benchmarks" / "long").mkdir(parents=True)
+    found = cli._overrides(
+        [
+            "names=mine.txt",
+            "seed=3",
+            "reduction=a=b",
+            "longbench=benchmarks/long",
+            "method=benchmarks",
+            "model=meta-llama/Llama-3.1-8B",
+        ]
+    )
+    assert found == {
+        "names": str(project / "mine.txt"),
+        "seed": "3",
+        "reduction": "a=b",
+        "longbench": str(project / "benchmarks" / "long"),
+        "method": "benchmarks",
+        "model": "meta-llama/Llama-3.1-8B",
+    }
+
+
+def test_report_command_names_its_files(project, capsys):  # noqa: F811
+    job(0.6)
+    code, out, _ = call(capsys, "report", "--out", str(project / "here"))
+    assert code == 0 and out.split() == [str(project / "here" / name) for name in ("report.html", "claims.csv")]
+
+
+def test_a_report_of_nothing_is_refused_and_leaves_nothing(project, capsys):  # noqa: F811
+    assert call(capsys, "report")[::2] == (
+        1,
+        "kvlab: no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first\n",
+    )
+    (project / "mlruns" / "mlflow.db").unlink()
+    code, _, err = call(capsys, "report", "--out", "here/there")
+    assert code == 1 and "nothing to report" in err
+    left = [path.name for path in (project / "mlruns").iterdir() if path.suffix != ".lock"]
+    assert not left and not (project / "report").exists() and not (project / "here").exists()
+
+
+def test_a_report_of_an_unknown_profile_or_model_names_what_there_is(project, capsys):  # noqa: F811
+    job(0.6, profile="quick")
+    job(0.6, profile="full", model="big@1")
+    for arguments, found in (
+        (["--profile", "quik"], "profile 'quik' has finished; there are runs of: full, quick"),
+        (["--model", "biig@1"], "model 'biig' has finished; there are runs of: big, toy"),
+        (["--model", "big", "--profile", "quick"], "none of these runs has measured a claim"),
+    ):
+        code, out, err = call(capsys, "report", *arguments)
+        assert code == 1 and found in err and out == "" and err.count("\n") == 1
+    assert not (project / "report").exists()
+    assert call(capsys, "report", "--model", "big", "--profile", "full")[0] == 0
+
+
+def test_report_errors_pass_through(project, capsys, monkeypatch):  # noqa: F811
+    def refuse(*_):
+        raise KvlabError("the disk is full")
+
+    monkeypatch.setattr(page, "write", refuse)
+    assert call(capsys, "report")[::2] == (1, "kvlab: the disk is full\n")
+
+
+def test_version(capsys):
+    code, out, _ = call(capsys, "--version")
+    assert code == 0 and out.startswith("kvlab ")

@@ -1,0 +1,99 @@
+"""Models that kvlab cannot look into, as transformers saves them: one true sentence each, before any weight is read."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvlab import KvlabError
+from kvlab.core import attention
+from kvlab.inputs import models
+
+SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2)
+HEADED = SMALL | dict(num_attention_heads=4, num_key_value_heads=4, intermediate_size=48)
+LATENT = HEADED | dict(
+    kv_lora_rank=8,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=8,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    moe_intermediate_size=16,
+)
+KNOWN = (
+    " kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, "
+    "as in Llama, Mistral, Qwen, Phi-3 and Gemma"
+)
+NONE = " has no attention, and so no KV cache to look into or to compress;" + KNOWN
+UNSEEN = " does not call transformers' attention interface, so kvlab cannot see its attention;" + KNOWN
+COMPRESSED = (
+    " has latent attention (keys and values are made from one compressed vector for each token), which kvlab "
+    "does not model;" + KNOWN
+)
+REFUSED = {
+    "mamba": ("mamba", SMALL | dict(state_size=4), "MambaForCausalLM" + NONE),
+    "mamba2": ("mamba2", SMALL | dict(state_size=4, num_heads=4, head_dim=16, n_groups=1), "Mamba2ForCausalLM" + NONE),
+    "gpt2": (
+        "gpt2",
+        dict(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64),
+        "none of the layers of GPT2LMHeadModel can be hooked (layer 0 is a GPT2Attention with c_attn and c_proj):"
+        + KNOWN,
+    ),
+    "gpt_neox": (
+        "gpt_neox",
+        HEADED,
+        "none of the layers of GPTNeoXForCausalLM can be hooked (layer 0 is a "
+        "GPTNeoXAttention with query_key_value and dense):" + KNOWN,
+    ),
+    "bloom": ("bloom", dict(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), "BloomForCausalLM" + UNSEEN),
+    "falcon": ("falcon", SMALL | dict(num_attention_heads=4), "FalconForCausalLM" + UNSEEN),
+    "deepseek_v2": ("deepseek_v2", LATENT | dict(q_lora_rank=8), "DeepseekV2ForCausalLM" + COMPRESSED),
+    # As DeepSeek-V2-Lite has it: with a q_proj, which alone looks like any other attention.
+    "deepseek_v2_lite": ("deepseek_v2", LATENT | dict(q_lora_rank=None), "DeepseekV2ForCausalLM" + COMPRESSED),
+    "deepseek_v3": ("deepseek_v3", LATENT | dict(q_lora_rank=8), "DeepseekV3ForCausalLM" + COMPRESSED),
+    "gpt_oss": (
+        "gpt_oss",
+        HEADED | dict(head_dim=8, num_local_experts=2, num_experts_per_tok=1),
+        "GptOssForCausalLM has learnt attention sinks, which kvlab does not model",
+    ),
+    "gemma2": (
+        "gemma2",
+        HEADED | dict(head_dim=8),
+        "Gemma2ForCausalLM soft-caps its attention logits, which kvlab does not model",
+    ),
+    "lfm2": (
+        "lfm2",
+        HEADED | dict(layer_types=["conv", "full_attention"]),
+        "only 1 of the 2 layers of Lfm2ForCausalLM can be hooked (layer 0 is a Lfm2ShortConv with conv, in_proj "
+        "and out_proj):" + KNOWN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_before_its_weights_are_read(tmp_path, monkeypatch, name):
+    kind, arguments, sentence = REFUSED[name]
+    folder = tmp_path / name
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **arguments))
+    made.save_pretrained(folder)
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_a, **_k: pytest.fail("the weights were read")
+    )
+    with pytest.raises(KvlabError) as caught:
+        models.load(folder, device="cpu")
+    assert str(caught.value) == sentence
+    with pytest.raises(KvlabError) as caught:  # and when it comes as an object
+        attention.layers_of(made)
+    assert str(caught.value) == sentence
+
+
+def test_what_is_hooked_loads_from_a_folder(tmp_path):
+    """Or the refusals would mean nothing."""
+    for kind in ("olmo2", "starcoder2"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **HEADED))
+        model.save_pretrained(tmp_path / kind)
+        assert len(attention.layers_of(models.load(tmp_path / kind, device="cpu").model)) == 2

@@ -1,0 +1,90 @@
+"""The full model's continuation through a compressed cache, and the closed loop beside the open one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.tensors import sets
+
+import kvlab
+from kvlab.errors import KvlabError
+from kvlab.live.fidelity import closed_against_open, fidelity
+from kvlab.methods import policies
+
+BUDGETS = {name: {} if name == "full" else {"budget": 36} for name in policies()}
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(3, 200, (60,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def test_a_full_cache_is_faithful(tiny, ids):
+    lm = tiny("tiny-llama-gqa")
+    found = fidelity(lm, "full", ids, new_tokens=12).summary
+    assert found["kl"] == pytest.approx(0, abs=1e-5) and found["agreement"] == 1
+    assert found["perplexity_ratio"] == pytest.approx(1, abs=1e-4)
+
+
+def test_nll_is_that_of_the_models_own_forward_pass(tiny, ids):
+    """Held against one teacher-forced pass over prompt and continuation, without any cache."""
+    lm = tiny("tiny-qwen3")
+    found = fidelity(lm, kvlab.policy("random", budget=20), ids, new_tokens=10)
+    response = kvlab.capture(lm, ids, 10, pseudo=()).ids[60:]
+    with torch.inference_mode():
+        logits = lm.model(torch.cat([torch.tensor(ids), response])[None]).logits[0, 59:-1]
+    expected = torch.nn.functional.cross_entropy(logits, response, reduction="none")
+    nll = found.table[found.table["measure"] == "nll_full"]["value"]
+    assert nll.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert found.summary["perplexity_ratio"] == pytest.approx(
+        math.exp(found.summary["nll"] - found.summary["nll_full"]), rel=1e-6
+    )
+    # The first token is predicted before anything is compressed.
+    first = found.table[(found.table["measure"] == "kl") & (found.table["step"] == 1)]["value"]
+    assert first.item() == pytest.approx(0, abs=1e-6) and found.summary["kl"] > 1e-4
+
+
+def test_several_documents_have_an_interval(tiny, ids):
+    found = fidelity(tiny("tiny-llama-gqa"), kvlab.policy("random", budget=16), [ids, ids[5:], ids[::-1]], 8)
+    low, high = found.intervals()["kl"]
+    assert low < found.summary["kl"] < high
+    assert found.table["document"].nunique() == 3
+
+
+@pytest.mark.parametrize("name", policies())
+def test_the_first_layer_sees_the_same_in_both_loops(tiny, ids, name):
+    """At the first step, before any other token was generated, only deeper layers can tell the loops apart."""
+    lm, one = tiny("tiny-llama-gqa"), kvlab.policy(name, **BUDGETS[name])
+    trace = kvlab.capture(lm, ids, 3, window=60, accumulate=True, pseudo=(one,) if one.pseudo_key else ())
+    opened = kvlab.replay(trace, one)
+    probes = ["mass_lost", "output_error"]
+    with kvlab.compress(lm.model, one, probes=probes, max_new_tokens=3) as session, torch.inference_mode():
+        out = lm.model(torch.tensor([ids]))
+        lm.model(trace.ids[60].view(1, 1), past_key_values=out.past_key_values)
+    first = session.table[session.table["layer"] == 0]
+    for measure in ("mass_lost", "output_error"):
+        closed = first[first["measure"] == measure]["value"].tolist()
+        assert closed == pytest.approx(getattr(opened, measure)[0, :, 0].tolist(), abs=1e-5)
+    for layer in range(trace.n_layers):
+        assert sets(session.kept_after_prefill(layer)) == sets(opened.kept(layer))
+
+
+@pytest.mark.parametrize("name", policies())
+def test_both_loops_are_told_apart_where_they_part(tiny, ids, name):
+    loops = closed_against_open(tiny("tiny-llama-gqa"), kvlab.policy(name, **BUDGETS[name]), ids, new_tokens=20)
+    assert loops.table["step"].tolist() == list(range(1, 21))
+    if name == "full":
+        assert loops.first_difference is None
+        assert loops.table["kl"].max() < 1e-5 and loops.table["mass_lost_closed"].max() < 1e-5
+    else:
+        assert loops.table["kl"][0] == pytest.approx(0, abs=1e-6)
+        assert loops.table["mass_lost_closed"].between(0, 1).all()
+    same = loops.table["token_full"] == loops.table["token_closed"]
+    assert loops.first_difference == (None if same.all() else int((~same).idxmax()) + 1)
+
+
+def test_one_token_is_too_few(tiny, ids):
+    with pytest.raises(KvlabError, match="two are needed"):
+        fidelity(tiny("tiny-llama-gqa"), "full", ids, new_tokens=1)

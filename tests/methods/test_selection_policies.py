@@ -1,0 +1,416 @@
+"""Quest, SparQ, hybrid attention, RocketKV and SnapKV++: step by step against the plain loops, and their promises."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import oracles
+from support.stepwise import HEAD_DIM, LAYERS, SHAPES, agrees, decided, inputs, named, never_comes_back, tensor, watched
+from support.tensors import exact, layer, sets, shaken, with_attention
+
+import kvlab
+from kvlab.core.store import LayerStore
+from kvlab.errors import KvlabError
+from kvlab.methods import Prompt
+
+CASES = [
+    ("snapkv_pp", dict(budget=36)),
+    ("snapkv_pp", dict(budget=20, window=8, kernel=5)),
+    ("snapkv_pp", dict(budget=20, window=8, short=3, long=9, threshold=100)),
+    ("quest", dict(budget=24)),  # pages as wide as all that is read
+    ("quest", dict(budget=40, page=4)),
+    ("quest", dict(budget=60, page=3)),  # a prompt of 40 is read whole at first
+    ("sparq", dict(budget=24)),
+    ("sparq", dict(budget=31, rank=5)),
+    ("sparq", dict(budget=60)),
+    ("hybrid", dict(budget=24)),
+    ("hybrid", dict(budget=31, page=3, rank=6)),
+    ("hybrid", dict(budget=60)),
+    ("rocketkv", dict(budget=24, window=8, short=5)),
+    ("rocketkv", dict(budget=24, window=8, short=5, split="adaptive")),
+    ("rocketkv", dict(budget=60, window=8, kernel=3)),
+]
+LONG = [
+    ("snapkv_pp", dict(budget=128)),
+    ("quest", dict(budget=128)),
+    ("sparq", dict(budget=200)),
+    ("hybrid", dict(budget=128)),
+    ("rocketkv", dict(budget=128)),
+    ("rocketkv", dict(budget=128, split="adaptive")),
+]
+SELECTING = ["quest", "sparq", "hybrid", "rocketkv"]
+
+
+def run_of(policy, prompt):
+    """The policy's oracle as a function of queries, keys and values of one layer."""
+    return lambda *arrays: getattr(oracles, f"oracle_{policy.name}")(*arrays, prompt, **dict(policy))
+
+
+def holds(policy, seed, heads, kv_heads, prompt, steps, size=1e-5):
+    tensors = inputs(seed, heads, kv_heads, prompt, steps)
+    result, watch = watched(policy, tensors, prompt)
+    for index in range(LAYERS):
+        agrees(result, watch, index, decided(run_of(policy, prompt), [t[index] for t in tensors], size))
+        never_comes_back(result, index, steps)
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize("prompt", [40, 150])
+def test_fifty_steps_go_as_the_oracle_says(case, heads, kv_heads, prompt):
+    holds(kvlab.policy(case[0], **case[1]), prompt + heads + kv_heads, heads, kv_heads, prompt, 50, size=1e-6)
+
+
+@pytest.mark.parametrize("case", LONG, ids=named)
+def test_a_prompt_of_1500(case):
+    holds(kvlab.policy(case[0], **case[1]), 3, 4, 2, 1500, 50, size=5e-7)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES + LONG if c[0] == "rocketkv"], ids=named)
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+def test_keep_of_a_batch_is_the_first_stage(case, heads, kv_heads):
+    policy, prompt, new = kvlab.policy(case[0], **case[1]), 160, 40
+    tensors = inputs(heads + kv_heads, heads, kv_heads, prompt, new)
+    kept = policy.keep(*(t[:, :, :prompt] for t in tensors), max_new_tokens=new)
+    for row in range(2):
+        arrays = exact(*(t[row] for t in tensors[:2]))
+        expected = [oracles.rocketkv_kept(*a, prompt, **dict(policy)) for a in (arrays, shaken(*arrays))]
+        assert sets(kept[row]) == expected[0] == expected[1]
+
+
+@pytest.mark.parametrize("case", [c for c in CASES + LONG if c[0] == "snapkv_pp"], ids=named)
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+def test_keep_of_a_batch_is_snapkv_pps_choice(case, heads, kv_heads):
+    policy, tensors = kvlab.policy(case[0], **case[1]), inputs(heads + kv_heads, heads, kv_heads, 160)
+    kept = policy.keep(*tensors)
+    for row in range(2):
+        assert sets(kept[row]) == decided(run_of(policy, 160), [t[row] for t in tensors])[0]["stored"]
+
+
+@pytest.mark.parametrize("name", ["quest", "sparq", "hybrid"])
+def test_keep_of_a_policy_without_a_first_stage_is_everything(name):
+    kept = kvlab.policy(name, budget=20).keep(*inputs(1, 4, 2, 70), max_new_tokens=10)
+    assert kept.dtype == torch.int64 and sets(kept[1]) == [list(range(70))] * 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    length=st.integers(20, 150),
+    kernel=st.sampled_from([1, 3, 9, 63]),
+    budgets=st.lists(st.integers(9, 160), min_size=2, max_size=4),
+)
+def test_snapkv_pp_sets_are_nested_as_the_budget_grows(seed, length, kernel, budgets):
+    tensors = layer(seed, 4, 2, 8, length, layers=1)
+    kept = [
+        sets(kvlab.policy("snapkv_pp", budget=b, window=8, kernel=kernel).keep(*tensors)[0]) for b in sorted(budgets)
+    ]
+    for smaller, larger in zip(kept, kept[1:]):
+        assert all(set(a) <= set(b) for a, b in zip(smaller, larger))
+
+
+def test_snapkv_pp_chooses_its_kernel_by_the_prompts_length():
+    tensors = inputs(4, 4, 2, 120)
+    for threshold, kernel in [(121, 5), (120, 31)]:
+        adaptive = kvlab.policy("snapkv_pp", budget=40, window=8, short=5, long=31, threshold=threshold)
+        fixed = kvlab.policy("snapkv_pp", budget=40, window=8, kernel=kernel)
+        assert adaptive.keep(*tensors).equal(fixed.keep(*tensors))
+
+
+# What is read
+
+
+def spends_at_most_its_budget(policy, tensors, prompt):
+    result, watch = watched(policy, tensors, prompt)
+    for t in range(1, result.trace.steps + 1):
+        read, stored = (
+            sum(len(p) for index in range(len(tensors[1])) for p in sets(verb(index, t)))
+            for verb in (result.kept, result.stored)
+        )
+        heads = tensors[1].shape[0] * tensors[1].shape[1]
+        spent = read + watch.overhead[t - 1] / watch.entry_bytes
+        assert spent <= policy.budget * heads, f"step {t}: {read} entries, {watch.overhead[t - 1]} bytes to find them"
+        assert (watch.overhead[t - 1] > 0) == (read < stored), "finding costs, and only where something is left out"
+
+
+@pytest.mark.parametrize("case", [c for c in CASES + LONG if c[0] in SELECTING], ids=named)
+def test_finding_and_reading_together_stay_within_the_budget(case):
+    prompt = 1200 if case in LONG else 130
+    spends_at_most_its_budget(kvlab.policy(case[0], **case[1]), inputs(5, 4, 2, prompt, 30), prompt)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    name=st.sampled_from(SELECTING),
+    shape=st.sampled_from([(1, 1), (6, 2), (4, 1)]),
+    seed=st.integers(0, 99),
+    prompt=st.integers(10, 300),
+    steps=st.integers(1, 40),
+    budget=st.integers(16, 150),
+)
+def test_no_budget_is_overdrawn(name, shape, seed, prompt, steps, budget):
+    """From 16 on: SparQ loads a dimension of all keys at least, here up to 340 / 32 entries' worth."""
+    tensors = layer(seed, *shape, head_dim=HEAD_DIM, prompt=prompt, new=steps, layers=1)
+    parameters = dict(window=8, short=5) if name == "rocketkv" else {}
+    spends_at_most_its_budget(kvlab.policy(name, budget=budget, **parameters), tensors, prompt)
+
+
+@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("budget", [100, 101, 1000])
+def test_a_budget_of_everything_reads_everything_directly(name, budget):
+    """For RocketKV this is a compression of 1: full attention."""
+    tensors = inputs(6, 4, 2, 80, 20)
+    result, watch = watched(kvlab.policy(name, budget=budget), tensors, 80)
+    for t in range(21):
+        assert sets(result.kept(1, t)) == sets(result.stored(1, t)) == [list(range(80 + t))] * 2
+    assert watch.overhead == [0] * 20
+    assert result.mass_lost.max() < 1e-6 and result.output_error.max() < 1e-6
+
+
+EVICTING = [(name, dict(budget=24)) for name in ("streamingllm", "scissorhands", "h2o", "keyformer")]
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] in SELECTING] + EVICTING, ids=named)
+def test_exact_topk_loses_least_of_all_that_read_as_many(case):
+    tensors = inputs(7, 8, 2, 130, 50)
+    gathered = [oracles.accumulated_attention(*exact(q, k), 130) for q, k in zip(*tensors[:2])]
+    result, _ = watched(kvlab.policy(case[0], **case[1]), tensors, 130, accumulated=tensor(gathered))
+    most = max(result.kept(0, t).shape[1] for t in range(1, 51))
+    best, _ = watched(kvlab.policy("exact_topk", budget=most), tensors, 130)
+    lost, least = (r.mass_lost.unflatten(1, (2, 4)).sum(2) for r in (result, best))
+    assert (least <= lost + 1e-5).all()
+
+
+# Quest's pages
+
+
+def finished(policy, tensors, prompt):
+    """The store of a policy once the last step is done."""
+    return watched(policy, tensors, prompt)[1].store
+
+
+def pages_of(store):
+    """Maximum and minimum of the pages' keys as the policy remembers them, `[rows, kv_heads, pages, head_dim]` each."""
+    return store.memory["pages"].transpose(3, 4).unbind(2)
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("quest", dict(budget=24, page=16)),
+        ("quest", dict(budget=40, page=4)),
+        ("hybrid", dict(budget=24)),
+        ("hybrid", dict(budget=31, page=5)),
+        ("rocketkv", dict(budget=24, window=8, short=5)),
+    ],
+)
+@pytest.mark.parametrize("steps", [1, 7, 50])
+def test_pages_stay_right_as_tokens_arrive(name, parameters, steps):
+    store = finished(kvlab.policy(name, **parameters), inputs(8, 4, 2, 97, steps), 97)
+    high, low = pages_of(store)
+    size = store.numbers["page"]
+    keys = store.keys
+    assert low.shape[2] == math.ceil(keys.shape[2] / size)
+    for p, tokens in enumerate(oracles.cut_into_pages(keys.shape[2], size)):
+        assert low[:, :, p].equal(keys[:, :, tokens].amin(2)) and high[:, :, p].equal(keys[:, :, tokens].amax(2))
+
+
+def begun(policy, tensors, prompt, max_new_tokens=0):
+    """A store of the prompt, compressed."""
+    store = LayerStore(*(t[:, :, :prompt].clone() for t in tensors[1:]))
+    before = Prompt(
+        tensors[0][:, :, :prompt], *(t[:, :, :prompt] for t in tensors[1:]), (0, 1), 2, max_new_tokens=max_new_tokens
+    )
+    policy.compress(store, before)
+    return store
+
+
+@pytest.mark.parametrize("name", ["quest", "hybrid", "sparq"])
+@pytest.mark.parametrize("pieces", [[30], [1, 11, 18], [16, 7, 7]])
+def test_tokens_that_arrive_together_are_found_like_any_others(name, pieces):
+    policy, tensors = kvlab.policy(name, budget=32), inputs(15, 4, 2, 127)
+    store, one_by_one = (begun(policy, tensors, 97, 30) for _ in range(2))
+    seen = 97
+    for piece in pieces:
+        store.append(*(t[:, :, seen : seen + piece] for t in tensors[1:]))
+        for position in range(seen, seen + piece):
+            one_by_one.append(*(t[:, :, position : position + 1] for t in tensors[1:]))
+            expected = policy.select(one_by_one, tensors[0][:, :, position : position + 1], None)
+        seen += piece
+        assert policy.select(store, tensors[0][:, :, seen - 1 : seen], None).equal(expected)
+    for kind, memory in one_by_one.memory.items():
+        torch.testing.assert_close(store.memory[kind], memory)
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_a_response_longer_than_announced_stays_within_the_budget(name):
+    policy, tensors = kvlab.policy(name, budget=40), inputs(16, 4, 2, 300)
+    store = begun(policy, tensors, 100)
+    for position in range(100, 300):
+        store.append(*(t[:, :, position : position + 1] for t in tensors[1:]))
+        slots = policy.select(store, tensors[0][:, :, position : position + 1], None)
+        read = store.positions.numel() if slots is None else int((slots >= 0).sum())
+        assert 4 * 10 <= read and read + policy.overhead_bytes(store) / store.entry_bytes <= 40 * 4, f"token {position}"
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 999), prompt=st.integers(20, 120), steps=st.integers(1, 20), page=st.integers(1, 20))
+def test_quests_bound_is_above_every_logit_of_the_page(seed, prompt, steps, page):
+    tensors = layer(seed, 4, 2, 8, prompt, steps, layers=1)
+    store = finished(kvlab.policy("quest", budget=20, page=page), tensors, prompt)
+    high, low = pages_of(store)
+    size = store.numbers["page"]
+    for head in range(4):
+        query = tensors[0][0, head, -1]
+        bounds = torch.maximum(query * low[0, head // 2], query * high[0, head // 2]).sum(-1)
+        dots = store.keys[0, head // 2] @ query
+        assert (dots <= bounds.repeat_interleave(size)[: len(dots)] + 1e-5).all()
+
+
+def test_the_oracles_bound_is_reached_by_a_key_at_the_corner():
+    query, keys = np.array([1.0, -2.0]), np.array([[3.0, -1.0], [0.0, 4.0], [3.0, -1.0]])
+    assert oracles.page_bound(query, keys) == query @ keys[0] == 5.0
+    assert oracles.page_bound(query, keys[1:2]) == query @ keys[1]
+
+
+def test_quest_reads_whole_pages():
+    result, _ = watched(kvlab.policy("quest", budget=40, page=4), inputs(9, 4, 2, 120, 30), 120)
+    size = oracles.quest_page_size(150, 40, 4)
+    for t in range(1, 31):
+        pages = oracles.cut_into_pages(120 + t, size)
+        for read in sets(result.kept(0, t)):
+            assert set(read) == {p for page in pages for p in page if page[0] in read}
+
+
+# The equations' numbers
+
+
+@pytest.mark.parametrize(
+    "length, page, rank",
+    [(100, 1, 64), (120, 1, 53), (400, 2, 32), (900, 3, 21), (1000, 4, 25), (10000, 10, 6), (6400, 8, 8)],
+)
+def test_page_and_dimensions_of_hybrid_attention(length, page, rank):
+    """Finding loads 1 / page x rank / d of the keys, about 1 / c2 of them, and never more; the budget is 100."""
+    assert oracles.hybrid_settings(length, 100, 64) == (page, rank)
+    assert rank / 64 / page <= 100 / length
+
+
+def test_hybrid_scores_by_hand():
+    """Two heads, the larger dimension, pages of two: the sign of the sum picks the maximum, here 3 and 1."""
+    queries, keys = np.array([[2.0, 0.1], [-1.0, 0.3]]), np.array([[3.0, 9], [-5, 9], [1, 9], [-1, 9]])
+    found = oracles.hybrid_token_scores(queries, keys, page=2, rank=1)
+    rows = [np.exp(q[0] * np.array([3, 3, 1, 1]) / np.sqrt(2 * abs(q[0]) / abs(q).sum())) for q in queries]
+    np.testing.assert_allclose(found, sum(row / row.sum() for row in rows) / 2)
+    assert oracles.top_positions(found, 3) == [0, 1, 2]
+
+
+def test_snapkv_pp_pools_by_maximum_by_hand():
+    """As SnapKV's example, raw scores .7 .1 .2 .4 of the older ones: by a maximum over three .7 .7 .4 .4."""
+    rows = np.eye(6)
+    rows[4] = [0.4, 0.1, 0.1, 0.1, 0.3, 0]
+    rows[5] = [0.3, 0, 0.1, 0.3, 0.2, 0.1]
+    queries, keys = with_attention(rows)
+    kept = {
+        budget: oracles.oracle_snapkv_pp(queries, keys, keys, 6, budget, window=2, kernel=3)[0]["read"][0]
+        for budget in (3, 4, 5)
+    }
+    assert kept == {3: [0, 4, 5], 4: [0, 1, 4, 5], 5: [0, 1, 2, 4, 5]}
+
+
+def test_sparq_at_full_rank_weighs_by_the_true_attention():
+    """With every dimension the approximation is exact: alpha is the mass that was read, and outputs follow."""
+    tensors = inputs(10, 4, 2, 100, 10)
+    result, watch = watched(kvlab.policy("sparq", budget=80, rank=HEAD_DIM), tensors, 100)
+    arrays = exact(*(x[0] for x in tensors))
+    weights = oracles.decoding_weights(*arrays[:2], 100, 10)
+    for head in range(4):
+        read, values = sets(result.kept(0, 10))[head // 2], arrays[2][head // 2]
+        pair = weights[head // 2 * 2] + weights[head // 2 * 2 + 1]
+        assert read == oracles.top_positions(pair, 80 - 110 // 2)
+        alpha = weights[head][read].sum()
+        expected = weights[head][read] @ values[read] + (1 - alpha) * values.mean(axis=0)
+        np.testing.assert_allclose(watch.outputs[-1][0, head], expected, atol=1e-5)
+
+
+def test_sparqs_mean_value_helps():
+    """Of tokens that share a mean, what is not read is better stood in for than left out."""
+    queries, keys, values = inputs(11, 4, 2, 200, 20)
+    tensors = 0.5 * queries, keys, values + 2
+    sparq, _ = watched(kvlab.policy("sparq", budget=140, rank=HEAD_DIM), tensors, 200)
+    plain, _ = watched(kvlab.policy("exact_topk", budget=40), tensors, 200)  # SparQ reads 39 and fewer
+    assert sparq.summary["output_error"] < plain.summary["output_error"]
+
+
+def test_rocketkv_keeps_its_window_and_one_more_where_the_response_takes_all_its_room():
+    tensors = inputs(17, 4, 2, 100, 60)
+    policy = kvlab.policy("rocketkv", budget=16, window=20, kernel=1)  # sqrt(160 x 16) = 50 < 60
+    assert policy.keep(*(t[:, :, :100] for t in tensors), max_new_tokens=60).shape == (2, 2, 21)
+    spends_at_most_its_budget(policy, tensors, 100)
+    holds(policy, 17, 4, 2, 100, 60, size=1e-6)
+
+
+@pytest.mark.parametrize("split", ["even", "adaptive"])
+def test_rocketkv_stores_its_capacity_at_the_end(split):
+    prompt, new, budget = 400, 40, 64
+    tensors = inputs(12, 4, 2, prompt, new)
+    policy = kvlab.policy("rocketkv", budget=budget, window=8, short=5, split=split)
+    result, _ = watched(policy, tensors, prompt)
+    capacity = oracles.rocketkv_capacity(prompt + new, new, budget, split)
+    assert capacity == {"even": 167, "adaptive": 216}[split]  # sqrt(440 x 64); 440 / 6.875 ** (.2 + .06 x 2.78)
+    assert {len(p) for p in sets(result.stored(0, new))} == {capacity}
+
+
+# What cannot be
+
+
+def refused(name, **parameters):
+    queries, keys, values = inputs(13, 4, 2, 90)
+    with pytest.raises(KvlabError) as caught:
+        kvlab.policy(name, **parameters).keep(queries, keys, values)
+    sentence = str(caught.value)
+    assert len(sentence.split()) >= 4 and "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize("name", [*SELECTING, "snapkv_pp"])
+@pytest.mark.parametrize("budget", [0, 1, -3, 0.0, 1.5, True, "many"])
+def test_a_budget_that_is_none(name, budget):
+    assert "budget" in refused(name, budget=budget)
+
+
+@pytest.mark.parametrize("name, parameters, below", [("snapkv_pp", {}, 31), ("snapkv_pp", dict(window=16), 15)])
+def test_a_budget_below_the_window(name, parameters, below):
+    assert str(below) in refused(name, budget=below, **parameters)
+
+
+@pytest.mark.parametrize(
+    "name, parameters, said",
+    [
+        ("quest", dict(page=0), "page"),
+        ("quest", dict(page="16"), "page"),
+        ("sparq", dict(rank=0), "rank"),
+        ("sparq", dict(rank=-1), "rank"),
+        ("hybrid", dict(page=0), "page"),
+        ("hybrid", dict(rank=0), "rank"),
+        ("rocketkv", dict(split="odd"), "split"),
+        ("rocketkv", dict(window=0), "window"),
+        ("rocketkv", dict(kernel=4), "kernel"),
+        ("snapkv_pp", dict(kernel=4), "kernel"),
+        ("snapkv_pp", dict(short=62), "short"),
+        ("snapkv_pp", dict(long=0), "long"),
+        ("snapkv_pp", dict(window=-1), "window"),
+        ("quest", dict(pages=4), "page"),
+    ],
+)
+def test_bad_parameters_are_named(name, parameters, said):
+    assert said in refused(name, budget=64, **parameters)
+
+
+@pytest.mark.parametrize("name", ["snapkv_pp", "rocketkv"])
+def test_too_few_prompt_queries(name):
+    queries, keys, values = inputs(14, 4, 2, 200)
+    with pytest.raises(KvlabError, match="32"):
+        kvlab.policy(name, budget=64).keep(queries[:, :, -31:], keys, values)

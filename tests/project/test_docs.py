@@ -1,0 +1,168 @@
+"""What README, CONTRIBUTING, docs/ and docstrings show is there: files, commands, options, examples."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from support.projects import blank_store
+from support.texts import FERRY
+
+import kvlab
+from kvlab import cli
+from kvlab.inputs import models
+from kvlab.inputs.models import loading
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = typer.main.get_command(cli.app).commands
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+# What the first line of an example says that needs the names of the one above it.
+GOES_ON = "# goes on from "
+
+
+def examples(page: Path) -> list[str]:
+    """The Python examples of a page, those within lists too, each with those above it that it goes on from."""
+    found: list[str] = []
+    for block in re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        block = textwrap.dedent(block)
+        if block.startswith(GOES_ON):
+            found[-1] += block
+        else:
+            found.append(block)
+    return found
+
+
+def lines(page: Path, first: str) -> list[list[str]]:
+    """The command lines of a page that begin with a word, in a block or alone between backticks, as lists of words."""
+    text = page.read_text(encoding="utf-8")
+    shown = [line for block in blocks(page, "") for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", text)
+    return [shlex.split(line, comments=True) for line in shown if line.startswith(f"{first} ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+        if not target.startswith("https://"):
+            assert (page.parent / target).is_file(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_their_options_exist(page):
+    for _, name, *words in lines(page, "kvlab"):
+        assert name in COMMANDS, name
+        if words and not words[-1].startswith("--"):  # `kvlab compile --from` names an option, and is no command line
+            COMMANDS[name].make_context(name, words)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {words[1] for words in lines(page, "make")} <= set(targets)
+    for words in lines(page, "python"):
+        assert (ROOT / words[1]).is_file(), words
+
+
+def test_policies_and_experiments_are_those_that_there_are():
+    table = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == kvlab.policies()
+    for page in PAGES:
+        for _, name, *words in lines(page, "kvlab"):
+            if name == "run" and words and words[0] != "NAME":
+                assert (ROOT / "experiments" / f"{words[0]}.yaml").is_file(), words
+
+
+@pytest.mark.parametrize("module", ["kvlab.errors", "kvlab.policies"])
+def test_examples_in_docstrings_say_what_comes_out(module):
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted and not found.failed
+
+
+def test_the_first_lines_print_the_table_that_stands_below_them(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"^ +policy .*?(?=^```)", text, re.MULTILINE | re.DOTALL)[0].splitlines()
+    exec(blocks(ROOT / "README.md", "python")[0], {})  # noqa: S102
+    printed = capsys.readouterr().out.splitlines()[-len(shown) :]
+    assert [printed[0], printed[-1]] == [shown[0], shown[-1]]
+    for ours, theirs in zip(printed[1:-1], shown[1:-1], strict=True):
+        number, name, *values = ours.split()
+        assert [number, name] == theirs.split()[:2]
+        # Other processors round otherwise.
+        assert list(map(float, values)) == pytest.approx(list(map(float, theirs.split()[2:])), abs=0.005)
+
+
+def test_the_policy_of_ones_own_works_as_shown():
+    (example,) = blocks(ROOT / "CONTRIBUTING.md", "python")
+    shown: dict = {}
+    exec(compile(example, "CONTRIBUTING.md", "exec", dont_inherit=True), shown)  # noqa: S102
+    lm = kvlab.random_lm("tiny-llama-gqa")
+    ids = torch.arange(3, 43)
+    replayed = kvlab.replay(kvlab.capture(lm, ids, new_tokens=3, pseudo=()), shown["Ends"](budget=10))
+    assert replayed.kept(0).tolist() == [[0, 1, 2, 3, 4, 35, 36, 37, 38, 39]] * len(replayed.kept(0))
+    with kvlab.compress(lm.model, shown["Ends"](budget=10)) as session:
+        lm.model.generate(ids[None], max_new_tokens=2, do_sample=False)
+    assert session.kept(0)[0].tolist()[:10] == replayed.kept(0)[0].tolist()
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A working directory with what the examples name, and a store of its own."""
+    import matplotlib
+
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "folder").symlink_to(models.pull(models.DEFAULT), target_is_directory=True)
+    (tmp_path / "notes.txt").write_text(FERRY, encoding="utf-8")
+    (tmp_path / "mlflow.db").write_bytes(blank_store())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with matplotlib.rc_context({"backend": "agg"}):
+        yield tmp_path
+
+
+def run(page: Path, example: str) -> dict:
+    names: dict = {"__name__": "__main__"}
+    exec(compile(example, page.name, "exec", dont_inherit=True), names)  # noqa: S102
+    return names
+
+
+def test_the_examples_of_the_readme_run_and_print_what_it_shows(desk):
+    """On the real model, each alone but where it says that it goes on from the one above."""
+    page = ROOT / "README.md"
+    first, *others = [run(page, example) for example in examples(page)]
+    shown = {
+        (name, int(budget)): tuple(map(float, numbers.split()))
+        for name, budget, numbers in re.findall(
+            r"^ *(\w+) +(\d+) +((?:\d\.\d+ +){3}\d+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
+    columns = ["recall", "mass_lost", "output_error", "stored_bytes"]
+    table = first["table"].set_index(["policy", "budget"])[columns]
+    assert len(shown) == 4
+    for place, values in shown.items():
+        assert tuple(table.loc[place]) == pytest.approx(values, abs=2e-3), place
+    assert first["session"].means["mass_lost"] > 0
+    assert len(others) == 1 and (desk / "notes.safetensors").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_the_examples_of_other_pages_run(page, desk, monkeypatch):
+    """Each alone, on a small random model in the place of the named one: what they would find is not looked at."""
+    monkeypatch.setattr(
+        loading,
+        "load",
+        lambda name: kvlab.random_lm(
+            "tiny-llama-gqa", tokenizer=name, max_position_embeddings=4096, dtype="float32", device="cpu"
+        ),
+    )
+    for example in examples(page):
+        run(page, example)

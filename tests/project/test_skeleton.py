@@ -1,0 +1,190 @@
+"""The project's own files agree with each other: pins, declared dependencies, layers, and no trace of one machine."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# What is imported under another name than that of its distribution.
+DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
+# Each layer may import only those that stand before it.
+LAYERS = (
+    "version errors lib core inputs methods traces instruments replays live scores tasks evaluation bench compile "
+    "papers analyses workbench cli"
+).split()
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", name)[0]).lower()
+
+
+def pins(lines) -> dict[str, str]:
+    return {canonical(line): line.partition("==")[2] for line in lines if "==" in line}
+
+
+CONSTRAINTS = pins(line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
+EXTRAS = PROJECT["optional-dependencies"]
+DIRECT = {canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["test"]]}
+
+
+def sources() -> list[Path]:
+    return sorted((ROOT / "kvlab").rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports, in full, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_everything_is_pinned_to_one_version():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "a pin is NAME==VERSION without local part"
+    assert len(CONSTRAINTS) == len(lines)
+    assert DIRECT <= CONSTRAINTS.keys()
+    assert CONSTRAINTS["torch"] == "2.13.0"
+
+
+def test_conda_installs_the_very_same_pins():
+    (pip,) = [
+        part["pip"]
+        for part in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+        if isinstance(part, dict)
+    ]
+    assert pip[:2] == ["-c constraints.txt", "-e .[notebooks,test]"]
+    assert pins(pip[2:]) == {name: CONSTRAINTS[name] for name in DIRECT}
+
+
+def test_what_is_installed_is_what_is_pinned():
+    """Nothing that the project needs, directly or not, is left without a pin (this platform's share of it)."""
+    from packaging.requirements import Requirement
+
+    todo, needed = [f"kvlab[{','.join(EXTRAS)}]"], set()
+    while todo:
+        wanted = Requirement(todo.pop())
+        if (canonical(wanted.name), frozenset(wanted.extras)) in needed:
+            continue
+        needed.add((canonical(wanted.name), frozenset(wanted.extras)))
+        for line in importlib.metadata.requires(wanted.name) or []:
+            part = Requirement(line)
+            if part.marker is None or any(part.marker.evaluate({"extra": extra}) for extra in {"", *wanted.extras}):
+                todo.append(line)
+    names = {name for name, _ in needed} - {"kvlab", "setuptools", "pip"}
+    # Torch's builds for graphics cards bring libraries of their own, which differ from machine to machine.
+    names = {name for name in names if not name.startswith(("nvidia-", "cuda-", "triton"))}
+    installed = {name: importlib.metadata.version(name).partition("+")[0] for name in names}
+    assert installed == {name: CONSTRAINTS.get(name) for name in names}
+
+
+def test_every_import_is_a_declared_dependency():
+    known = {canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["cluster"]]}
+    used = {(name.partition(".")[0], path.name) for path in sources() for name in imports(path)}
+    undeclared = {
+        (name, file)
+        for name, file in used
+        if name not in sys.stdlib_module_names
+        and name != "kvlab"
+        and canonical(DISTRIBUTIONS.get(name, name)) not in known
+    }
+    assert not undeclared
+
+
+def test_layers_import_only_what_stands_above_them():
+    wrong = []
+    for path in sources():
+        parts = path.relative_to(ROOT / "kvlab").with_suffix("").parts
+        if len(parts) == 1 and parts[0] in ("__init__", "__main__"):
+            continue
+        assert parts[0] in LAYERS, f"{path.name} belongs to no layer"
+        for name in imports(path):
+            if name.startswith("kvlab.") and (other := name.split(".")[1]) in LAYERS:
+                if LAYERS.index(other) > LAYERS.index(parts[0]):
+                    wrong.append(f"{'/'.join(parts)} imports {name}")
+    assert not wrong
+
+
+def test_policies_know_neither_transformers_nor_the_model():
+    for path in (ROOT / "kvlab" / "policies").glob("*.py"):
+        assert not {n for n in imports(path) if n.startswith(("transformers", "kvlab.inputs.models.loading"))}, path
+
+
+def tracked() -> list[Path]:
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_no_file_knows_one_machine_or_registry():
+    alien = re.compile(
+        r"/home/\w|/root/|/Users/\w|/work/|/opt/|file:///(?!\{)[a-z]+/|pypi\.org|pythonhosted|"
+        r"index-url|huggingface\.co/\S*resolve"
+    )
+    found = []
+    for path in tracked():
+        if path == Path(__file__) or path.suffix in {".png", ".pdf", ".parquet"}:
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if alien.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {alien.search(line)[0]}")
+    assert not found
+
+
+def test_long_lines_and_pickles_are_not_ours():
+    files = [*sources(), *sorted((ROOT / "tests").glob("*.py"))]
+    assert not [
+        f"{path.name}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
+    for path in files:
+        assert not {n for n in imports(path) if n.partition(".")[0] in {"pickle", "dill", "joblib"}}, path
+
+
+def test_ci_is_make_test():
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    assert script.read_text().splitlines()[-1] == "make test"
+
+
+@pytest.mark.parametrize("target", ["env", "reproduce", "test", "browser", "lab", "clean", "help"])
+def test_make_knows_its_targets(target):
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if target in ("reproduce", "test"):
+        assert (
+            done.stdout.index("-c constraints.txt -e '.[notebooks,test]'") < done.stdout.index("kvlab pull")
+            if "pip install" in done.stdout
+            else "kvlab pull" in done.stdout
+        )
+
+
+def test_an_old_python_is_told_in_one_sentence(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    old = tmp_path / "oldpython"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = subprocess.run(["make", "env", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.startswith("kvlab needs Python 3.11 or newer")
+    assert not (tmp_path / ".venv").exists()

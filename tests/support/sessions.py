@@ -1,0 +1,36 @@
+"""What a session could leave behind in a model, and models that no session can be opened on."""
+
+from __future__ import annotations
+
+from transformers import FalconConfig, FalconForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from kvlab.core import hooks as attention
+from kvlab.inputs import models
+
+
+def state(model):
+    """What a session could leave behind: attention implementations, hooks, registered modules."""
+    modules = list(model.modules())
+    kinds = [m.config._attn_implementation for m in modules if hasattr(m, "config")]
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
+    return kinds, hooks, [m in attention._hooked for m in modules]
+
+
+SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+UNFIT = {
+    "falcon": (lambda: FalconForCausalLM(FalconConfig(**SMALL)), "FalconForCausalLM does not call"),
+    "gemma2": (
+        lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8)),
+        "soft-caps its attention logits",
+    ),
+    "gpt2": (
+        lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)),
+        r"GPT2LMHeadModel can be hooked \(layer 0 is a GPT2Attention with c_attn and c_proj\): kvlab hooks "
+        r"attention that .* has a q_proj or a qkv_proj",
+    ),
+}
+
+
+def unfit(name):
+    make, message = UNFIT[name]
+    return models.LM(make().eval(), None, name, "0" * 64), message

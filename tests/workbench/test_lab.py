@@ -1,0 +1,399 @@
+"""What `make lab` starts, in a real browser: a trace explored in JupyterLab, and a sweep's runs in the MLflow UI."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from playwright.sync_api import expect
+from support.browsing import missing_images, opened, overflow
+from support.projects import BODY, EXPERIMENT, PARAMETERS, blank_store, cell, experiment, notebook
+from support.servers import environment, free_port
+
+from kvlab.workbench.jobs import worker
+
+pytestmark = pytest.mark.roundtrip
+
+ROOT = Path(__file__).parents[2]
+SLOW = 120_000  # ms; nothing waits as long on an idle machine
+LAYERS, HEADS, KV_HEADS, PROMPT, STEPS = 3, 4, 2, 48, 8
+TRACE = f"""import torch
+import kvlab
+made = torch.Generator().manual_seed(0)
+queries, keys, values = (torch.randn({LAYERS}, heads, {PROMPT + STEPS}, 16, generator=made)
+                         for heads in ({HEADS}, {KV_HEADS}, {KV_HEADS}))
+trace = kvlab.Trace.from_tensors(2 * queries, keys, values, {PROMPT})
+explorer = kvlab.explore(trace, "snapkv", "streamingllm", budgets=[36, 40, 44], layer=0, head=2, step=3)
+"""
+BEFORE, AFTER = "layer 0, query head 2, decoding step 3", "layer 1, query head 2, decoding step 3"
+
+
+def write_notebook(path):
+    notebook(path, cell(f"{TRACE}explorer"), cell("print(explorer)"), cell("explorer.show(layer=2, budget=44)"))
+
+
+def drawings(html):
+    """The drawings of a static picture, as the browser gets them."""
+    return re.findall(r'<img class="kvlab-[a-z]+"[^>]* src="([^"]+)"', html)
+
+
+def drawn(page):
+    """The drawings that a page shows in a static picture."""
+    return page.locator(".kvlab-picture img").evaluate_all("images => images.map(each => each.src)")
+
+
+def shown(page):
+    """The picture that is seen: beside the widgets stands the one that is saved."""
+    return page.locator(".kvlab-picture").filter(visible=True)
+
+
+def outlines(html):
+    """The outlines of a picture's drawings, as they were sent to the widgets."""
+    return re.findall(r'<path[^>]* d="([^"]*)"', html)
+
+
+def outlined(page):
+    """The outlines that the widgets show."""
+    return page.locator(".kvlab-picture svg path").evaluate_all("paths => paths.map(each => each.getAttribute('d'))")
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """The same trace's pictures, made in this process: of each layer, the static drawings and the live outlines."""
+    made: dict = {}
+    exec(TRACE, made)  # noqa: S102
+    explorer = made["explorer"]
+    found = []
+    for layer in range(LAYERS):
+        explorer.show(layer=layer)
+        found.append((drawings(explorer.html()), outlines("".join(explorer._live().values()))))
+    explorer.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """The notebook with its outputs, as `nbconvert --execute` leaves it."""
+    path = tmp_path_factory.mktemp("executed") / "explore.ipynb"
+    write_notebook(path)
+    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace", str(path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300, env=environment())
+    return path
+
+
+class Lab:
+    """`make lab` in a project's folder: JupyterLab and the MLflow server, each on a free port."""
+
+    def __init__(self, project, home):
+        self.project, self.home, self.mlflow_port = project, home, free_port()
+        self.mlflow = f"http://127.0.0.1:{self.mlflow_port}"
+        self.process, self.server = None, {}
+
+    def start(self):
+        command = [
+            "make",
+            "-f",
+            str(ROOT / "Makefile"),
+            "--old-file",
+            ".venv/.stamp",
+            "lab",
+            f"BIN={Path(sys.executable).parent}",
+            f"PORT={self.mlflow_port}",
+        ]
+        folders = {f"JUPYTER_{name}_DIR": str(self.home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+        with (self.home / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=self.project,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment(
+                    JUPYTER_PORT=str(free_port()), BROWSER="true", IPYTHONDIR=str(self.home / "ipython"), **folders
+                ),
+            )
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, (self.home / "log").read_text()
+            for path in (self.home / "runtime").glob("jpserver-*.json"):
+                self.server = json.loads(path.read_text() or "{}")
+            try:
+                if self.server:
+                    urllib.request.urlopen(f"{self.mlflow}/health", timeout=2).close()
+                    return self
+            except OSError:
+                pass
+            time.sleep(0.2)
+        raise AssertionError((self.home / "log").read_text())
+
+    def address(self, path, token=True):
+        return f"{self.server['url']}lab/tree/{path}" + (f"?token={self.server['token']}" if token else "")
+
+    def stop(self):
+        """Ask it to end, and its kernels with it; kill what stays."""
+        if self.process is None:
+            return
+        family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        os.killpg(self.process.pid, signal.SIGTERM)
+        _, left = psutil.wait_procs([*family, psutil.Process(self.process.pid)], timeout=20)
+        for one in left:
+            one.kill()
+        self.process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, executed):
+    """A project's folder with the notebook, as it is written and as nbconvert executed it, and an empty store."""
+    root = tmp_path_factory.mktemp("project")
+    (root / "mlruns").mkdir()
+    (root / "mlruns" / "mlflow.db").write_bytes(blank_store())
+    notebook(root / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(BODY))
+    write_notebook(root / "notebooks" / "explore.ipynb")
+    (root / "notebooks" / "executed.ipynb").write_bytes(executed.read_bytes())
+    experiment(root, grid={"reduction": [0.55, 0.62]})
+    return root
+
+
+@pytest.fixture(scope="module")
+def lab(browser, project, tmp_path_factory):
+    made = Lab(project, tmp_path_factory.mktemp("jupyter"))
+    try:
+        yield made.start()
+    finally:
+        made.stop()
+
+
+def test_both_servers_listen_on_loopback_alone_and_want_a_token(lab, browser):
+    family = psutil.Process(lab.process.pid).children(recursive=True)
+    listening = {
+        each.laddr for one in family for each in one.net_connections("inet") if each.status == psutil.CONN_LISTEN
+    }
+    assert {lab.server["port"], lab.mlflow_port} <= {port for _, port in listening}
+    assert {address for address, _ in listening} == {"127.0.0.1"}
+    assert len(lab.server["token"]) >= 32
+    with opened(browser, lab.address("notebooks/explore.ipynb", token=False)) as (page, _):
+        assert "/login?" in page.url and page.locator("input[type=password]").count() > 0
+        assert page.request.get(f"{lab.server['url']}api/contents/notebooks").status == 403
+
+
+def run_cell(page, number=0):
+    """Run a cell of the notebook that a page shows, once there is a kernel to run it."""
+    page.set_default_timeout(SLOW)
+    # A cell that is run before there is a kernel is silently not run.
+    expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=SLOW)
+    page.locator(".jp-Notebook .jp-CodeCell").nth(number).locator(".cm-content").click()
+    page.keyboard.press("Shift+Enter")
+
+
+def slider_of(page, name):
+    return page.locator(".widget-slider", has=page.get_by_text(name, exact=True))
+
+
+def test_a_slider_moved_in_jupyterlab_moves_the_picture(lab, browser, pictures):
+    with opened(browser, lab.address("notebooks/explore.ipynb")) as (page, complaints):
+        run_cell(page)
+        picture, cells = shown(page), page.locator(".jp-Notebook .jp-CodeCell")
+        expect(picture).to_contain_text(BEFORE, timeout=SLOW)
+        assert outlined(page) == pictures[0][1]
+
+        scrolled = page.locator(".kvlab-scroll").first
+        scrolled.evaluate("box => { box.style.width = '150px'; box.style.maxHeight = '60px'; box.scrollTop = 30; }")
+        assert scrolled.evaluate("box => box.scrollTop") == 30
+        slider = slider_of(page, "layer")
+        slider.locator(".noUi-handle").focus()
+        page.keyboard.press("ArrowRight")
+        expect(picture).to_contain_text(AFTER, timeout=SLOW)
+        expect(slider.locator(".widget-readout")).to_have_text("1")
+        # The parts of a picture arrive one by one.
+        page.wait_for_function(
+            """expected => JSON.stringify(expected) == JSON.stringify(
+            [...document.querySelectorAll('.kvlab-picture svg path')].map(each => each.getAttribute('d')))""",
+            arg=pictures[1][1],
+        )
+        assert pictures[1][1] != pictures[0][1]
+        assert scrolled.evaluate("box => box.scrollTop") == 30
+
+        run_cell(page, 1)
+        expect(cells.nth(1).locator(".jp-OutputArea-output")).to_contain_text("layer 1, head 2, step 3", timeout=SLOW)
+
+        # The other way: the kernel moves the sliders.
+        run_cell(page, 2)
+        expect(picture).to_contain_text("layer 2", timeout=SLOW)
+        expect(slider.locator(".widget-readout")).to_have_text("2")
+        expect(slider_of(page, "budget").locator(".widget-readout")).to_have_text("44")
+        assert [said for said in complaints if "kvlab" in said or said.startswith("exception")] == []
+
+
+def test_a_slider_that_is_dragged_ends_where_it_is_let_go(lab, browser):
+    """While it is dragged, no more is asked for than is answered."""
+    with opened(browser, lab.address("notebooks/explore.ipynb")) as (page, _):
+        asked = []
+        page.on("websocket", lambda socket: socket.on("framesent", lambda frame: asked.append(frame)))
+        page.reload()
+        run_cell(page)
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        track = slider_of(page, "step").locator(".noUi-base").bounding_box()
+        handle = slider_of(page, "step").locator(".noUi-handle").bounding_box()
+        middle = handle["y"] + handle["height"] / 2
+        page.mouse.move(handle["x"] + handle["width"] / 2, middle)
+        page.mouse.down()
+        asked.clear()
+        for number in range(60):
+            page.mouse.move(track["x"] + track["width"] * abs(number % 20 - 10) / 10, middle)
+        page.mouse.move(track["x"] + track["width"] * 5 / 7, middle)
+        page.mouse.up()
+        expect(slider_of(page, "step").locator(".widget-readout")).to_have_text("6")
+        expect(shown(page)).to_contain_text("decoding step 6:", timeout=SLOW)
+        page.wait_for_timeout(500)
+        expect(shown(page)).to_contain_text("decoding step 6:")
+        assert 0 < len(asked) <= 70
+
+
+def test_a_token_in_the_table_leads_to_its_place_in_the_text(lab, browser):
+    with opened(browser, lab.address("notebooks/explore.ipynb")) as (page, _):
+        run_cell(page)
+        link = page.locator(".kvlab-worst a").first
+        position = link.text_content()
+        link.click()
+        expect(page.locator(".kvlab-text :target")).to_have_text(f"[{position}] ")
+        # The page is still the notebook, with its kernel.
+        slider_of(page, "layer").locator(".noUi-handle").focus()
+        page.keyboard.press("ArrowRight")
+        expect(shown(page)).to_contain_text(AFTER, timeout=SLOW)
+
+
+def choose_theme(page, name):
+    page.get_by_role("menuitem", name="Settings").click()
+    page.get_by_text("Theme", exact=True).hover()
+    page.get_by_text(f"JupyterLab {name}", exact=True).click()
+    page.wait_for_selector(f"body[data-jp-theme-name='JupyterLab {name}']", state="attached")
+
+
+LEGIBLE = """() => {
+    // Contrast of each piece of text with what lies behind it, as WCAG 2 defines it.
+    const light = colour => {
+        const parts = colour.match(/[0-9.]+/g).map(Number).slice(0, 3).map(each => each / 255)
+            .map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+    };
+    const behind = element => {
+        const colour = getComputedStyle(element).backgroundColor;
+        return /, 0\\)$/.test(colour) ? behind(element.parentElement) : colour;
+    };
+    const seen = new Map(), walk = document.createTreeWalker(
+        document.querySelector('.kvlab-picture'), NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+        const element = walk.currentNode.parentElement;
+        if (!walk.currentNode.data.trim() || element.closest('style, svg')) continue;
+        const [one, other] = [light(getComputedStyle(element).color), light(behind(element))];
+        seen.set(walk.currentNode.data.slice(0, 40), (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05));
+    }
+    return [...seen].sort((a, b) => a[1] - b[1]);
+}"""
+
+
+@pytest.mark.parametrize("name", ["explore", "executed"])
+def test_every_word_is_legible_in_the_dark_theme(lab, browser, name):
+    with opened(browser, lab.address(f"notebooks/{name}.ipynb")) as (page, _):
+        page.set_default_timeout(SLOW)
+        if name == "explore":
+            run_cell(page)
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        try:
+            choose_theme(page, "Dark")
+            contrasts = page.evaluate(LEGIBLE)
+            assert len(contrasts) > 30
+            assert contrasts[0][1] >= 4.5, contrasts[:5]
+        finally:
+            choose_theme(page, "Light")
+
+
+def test_a_notebook_that_was_saved_by_hand_shows_its_picture_without_its_kernel(lab, browser, project, pictures):
+    path = project / "notebooks" / "saved.ipynb"
+    write_notebook(path)
+    # Without the notebooks that other tests left open.
+    address = f"{lab.address('notebooks/saved.ipynb')}&reset"
+    with opened(browser, address) as (page, _):
+        run_cell(page)
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        assert shown(page).locator("svg").count() > 0, "the one that moves"
+        page.keyboard.press("Control+s")
+        deadline = time.monotonic() + 60
+        while "kvlab-picture" not in path.read_text() and time.monotonic() < deadline:
+            time.sleep(0.2)
+    sessions = f"{lab.server['url']}api/sessions"
+    with opened(browser, "about:blank") as (page, _):
+        page.set_default_timeout(SLOW)
+        headers = {"Authorization": f"token {lab.server['token']}"}
+        for session in page.request.get(sessions, headers=headers).json():
+            page.request.delete(f"{sessions}/{session['id']}", headers=headers)
+        page.goto(address)
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        assert drawn(page) == pictures[0][0] and missing_images(page) == []
+        expect(page.get_by_text(re.compile("Error displaying|Loading widget")).filter(visible=True)).to_have_count(0)
+
+
+@pytest.mark.parametrize("width", [1280, 900])
+def test_every_slider_is_seen_whole(lab, browser, width):
+    """Beside the file browser too, and in a narrow window."""
+    with opened(browser, lab.address("notebooks/explore.ipynb"), (width, 900)) as (page, _):
+        run_cell(page)
+        page.wait_for_selector(".kvlab-picture")
+        sizes = page.locator(".widget-hslider, .widget-dropdown").evaluate_all("""all => all.map(each => {
+            const own = each.getBoundingClientRect(), area = each.closest('.jp-OutputArea').getBoundingClientRect();
+            return [own.width, area.right - own.right];
+        })""")
+        assert len(sizes) == 6
+        assert min(wide for wide, _ in sizes) > 250 and min(room for _, room in sizes) >= 0
+
+
+def test_a_notebook_that_is_not_trusted_shows_the_picture_without_running(lab, browser, pictures):
+    with opened(browser, lab.address("notebooks/executed.ipynb")) as (page, _):
+        page.set_default_timeout(SLOW)
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        assert drawn(page) == pictures[0][0] and missing_images(page) == []
+        assert page.locator(".widget-slider").count() == 0
+
+
+def test_an_export_to_html_shows_the_picture(executed, browser, pictures):
+    """The HTML that is kept with every run."""
+    html = worker.to_html(executed)
+    with opened(browser, html.as_uri(), offline=True) as (page, _):
+        expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)
+        assert drawn(page) == pictures[0][0] and missing_images(page) == []
+        assert overflow(page) == 0
+    strip = base64.b64decode(pictures[0][0][0].partition("base64,")[2]).decode()
+    assert strip.startswith("<svg") and "rgb(213, 94, 0)" in strip
+
+
+def test_the_mlflow_ui_lists_a_sweep_and_its_runs(lab, project, browser):
+    command = [sys.executable, "-m", "kvlab", "run", EXPERIMENT, "--jobs", "2"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=600, env=environment())
+    assert done.returncode == 0, done.stderr
+    asked = f"{lab.mlflow}/api/2.0/mlflow/experiments/get-by-name?experiment_name={EXPERIMENT}"
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        number = json.load(answer)["experiment"]["experiment_id"]
+    with opened(browser, "about:blank") as (page, complaints):
+        page.set_default_timeout(SLOW)
+        refused = []
+        page.on("response", lambda got: refused.append(got.url) if got.status >= 400 else None)
+        page.goto(f"{lab.mlflow}/#/experiments/{number}/runs")
+        names = page.locator("[role=row] a[href*='/runs/']")
+        expect(names).to_have_text([f"{EXPERIMENT} quick"], timeout=SLOW)
+        parent = page.locator("[role=row]", has=page.locator("a[href*='/runs/']"))
+        parent.locator("[col-id='attributes.`Run Name`'] button").click()
+        expect(names).to_have_count(3, timeout=SLOW)
+        assert sorted(names.all_inner_texts()) == ["reduction=0.55", "reduction=0.62", f"{EXPERIMENT} quick"]
+        # MLflow asks itself who is logged in, which a server without accounts does not know.
+        assert [url for url in refused if not url.endswith("/users/current")] == []
+        assert [said for said in complaints if "Failed to load resource" not in said] == []

@@ -1,0 +1,94 @@
+"""Parameters that no job could run with are refused before a model is loaded: in a second, without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.projects import EXPERIMENT, experiment, project  # noqa: F401
+
+from kvlab.errors import KvlabError
+from kvlab.methods import policy, registry
+from kvlab.workbench.jobs import content, experiments, limits, notebooks
+
+ROOT = Path(__file__).parents[2]
+WRONG = [
+    (["zsmerge_error_curves", "-p", "tokens=100000"], "beyond the 8,192 that smollm2-135m takes"),
+    (["zsmerge_error_curves", "-p", "tokens=8100"], "prompts of 8,100 tokens, and the document sotu/1975 has"),
+    (["zsmerge_error_curves", "-p", "ratios=0.1,2"], "'ratios' of zsmerge_error_curves must be at most 1, and is 2"),
+    (["quickstart", "-p", "budget=1"], "parameter 'budget' of quickstart must be at least 33, and is 1"),
+    (["quickstart", "-p", "new_tokens=-1"], "'new_tokens' of quickstart must be at least 0, and is -1"),
+    (["explore", "-p", "tokens=0"], "'tokens' of explore must be at least 1, and is 0"),
+    (
+        ["morphkv_window_ablation", "-p", "answering={tokens: 9000, new_tokens: 32, window: 5, capacity: 150}"],
+        "'answering.tokens' of morphkv_window_ablation: prompts of 9,000 tokens and the 32 that follow",
+    ),
+]
+# Says what was imported, once the command has ended.
+SCRIPT = """import atexit, sys
+from kvlab import cli
+atexit.register(lambda: print(sorted({'torch', 'transformers', 'mlflow', 'papermill'} & set(sys.modules))))
+cli.main(sys.argv[1:])"""
+
+
+@pytest.mark.parametrize(("arguments", "told"), WRONG, ids=lambda value: value if isinstance(value, str) else None)
+def test_what_cannot_run_is_refused_before_anything_is_loaded(lm, tmp_path, monkeypatch, arguments, told):
+    monkeypatch.setenv("KVLAB_ROOT", str(ROOT))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/none.db")
+    done = subprocess.run([sys.executable, "-c", SCRIPT, "run", *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and told in done.stderr and done.stderr.count("\n") == 1
+    assert done.stdout == "[]\n" and not list(tmp_path.iterdir())
+
+
+def test_what_experiments_run_is_within_the_limits(lm):
+    for name in experiments.names():
+        for profile in ("quick", "full"):
+            for job in experiments.jobs(name, profile):
+                limits.check(job.parameters, name)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "all_together", "compilerkv_budgets"])
+def test_the_least_budget_is_what_the_policies_need(name):
+    found = experiments.load(name)
+    needs = {one: policy(one, budget=1.0).minimum for one in registry() if "budget" in registry()[one].model_fields}
+    code = "\n".join(notebooks.code(found.path))
+    named = {one for one in needs if re.search(rf'"{one}"', code)} if name == "quickstart" else needs
+    least = {axis: low for axis, (low, _) in found.limits.items()}
+    assert least and set(least.values()) == {max(needs[one] for one in named)}
+
+
+def test_models_and_documents_that_are_not_at_hand_are_left_to_the_job(tmp_path, own_home):
+    text = tmp_path / "short.txt"
+    text.write_text("a short text " * 20)
+    limits.check({"model": "org/none", "tokens": 300, "document": str(text)}, "toy")
+    with pytest.raises(KvlabError, match=r"asks for prompts of 400 tokens, and the document .*short\.txt has 260"):
+        limits.check({"model": "random:tiny-llama-gqa", "tokens": 400, "documents": [str(text)]}, "toy")
+
+
+def test_the_context_of_a_folder(tmp_path):
+    for config in ({"max_position_embeddings": 512}, {"text_config": {"max_position_embeddings": 512}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        limits.check({"model": str(tmp_path), "tokens": 500, "new_tokens": 12}, "toy")
+        with pytest.raises(KvlabError, match="beyond the 512"):
+            limits.check({"model": str(tmp_path), "tokens": 500, "new_tokens": 13}, "toy")
+    (tmp_path / "config.json").write_text("[1")
+    limits.check({"model": str(tmp_path), "tokens": 10**6}, "toy")
+    assert content.model_folder("") is None and content.model_folder("org/none") is None
+
+
+def test_limits_are_those_of_parameters_that_there_are(project):  # noqa: F811
+    experiment(project, limits={"scale": [0, 1]})
+    assert experiments.jobs(EXPERIMENT, overrides={"scale": "0.7"})[0].parameters["scale"] == 0.7
+    for value, told in (("1.5", "at most 1, and is 1.5"), ("-1", "at least 0, and is -1.0")):
+        with pytest.raises(KvlabError, match=f"'scale' of {EXPERIMENT} must be {told}"):
+            experiments.jobs(EXPERIMENT, overrides={"scale": value})
+    experiment(project, limits={"scle": [0, 1]})
+    with pytest.raises(KvlabError, match="did you mean 'scale'"):
+        experiments.jobs(EXPERIMENT)
+    experiment(project, limits={"scale": [0]})
+    with pytest.raises(KvlabError, match=r"limits\.scale"):
+        experiments.load(EXPERIMENT)

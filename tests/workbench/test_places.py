@@ -1,0 +1,147 @@
+"""Jobs on a Dask cluster: the same runs as here, and one sentence for every cluster that cannot be used."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import stat
+import sys
+
+import pytest
+from rich.console import Console
+from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, notebook, project  # noqa: F401
+from support.runs import artifacts, runs
+
+from kvlab.errors import KvlabError
+from kvlab.workbench.jobs import driver, places
+from kvlab.workbench.store import database
+
+distributed = pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
+pytestmark = pytest.mark.roundtrip
+
+
+@pytest.fixture
+def console():
+    return Console(file=io.StringIO(), width=200)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A scheduler and one worker process on this machine's loopback."""
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, host="127.0.0.1", dashboard_address=None) as made:
+        yield made
+
+
+def test_a_cluster_keeps_what_this_machine_would_have_kept(project, console, cluster):  # noqa: F811
+    experiment(project, grid={"reduction": [0.55, 0.62]})
+    found = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
+    assert [result.state for result in found] == ["finished", "finished"], console.file.getvalue()
+    by_id = {run.info.run_id: run for run in runs("job")}
+    for result, value in zip(found, (0.55, 0.62), strict=True):
+        run = by_id[result.run_id]
+        assert run.info.status == "FINISHED" and run.data.metrics["reduction/0.20"] == value
+        assert artifacts(run) == {
+            "notebook/toy.ipynb",
+            "notebook/toy.html",
+            "figures/curve.png",
+            "figures/curve.svg",
+            "tables/errors.parquet",
+            "claims.json",
+        }
+    again = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
+    assert [result.state for result in again] == ["done earlier"] * 2
+
+
+def test_a_worker_that_is_killed_is_replaced_and_its_job_begun_anew(project, console, cluster):  # noqa: F811
+    """The notebook kills the worker process that it runs under, the first time only."""
+    marker = project / "died"
+    suicide = (
+        f"import os, pathlib, psutil, signal\nmarker = pathlib.Path({str(marker)!r})\n"
+        "if not marker.exists():\n"
+        "    marker.touch()\n"
+        "    parents = psutil.Process().parents()\n"
+        "    worker = next(one for one in parents if 'multiprocessing' in ' '.join(one.cmdline()))\n"
+        "    os.kill(worker.pid, signal.SIGKILL)\n"
+    )
+    notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(suicide), cell(BODY))
+    (result,) = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
+    assert result.state == "finished", console.file.getvalue()
+    assert marker.exists()
+    finished = [run for run in runs("job") if run.info.status == "FINISHED"]
+    assert [run.info.run_id for run in finished] == [result.run_id]
+
+
+def test_a_slow_job_is_stopped_by_its_worker(project, console, cluster):  # noqa: F811
+    notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell("import time\ntime.sleep(600)"))
+    experiment(project, timeout=8)
+    (result,) = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
+    assert (result.state, result.error) == ("failed", "took longer than its limit of 8 s")
+
+
+def test_a_cluster_that_cannot_be_used_is_one_sentence(project, monkeypatch, cluster):  # noqa: F811
+    monkeypatch.setattr(places, "CONNECT_S", 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(KvlabError, match="no Dask scheduler answers at tcp://127.0.0.1"):
+            places.connect(f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+    monkeypatch.setattr(places.project, "code_hash", lambda: "another")
+    with pytest.raises(KvlabError, match="another version of kvlab's code"):
+        places.connect(cluster.scheduler_address)
+
+
+def test_workers_elsewhere_cannot_share_a_sqlite_file(project, monkeypatch, cluster):  # noqa: F811
+    monkeypatch.setattr(places.socket, "gethostname", lambda: "the-driver")
+    with pytest.raises(KvlabError, match="mlflow server"):
+        places.connect(cluster.scheduler_address)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, r"slurm.yaml, which is not there"),
+        ("queue: [", r"slurm.yaml is not valid YAML"),
+        ("- queue", r"slurm.yaml must be a mapping"),
+        ("jobs: many", r"jobs must be a whole number"),
+        ("quueue: short", r"slurm.yaml: .*quueue"),
+    ],
+)
+def test_settings_for_slurm_that_are_wrong(project, monkeypatch, fake_slurm, content, sentence):  # noqa: F811
+    if content is not None:
+        (project / "slurm.yaml").write_text(content)
+    with pytest.raises(KvlabError, match=sentence):
+        places.connect("slurm")
+
+
+def test_without_slurm(project, monkeypatch):  # noqa: F811
+    (project / "slurm.yaml").write_text("queue: short\n")
+    monkeypatch.setenv("PATH", str(project))
+    with pytest.raises(KvlabError, match="sbatch"):
+        places.connect("slurm")
+
+
+@pytest.fixture
+def fake_slurm(tmp_path, monkeypatch):
+    """`sbatch` that runs its script at once in the background, and `scancel` that ends it."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    # The real one keeps a copy of the script, which its sender removes at once.
+    scripts = {
+        "sbatch": f'#!/bin/sh\ncp "$1" "{folder}/script"\n'
+        f'setsid sh "{folder}/script" >"{folder}/out" 2>&1 </dev/null &\n'
+        f'echo $! >"{folder}/pid"\necho "Submitted batch job 7"\n',
+        "scancel": f'#!/bin/sh\nkill -- -$(cat "{folder}/pid")\n',
+    }
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def test_jobs_go_through_slurm(project, console, fake_slurm):  # noqa: F811
+    (project / "slurm.yaml").write_text("queue: short\nwalltime: '00:10:00'\nmemory: 2GB\ninterface: lo\njobs: 1\n")
+    (result,) = driver.run(EXPERIMENT, cluster="slurm", console=console)
+    assert result.state == "finished", console.file.getvalue() + (fake_slurm / "out").read_text()
+    assert database.client().get_run(result.run_id).info.status == "FINISHED"
+    assert sys.executable in (fake_slurm / "script").read_text()

@@ -1,0 +1,93 @@
+"""The shared figures draw the numbers that they are given."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy
+import pandas
+import pytest
+
+from kvlab.errors import KvlabError
+from kvlab.workbench.figures import plots
+
+
+@pytest.fixture(autouse=True)
+def headless():
+    with plt.rc_context():
+        plt.switch_backend("agg")
+        plots.style()
+        yield
+        plt.close("all")
+
+
+def test_paper_beside_ours_draws_both_and_leaves_a_gap():
+    ax = plots.paper_beside_ours(
+        {"a": 0.7, "b": None}, {"a": 0.6, "b": -0.2}, {"a": (0.5, 0.65)}, ylabel="cosine", labels={"a": "first"}
+    )
+    assert sorted(round(bar.get_height(), 6) for bar in ax.patches) == [-0.2, 0.6, 0.7]
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["first", "b"]
+    assert [text.get_text() for text in ax.texts] == ["0.70", "0.60", "-0.20"] and ax.get_ylabel() == "cosine"
+    (segment,) = ax.collections[0].get_segments()
+    assert sorted(point[1] for point in segment) == pytest.approx([0.5, 0.65])
+
+
+def test_lines_sort_their_points_and_bands_span_the_interval():
+    frame = pandas.DataFrame({"x": [2, 1], "y": [0.2, 0.1], "lo": [0.15, 0.05], "hi": [0.3, 0.2], "who": ["a", "a"]})
+    ax = plots.lines(frame, x="x", y="y", hue="who", low="lo", high="hi", log=True, xlabel="step", ylabel="error")
+    assert list(ax.lines[0].get_xdata()) == [1, 2] and list(ax.lines[0].get_ydata()) == [0.1, 0.2]
+    heights = ax.collections[0].get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (0.05, 0.3) and ax.get_yscale() == "log"
+    plots.paper_points(ax, [1], [0.5])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "paper"]
+
+
+def test_boxes_keep_the_order_and_heatmaps_name_the_unit():
+    frame = pandas.DataFrame({"condition": ["b"] * 4 + ["a"] * 4, "value": [1, 2, 3, 4, 5, 6, 7, 8]})
+    ax = plots.boxes(frame, x="condition", y="value", ylabel="v", order=["a", "b"], labels={"a": "A"})
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["A", "b"]
+    level = [line.get_ydata()[0] for line in ax.lines if len(set(line.get_ydata())) == 1]
+    assert [height for height in level if height in (2.5, 6.5)] == [6.5, 2.5]
+    ax = plots.heatmap(
+        pandas.DataFrame([[0.0, 1.0]], index=[3], columns=[0.2, 0.5]), xlabel="ratio", ylabel="layer", unit="fraction"
+    )
+    assert ax.figure.axes[-1].get_ylabel() == "fraction" and list(ax.collections[0].get_array().ravel()) == [0.0, 1.0]
+
+
+def test_the_palette_is_distinct_from_the_papers_grey():
+    assert len(set(plots.COLOURS)) == len(plots.COLOURS) and plots.PAPER not in plots.COLOURS
+
+
+def needles():
+    return pandas.DataFrame(
+        [
+            {"policy": policy, "budget": budget, "length": length, "depth": depth, "score": score}
+            for policy, budget, best in (("full", None, 1.0), ("snapkv", 64, 0.5), ("snapkv", 128, 0.75))
+            for length in (1024, 256)
+            for depth in (1.0, 0.0, 0.5)
+            for score in (best, best / 2)
+        ]
+    )
+
+
+def test_needle_heatmaps_have_a_panel_for_each_policy_and_budget_and_average_a_cell():
+    panels = plots.needle_heatmap(needles(), names={"full": "full cache"}, columns=2, title="needles")
+    assert [ax.get_title(loc="left") for ax in panels] == ["full cache: 0.75", "snapkv, 64: 0.38", "snapkv, 128: 0.56"]
+    for ax, value in zip(panels, (0.75, 0.375, 0.5625), strict=True):
+        cells = ax.images[0].get_array()
+        assert cells.shape == (3, 2) and (cells == value).all()
+        assert ax.images[0].get_clim() == (0, 1) and ax.images[0].get_cmap().name == "cividis"
+    assert [text.get_text() for text in panels[2].get_xticklabels()] == ["256", "1,024"]
+    assert [text.get_text() for text in panels[0].get_yticklabels()] == ["0", "50", "100"]
+    assert panels[2].get_xlabel() == "prompt (tokens)" and "%" in panels[0].get_ylabel()
+    panels[0].figure.canvas.draw()
+
+
+def test_needle_heatmaps_leave_gaps_and_refuse_other_tables():
+    table = needles()
+    few = table[(table["length"] == 256) | (table["depth"] == 0)]
+    (ax,) = plots.needle_heatmap(few, policies=["full"])
+    assert numpy.isnan(ax.images[0].get_array().filled(numpy.nan)).sum() == 2
+    with pytest.raises(KvlabError, match="needs the columns depth, score"):
+        plots.needle_heatmap(table[["policy", "budget", "length"]])
+    with pytest.raises(KvlabError, match="no scores"):
+        plots.needle_heatmap(table, policies=["quest"])

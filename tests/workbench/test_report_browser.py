@@ -1,0 +1,96 @@
+"""The report in a real browser: everything loads and fits, nothing complains, and what can be clicked works."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib.figure import Figure
+from support.browsing import DESKTOP, PHONE, missing_images, opened, overflow
+from support.projects import EXPERIMENT, project  # noqa: F401
+
+from kvlab import papers
+from kvlab.workbench.report import page as report
+from kvlab.workbench.store import database, tracking
+
+LONG = "a_very_long_name_without_any_place_to_break_it_" * 4
+
+
+@pytest.fixture
+def page_of_report(project, monkeypatch):  # noqa: F811
+    """The address of a report on every claim of two experiments, each with a figure, and texts that are hard to fit."""
+    asked = papers.claims()
+    shown = [
+        claim.model_copy(update={"figure": "curve"} if claim.experiment else {"untested": f"needs {LONG}"})
+        for claim in asked
+    ]
+    monkeypatch.setattr(papers, "claims", lambda: shown)
+    for name in (EXPERIMENT, "dapq_position_vs_content"):
+        run = tracking.create_run(database.client(), name, {}, {"kvlab.kind": "job", "model": LONG}, "job")
+        run.log(
+            {
+                metric: {"low": -0.4, "high": 0.8}.get(metric.rpartition("/")[2], 0.3)
+                for claim in asked
+                if claim.experiment == name
+                for metric in claim.metrics
+            }
+        )
+        run.tag("signature", f"{LONG}|<b>|seed 0")
+        for figure in ("curve", "another"):
+            picture = Figure(figsize=(9, 3))
+            picture.subplots().plot([1, 3, 2])
+            run.figure(figure, picture)
+        run.finish()
+    return report.write().as_uri()
+
+
+@pytest.mark.parametrize(
+    ("size", "scheme"), [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), ((320, 640), "dark")], ids=str
+)
+def test_the_page_loads_whole_and_fits(browser, page_of_report, size, scheme):
+    with opened(browser, page_of_report, size, color_scheme=scheme) as (page, complaints):
+        asked_for = set(page.evaluate("performance.getEntriesByType('resource').map(each => each.name.split(':')[0])"))
+        assert asked_for <= {"data"}
+        assert page.locator("figure img").count() == 4 and missing_images(page) == []
+        thumbs = page.locator(".thumb")
+        assert thumbs.count() == sum(
+            claim.experiment in (EXPERIMENT, "dapq_position_vs_content") for claim in papers.claims()
+        )
+        sizes = page.evaluate("""() => Promise.all([...document.querySelectorAll('.thumb')].map(thumb => {
+            const image = new Image();
+            image.src = getComputedStyle(thumb).backgroundImage.slice(5, -2);
+            return image.decode().then(() => image.naturalWidth, () => 0);
+        }))""")
+        assert min(sizes) > 100
+        assert overflow(page) == 0
+        page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        assert overflow(page) == 0
+        assert complaints == []
+
+
+def test_a_header_that_stays_and_links_that_lead_somewhere(browser, page_of_report):
+    with opened(browser, page_of_report) as (page, complaints):
+        page.locator("header.bar-top a", has_text="ZSMerge").click()
+        heading = page.locator("#zsmerge h2").bounding_box()
+        bar = page.locator("header.bar-top").bounding_box()
+        assert bar["y"] == 0 and bar["height"] <= heading["y"] < 200
+
+        page.locator("#zsmerge .thumb").first.click()
+        figure = page.locator("figure:target")
+        assert figure.count() == 1 and figure.locator("img").get_attribute("alt") == "curve"
+        assert bar["height"] <= figure.bounding_box()["y"] < DESKTOP[1]
+
+        small = figure.locator("img").bounding_box()
+        figure.locator("label").click()
+        assert figure.locator("img").bounding_box()["width"] > 1.5 * small["width"]
+        figure.locator("label").click()
+        assert figure.locator("img").bounding_box()["width"] == small["width"]
+
+        page.locator("figcaption a").first.click()
+        assert page.locator("tr:target").count() == 1
+        assert complaints == []
+
+
+def test_without_any_run_the_page_is_whole_too(browser, project):  # noqa: F811
+    address = report.write().as_uri()
+    with opened(browser, address, PHONE) as (page, complaints):
+        assert overflow(page) == 0 and page.locator(".thumb, figure").count() == 0 and complaints == []
+        assert page.locator(".claims tr[id]").count() + page.locator("ul.untested li").count() == len(papers.claims())

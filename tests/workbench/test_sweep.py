@@ -1,0 +1,330 @@
+"""The driver's own decisions, with jobs that take no time: edits meanwhile, full disks, leavings, signals."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook, project  # noqa: F401
+from support.runs import runs
+
+from kvlab.errors import KvlabError
+from kvlab.workbench.jobs import driver, places, worker
+from kvlab.workbench.jobs.progress import Progress, Screen
+from kvlab.workbench.store import database, earlier, patience, tracking
+
+
+class Desk:
+    """A place where a job is a call of `work(parameters, folder)`."""
+
+    limits = False
+
+    def __init__(self, work, workers=1):
+        self.work, self.workers = work, workers
+
+    def start(self, spec, folder, environment):
+        Path(spec["output"]).write_text(json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+        self.work(spec["parameters"], folder)
+        (folder / places.RESULT).write_text(json.dumps({"ok": True, "error": None, "html": None, "died": False}))
+        return self
+
+    def code(self):
+        return 0
+
+    def stop(self):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def sweep(project, monkeypatch):  # noqa: F811
+    """Run the experiment with jobs that only call a function; returns how they ended, and what a log says."""
+
+    def run(work=lambda parameters, folder: None, **options):
+        monkeypatch.setattr(driver, "Here", lambda workers: Desk(work, workers))
+        said = io.StringIO()
+        return driver.run(EXPERIMENT, console=Console(file=said, width=300), **options), said.getvalue()
+
+    return run
+
+
+def edited(project):  # noqa: F811
+    notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell("1 + 1"), cell(CHECK))
+
+
+def states(results):
+    return [result.state for result in results]
+
+
+def test_a_notebook_edited_during_a_sweep_runs_under_the_key_of_what_it_is_then(sweep, project):  # noqa: F811
+    """Put back as it was, the jobs that ran the edited one are no longer taken for done."""
+    experiment(project, grid={"reduction": [0.5, 0.6, 0.7]})
+    before = (project / "notebooks" / "toy.ipynb").read_text()
+
+    def edit_during_the_second(parameters, _):
+        if parameters["reduction"] == 0.6:
+            edited(project)
+
+    first, said = sweep(edit_during_the_second, workers=1)
+    assert states(first) == ["finished"] * 3
+    mixed = {run.info.run_id for run in runs("job") if run.data.tags["kvlab.key"] == earlier.EDITED}
+    assert mixed == {first[1].run_id}
+    client = database.client()
+    counted = earlier.finished(client, client.get_experiment_by_name(EXPERIMENT).experiment_id)
+    assert {run.info.run_id for run in counted} == {first[0].run_id, first[2].run_id}
+    assert said.count("edited since the sweep began") == 1 and said.count("edited while it ran") == 1
+    (project / "notebooks" / "toy.ipynb").write_text(before)
+    again, _ = sweep(workers=1)
+    assert states(again) == ["done earlier", "finished", "finished"]
+    assert states(sweep(workers=1)[0]) == ["done earlier"] * 3
+    edited(project)
+    assert states(sweep(workers=1)[0]) == ["finished", "finished", "done earlier"]
+
+
+def test_a_notebook_that_vanishes_fails_its_jobs_and_not_the_sweep(sweep, project):  # noqa: F811
+    experiment(project, grid={"reduction": [0.5, 0.6]})
+    found, _ = sweep(lambda *_: (project / "notebooks" / "toy.ipynb").unlink(), workers=1)
+    assert states(found) == ["finished", "failed"] and "toy.ipynb is missing" in found[1].error
+
+
+def test_the_same_job_twice_runs_once(sweep, project):  # noqa: F811
+    experiment(project, grid={"reduction": [0.5, 0.5]})
+    found, said = sweep(workers=2)
+    assert sorted(states(found)) == ["done earlier", "finished"] and len(runs("job")) == 1
+    assert "the same job is running" in said
+
+
+def test_experiments_with_the_same_notebook_have_runs_of_their_own(sweep, project):  # noqa: F811
+    experiment(project, parameters={"seed": 0})
+    sweep(workers=1)
+    experiment(project, "another", parameters={"seed": 0})
+    both = driver.run([EXPERIMENT, "another"], workers=1, console=Console(file=io.StringIO(), width=200))
+    assert states(both) == ["done earlier", "finished"]
+
+
+def test_a_full_disk_is_one_sentence_that_says_how_to_go_on(sweep, project):  # noqa: F811
+    experiment(project, grid={"reduction": [0.5, 0.6]})
+
+    def fill(parameters, folder):
+        if parameters["reduction"] == 0.6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "toy.ipynb"))
+
+    with pytest.raises(KvlabError, match=r"No space left on device .*; 1 of 2 jobs are done and kept, and the same"):
+        sweep(fill, workers=1)
+    assert sorted(run.info.status for run in runs("job")) == ["FINISHED", "KILLED"]
+    assert not list((project / "mlruns" / "work").iterdir())
+    assert states(sweep(workers=1)[0]) == ["done earlier", "finished"]
+
+
+def test_files_are_on_the_disk_before_a_run_counts_as_finished(sweep, project, monkeypatch):  # noqa: F811
+    written, real = [], os.fsync
+
+    def note(handle):
+        written.append((Path(os.readlink(f"/proc/self/fd/{handle}")).name, {run.info.status for run in runs("job")}))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    sweep(workers=1)
+    assert {("toy.ipynb", frozenset({"RUNNING"})), ("notebook", frozenset({"RUNNING"}))} <= {
+        (name, frozenset(status)) for name, status in written
+    }
+    assert [run.info.status for run in runs("job")] == ["FINISHED"]
+
+
+@pytest.mark.parametrize("asked", driver.ASKING)
+def test_signals_stop_a_sweep_between_jobs(sweep, project, asked):  # noqa: F811
+    """A closed terminal hangs up twice, and a sweep that is ending has to end all the same."""
+    experiment(project, grid={"reduction": [0.5, 0.6]})
+
+    def ask(*_):
+        for _ in range(1 if asked == signal.SIGINT else 2):
+            os.kill(os.getpid(), asked)
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(ask, workers=1)
+    assert [run.info.status for run in runs("job")] == ["KILLED"]
+    assert not list((project / "mlruns" / "work").iterdir())
+
+
+def test_what_waits_hears_a_signal():
+    flag = patience.Flag()
+    threading.Timer(0.1, flag.set).start()
+    begun = time.monotonic()
+    assert flag.wait(60) and flag.is_set() and time.monotonic() - begun < 30
+    assert not patience.Flag().wait(0.01)
+
+
+def test_who_ignores_a_signal_goes_on(sweep, project):  # noqa: F811
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert states(sweep(lambda *_: os.kill(os.getpid(), signal.SIGHUP), workers=1)[0]) == ["finished"]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "gone"), OSError(errno.EIO, "gone")])
+def test_a_sweep_outlives_its_reader(error):
+    class Gone(io.StringIO):
+        def write(self, _):
+            raise error
+
+    with Progress([], 1, Screen(file=Gone())) as progress:
+        progress.say("is anybody there?")
+        progress.announce()
+
+
+def test_a_half_written_notebook_says_nothing_yet(tmp_path):
+    path = tmp_path / "toy.ipynb"
+    whole = json.dumps({"cells": [cell("'×'")]}, ensure_ascii=False).encode()
+    path.write_bytes(whole[: whole.index("×".encode()) + 1])
+    assert driver._cells_done(path) == ""
+    path.write_bytes(whole)
+    assert driver._cells_done(path) == "cell 1 of 1"
+
+
+# ---------------------------------------------------------------- leavings
+
+
+def test_what_the_dead_left_on_the_disk_is_cleared_and_what_lives_is_left(project):  # noqa: F811
+    client = database.client()
+    ids = {EXPERIMENT: database.experiment_id(client, EXPERIMENT)}
+    ended, running = (
+        tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": kind}, kind)
+        for kind in ("interactive", "interactive")
+    )
+    ended.finish("FAILED")
+    held = earlier.claim("b", "0")
+    for name in (ended.id, running.id, "0" * 32):
+        (earlier.work() / name).mkdir()
+    (earlier.work() / ".a-0.lock").touch()
+    earlier.tidy(client, ids)
+    assert {path.name for path in earlier.work().iterdir()} == {running.id, "0" * 32, ".b-0.lock"}
+    assert earlier.claim("b", "0") is None
+    earlier.release(held)
+
+
+def test_a_run_whose_job_is_claimed_lives_whatever_the_clock_says(project):  # noqa: F811
+    """A clock that was set makes the start of a living process look wrong."""
+    client = database.client()
+    key = "c" * 64
+    run = tracking.create_run(
+        client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.key": key, "kvlab.pid": 1, "kvlab.pid_started": 0}, "far"
+    )
+    ids = {EXPERIMENT: database.experiment_id(client, EXPERIMENT)}
+    held = earlier.claim(EXPERIMENT, key)
+    earlier.tidy(client, ids)
+    assert client.get_run(run.id).info.status == "RUNNING"
+    earlier.release(held)
+    earlier.tidy(client, ids)
+    assert client.get_run(run.id).info.status == "KILLED"
+
+
+# ---------------------------------------------------------------- workers
+
+
+def spec(folder, **changes):
+    found = {
+        "notebook": str(folder / "notebooks" / "toy.ipynb"),
+        "output": str(folder / "out.ipynb"),
+        "parameters": {},
+        "result": str(folder / places.RESULT),
+        "cwd": str(folder),
+        "limit": None,
+        "parent": os.getpid(),
+    }
+    return {**found, **changes}
+
+
+def test_a_worker_whose_driver_died_before_it_began_leaves_with_all_it_started(project):  # noqa: F811
+    started = project / "started"
+    notebook(
+        project / "notebooks" / "toy.ipynb",
+        cell("seconds = 600", "parameters"),
+        cell(
+            f"import pathlib, subprocess, sys, time\n"
+            f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+            f"pathlib.Path({str(started)!r}).write_text(str(child.pid))\ntime.sleep(seconds)"
+        ),
+    )
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (project / "spec.json").write_text(json.dumps(spec(project, parent=gone.pid)))
+    begun = subprocess.Popen([sys.executable, "-m", "kvlab.workbench.jobs.worker", str(project / "spec.json")])
+    assert begun.wait(timeout=200) == 3
+    if started.exists():
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{started.read_text()}").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not Path(f"/proc/{started.read_text()}").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "died"),
+    [
+        (RuntimeError("Kernel died before replying to kernel_info"), True),
+        (RuntimeError("Kernel didn't respond in 300 seconds"), True),
+        (RuntimeError("out of luck"), False),
+        (ValueError("Kernel died"), False),
+    ],
+)
+def test_a_kernel_that_dies_while_it_starts_may_have_another_try(project, monkeypatch, error, died):  # noqa: F811
+    import papermill
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(papermill, "execute_notebook", fail)
+    found = worker.execute(spec(project))
+    assert (found["ok"], found["died"]) == (False, died)
+
+
+# ---------------------------------------------------------------- places
+
+
+def test_a_scheduler_that_goes_away_is_one_sentence_and_burns_no_tries(tmp_path):
+    class Lost:
+        def __getattr__(self, name):
+            def fail(*_, **__):
+                raise CancelledError("lost dependencies")
+
+            return (lambda: True) if name == "done" else fail
+
+    remote = places.Remote(Lost(), tmp_path)
+    with pytest.raises(KvlabError, match="Dask scheduler went away"):
+        remote.code()
+    remote.stop()
+    cluster = object.__new__(places.Cluster)
+    cluster.client, cluster.shares = Lost(), {"here": 1}
+    (tmp_path / "toy.ipynb").write_text("{}")
+    with pytest.raises(KvlabError, match="Dask scheduler went away"):
+        cluster.start({"notebook": str(tmp_path / "toy.ipynb")}, tmp_path, {"MLFLOW_RUN_ID": "0"})
+
+
+def test_a_worker_whose_code_was_changed_does_not_begin(tmp_path):
+    code, left = places.work({"notebook": "toy.ipynb", "code": "other"}, b"{}", {}, 1)
+    assert code == 1 and "another version of kvlab's code" in json.loads(left[places.RESULT])["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1), ("1600000 100000", 8), ("nonsense", 8)],
+)
+def test_a_containers_quota_counts(tmp_path, monkeypatch, text, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(places, "QUOTA", tmp_path / "cpu.max")
+    (tmp_path / "cpu.max").write_text(text)
+    assert places.cores() == expected

@@ -1,0 +1,232 @@
+"""Logging into a store: what is kept, what is refused, and stores that are no stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pandas
+import psutil
+import pytest
+from matplotlib.figure import Figure
+from support.projects import EXPERIMENT, project  # noqa: F401
+
+from kvlab.errors import KvlabError
+from kvlab.workbench.store import database, earlier, tracking
+
+
+@pytest.fixture
+def run(project):  # noqa: F811
+    return tracking.start(EXPERIMENT, {"seed": 3, "model": "toy", "windows": [1, 2]}, signature="toy@0|seed 3")
+
+
+def fetched(run):
+    """The run as the store has it."""
+    return run.client.get_run(run.id)
+
+
+def test_the_store_lies_in_the_project_whatever_the_working_directory(project, monkeypatch):  # noqa: F811
+    expected = f"sqlite:///{project}/mlruns/mlflow.db"
+    assert database.store_uri() == expected
+    monkeypatch.chdir(project / "notebooks")
+    assert database.store_uri() == expected
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlruns/mlflow.db")
+    assert database.store_uri() == expected
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
+    assert database.store_uri() == "http://localhost:1"
+
+
+def test_metrics_with_intervals_tags_and_parameters(run):
+    run.log({"a": 1, "b/0.20": 0.5}, {"b/0.20": (0.4, 0.7)})
+    run.tag("model_sha256", "abc")
+    kept = fetched(run).data
+    assert kept.metrics == {"a": 1.0, "b/0.20": 0.5, "b/0.20/low": 0.4, "b/0.20/high": 0.7}
+    assert kept.params == {"seed": "3", "model": "toy", "windows": "[1, 2]"}
+    assert kept.tags["signature"] == "toy@0|seed 3" and kept.tags["model_sha256"] == "abc"
+    assert kept.tags["kvlab.kind"] == "interactive" and kept.tags["kvlab.version"]
+
+
+def test_more_metrics_than_a_batch_holds(run):
+    run.log({f"m/{n}": n for n in range(2300)})
+    assert len(fetched(run).data.metrics) == 2300
+
+
+@pytest.mark.parametrize(
+    ("metrics", "intervals", "match"),
+    [
+        ({"good": 1, "a": float("nan")}, None, "'a' is nan"),
+        ({"good": 1, "a": float("inf")}, None, "'a' is inf"),
+        ({"good": 1, "a": "high"}, None, "must be one number"),
+        ({"good": 1, "a": [1, 2]}, None, "must be one number"),
+        ({"good": 1, "a&b": 1}, None, "no metric name"),
+        ({"good": 1}, {"goood": (0, 1)}, "no metric of that name"),
+        ({"good": 1}, {"good": (2, 1)}, "wrong way round"),
+        ({"good": 1}, {"good": (0, float("nan"))}, "good/high"),
+    ],
+)
+def test_bad_metrics_are_refused_before_anything_is_logged(run, metrics, intervals, match):
+    with pytest.raises(KvlabError, match=match):
+        run.log(metrics, intervals)
+    assert fetched(run).data.metrics == {} and run.metrics == {}
+
+
+def test_tables_and_figures_are_artifacts_in_the_project(run, project):  # noqa: F811
+    frame = pandas.DataFrame({"layer": [0, 1], "error": [0.1, 0.2]})
+    run.table("errors by layer", frame)
+    figure = Figure(figsize=(2, 2))
+    figure.subplots().plot([1, 2])
+    run.figure("figure 4", figure)
+    folder = project / "mlruns" / "artifacts" / EXPERIMENT / run.id / "artifacts"
+    pandas.testing.assert_frame_equal(pandas.read_parquet(folder / "tables" / "errors_by_layer.parquet"), frame)
+    assert (folder / "figures" / "figure_4.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (folder / "figures" / "figure_4.svg").read_bytes()
+
+
+def test_claims_are_judged_on_the_runs_metrics_and_kept(run):
+    run.log({"reduction/0.20": 0.6, "reduction/0.10": 0.1, "reduction/0.05": -0.1}, {"reduction/0.20": (0.5, 0.7)})
+    styler = run.claims()
+    verdicts = dict(zip(styler.data["where"], styler.data["verdict"], strict=True))
+    assert verdicts["zsmerge, figure 4 and section 4.3, 20 % cache"] == "holds"
+    assert verdicts["zsmerge, figure 4 and section 4.3, 10 % cache"] == "holds in direction only"
+    assert verdicts["zsmerge, figure 4 and section 4.3, 5 % cache"] == "fails"
+    assert verdicts["zsmerge, theorem 1 and appendix A"] == "not measured"
+    assert "0.605" in styler.to_html()
+    kept = json.loads(Path(run.client.download_artifacts(run.id, "claims.json")).read_text())
+    assert [each["verdict"] for each in kept] == list(styler.data["verdict"])
+    assert {each["low"] for each in kept if each["id"] == "zsmerge.figure4.reduction_20"} == {0.5}
+
+
+def test_a_driven_run_is_attached_to_and_left_open(run, monkeypatch):
+    monkeypatch.setenv("MLFLOW_RUN_ID", run.id)
+    attached = tracking.start(EXPERIMENT, {}, signature="new")
+    attached.log({"a": 1})
+    attached.finish()
+    assert attached.id == run.id and fetched(run).info.status == "RUNNING"
+    assert fetched(run).data.tags["signature"] == "new"
+    run.finish()
+    assert fetched(run).info.status == "FINISHED"
+
+
+def test_a_block_that_raises_leaves_a_failed_run(run):
+    with pytest.raises(ZeroDivisionError), run:
+        1 / 0  # noqa: B018
+    assert fetched(run).info.status == "FAILED"
+
+
+def test_runs_of_a_dead_driver_are_killed_and_others_left(project):  # noqa: F811
+    client = database.client()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    gone = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.pid": dead.pid}, "gone")
+    elsewhere = tracking.create_run(
+        client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.pid": dead.pid, "kvlab.host": "another"}, "elsewhere"
+    )
+    other = psutil.Process(os.getppid())
+    alive = tracking.create_run(
+        client,
+        EXPERIMENT,
+        {},
+        {"kvlab.kind": "job", "kvlab.pid": other.pid, "kvlab.pid_started": other.create_time()},
+        "alive",
+    )
+    left_over = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job"}, "left over")
+    by_hand = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "interactive"}, "by hand")
+    earlier.tidy(client, {EXPERIMENT: database.experiment_id(client, EXPERIMENT)})
+    assert [fetched(each).info.status for each in (gone, elsewhere, alive, left_over, by_hand)] == [
+        "KILLED",
+        "RUNNING",
+        "RUNNING",
+        "KILLED",
+        "RUNNING",
+    ]
+
+
+def test_many_processes_may_make_the_store_at_once(tmp_path):
+    """The first use of a fresh database: two processes, one schema, no run lost."""
+    (tmp_path / "experiments").mkdir()
+    code = (
+        "from kvlab.workbench import tracking; run = tracking.start('e', {'seed': 0}); run.log({'a': 1}); run.finish()"
+    )
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(
+            pool.map(
+                lambda _: subprocess.run(
+                    [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=_environment()
+                ),
+                range(2),
+            )
+        )
+    assert [each.returncode for each in ended] == [0, 0], ended[0].stderr
+    assert not any("alembic" in each.stderr or "INFO" in each.stderr for each in ended)
+    with sqlite3.connect(tmp_path / "mlruns" / "mlflow.db") as connection:
+        assert connection.execute("select count(*) from runs where status = 'FINISHED'").fetchone() == (2,)
+    assert [path.name for path in (tmp_path / "mlruns").glob(".mlflow.db-*")] == []
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "KVLAB_ROOT"))}
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"this is text and no database at all, whatever its name says", "cannot be used"),
+        (None, "not MLflow's"),
+    ],
+)
+def test_what_is_no_store_is_refused(tmp_path, monkeypatch, content, match):
+    path = tmp_path / "other.db"
+    if content:
+        path.write_bytes(content)
+    else:
+        with sqlite3.connect(path) as connection:
+            connection.execute("create table mine (a)")
+    before = path.read_bytes()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+    with pytest.raises(KvlabError, match=match) as caught:
+        tracking.start("e", {})
+    assert "\n" not in str(caught.value) and path.read_bytes() == before
+
+
+def test_stores_that_cannot_be_reached(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/file/mlflow.db")
+    with pytest.raises(KvlabError, match="cannot be reached"):
+        database.client()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(KvlabError, match=r"127\.0\.0\.1:9 cannot be reached"):
+        database.client()
+
+
+def test_a_server_that_answers_is_taken(monkeypatch):
+    asked = []
+
+    class Answer:
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: asked.append(url) or Answer())
+    database._ready_server("http://server/")
+    assert asked == ["http://server/health"]
+
+
+def test_what_probes_saw_is_a_table_and_its_means(run, tmp_path):
+    import torch
+
+    import kvlab
+
+    queries, keys, values = (torch.randn(2, 2, 40, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    trace = kvlab.Trace.from_tensors(queries, keys, values, 36)
+    records = kvlab.replay(trace, kvlab.policy("streamingllm", budget=12), probes=["mass_lost", "bytes"]).records
+    run.probes("streaming", records)
+    kept = fetched(run).data.metrics
+    assert kept == pytest.approx({f"streaming/{measure}": mean for measure, mean in records.means.items()})
+    assert set(records.means) == {"mass_lost", "read_bytes", "stored_bytes"}
+    folder = run.client.download_artifacts(run.id, "tables", str(tmp_path))
+    pandas.testing.assert_frame_equal(pandas.read_parquet(Path(folder) / "streaming.parquet"), records.table)
