@@ -9,7 +9,7 @@ STAMP := .venv/.stamp
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help env pull reproduce test test-unit test-notebooks browser notebooks lab clean
+.PHONY: help env pull reproduce lint check coverage hooks test test-unit test-notebooks browser notebooks lab clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,19 @@ pull: $(STAMP)  ## the default model and the texts, into the user's cache
 reproduce: pull  ## all experiments, then the table of claims and the report
 	@$(BIN)/kvlab reproduce --profile $(PROFILE) --jobs $(JOBS)
 
-test: test-unit test-notebooks  ## unit tests, the papermill round trip, and every notebook
+lint: $(STAMP)  ## ruff (format and rules) and pyright: no finding is left
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright
+
+check: lint  ## lint, and the tests of what has changed since the last commit: before each commit
+	@$(ONE_THREAD) $(BIN)/python tests/support/changed.py
+
+coverage: pull browser  ## the unit tests, with the share of the package's lines that they run
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered tests
+
+hooks: $(STAMP)  ## make lint before each commit
+	@printf '#!/bin/sh\nexec make lint\n' > "$$(git rev-parse --git-path hooks)/pre-commit" && chmod +x "$$(git rev-parse --git-path hooks)/pre-commit"
+
+test: lint test-unit test-notebooks  ## unit tests, the papermill round trip, and every notebook
 
 # A file's tests run on one worker, so that what they share is made once; in the files' order, the last ones are short.
 test-unit: pull browser
@@ -43,7 +55,7 @@ test-unit: pull browser
 test-notebooks: pull
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && \
 	export MLFLOW_TRACKING_URI="sqlite:///$$store/mlflow.db" $(ONE_THREAD) && \
-	notebooks=$$($(BIN)/python -c 'from kvlab.workbench import experiments; print(*experiments.longest_first())') && \
+	notebooks=$$($(BIN)/python -c 'from kvlab.workbench.jobs import experiments; print(*experiments.longest_first())') && \
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
 	  -n $(JOBS) --dist loadfile --no-loadscope-reorder -p no:cacheprovider $$notebooks && \
 	$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider tests/after_notebooks.py
