@@ -1,40 +1,121 @@
-"""What an analysis found: rows, metrics and intervals."""
+"""What an analysis found: rows of effects with their keys, and the metric names that follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import string
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from kvlab.errors import KvlabError
 from kvlab.lib.bootstrap import interval
 
-if TYPE_CHECKING:
-    pass
+
+@dataclass(frozen=True)
+class Row:
+    """One number: an effect at certain keys.
+
+    Attributes:
+        effect: the template of its metric's name, such as `"error/{variant}/{ratio:.2f}"`.
+        keys: what the template's fields stand for, in the types that they have in tables.
+        low, high: the 95 % interval; None where the number has none.
+    """
+
+    effect: str
+    keys: Mapping[str, Hashable]
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def metric(self) -> str:
+        """The name under which MLflow and the claims know the number: the one place where such names are made."""
+        return self.effect.format(**self.keys)
 
 
 @dataclass
 class Findings:
-    """What an analysis found: a tidy table, the metrics by name, and an interval where there is one."""
+    """What an analysis found: a tidy table of what was measured, and a row for each number that came of it.
+
+    An effect is written once, as a template, and its keys are given by name:
+
+    ```python
+    ERROR = "error/{variant}/{ratio:.2f}"
+    findings.add(ERROR, errors, variant="merge", ratio=0.2)     # the metric error/merge/0.20, with its interval
+    findings.frame(ERROR)                                       # columns variant, ratio, value, low, high
+    ```
+    """
 
     table: pd.DataFrame
-    metrics: dict[str, float] = field(default_factory=dict)
-    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _rows: dict[str, Row] = field(default_factory=dict)
 
-    def add(self, name: str, repetitions: Iterable[float]) -> None:
-        """The mean of repeated measurements under `name`, with its bootstrap interval."""
-        values = [float(v) for v in repetitions]
-        self.metrics[name] = sum(values) / len(values)
-        self.intervals[name] = interval(values)
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, in the order in which they were found."""
+        return list(self._rows.values())
 
-    def add_difference(self, name: str, left: pd.Series, right: pd.Series) -> None:
-        """The mean of `left - right`, paired by their index (documents, examples), with its interval."""
+    def add(self, effect: str, repetitions: Iterable[float], /, **keys: Hashable) -> None:
+        """The mean of repeated measurements (documents, examples, trials), with its bootstrap interval."""
+        values = [float(value) for value in repetitions]
+        self.set(effect, sum(values) / len(values), interval(values), **keys)
+
+    def add_difference(self, effect: str, left: pd.Series, right: pd.Series, /, **keys: Hashable) -> None:
+        """The mean of `left - right`, paired by their index (documents, examples), with its interval.
+
+        Raises:
+            KvlabError: the two sides do not have the same index.
+        """
         if set(left.index) != set(right.index):
-            raise KvlabError(f"{name}: the two sides were measured on different documents")
-        self.add(name, left - right)
+            raise KvlabError(f"{effect.format(**keys)}: the two sides were measured on different documents")
+        self.add(effect, left - right, **keys)
+
+    def set(self, effect: str, value: float, interval: tuple[float, float] | None = None, /, **keys: Hashable) -> None:
+        """A number that is not a mean over repetitions.
+
+        Raises:
+            KvlabError: the keys are not those that the effect names.
+        """
+        named = fields(effect)
+        if set(named) != set(keys):
+            raise KvlabError(f"the effect {effect!r} has the keys {sorted(named)}, and was given {sorted(keys)}")
+        low, high = interval or (None, None)
+        row = Row(effect, keys, float(value), low, high)
+        # The same name again replaces what stood there.
+        self._rows[row.metric] = row
+
+    def frame(self, effect: str) -> pd.DataFrame:
+        """All rows of an effect: a column for each of its keys, then value, low, high."""
+        columns = [*fields(effect), "value", "low", "high"]
+        rows = [
+            {**row.keys, "value": row.value, "low": row.low, "high": row.high}
+            for row in self.rows
+            if row.effect == effect
+        ]
+        return pd.DataFrame(rows, columns=columns)
+
+    def row(self, effect: str, /, **keys: Hashable) -> Row:
+        """The row of an effect at certain keys. Raises KvlabError if there is none."""
+        name = effect.format(**keys)
+        if name not in self._rows:
+            raise KvlabError(f"nothing was found for {name}")
+        return self._rows[name]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Values by metric name."""
+        return {row.metric: row.value for row in self.rows}
+
+    @property
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """Intervals by metric name, of the numbers that have one."""
+        return {row.metric: (row.low, row.high) for row in self.rows if row.low is not None and row.high is not None}
 
     def __or__(self, other: Findings) -> Findings:
-        """Both sets of metrics, with the left one's table."""
-        return Findings(self.table, self.metrics | other.metrics, self.intervals | other.intervals)
+        """Both sets of rows, with the left one's table; where both have a metric, the right one's counts."""
+        return Findings(self.table, self._rows | other._rows)
+
+
+def fields(effect: str) -> list[str]:
+    """The keys that an effect's template names, in its order."""
+    return [name for _, name, _, _ in string.Formatter().parse(effect) if name]
