@@ -83,9 +83,23 @@ def test_differences_and_spreads_by_hand():
     # What lies outside the paper's stable range (0.5 to 1) is not in the spread.
     assert metrics["spread/decay"] == pytest.approx((0.05 / 0.2 + 0.03 / 0.3) / 2)
     assert metrics["spread_over_merging/decay"] == pytest.approx((0.05 / 0.1 + 0.03 / 0.2) / 2)
+    worse = BY_HAND.frame(sensitivity.WORSE)
+    assert list(zip(worse["parameter"], worse["setting"], strict=True)) == [
+        ("residual", 0.0),
+        ("decay", 0.0),
+        ("decay", 0.5),
+        ("decay", 1.0),
+    ]
     table = sensitivity.flatness(BY_HAND).set_index("parameter")
     assert list(table.index) == ["residual", "decay"]
     assert table.loc["decay", "spread_over_merging_high"] == pytest.approx(0.5)
+
+
+def test_without_a_sweep_of_the_residual_slots_nothing_is_compared_with_merging():
+    found = by_hand({("decay", 0.5): [0.2, 0.3], ("decay", 0.98): [0.2, 0.4]})
+    (row,) = sensitivity.flatness(found).to_dict("records")
+    assert (row["parameter"], row["from"], row["to"], row["spread"]) == ("decay", 0.5, 1.0, pytest.approx(0.125))
+    assert pandas.isna(row["spread_over_merging"]) and found.frame(sensitivity.SPREAD_OVER_MERGING).empty
 
 
 def test_changes_are_relative_to_the_recommended_value():
@@ -130,3 +144,10 @@ def test_the_bias_is_left_out_only_where_asked(traces):
     bias = (errors.loc[0.25, "merge_alpha0"] - errors.loc[0.25, "merge"]).mean()
     assert found.metrics["saved/0.25"] == pytest.approx(saved) and found.metrics["bias/0.25"] == pytest.approx(bias)
     assert {"saved/0.10", "reduction/0.10"} <= set(found.metrics) and "bias/0.10" not in found.metrics
+
+
+def test_theorem_1_is_told_in_one_line():
+    findings = Findings(pandas.DataFrame({"entries": [1200, 34]}))
+    findings.set(merging.VIOLATIONS, 2)
+    findings.set(merging.SMALLEST_MARGIN, -1.5e-3)
+    assert merging.theorem_1_in_words(findings) == "1,234 unmerged entries, 2 violations, smallest margin -1.5e-03"

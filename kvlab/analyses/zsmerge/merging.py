@@ -19,6 +19,15 @@ from kvlab.traces.trace import Trace
 RATIOS = (0.02, 0.05, 0.10, 0.20, 0.30, 0.50, 0.80)
 WITHOUT_BIAS = (0.05, 0.20, 0.50)
 
+ERROR = "error/{variant}/{ratio:.2f}"
+SAVED = "saved/{ratio:.2f}"
+BIAS = "bias/{ratio:.2f}"
+REDUCTION = "reduction/{ratio:.2f}"
+REDUCTION_ALPHA0 = "reduction_alpha0/{ratio:.2f}"
+REDUCTION_SQUARED = "reduction_squared/{ratio:.2f}"
+VIOLATIONS = "theorem1/violations"
+SMALLEST_MARGIN = "theorem1/smallest_margin"
+
 
 def variants(ratio: float) -> dict[str, ZSMerge]:
     """The three that figure 4 and the issue of alpha compare, at one cache ratio."""
@@ -50,10 +59,10 @@ def figure_4(
     rows = []
     jobs = [(trace, ratio) for trace in traces for ratio in ratios]
     for trace, ratio in tqdm(jobs, desc="figure 4", unit="ratio", leave=False):
-        for variant, one in variants(ratio).items():
+        for variant, zsmerge in variants(ratio).items():
             if variant == "merge_alpha0" and ratio not in without_bias:
                 continue
-            result = Replay(trace, one)
+            result = Replay(trace, zsmerge)
             errors, lost = result.output_error.mean((1, 2)), result.mass_lost.mean((1, 2))
             squared = result.output_error.square().mean((1, 2))
             rows += [
@@ -71,28 +80,18 @@ def figure_4(
     findings = Findings(pd.DataFrame(rows))
     by_document = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="error")
     squares = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="squared_error")
-    for ratio, of in squares.groupby("ratio"):
-        findings.add(f"reduction_squared/{ratio:.2f}", 1 - of["merge"] / of["evict"])
+    for ratio, squared in squares.groupby("ratio"):
+        findings.add(REDUCTION_SQUARED, 1 - squared["merge"] / squared["evict"], ratio=ratio)
     for ratio, errors in by_document.groupby("ratio"):
         errors = errors.dropna(axis="columns")
         for variant in errors.columns:
-            findings.add(f"error/{variant}/{ratio:.2f}", errors[variant])
-        findings.add_difference(f"saved/{ratio:.2f}", errors["evict"], errors["merge"])
-        findings.add(f"reduction/{ratio:.2f}", 1 - errors["merge"] / errors["evict"])
+            findings.add(ERROR, errors[variant], variant=variant, ratio=ratio)
+        findings.add_difference(SAVED, errors["evict"], errors["merge"], ratio=ratio)
+        findings.add(REDUCTION, 1 - errors["merge"] / errors["evict"], ratio=ratio)
         if "merge_alpha0" in errors:
-            findings.add_difference(f"bias/{ratio:.2f}", errors["merge_alpha0"], errors["merge"])
-            findings.add(f"reduction_alpha0/{ratio:.2f}", 1 - errors["merge_alpha0"] / errors["evict"])
+            findings.add_difference(BIAS, errors["merge_alpha0"], errors["merge"], ratio=ratio)
+            findings.add(REDUCTION_ALPHA0, 1 - errors["merge_alpha0"] / errors["evict"], ratio=ratio)
     return findings
-
-
-def curves(findings: Findings) -> pd.DataFrame:
-    """The metrics of `figure_4` as points to draw: variant, ratio, value, low, high."""
-    rows = []
-    for name, value in findings.metrics.items():
-        *parts, ratio = name.split("/")
-        low, high = findings.intervals[name]
-        rows.append({"variant": parts[-1], "ratio": float(ratio), "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
 
 
 def reduction_by_layer(findings: Findings) -> pd.DataFrame:
@@ -115,13 +114,13 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
     violations = 0
     for trace in traces:
         store = LayerStore(trace.prompt_keys.double(), trace.prompt_values.double())
-        one = policy("zsmerge", budget=ratio)
-        one.compress(store, trace.prompt)
+        zsmerge = policy("zsmerge", budget=ratio)
+        zsmerge.compress(store, trace.prompt)
         new = slice(trace.prompt_length, trace.prompt_length + 1)
         store.append(trace.keys[:, :, new].double(), trace.values[:, :, new].double())
         query = trace.response_queries[:, :, :1].double()
         full = attention.weights(query, trace.keys[:, :, : new.stop].double(), trace.scaling)[:, :, 0]
-        bias = one.bias(store)
+        bias = zsmerge.bias(store)
         bias = None if bias is None else attention.to_query_heads(bias, trace.heads)[:, :, None]
         compensated = attention.weights(query, store.keys, trace.scaling, bias=bias)[:, :, 0]
         where = attention.to_query_heads(store.positions, trace.heads)
@@ -132,16 +131,22 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
         rows += [
             {
                 "document": trace.document,
-                "layer": l,
-                "head": h,
-                "smallest_margin": float(smallest[l, h]),
-                "entries": int(unmerged[l, h].sum()),
+                "layer": layer,
+                "head": head,
+                "smallest_margin": float(smallest[layer, head]),
+                "entries": int(unmerged[layer, head].sum()),
             }
-            for l in range(trace.n_layers)
-            for h in range(trace.heads)
+            for layer in range(trace.n_layers)
+            for head in range(trace.heads)
         ]
-    table = pd.DataFrame(rows)
-    return Findings(
-        table,
-        {"theorem1/violations": float(violations), "theorem1/smallest_margin": float(table["smallest_margin"].min())},
-    )
+    findings = Findings(pd.DataFrame(rows))
+    findings.set(VIOLATIONS, violations)
+    findings.set(SMALLEST_MARGIN, findings.table["smallest_margin"].min())
+    return findings
+
+
+def theorem_1_in_words(findings: Findings) -> str:
+    """What `theorem_1` found, in one line."""
+    entries, violations = findings.table["entries"].sum(), findings.row(VIOLATIONS).value
+    margin = findings.row(SMALLEST_MARGIN).value
+    return f"{entries:,} unmerged entries, {violations:.0f} violations, smallest margin {margin:.1e}"

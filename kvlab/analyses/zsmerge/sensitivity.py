@@ -38,6 +38,13 @@ SYMBOLS = {
     "window": "window (queries)",
 }
 
+ERROR = "error/{parameter}/{setting:g}"
+MASS_LOST = "mass_lost/{parameter}/{setting:g}"
+WORSE = "worse/{parameter}/{setting:g}"
+BEST = "best/{parameter}"
+SPREAD = "spread/{parameter}"
+SPREAD_OVER_MERGING = "spread_over_merging/{parameter}"
+
 
 def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, Sequence[float]] = SWEEPS) -> Findings:
     """Figure 5: one hyper-parameter at a time is moved away from the recommended configuration.
@@ -74,15 +81,15 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
     ]
     measured: dict[tuple[int, ZSMerge], dict[str, float]] = {}
     for trace, parameter, value in tqdm(jobs, desc="figure 5", unit="setting", leave=False):
-        one = policy("zsmerge", budget=ratio, **{**RECOMMENDED, parameter: value})
-        if (id(trace), one) not in measured:
-            result = Replay(trace, one)
-            measured[id(trace), one] = {
+        zsmerge = policy("zsmerge", budget=ratio, **{**RECOMMENDED, parameter: value})
+        if (id(trace), zsmerge) not in measured:
+            result = Replay(trace, zsmerge)
+            measured[id(trace), zsmerge] = {
                 "error": float(result.output_error.mean()),
                 "mass_lost": float(result.mass_lost.mean()),
             }
         row = {"document": trace.document, "parameter": parameter, "value": float(value)}
-        rows.append(row | measured[id(trace), one])
+        rows.append(row | measured[id(trace), zsmerge])
     findings = Findings(pd.DataFrame(rows))
     _summarise(findings)
     return findings
@@ -90,7 +97,7 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
 
 def _summarise(findings: Findings) -> None:
     merging = None
-    parts = {name: part for name, part in findings.table.groupby("parameter", sort=False)}
+    parts = dict(iter(findings.table.groupby("parameter", sort=False)))
     if "residual" in parts:
         errors = parts["residual"].pivot(index="document", columns="value", values="error")
         if 0.0 in errors:
@@ -99,19 +106,19 @@ def _summarise(findings: Findings) -> None:
         errors = part.pivot(index="document", columns="value", values="error")
         lost = part.pivot(index="document", columns="value", values="mass_lost")
         anchor = errors[RECOMMENDED[parameter]]
-        for value in errors.columns:
-            findings.add(f"error/{parameter}/{value:g}", errors[value])
-            findings.add(f"mass_lost/{parameter}/{value:g}", lost[value])
-            if value != RECOMMENDED[parameter]:
-                findings.add_difference(f"worse/{parameter}/{value:g}", errors[value], anchor)
-        findings.add(f"best/{parameter}", errors.idxmin(axis="columns"))
+        for setting in errors.columns:
+            findings.add(ERROR, errors[setting], parameter=parameter, setting=setting)
+            findings.add(MASS_LOST, lost[setting], parameter=parameter, setting=setting)
+            if setting != RECOMMENDED[parameter]:
+                findings.add_difference(WORSE, errors[setting], anchor, parameter=parameter, setting=setting)
+        findings.add(BEST, errors.idxmin(axis="columns"), parameter=parameter)
         if parameter in STABLE:
             first, last = STABLE[parameter]
             stable = errors[[value for value in errors.columns if first <= value <= last]]
             spread = stable.max(axis="columns") - stable.min(axis="columns")
-            findings.add(f"spread/{parameter}", spread / anchor)
+            findings.add(SPREAD, spread / anchor, parameter=parameter)
             if merging is not None:
-                findings.add(f"spread_over_merging/{parameter}", spread / merging.abs())
+                findings.add(SPREAD_OVER_MERGING, spread / merging.abs(), parameter=parameter)
 
 
 def changes(findings: Findings) -> pd.DataFrame:
@@ -145,14 +152,9 @@ def paper_yardstick(printed: pd.DataFrame) -> dict[str, float]:
 
 def flatness(findings: Findings) -> pd.DataFrame:
     """For each swept parameter with a stable range: parameter, from, to, spread, spread_over_merging, intervals."""
-    rows = []
-    for parameter, (first, last) in STABLE.items():
-        if f"spread/{parameter}" not in findings.metrics:
-            continue
-        row = {"parameter": parameter, "from": first, "to": last}
-        for name in ("spread", "spread_over_merging"):
-            if (metric := f"{name}/{parameter}") in findings.metrics:
-                low, high = findings.intervals[metric]
-                row |= {name: findings.metrics[metric], f"{name}_low": low, f"{name}_high": high}
-        rows.append(row)
-    return pd.DataFrame(rows)
+    ranges = [{"parameter": name, "from": first, "to": last} for name, (first, last) in STABLE.items()]
+    table = pd.DataFrame(ranges)
+    for name, effect, how in (("spread", SPREAD, "inner"), ("spread_over_merging", SPREAD_OVER_MERGING, "left")):
+        columns = {"value": name, "low": f"{name}_low", "high": f"{name}_high"}
+        table = table.merge(findings.frame(effect).rename(columns=columns), on="parameter", how=how)
+    return table
