@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from support.live_runs import prompt
 from support.texts import FERRY
 
 import kvlab
@@ -71,3 +72,9 @@ def trace(lm):
 def traces(lm, trace):
     """That trace, and one of another document; nobody may change them."""
     return [trace, kvlab.capture(lm, FERRY[len(FERRY) // 2 :], new_tokens=24, window=64)]
+
+
+@pytest.fixture(scope="session")
+def random_traces(tiny):
+    """Traces of two random prompts of 120 tokens on a tiny model, with all their queries; nobody may change them."""
+    return [kvlab.capture(tiny(), prompt(120, seed), 20, queries="all", accumulate=True, pseudo=()) for seed in (1, 2)]

@@ -20,6 +20,20 @@ FOLDER = "KVLAB_PREDICTIONS"
 
 PREFIX = "llama3.1-8b-instruct__snapkv__"
 
+GAIN = "{table}/gain_over_{method}"
+GAIN_OF_MODEL = "{table}/gain_over_{method}/{model}"
+GAIN_OF_OTHERS = "table1/gain_over_snapkv/others"
+QWEN_BELOW = "table1/below_snapkv/Qwen"
+SNAPKV_FROM_FULL = "table1/snapkv_from_full"
+OVER_TASKS = "table3/{what}"
+OVER_LLAMAS_TASKS = "table3/{what}/Llama"
+WITH_OMITTED = "table3/{what}_with_omitted/Llama"
+VCSUM = "figure2b/vcsum_phi4"
+MAX_OVER_SUM = "table4/max_over_sum"
+SUM_OVER_MAX = "table5/sum_over_max"
+PRINTED_FROM_PREDICTIONS = "table3/printed_from_predictions"
+RESCORED_FROM_STORED = "table3/rescored_from_stored"
+
 
 def long_responses() -> Findings:
     """Tables 1 and 2: MorphKV's relative gain in score over SnapKV and H2O on long-response tasks.
@@ -35,16 +49,17 @@ def long_responses() -> Findings:
     first = papers.figure("morphkv", "table1").set_index("method").T
     second = papers.figure("morphkv", "table2").pivot(index="model", columns="method", values="average")
     findings, rows = Findings(pd.DataFrame()), []
-    for name, table in (("table1", first), ("table2", second)):
+    for name, scores_of in (("table1", first), ("table2", second)):
         for other in ("snapkv", "h2o"):
-            gains = table["morphkv"] / table[other] - 1
-            findings.add(f"{name}/gain_over_{other}", gains)
-            findings.metrics |= {f"{name}/gain_over_{other}/{m}": float(g) for m, g in gains.items()}
-            rows += [{"table": name, "model": m, "against": other, "gain": g} for m, g in gains.items()]
+            gains = scores_of["morphkv"] / scores_of[other] - 1
+            findings.add(GAIN, gains, table=name, method=other)
+            for model, gain in gains.items():
+                findings.set(GAIN_OF_MODEL, gain, table=name, method=other, model=model)
+                rows.append({"table": name, "model": model, "against": other, "gain": gain})
     over_snapkv = first["morphkv"] / first["snapkv"] - 1
-    findings.add("table1/gain_over_snapkv/others", over_snapkv.drop("Qwen"))
-    findings.metrics["table1/below_snapkv/Qwen"] = -float(over_snapkv["Qwen"])
-    findings.add("table1/snapkv_from_full", (first["snapkv"] / first["full"] - 1).abs())
+    findings.add(GAIN_OF_OTHERS, over_snapkv.drop("Qwen"))
+    findings.set(QWEN_BELOW, -over_snapkv["Qwen"])
+    findings.add(SNAPKV_FROM_FULL, (first["snapkv"] / first["full"] - 1).abs())
     findings.table = pd.DataFrame(rows)
     return findings
 
@@ -69,13 +84,23 @@ def long_contexts() -> Findings:
     llama = table["model"] == "Llama"
     # Differences of printed decimals: less than half of one is none.
     not_worse = gains > -0.05
-    for name, values in (("gain", gains), ("share_not_worse", not_worse)):
-        findings.add(f"table3/{name}", values[table["printed"]])
-        findings.add(f"table3/{name}/Llama", values[table["printed"] & llama])
-        findings.add(f"table3/{name}_with_omitted/Llama", values[llama])
+    for what, values in (("gain", gains), ("share_not_worse", not_worse)):
+        findings.add(OVER_TASKS, values[table["printed"]], what=what)
+        findings.add(OVER_LLAMAS_TASKS, values[table["printed"] & llama], what=what)
+        findings.add(WITH_OMITTED, values[llama], what=what)
     vcsum = table.set_index(["model", "task"]).loc[("Phi4", "vcs")]
-    findings.metrics["figure2b/vcsum_phi4"] = float(vcsum["morphkv"] / vcsum["snapkv"] - 1)
+    findings.set(VCSUM, vcsum["morphkv"] / vcsum["snapkv"] - 1)
     return findings
+
+
+def in_numbers(*recomputed: Findings) -> pd.DataFrame:
+    """All numbers, a row for each: value, low, high; one without an interval stands for both its ends."""
+    rows = [row for findings in recomputed for row in findings.rows]
+    ends = [(row.value, row.value) if row.low is None else (row.low, row.high) for row in rows]
+    return pd.DataFrame(
+        {"value": [row.value for row in rows], "low": [low for low, _ in ends], "high": [high for _, high in ends]},
+        index=[row.metric for row in rows],
+    )
 
 
 def fusions() -> Findings:
@@ -90,13 +115,13 @@ def fusions() -> Findings:
     fifth = fifth.pivot(index=["model", "what"], columns="fusion", values="score")
     gains = {"table4": fourth["max"] / fourth["sum"] - 1, "table5": fifth["max"] / fifth["sum"] - 1}
     rows = [
-        {"table": name, "what": key if name == "table4" else " ".join(key), "gain": g}
-        for name, one in gains.items()
-        for key, g in one.items()
+        {"table": name, "what": key if name == "table4" else " ".join(key), "gain": gain}
+        for name, series in gains.items()
+        for key, gain in series.items()
     ]
     findings = Findings(pd.DataFrame(rows))
-    findings.add("table4/max_over_sum", gains["table4"])
-    findings.add("table5/sum_over_max", fifth["sum"] / fifth["max"] - 1)
+    findings.add(MAX_OVER_SUM, gains["table4"])
+    findings.add(SUM_OVER_MAX, fifth["sum"] / fifth["max"] - 1)
     return findings
 
 
@@ -144,9 +169,9 @@ def rescored(folder: Path | None) -> Findings:
     table["rescored"] = table["rescored"].astype(float)
     findings = Findings(table)
     best = table["rescored"].fillna(table["stored"])
-    findings.metrics["table3/printed_from_predictions"] = float((table["printed"] - best).abs().max())
+    findings.set(PRINTED_FROM_PREDICTIONS, (table["printed"] - best).abs().max())
     if table["rescored"].notna().any():
-        findings.metrics["table3/rescored_from_stored"] = float((table["rescored"] - table["stored"]).abs().max())
+        findings.set(RESCORED_FROM_STORED, (table["rescored"] - table["stored"]).abs().max())
     return findings
 
 

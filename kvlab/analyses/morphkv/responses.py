@@ -44,6 +44,18 @@ LEAST = 5
 COUNTED_FROM = 2
 """The first decoding step that counts, for all methods alike: at its first, MorphKV reads the whole prompt."""
 
+# At small budgets.
+AT_SHARE = "{measure}/{policy}/{share:.2f}"
+BEHIND_AT_SHARE = "behind/{measure}/{policy}/{share:.2f}"
+RECALL_DROP = "drop/step_recall/{policy}/{share:.2f}"
+SHARPER = "sharper/{measure}/{policy}"
+# Along a response.
+SLOPE = "slope/{measure}/{policy}"
+MEAN = "mean/{measure}/{policy}"
+STEEPER = "steeper/{measure}/{policy}"
+BEHIND = "behind/{measure}/{policy}"
+TIMES = "times/{measure}/{policy}"
+
 
 # ---------------------------------------------------------------------------------------------- budgets of 1 to 7 %
 
@@ -84,9 +96,9 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
     with tqdm(desc="small budgets", unit="replay", leave=False) as bar:
         for trace in traces:
             for share in shares:
-                for name, one in at_budget(trace, share, window).items():
+                for name, method in at_budget(trace, share, window).items():
                     setting = {"document": trace.document, "share": share, "policy": name}
-                    frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, one))]
+                    frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method))]
                     bar.update()
     findings = Findings(pd.concat(frames, ignore_index=True))
     means = _counted(findings.table).groupby(["measure", "policy", "share", "document"])["value"].mean()
@@ -96,30 +108,19 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
             ours = means[measure, "morphkv", share]
             for name in names:
                 theirs = means[measure, name, share]
-                findings.add(f"{measure}/{name}/{share:.2f}", theirs)
+                findings.add(AT_SHARE, theirs, measure=measure, policy=name, share=share)
                 if name != "morphkv":
-                    findings.add_difference(f"behind/{measure}/{name}/{share:.2f}", theirs, ours)
+                    findings.add_difference(BEHIND_AT_SHARE, theirs, ours, measure=measure, policy=name, share=share)
                     if measure == "step_recall":
-                        findings.add(f"drop/step_recall/{name}/{share:.2f}", 1 - theirs / ours)
+                        findings.add(RECALL_DROP, 1 - theirs / ours, policy=name, share=share)
         worse = {name: means[measure, name, min(shares)] - means[measure, name, max(shares)] for name in names}
         for name in names[1:]:
-            findings.add_difference(f"sharper/{measure}/{name}", worse[name], worse["morphkv"])
+            findings.add_difference(SHARPER, worse[name], worse["morphkv"], measure=measure, policy=name)
     return findings
 
 
 def _counted(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["step"] >= COUNTED_FROM]
-
-
-def by_budget(findings: Findings, measure: str) -> pd.DataFrame:
-    """The means of `small_budgets` as points to draw: policy, share, value, low, high."""
-    rows = []
-    for name, value in findings.metrics.items():
-        if name.startswith(f"{measure}/"):
-            _, one, share = name.split("/")
-            low, high = findings.intervals[name]
-            rows.append({"policy": one, "share": float(share), "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
 
 
 # ---------------------------------------------------------------------------------------------- along long responses
@@ -152,8 +153,8 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
     frames = []
     with tqdm(desc="long responses", unit="replay", leave=False) as bar:
         for trace in traces:
-            for name, one in writing(budget, window).items():
-                result = Replay(trace, one)
+            for name, method in writing(budget, window).items():
+                result = Replay(trace, method)
                 stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}
                 parts = [*along_steps(result), pd.DataFrame(stored | {"value": result.stored_bytes.tolist()})]
                 setting = {"document": trace.document, "policy": name, "prompt": trace.prompt_length}
@@ -163,7 +164,7 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
     for measure in ("mass_lost", "output_error"):
         slopes = _slopes(findings.table, measure)
         for name in ("snapkv", "h2o"):
-            findings.add(f"times/{measure}/{name}", slopes[name] / slopes["morphkv"])
+            findings.add(TIMES, slopes[name] / slopes["morphkv"], measure=measure, policy=name)
     return findings
 
 
@@ -183,11 +184,12 @@ def fading(table: pd.DataFrame, measures: Sequence[str]) -> Findings:
         slopes = _slopes(table, measure)
         means = table[table["measure"] == measure].groupby(["policy", "document"])["value"].mean()
         for name in table["policy"].unique():
-            findings.add(f"slope/{measure}/{name}", slopes[name])
-            findings.add(f"mean/{measure}/{name}", means[name])
+            at = {"measure": measure, "policy": name}
+            findings.add(SLOPE, slopes[name], **at)
+            findings.add(MEAN, means[name], **at)
             if name != "morphkv":
-                findings.add_difference(f"steeper/{measure}/{name}", slopes[name], slopes["morphkv"])
-                findings.add_difference(f"behind/{measure}/{name}", means[name], means["morphkv"])
+                findings.add_difference(STEEPER, slopes[name], slopes["morphkv"], **at)
+                findings.add_difference(BEHIND, means[name], means["morphkv"], **at)
     return findings
 
 
@@ -227,6 +229,19 @@ def starts(lm: LM, documents: Sequence[str], tokens: int) -> Tensor:
     return torch.stack(rows)
 
 
+def inside_the_model(
+    lm: LM, documents: Sequence[str], tokens: int, new_tokens: int, window: int, capacity: int
+) -> Findings:
+    """`teacher_forced` on the starts of documents, under the methods of `writing`.
+
+    Args:
+        tokens, new_tokens: of the prompt, and of what follows it in the document.
+    """
+    ids = starts(lm, documents, tokens + new_tokens + 1)
+    policies = {name: method for name, method in writing(capacity, window).items() if name != "full"}
+    return teacher_forced(lm, ids, tokens, policies)
+
+
 @torch.inference_mode()
 def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]) -> Findings:
     """Figure 7 and table 1 inside the model: a text is fed under compressed caches, each step's error feeding the next.
@@ -254,9 +269,9 @@ def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]
     full = torch.stack([logits[0] for logits, _ in _decoded(lm, fed, [policy("full")], prefilled)], 1)
     full = full.float().log_softmax(-1)
     known = _nll(full, nexts)
-    found: dict[str, list[pd.DataFrame]] = {name: [] for name in policies}
+    frames: dict[str, list[pd.DataFrame]] = {name: [] for name in policies}
     # Those that act at every step take their steps together; the others need no steps.
-    acting = [name for name, one in policies.items() if one.acts_while_decoding]
+    acting = [name for name, method in policies.items() if method.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
     for names in tqdm(parts, desc="inside the model", unit="part", leave=False):
         decoded = _decoded(lm, fed, [policies[name] for name in names], prefilled)
@@ -266,14 +281,13 @@ def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]
                 kl = F.kl_div(row, full[:, step - 1], reduction="none", log_target=True).sum(-1)
                 gap = _nll(row, nexts[:, step - 1]) - known[:, step - 1]
                 values = {"kl": kl, "nll_gap": gap, "kv_bytes": torch.full(gap.shape, size)}
-                found[name] += [
+                frames[name] += [
                     pd.DataFrame({"document": range(len(ids)), "measure": measure, "value": value.tolist()}).assign(
                         policy=name, step=step
                     )
                     for measure, value in values.items()
                 ]
-    frames = [frame for each in found.values() for frame in each]
-    table = pd.concat(frames, ignore_index=True)
+    table = pd.concat([frame for each in frames.values() for frame in each], ignore_index=True)
     return replace(fading(_counted(table), ("kl", "nll_gap")), table=table)
 
 
@@ -286,15 +300,15 @@ def _decoded(lm: LM, ids: Tensor, together: Sequence[Policy], prefilled: LiveCac
     bytes of keys and values for one document.
     """
     sessions = []
-    for one in together:
-        with live_session.compress(lm.model, one, turns="leave") as session:
+    for method in together:
+        with live_session.compress(lm.model, method, turns="leave") as session:
             session.branch(prefilled)
             session.end_prompt()
         sessions.append(session)
     fed, shape = ids.repeat(len(together), 1), (len(together), len(ids))
     with live_session.compress(lm.model, "full", turns="leave") as joint:
         past = joint.join(sessions)
-        if not any(one.acts_while_decoding for one in together):
+        if not any(method.acts_while_decoding for method in together):
             # What does nothing after the prefill can be fed at one go: a turn that is stored whole.
             before = [session.kv_bytes for session in sessions]
             logits = lm.model(fed, past_key_values=past).logits.unflatten(0, shape)

@@ -21,6 +21,13 @@ SCORE_BYTES = 4
 
 METHODS = ("full", "snapkv", "h2o", "morphkv")
 
+DEVIATION = "sizes/deviation"
+GROWTH = "growth/{policy}"
+RELATIVE_SIZE = "relative_size/{benchmark}/{method}"
+WITH_ROWS = "relative_size/{benchmark}/morphkv_with_rows"
+SAVING = "saving/{benchmark}/{method}"
+SAVING_ON_LONG_RESPONSES = "saving/long_response/{method}"
+
 # LongBench's names of the tasks of table 3, for its longest answers.
 TABLE_3 = (
     "2wikimqa",
@@ -67,13 +74,13 @@ def geometry(config: object) -> Geometry:
 def paper_models() -> dict[str, Geometry]:
     """The four models of section 4, by the paper's names."""
     published = {"Llama": "llama-3.1-8b", "Mistral": "mistral-7b-v0.2", "Qwen": "qwen2.5-7b"}
-    found = {name: geometry(shapes.config(shape)) for name, shape in published.items()}
+    known = {name: geometry(shapes.config(shape)) for name, shape in published.items()}
     # From the published config.json of microsoft/phi-4.
     return {
-        "Llama": found["Llama"],
-        "Mistral": found["Mistral"],
+        "Llama": known["Llama"],
+        "Mistral": known["Mistral"],
         "Phi4": Geometry(40, 40, 10, 128),
-        "Qwen": found["Qwen"],
+        "Qwen": known["Qwen"],
     }
 
 
@@ -136,19 +143,17 @@ def against_formula(table: pd.DataFrame, model: Geometry, budget: int, window: i
     sets = {"snapkv": model.group}
     known = rows[["policy", "prompt", "step"]].drop_duplicates()
     predicted = [
-        stored_bytes(model, one.policy, one.prompt, one.step, budget, window, sets.get(one.policy, 1))
-        for one in known.itertuples()
+        stored_bytes(model, policy, prompt, step, budget, window, sets.get(policy, 1))
+        for policy, prompt, step in known.itertuples(index=False)
     ]
     rows = rows.rename(columns={"value": "measured"}).merge(known.assign(predicted=predicted))
     rows["deviation"] = (rows["measured"] / rows["predicted"] - 1).abs()
-    findings = Findings(
-        rows[["policy", "prompt", "step", "measured", "predicted", "deviation"]],
-        {"sizes/deviation": float(rows["deviation"].max())},
-    )
+    findings = Findings(rows[["policy", "prompt", "step", "measured", "predicted", "deviation"]])
+    findings.set(DEVIATION, rows["deviation"].max())
     late = rows[rows["step"] > rows["step"].max() / 2].groupby(["policy", "document"])
     growth = late.apply(lambda part: stats.linregress(part["step"], part["measured"]).slope, include_groups=False)
     for name in rows["policy"].unique():
-        findings.add(f"growth/{name}", growth[name] / growth["full"])
+        findings.add(GROWTH, growth[name] / growth["full"], policy=name)
     return findings
 
 
@@ -195,10 +200,10 @@ def benchmark_sizes(benchmark: str) -> pd.DataFrame:
     rows = []
     for name, model in models.items():
         full = stored_bytes(model, "full", total - response, response, 0, element=2)
-        for method, one in settings.iterrows():
-            window = 0 if pd.isna(one["window"]) else int(one["window"])
+        for method, stated in settings.iterrows():
+            window = 0 if pd.isna(stated["window"]) else int(stated["window"])
             sets = 1 if method == "morphkv" else model.group
-            args = (model, method, total - response, response, one["capacity"], window, sets, 2)
+            args = (model, method, total - response, response, stated["capacity"], window, sets, 2)
             ratio, with_rows = (stored_bytes(*args, score_bytes=n) / full for n in (0, 2))
             rows.append({"model": name, "method": method, "ratio": ratio, "with_rows": with_rows})
     return pd.DataFrame(rows)
@@ -220,7 +225,7 @@ def printed_sizes() -> Findings:
         ratios = sizes.pivot(index="model", columns="method", values="ratio")
         with_rows = sizes.groupby("method")["with_rows"].mean()
         for method in ratios:
-            findings.add(f"relative_size/{benchmark}/{method}", ratios[method])
+            findings.add(RELATIVE_SIZE, ratios[method], benchmark=benchmark, method=method)
             rows.append(
                 {
                     "benchmark": benchmark,
@@ -233,12 +238,11 @@ def printed_sizes() -> Findings:
             )
             if method != "morphkv":
                 savings[benchmark, method] = 1 - ratios["morphkv"] / ratios[method]
-                findings.add(f"saving/{benchmark}/{method}", savings[benchmark, method])
-        rows_of_morphkv = sizes[sizes["method"] == "morphkv"]["with_rows"]
-        findings.add(f"relative_size/{benchmark}/morphkv_with_rows", rows_of_morphkv)
+                findings.add(SAVING, savings[benchmark, method], benchmark=benchmark, method=method)
+        findings.add(WITH_ROWS, sizes[sizes["method"] == "morphkv"]["with_rows"], benchmark=benchmark)
     for method in ("snapkv", "h2o"):
         both = [*savings["longwriter", method], *savings["longgenbench", method]]
-        findings.add(f"saving/long_response/{method}", both)
+        findings.add(SAVING_ON_LONG_RESPONSES, both, method=method)
     findings.table = pd.DataFrame(rows)
     return findings
 

@@ -6,7 +6,7 @@ attention along a response: mass lost, recall of each step's own top-k, and erro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
 MEASURES = ("mass_lost", "step_recall", "output_error")
+
+MEAN = "{measure}/{fusion}/w{window}/c{capacity}"
+WINDOW_GAIN = "gain/{measure}/{fusion}/c{capacity}/w{old}_to_w{new}"
+FUSION_GAIN = "gain/{measure}/w{window}/c{capacity}/max_to_sum"
+REGIME_GAIN = "gain/{measure}/{regime}/max_to_sum"
+TODAY_SCORE = "walkthrough/today_score"
+ME_SCORE = "walkthrough/me_score"
+KEPT_TODAY = "walkthrough/kept_today"
 
 
 def gain(measure: str, new: pd.Series, old: pd.Series) -> pd.Series:
@@ -68,13 +76,19 @@ def window_ablation(
                 frames += [frame.assign(**setting) for frame in along_steps(result)]
                 bar.update()
     findings = Findings(pd.concat(frames, ignore_index=True))
-    means = findings.table.groupby(["measure", "fusion", "window", "capacity", "document"])["value"].mean()
+    means = _means(findings.table)
     for measure in MEASURES:
         for fusion, window, capacity in settings:
-            findings.add(f"{measure}/{fusion}/w{window}/c{capacity}", means[measure, fusion, window, capacity])
+            values = means[measure, fusion, window, capacity]
+            findings.add(MEAN, values, measure=measure, fusion=fusion, window=window, capacity=capacity)
         for capacity in capacities:
-            _add_gains(findings, measure, capacity, fusions, [w for w in windows if w < capacity], means[measure])
+            _add_gains(findings, measure, capacity, fusions, [w for w in windows if w < capacity], means)
     return findings
+
+
+def _means(table: pd.DataFrame) -> pd.Series:
+    """Over steps, by measure, fusion, window, capacity and document."""
+    return table.groupby(["measure", "fusion", "window", "capacity", "document"])["value"].mean()
 
 
 def _add_gains(
@@ -82,25 +96,53 @@ def _add_gains(
 ) -> None:
     for fusion in fusions:
         for old, new in combinations(windows, 2):
-            values = gain(measure, means[fusion, new, capacity], means[fusion, old, capacity])
-            findings.add(f"gain/{measure}/{fusion}/c{capacity}/w{old}_to_w{new}", values)
+            values = gain(measure, means[measure, fusion, new, capacity], means[measure, fusion, old, capacity])
+            findings.add(WINDOW_GAIN, values, measure=measure, fusion=fusion, capacity=capacity, old=old, new=new)
     for window in windows if {"sum", "max"} <= set(fusions) else ():
-        values = gain(measure, means["sum", window, capacity], means["max", window, capacity])
-        findings.add(f"gain/{measure}/w{window}/c{capacity}/max_to_sum", values)
+        values = _sum_over_max(means, measure, window, capacity)
+        findings.add(FUSION_GAIN, values, measure=measure, window=window, capacity=capacity)
+
+
+def _sum_over_max(means: pd.Series, measure: str, window: int, capacity: int) -> pd.Series:
+    return gain(measure, means[measure, "sum", window, capacity], means[measure, "max", window, capacity])
 
 
 def fusion_gains(traces: Iterable[Trace], window: int, capacity: int, regime: str) -> Findings:
     """Tables 4 and 5 by attention: what sum fusion gains over max fusion at one window and capacity.
 
     Returns:
-        The table of `window_ablation`; metrics `gain/mass_lost/{regime}/max_to_sum` and so on, with intervals.
+        The table of `window_ablation` with a column regime; metrics `gain/mass_lost/{regime}/max_to_sum` and so on,
+        with intervals.
     """
-    found = window_ablation(traces, [window], [capacity], ["sum", "max"])
-    findings = Findings(found.table)
+    table = window_ablation(traces, [window], [capacity], ["sum", "max"]).table
+    findings, means = Findings(table.assign(regime=regime)), _means(table)
     for measure in MEASURES:
-        name, of = f"gain/{measure}/{regime}/max_to_sum", f"gain/{measure}/w{window}/c{capacity}/max_to_sum"
-        findings.metrics[name], findings.intervals[name] = found.metrics[of], found.intervals[of]
+        findings.add(REGIME_GAIN, _sum_over_max(means, measure, window, capacity), measure=measure, regime=regime)
     return findings
+
+
+def two_regimes(
+    lm: LM,
+    documents: Sequence[str],
+    writing: Mapping[str, int],
+    answering: Mapping[str, int],
+    response: str = "document",
+) -> Findings:
+    """`fusion_gains` where much follows a short prompt ("writing") and little a long one ("answering").
+
+    Args:
+        writing, answering: tokens and new_tokens of the traces, window and capacity of the policy.
+        response: of `long_response`, when writing; answers are the model's own summaries.
+    """
+    written = long_responses(lm, documents, writing["tokens"], writing["new_tokens"], response)
+    answered = summaries(lm, documents, answering["tokens"], answering["new_tokens"])
+    found = [
+        fusion_gains(traces, regime["window"], regime["capacity"], name)
+        for name, traces, regime in (("writing", written, writing), ("answering", answered, answering))
+    ]
+    both = found[0] | found[1]
+    both.table = pd.concat([findings.table for findings in found], ignore_index=True)
+    return both
 
 
 def along_steps(result: Replay, measures: Sequence[str] = MEASURES) -> list[pd.DataFrame]:
@@ -133,13 +175,13 @@ def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = Fa
             f"the captured prompt has {trace.prompt_length} tokens, and {prompt} + {response} are asked for"
         )
     queries, keys, values = (t[:, :, :both].clone() for t in (trace.queries, trace.keys, trace.values))
-    found = Trace.from_tensors(queries, keys, values, prompt, scaling=trace.scaling)
-    found.ids = None if trace.ids is None else trace.ids[:both].clone()
-    found.meta = trace.meta | {"document": f"{trace.document}[:{prompt}+{response}]"}
+    cut = Trace.from_tensors(queries, keys, values, prompt, scaling=trace.scaling)
+    cut.ids = None if trace.ids is None else trace.ids[:both].clone()
+    cut.meta = trace.meta | {"document": f"{trace.document}[:{prompt}+{response}]"}
     if accumulate:
         pairs = zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True)
-        found.accumulated = torch.stack([attention.accumulate(q, k, trace.scaling) for q, k in pairs])
-    return found
+        cut.accumulated = torch.stack([attention.accumulate(q, k, trace.scaling) for q, k in pairs])
+    return cut
 
 
 def long_response(
@@ -172,24 +214,30 @@ def long_response(
     return trace
 
 
+def long_responses(
+    lm: LM,
+    documents: Iterable[str],
+    tokens: int,
+    new_tokens: int,
+    response: str = "document",
+    accumulate: bool = False,
+) -> Iterator[Trace]:
+    """`long_response` of each document, made when it is asked for, so that one trace at a time is in memory."""
+    for document in documents:
+        yield long_response(lm, document, tokens, new_tokens, response, accumulate)
+
+
+def summaries(lm: LM, documents: Iterable[str], tokens: int, new_tokens: int) -> Iterator[Trace]:
+    """`common_traces` of each document, made when it is asked for, so that one trace at a time is in memory."""
+    for document in documents:
+        yield from common_traces(lm, [document], tokens, new_tokens)
+
+
 def repetition(trace: Trace, n: int = 8) -> float:
     """Share of the response's n-token sequences that had occurred in it before."""
     response = trace.ids[trace.prompt_length :].tolist()
     sequences = [tuple(response[i : i + n]) for i in range(len(response) - n + 1)]
     return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0
-
-
-def by_setting(findings: Findings) -> pd.DataFrame:
-    """The means of `window_ablation` as points to draw: measure, fusion, window, capacity, value, low, high."""
-    rows = []
-    for name, value in findings.metrics.items():
-        if name.startswith("gain/"):
-            continue
-        measure, fusion, window, capacity = name.split("/")
-        low, high = findings.intervals[name]
-        setting = {"measure": measure, "fusion": fusion, "window": int(window[1:]), "capacity": int(capacity[1:])}
-        rows.append(setting | {"value": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
 
 
 def along(findings: Findings, measure: str, fusion: str, capacity: int, over: int = 16) -> pd.DataFrame:
@@ -215,23 +263,19 @@ def walk_through() -> Findings:
     queries = rows.clamp_min(1e-30).log()[None, None]
     keys = torch.eye(4)[None, None]
     trace = Trace.from_tensors(queries, keys, keys, prompt_length=3, scaling=1.0)
-    one = policy("morphkv", budget=3, window=2)
+    morphkv = policy("morphkv", budget=3, window=2)
 
-    result = Replay(trace, one)
+    result = Replay(trace, morphkv)
     store = LayerStore(trace.prompt_keys, trace.prompt_values)
-    one.compress(store, trace.prompt)
+    morphkv.compress(store, trace.prompt)
     store.append(keys[:, :, 3:], keys[:, :, 3:])
     store.budget = 4  # so that the scores can be read before anything is evicted
-    one.step(store, rows[None, None, 3])
+    morphkv.step(store, rows[None, None, 3])
     scores = store.column("profile")[0, 0].sum(-1)
     kept = result.stored(0, 1)[0].tolist()
     table = pd.DataFrame({"token": tokens, "score": scores.tolist(), "kept": [p in kept for p in range(4)]})
-    today_stays = float(1 in kept and 0 not in kept)
-    return Findings(
-        table,
-        {
-            "walkthrough/today_score": float(scores[1]),
-            "walkthrough/me_score": float(scores[0]),
-            "walkthrough/kept_today": today_stays,
-        },
-    )
+    findings = Findings(table)
+    findings.set(TODAY_SCORE, scores[1])
+    findings.set(ME_SCORE, scores[0])
+    findings.set(KEPT_TODAY, 1 in kept and 0 not in kept)
+    return findings
