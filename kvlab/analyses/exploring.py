@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
+from kvlab.analyses.findings import Findings
 from kvlab.replays.run import Replay
 
 if TYPE_CHECKING:
     from kvlab.traces.trace import Trace
 
 
-def lost_by_layer(results: Sequence[Replay]) -> pd.DataFrame:
-    """Attention mass lost, averaged over heads and steps: policy, layer, mass_lost."""
-    return pd.concat(
+MASS_LOST = "mass_lost/{policy}"
+
+
+def lost_by_layer(results: Sequence[Replay]) -> Findings:
+    """Attention mass lost, averaged over heads and steps.
+
+    Returns:
+        Table with columns layer, mass_lost, policy; metrics `mass_lost/snapkv` and so on, the means over layers.
+    """
+    table = pd.concat(
         [
             pd.DataFrame({"layer": range(r.trace.n_layers), "mass_lost": r.mass_lost.mean((1, 2)).tolist()}).assign(
                 policy=r.policy.name
@@ -25,11 +33,10 @@ def lost_by_layer(results: Sequence[Replay]) -> pd.DataFrame:
         ],
         ignore_index=True,
     )
-
-
-def metrics(by_layer: pd.DataFrame) -> dict[str, float]:
-    """`mass_lost/snapkv` and so on: the means of `lost_by_layer` over layers."""
-    return {f"mass_lost/{name}": float(rows["mass_lost"].mean()) for name, rows in by_layer.groupby("policy")}
+    findings = Findings(table)
+    for name, part in table.groupby("policy"):
+        findings.set(MASS_LOST, part["mass_lost"].mean(), policy=name)
+    return findings
 
 
 def tokens_lost(trace: Trace, results: Sequence[Replay], tokens: Sequence[str], limit: int = 10) -> pd.DataFrame:

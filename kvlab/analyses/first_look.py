@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from kvlab.analyses.findings import Findings
 from kvlab.replays.reference import reference
 from kvlab.replays.results import Replays
 from kvlab.replays.run import Replay
@@ -14,6 +15,11 @@ from kvlab.replays.run import Replay
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
     from kvlab.traces.trace import Trace
+
+
+MEASURES = ("recall", "mass_lost", "output_error")
+
+AT_BUDGET = "{measure}/{policy}"
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,26 @@ class Place:
     head: int
     step: int
     mass_lost: float
+
+    def __str__(self) -> str:
+        where = f"layer {self.layer}, head {self.head}, step {self.step}"
+        return f"{where}: {self.mass_lost:.0%} of its attention is gone"
+
+
+def in_words(result: Replay, full: Replay) -> str:
+    """The three measures of a replay and the bytes that it stores, in a line each; full: the full cache's replay."""
+    lines = [f"{measure:>13}: {result.summary[measure]:.3f}" for measure in MEASURES]
+    stored, of = (replay.summary["stored_bytes"] / 2**20 for replay in (result, full))
+    return "\n".join([*lines, f"{'stored':>13}: {stored:.1f} MiB of {of:.1f} MiB"])
+
+
+def by_policy(results: Replays) -> Findings:
+    """The three measures of each policy: the summary as table, and metrics `recall/snapkv` and so on."""
+    findings = Findings(results.summary)
+    for result in results:
+        for measure in MEASURES:
+            findings.set(AT_BUDGET, result.summary[measure], measure=measure, policy=result.policy.name)
+    return findings
 
 
 def lost_by_head(result: Replay) -> pd.DataFrame:
@@ -45,7 +71,7 @@ def lost_by_step(results: Replays) -> pd.DataFrame:
 def worst(result: Replay) -> Place:
     """The layer, head and step whose query lost the most attention."""
     flat = int(result.mass_lost.argmax())
-    layers, heads, steps = result.mass_lost.shape
+    _, heads, steps = result.mass_lost.shape
     layer, head, step = flat // (heads * steps), flat // steps % heads, flat % steps
     return Place(layer, head, step + 1, float(result.mass_lost[layer, head, step]))
 
