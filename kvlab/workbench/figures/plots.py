@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PAPER = "#9aa3ae"
+INK = "#1c2430"
+RULE = "#566173"
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B5B5B"]
 MAP = "cividis"
 
@@ -74,6 +76,23 @@ def _finish(ax: Axes, xlabel: str, ylabel: str, title: str) -> Axes:
 
 def _bars(low_high: tuple[float, float] | None, value: float) -> tuple[float, float]:
     return (max(value - low_high[0], 0.0), max(low_high[1] - value, 0.0)) if low_high else (0.0, 0.0)
+
+
+def spread(frame: pandas.DataFrame) -> list[pandas.Series]:
+    """How far the ends of intervals lie from their values, as matplotlib's error bars take it: below, then above."""
+    return [frame["value"] - frame["low"], frame["high"] - frame["value"]]
+
+
+def by_key(
+    frame: pandas.DataFrame, key: str, scale: float = 1
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Values and intervals, times `scale`, as `paper_beside_ours` takes them.
+
+    frame: from `Findings.frame`, with one row for each value of its column `key`.
+    """
+    scaled = scale * frame.set_index(key)[["value", "low", "high"]]
+    intervals = dict(zip(scaled.index, zip(scaled["low"], scaled["high"], strict=True), strict=True))
+    return scaled["value"].to_dict(), intervals
 
 
 def paper_beside_ours(
