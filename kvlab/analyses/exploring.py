@@ -35,7 +35,7 @@ def lost_by_layer(results: Sequence[Replay]) -> Findings:
     )
     findings = Findings(table)
     for name, part in table.groupby("policy"):
-        findings.set(MASS_LOST, part["mass_lost"].mean(), policy=name)
+        findings.set(MASS_LOST, part["mass_lost"].to_numpy().mean(), policy=name)
     return findings
 
 

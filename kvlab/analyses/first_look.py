@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from kvlab.analyses.findings import Findings
+from kvlab.errors import KvlabError
 from kvlab.replays.reference import reference
 from kvlab.replays.results import Replays
 from kvlab.replays.run import Replay
@@ -77,7 +78,13 @@ def worst(result: Replay) -> Place:
 
 
 def lost_tokens(lm: LM, trace: Trace, result: Replay, place: Place, limit: int = 8, around: int = 4) -> pd.DataFrame:
-    """The tokens that a query attended to most among those it could no longer read, each within its surroundings."""
+    """The tokens that a query attended to most among those it could no longer read, each within its surroundings.
+
+    Raises:
+        KvlabError: the trace does not know its tokens.
+    """
+    if trace.ids is None:
+        raise KvlabError("this trace was made from tensors alone, so that its tokens are not known")
     weights = reference(trace).at(place.step)[place.layer, place.head].to("cpu", copy=True)
     read = result.kept(place.layer, place.step)[place.head * trace.kv_heads // trace.heads]
     weights[read[read >= 0]] = 0

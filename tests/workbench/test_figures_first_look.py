@@ -19,7 +19,7 @@ def results(random_traces):
 
 def test_heads_on_the_left_and_steps_on_the_right(results):
     (_, h2o) = results
-    figure = first_look.where_and_when(h2o, results)
+    figure = first_look.where_and_when(h2o, results, 24)
     heads, steps, bar = figure.axes
     assert drawn.title(heads) == "h2o, budget 24" and bar.get_ylabel() == "attention mass lost"
     cells = heads.collections[0].get_array()

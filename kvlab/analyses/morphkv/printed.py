@@ -53,12 +53,12 @@ def long_responses() -> Findings:
         for other in ("snapkv", "h2o"):
             gains = scores_of["morphkv"] / scores_of[other] - 1
             findings.add(GAIN, gains, table=name, method=other)
-            for model, gain in gains.items():
+            for model, gain in gains.to_dict().items():
                 findings.set(GAIN_OF_MODEL, gain, table=name, method=other, model=model)
                 rows.append({"table": name, "model": model, "against": other, "gain": gain})
     over_snapkv = first["morphkv"] / first["snapkv"] - 1
     findings.add(GAIN_OF_OTHERS, over_snapkv.drop("Qwen"))
-    findings.set(QWEN_BELOW, -over_snapkv["Qwen"])
+    findings.set(QWEN_BELOW, -over_snapkv.loc["Qwen"])
     findings.add(SNAPKV_FROM_FULL, (first["snapkv"] / first["full"] - 1).abs())
     findings.table = pd.DataFrame(rows)
     return findings
@@ -78,7 +78,8 @@ def long_contexts() -> Findings:
     printed = printed.pivot(index=["model", "task"], columns="method", values="score").reset_index()
     printed = printed.drop(columns="full").assign(printed=True)
     omitted = papers.figure("morphkv", "table3_omitted").assign(model="Llama", printed=False)
-    table = pd.concat([printed, omitted], ignore_index=True)[["model", "task", "snapkv", "morphkv", "printed"]]
+    table = pd.concat([printed, omitted], ignore_index=True)
+    table = table.filter(["model", "task", "snapkv", "morphkv", "printed"])
     findings = Findings(table)
     gains = table["morphkv"] - table["snapkv"]
     llama = table["model"] == "Llama"
@@ -117,7 +118,7 @@ def fusions() -> Findings:
     rows = [
         {"table": name, "what": key if name == "table4" else " ".join(key), "gain": gain}
         for name, series in gains.items()
-        for key, gain in series.items()
+        for key, gain in series.to_dict().items()
     ]
     findings = Findings(pd.DataFrame(rows))
     findings.add(MAX_OVER_SUM, gains["table4"])
@@ -169,9 +170,10 @@ def rescored(folder: Path | None) -> Findings:
     table["rescored"] = table["rescored"].astype(float)
     findings = Findings(table)
     best = table["rescored"].fillna(table["stored"])
-    findings.set(PRINTED_FROM_PREDICTIONS, (table["printed"] - best).abs().max())
-    if table["rescored"].notna().any():
-        findings.set(RESCORED_FROM_STORED, (table["rescored"] - table["stored"]).abs().max())
+    findings.set(PRINTED_FROM_PREDICTIONS, max((table["printed"] - best).abs().dropna()))
+    again = table.dropna(subset="rescored")
+    if len(again):
+        findings.set(RESCORED_FROM_STORED, max((again["rescored"] - again["stored"]).abs()))
     return findings
 
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from scipy import stats
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.morphkv.windows import MEASURES, along_steps
+from kvlab.analyses.morphkv.windows import MEASURES, along_steps, slope
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib.bootstrap import summarise
@@ -101,7 +100,7 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
                     frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method))]
                     bar.update()
     findings = Findings(pd.concat(frames, ignore_index=True))
-    means = _counted(findings.table).groupby(["measure", "policy", "share", "document"])["value"].mean()
+    means = _counted(findings.table).groupby(["measure", "policy", "share", "document"]).value.mean()
     names = list(findings.table["policy"].unique())
     for measure in MEASURES:
         for share in shares:
@@ -120,7 +119,7 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
 
 
 def _counted(table: pd.DataFrame) -> pd.DataFrame:
-    return table[table["step"] >= COUNTED_FROM]
+    return table.loc[table["step"] >= COUNTED_FROM]
 
 
 # ---------------------------------------------------------------------------------------------- along long responses
@@ -182,7 +181,7 @@ def fading(table: pd.DataFrame, measures: Sequence[str]) -> Findings:
     findings = Findings(table)
     for measure in measures:
         slopes = _slopes(table, measure)
-        means = table[table["measure"] == measure].groupby(["policy", "document"])["value"].mean()
+        means = table.loc[table["measure"] == measure].groupby(["policy", "document"])["value"].mean()
         for name in table["policy"].unique():
             at = {"measure": measure, "policy": name}
             findings.add(SLOPE, slopes[name], **at)
@@ -195,8 +194,8 @@ def fading(table: pd.DataFrame, measures: Sequence[str]) -> Findings:
 
 def _slopes(table: pd.DataFrame, measure: str) -> pd.Series:
     """Change for each 100 tokens, by policy and document."""
-    rows = table[table["measure"] == measure].groupby(["policy", "document"])
-    return rows.apply(lambda part: PER * stats.linregress(part["step"], part["value"]).slope, include_groups=False)
+    rows = table.loc[table["measure"] == measure].groupby(["policy", "document"])
+    return rows.apply(lambda part: PER * slope(part, "value"), include_groups=False)
 
 
 def binned(table: pd.DataFrame, measure: str, over: int = 16) -> pd.DataFrame:
@@ -205,7 +204,7 @@ def binned(table: pd.DataFrame, measure: str, over: int = 16) -> pd.DataFrame:
     Returns:
         Columns policy, step (the middle of the bin), value, low, high.
     """
-    chosen = table[table["measure"] == measure]
+    chosen = table.loc[table["measure"] == measure]
     bins = ((chosen["step"] - 1) // over * over + over / 2).rename("step")
     means = chosen.groupby(["policy", bins, "document"], sort=False)["value"].mean()
     rows = []

@@ -7,12 +7,13 @@ multiplies them by the size of a GQA group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
-from scipy import stats
 
 from kvlab import papers, scores
 from kvlab.analyses.findings import Findings
+from kvlab.analyses.morphkv.windows import slope
 from kvlab.errors import KvlabError
 from kvlab.inputs import shapes
 
@@ -62,7 +63,7 @@ class Geometry:
         return self.heads // self.kv_heads
 
 
-def geometry(config: object) -> Geometry:
+def geometry(config: Any) -> Geometry:
     """From a transformers configuration."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -84,7 +85,7 @@ def paper_models() -> dict[str, Geometry]:
     }
 
 
-def entries(method: str, prompt: int, response: int, budget: int, sets: int = 1) -> int:
+def entries(method: str, prompt: float, response: float, budget: float, sets: int = 1) -> float:
     """Entries stored for one KV head in one layer once `response` tokens have been decoded.
 
     Args:
@@ -106,14 +107,14 @@ def entries(method: str, prompt: int, response: int, budget: int, sets: int = 1)
 def stored_bytes(
     model: Geometry,
     method: str,
-    prompt: int,
-    response: int,
-    budget: int,
+    prompt: float,
+    response: float,
+    budget: float,
     window: int = 0,
     sets: int = 1,
     element: int = 4,
     score_bytes: int = SCORE_BYTES,
-) -> int:
+) -> float:
     """Bytes of one sequence over all layers, with what the method keeps beside its entries.
 
     H2O keeps one score for each entry, MorphKV `window` attention weights.
@@ -139,19 +140,19 @@ def against_formula(table: pd.DataFrame, model: Geometry, budget: int, window: i
         `sizes/deviation` (the largest), and `growth/snapkv` and so on: bytes that a decoded token adds over the second
         half of the response, as a multiple of what it adds to the full cache, with intervals over documents.
     """
-    rows = table[table["measure"] == "stored_bytes"].copy()
+    rows = table.query("measure == 'stored_bytes'")
     sets = {"snapkv": model.group}
-    known = rows[["policy", "prompt", "step"]].drop_duplicates()
+    known = rows.filter(["policy", "prompt", "step"]).drop_duplicates()
     predicted = [
         stored_bytes(model, policy, prompt, step, budget, window, sets.get(policy, 1))
         for policy, prompt, step in known.itertuples(index=False)
     ]
-    rows = rows.rename(columns={"value": "measured"}).merge(known.assign(predicted=predicted))
+    rows = rows.assign(measured=rows["value"]).merge(known.assign(predicted=predicted))
     rows["deviation"] = (rows["measured"] / rows["predicted"] - 1).abs()
-    findings = Findings(rows[["policy", "prompt", "step", "measured", "predicted", "deviation"]])
-    findings.set(DEVIATION, rows["deviation"].max())
-    late = rows[rows["step"] > rows["step"].max() / 2].groupby(["policy", "document"])
-    growth = late.apply(lambda part: stats.linregress(part["step"], part["measured"]).slope, include_groups=False)
+    findings = Findings(rows.filter(["policy", "prompt", "step", "measured", "predicted", "deviation"]))
+    findings.set(DEVIATION, max(rows["deviation"]))
+    late = rows.loc[rows["step"] > max(rows["step"]) / 2].groupby(["policy", "document"])
+    growth = late.apply(slope, "measured", include_groups=False)
     for name in rows["policy"].unique():
         findings.add(GROWTH, growth[name] / growth["full"], policy=name)
     return findings
@@ -200,7 +201,7 @@ def benchmark_sizes(benchmark: str) -> pd.DataFrame:
     rows = []
     for name, model in models.items():
         full = stored_bytes(model, "full", total - response, response, 0, element=2)
-        for method, stated in settings.iterrows():
+        for method, stated in settings.to_dict("index").items():
             window = 0 if pd.isna(stated["window"]) else int(stated["window"])
             sets = 1 if method == "morphkv" else model.group
             args = (model, method, total - response, response, stated["capacity"], window, sets, 2)
@@ -223,7 +224,7 @@ def printed_sizes() -> Findings:
     for benchmark in ("longwriter", "longgenbench", "longbench"):
         sizes = benchmark_sizes(benchmark)
         ratios = sizes.pivot(index="model", columns="method", values="ratio")
-        with_rows = sizes.groupby("method")["with_rows"].mean()
+        with_rows = sizes.groupby("method").with_rows.mean()
         for method in ratios:
             findings.add(RELATIVE_SIZE, ratios[method], benchmark=benchmark, method=method)
             rows.append(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
+from scipy import stats
 from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
@@ -79,7 +80,7 @@ def window_ablation(
     means = _means(findings.table)
     for measure in MEASURES:
         for fusion, window, capacity in settings:
-            values = means[measure, fusion, window, capacity]
+            values = means.loc[measure, fusion, window, capacity]
             findings.add(MEAN, values, measure=measure, fusion=fusion, window=window, capacity=capacity)
         for capacity in capacities:
             _add_gains(findings, measure, capacity, fusions, [w for w in windows if w < capacity], means)
@@ -88,7 +89,7 @@ def window_ablation(
 
 def _means(table: pd.DataFrame) -> pd.Series:
     """Over steps, by measure, fusion, window, capacity and document."""
-    return table.groupby(["measure", "fusion", "window", "capacity", "document"])["value"].mean()
+    return table.groupby(["measure", "fusion", "window", "capacity", "document"]).value.mean()
 
 
 def _add_gains(
@@ -96,7 +97,7 @@ def _add_gains(
 ) -> None:
     for fusion in fusions:
         for old, new in combinations(windows, 2):
-            values = gain(measure, means[measure, fusion, new, capacity], means[measure, fusion, old, capacity])
+            values = gain(measure, means.loc[measure, fusion, new, capacity], means.loc[measure, fusion, old, capacity])
             findings.add(WINDOW_GAIN, values, measure=measure, fusion=fusion, capacity=capacity, old=old, new=new)
     for window in windows if {"sum", "max"} <= set(fusions) else ():
         values = _sum_over_max(means, measure, window, capacity)
@@ -104,7 +105,7 @@ def _add_gains(
 
 
 def _sum_over_max(means: pd.Series, measure: str, window: int, capacity: int) -> pd.Series:
-    return gain(measure, means[measure, "sum", window, capacity], means[measure, "max", window, capacity])
+    return gain(measure, means.loc[measure, "sum", window, capacity], means.loc[measure, "max", window, capacity])
 
 
 def fusion_gains(traces: Iterable[Trace], window: int, capacity: int, regime: str) -> Findings:
@@ -152,6 +153,12 @@ def along_steps(result: Replay, measures: Sequence[str] = MEASURES) -> list[pd.D
         pd.DataFrame({"step": steps, "measure": name, "value": getattr(result, name).mean((0, 1)).tolist()})
         for name in measures
     ]
+
+
+def slope(part: pd.DataFrame, column: str) -> float:
+    """How much a column rises with each step: the least-squares line through it."""
+    line: Any = stats.linregress(part["step"], part[column])
+    return line.slope
 
 
 def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = False) -> Trace:
@@ -234,7 +241,13 @@ def summaries(lm: LM, documents: Iterable[str], tokens: int, new_tokens: int) ->
 
 
 def repetition(trace: Trace, n: int = 8) -> float:
-    """Share of the response's n-token sequences that had occurred in it before."""
+    """Share of the response's n-token sequences that had occurred in it before.
+
+    Raises:
+        KvlabError: the trace does not know its tokens.
+    """
+    if trace.ids is None:
+        raise KvlabError("this trace was made from tensors alone, so that its tokens are not known")
     response = trace.ids[trace.prompt_length :].tolist()
     sequences = [tuple(response[i : i + n]) for i in range(len(response) - n + 1)]
     return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0
@@ -243,9 +256,9 @@ def repetition(trace: Trace, n: int = 8) -> float:
 def along(findings: Findings, measure: str, fusion: str, capacity: int, over: int = 16) -> pd.DataFrame:
     """One measure along the response, averaged over documents and `over` neighbouring steps: window, step, value."""
     table = findings.table
-    chosen = table[(table["measure"] == measure) & (table["fusion"] == fusion) & (table["capacity"] == capacity)]
-    bins = (chosen["step"] - 1) // over * over + over / 2
-    return chosen.groupby(["window", bins.rename("step")], as_index=False)["value"].mean()
+    chosen = table.query("measure == @measure and fusion == @fusion and capacity == @capacity")
+    bins = (chosen.step - 1) // over * over + over / 2
+    return chosen.groupby(["window", bins.rename("step")], as_index=False).value.mean()
 
 
 def walk_through() -> Findings:
@@ -275,7 +288,7 @@ def walk_through() -> Findings:
     kept = result.stored(0, 1)[0].tolist()
     table = pd.DataFrame({"token": tokens, "score": scores.tolist(), "kept": [p in kept for p in range(4)]})
     findings = Findings(table)
-    findings.set(TODAY_SCORE, scores[1])
-    findings.set(ME_SCORE, scores[0])
+    findings.set(TODAY_SCORE, float(scores[1]))
+    findings.set(ME_SCORE, float(scores[0]))
     findings.set(KEPT_TODAY, 1 in kept and 0 not in kept)
     return findings

@@ -11,8 +11,7 @@ from tqdm.auto import tqdm
 from kvlab.analyses.findings import Findings
 from kvlab.core import attention
 from kvlab.core.store import LayerStore
-from kvlab.methods import policy
-from kvlab.methods.zsmerge import ZSMerge
+from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 
@@ -29,7 +28,7 @@ VIOLATIONS = "theorem1/violations"
 SMALLEST_MARGIN = "theorem1/smallest_margin"
 
 
-def variants(ratio: float) -> dict[str, ZSMerge]:
+def variants(ratio: float) -> dict[str, Policy]:
     """The three that figure 4 and the issue of alpha compare, at one cache ratio."""
     return {
         "evict": policy("zsmerge", budget=ratio, residual=0),
@@ -82,10 +81,10 @@ def figure_4(
     squares = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="squared_error")
     for ratio, squared in squares.groupby("ratio"):
         findings.add(REDUCTION_SQUARED, 1 - squared["merge"] / squared["evict"], ratio=ratio)
-    for ratio, errors in by_document.groupby("ratio"):
-        errors = errors.dropna(axis="columns")
-        for variant in errors.columns:
-            findings.add(ERROR, errors[variant], variant=variant, ratio=ratio)
+    for ratio, table in by_document.groupby("ratio"):
+        errors = dict(table.dropna(axis="columns").items())
+        for variant, values in errors.items():
+            findings.add(ERROR, values, variant=variant, ratio=ratio)
         findings.add_difference(SAVED, errors["evict"], errors["merge"], ratio=ratio)
         findings.add(REDUCTION, 1 - errors["merge"] / errors["evict"], ratio=ratio)
         if "merge_alpha0" in errors:
@@ -97,7 +96,7 @@ def figure_4(
 def reduction_by_layer(findings: Findings) -> pd.DataFrame:
     """Share of eviction's error that merging removes: one row for each layer, one column for each ratio."""
     errors = findings.table.pivot_table(index="layer", columns=["variant", "ratio"], values="error")
-    return 1 - errors["merge"] / errors["evict"]
+    return 1 - errors.loc[:, "merge"] / errors.loc[:, "evict"]
 
 
 @torch.inference_mode()
@@ -141,7 +140,7 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
         ]
     findings = Findings(pd.DataFrame(rows))
     findings.set(VIOLATIONS, violations)
-    findings.set(SMALLEST_MARGIN, findings.table["smallest_margin"].min())
+    findings.set(SMALLEST_MARGIN, min(findings.table["smallest_margin"]))
     return findings
 
 

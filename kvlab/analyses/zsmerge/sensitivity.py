@@ -10,8 +10,7 @@ from tqdm.auto import tqdm
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
 from kvlab.lib.bootstrap import summarise
-from kvlab.methods import policy
-from kvlab.methods.zsmerge import ZSMerge
+from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 
@@ -79,7 +78,7 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
         for parameter, values in sweeps.items()
         for value in sorted({*values, RECOMMENDED[parameter]})
     ]
-    measured: dict[tuple[int, ZSMerge], dict[str, float]] = {}
+    measured: dict[tuple[int, Policy], dict[str, float]] = {}
     for trace, parameter, value in tqdm(jobs, desc="figure 5", unit="setting", leave=False):
         zsmerge = policy("zsmerge", budget=ratio, **{**RECOMMENDED, parameter: value})
         if (id(trace), zsmerge) not in measured:
@@ -97,7 +96,7 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
 
 def _summarise(findings: Findings) -> None:
     merging = None
-    parts = dict(iter(findings.table.groupby("parameter", sort=False)))
+    parts = {str(name): part for name, part in findings.table.groupby("parameter", sort=False)}
     if "residual" in parts:
         errors = parts["residual"].pivot(index="document", columns="value", values="error")
         if 0.0 in errors:
@@ -105,12 +104,12 @@ def _summarise(findings: Findings) -> None:
     for parameter, part in parts.items():
         errors = part.pivot(index="document", columns="value", values="error")
         lost = part.pivot(index="document", columns="value", values="mass_lost")
-        anchor = errors[RECOMMENDED[parameter]]
-        for setting in errors.columns:
-            findings.add(ERROR, errors[setting], parameter=parameter, setting=setting)
-            findings.add(MASS_LOST, lost[setting], parameter=parameter, setting=setting)
+        anchor = errors.loc[:, RECOMMENDED[parameter]]
+        for setting, values in errors.items():
+            findings.add(ERROR, values, parameter=parameter, setting=setting)
+            findings.add(MASS_LOST, lost.loc[:, setting], parameter=parameter, setting=setting)
             if setting != RECOMMENDED[parameter]:
-                findings.add_difference(WORSE, errors[setting], anchor, parameter=parameter, setting=setting)
+                findings.add_difference(WORSE, values, anchor, parameter=parameter, setting=setting)
         findings.add(BEST, errors.idxmin(axis="columns"), parameter=parameter)
         if parameter in STABLE:
             first, last = STABLE[parameter]
@@ -129,9 +128,9 @@ def changes(findings: Findings) -> pd.DataFrame:
     for parameter, part in findings.table.groupby("parameter", sort=False):
         for measure in ("error", "mass_lost"):
             wide = part.pivot(index="document", columns="value", values=measure)
-            relative = wide.div(wide[RECOMMENDED[parameter]], axis="index") - 1
-            for value in relative.columns:
-                mean, (low, high) = summarise(relative[value])
+            relative = wide.div(wide.loc[:, RECOMMENDED[str(parameter)]], axis="index") - 1
+            for value, changed in relative.items():
+                mean, (low, high) = summarise(changed)
                 rows.append(
                     {"parameter": parameter, "value": value, "measure": measure, "mean": mean, "low": low, "high": high}
                 )
@@ -142,19 +141,20 @@ def paper_yardstick(printed: pd.DataFrame) -> dict[str, float]:
     """The paper's own `spread_over_merging`, from figure 5 as printed: how far ROUGE varies within a stable range, over
     the least that it loses without residual slots.
     """
-    none = printed[(printed["parameter"] == "residual") & (printed["last"] == 0)]
-    least = -float(none["highest"].iloc[0])
-    inside = printed[
-        [row.parameter in STABLE and STABLE[row.parameter] == (row.first, row.last) for row in printed.itertuples()]
-    ]
-    return {row.parameter: row.highest / least for row in inside.itertuples()}
+    rows = printed.to_dict("records")
+    (least,) = (-row["highest"] for row in rows if row["parameter"] == "residual" and row["last"] == 0)
+    return {
+        row["parameter"]: row["highest"] / least
+        for row in rows
+        if STABLE.get(row["parameter"]) == (row["first"], row["last"])
+    }
 
 
 def flatness(findings: Findings) -> pd.DataFrame:
     """For each swept parameter with a stable range: parameter, from, to, spread, spread_over_merging, intervals."""
     ranges = [{"parameter": name, "from": first, "to": last} for name, (first, last) in STABLE.items()]
-    table = pd.DataFrame(ranges)
-    for name, effect, how in (("spread", SPREAD, "inner"), ("spread_over_merging", SPREAD_OVER_MERGING, "left")):
-        columns = {"value": name, "low": f"{name}_low", "high": f"{name}_high"}
-        table = table.merge(findings.frame(effect).rename(columns=columns), on="parameter", how=how)
-    return table
+    spread, over_merging = (
+        findings.frame(effect).rename(columns={"value": name, "low": f"{name}_low", "high": f"{name}_high"})
+        for name, effect in (("spread", SPREAD), ("spread_over_merging", SPREAD_OVER_MERGING))
+    )
+    return pd.DataFrame(ranges).merge(spread, on="parameter").merge(over_merging, on="parameter", how="left")

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from kvlab.replays.run import Replay
 
 
-def where_and_when(result: Replay, results: Replays) -> Figure:
-    """Attention lost under one policy, layer by head, and under several policies, step by step."""
+def where_and_when(result: Replay, results: Replays, budget: float) -> Figure:
+    """Attention lost under one policy, layer by head, and under several policies of that budget, step by step."""
     figure, (heads, steps) = plt.subplots(1, 2, figsize=(12.5, 5), width_ratios=[1, 1.25])
     plots.heatmap(
         first_look.lost_by_head(result),
         xlabel="query head",
         ylabel="layer",
         unit="attention mass lost",
-        title=f"{result.policy.name}, budget {result.policy.budget}",
+        title=f"{result.policy.name}, budget {budget}",
         ax=heads,
     )
     plots.lines(
@@ -45,7 +45,8 @@ def where_and_when(result: Replay, results: Replays) -> Figure:
 
 def lost_by_layer(findings: Findings, budget: float) -> Figure:
     """Attention lost by layer, a curve for each policy; findings: of `exploring.lost_by_layer`."""
-    ax = plots.lines(
+    figure, ax = plt.subplots()
+    plots.lines(
         findings.table,
         x="layer",
         y="mass_lost",
@@ -53,5 +54,6 @@ def lost_by_layer(findings: Findings, budget: float) -> Figure:
         xlabel="layer",
         ylabel="attention mass lost",
         title=f"Attention lost by layer, budget {budget}",
+        ax=ax,
     )
-    return ax.figure
+    return figure

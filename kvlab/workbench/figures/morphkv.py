@@ -60,7 +60,7 @@ def figures_10_and_11(small: Findings) -> Figure:
     points["percent"] = 100 * points["share"]
     for ax, (measure, title) in zip(axes, MEASURES.items(), strict=False):
         plots.lines(
-            points[points["measure"] == measure],
+            points.loc[points["measure"] == measure],
             x="percent",
             y="value",
             hue="policy",
@@ -78,9 +78,9 @@ def figures_10_and_11(small: Findings) -> Figure:
     drops = small.frame(responses.RECALL_DROP).query("policy == 'snapkv'")
     drops["budget"] = [f"{share:.0%}" for share in drops["share"]]
     ours, intervals = plots.by_key(drops, "budget", 100)
-    paper = papers.figure("morphkv", "figure10").set_index("where")["drop"]
+    paper = papers.figure("morphkv", "figure10").set_index("where")
     plots.paper_beside_ours(
-        {next(iter(ours)): 100 * paper["average"]},
+        {next(iter(ours)): 100 * paper.loc["average", "drop"]},
         ours,
         intervals,
         ylabel="SnapKV below MorphKV (%)",
@@ -100,8 +100,11 @@ def figure_2a(stored: Findings, model: str) -> Figure:
     stored: of `sizes.against_formula`; model: the name of the one that was measured.
     """
     figure, (measured, predicted) = plt.subplots(1, 2, figsize=(13, 4.4))
-    for name, part in stored.table.groupby("policy", sort=False):
-        means = part.groupby("step")[["measured", "predicted"]].mean() / 2**20
+    for name in stored.table["policy"].unique():
+        means = (
+            stored.table.loc[stored.table["policy"] == name].pivot_table(index="step", values=["measured", "predicted"])
+            / 2**20
+        )
         # H2O's curve lies on MorphKV's: a broad one below a narrow one shows both.
         width = 9 if name == "h2o" else 4
         measured.plot(means["measured"], color=COLOURS[name], alpha=0.45, label=NAMES[name], linewidth=width)
@@ -182,7 +185,7 @@ def figure_7(along: Findings, inside: Findings) -> Figure:
     along: of `responses.along_a_response`; inside: of `responses.teacher_forced`.
     """
     figure, (lost, drift, paper, slopes) = plt.subplots(1, 4, figsize=(16, 4.4), width_ratios=[1, 1, 0.9, 0.9])
-    compressed = along.table[along.table["policy"] != "full"]
+    compressed = along.table.query("policy != 'full'")
     _along_steps(lost, compressed, "mass_lost", "attention mass lost", "short prompt (as LongWriter)")
     _along_steps(drift, inside.table, "kl", "KL from the full cache (nats)", "prompt above the budget")
     order = ["morphkv", "h2o", "snapkv"]
@@ -197,7 +200,7 @@ def figure_7(along: Findings, inside: Findings) -> Figure:
     for findings, measure, marker, shift in ((along, "mass_lost", "o", -0.2), (inside, "kl", "s", 0.2)):
         frame = findings.frame(responses.SLOPE)
         for place, name in enumerate(order):
-            row = frame[(frame["measure"] == measure) & (frame["policy"] == name)]
+            row = frame.loc[(frame["measure"] == measure) & (frame["policy"] == name)]
             slopes.errorbar(
                 [place + shift], row["value"], yerr=plots.spread(row), color=COLOURS[name], capsize=3, fmt=marker
             )
@@ -272,7 +275,7 @@ def table_6(ablation: Findings) -> Figure:
     for row, capacity in zip(axes, capacities, strict=True):
         for ax, (measure, title) in zip(row, MEASURES.items(), strict=False):
             plots.lines(
-                means[(means["measure"] == measure) & (means["capacity"] == capacity)],
+                means.loc[(means["measure"] == measure) & (means["capacity"] == capacity)],
                 x="place",
                 y="value",
                 hue="fusion",
@@ -326,8 +329,7 @@ def tables_4_and_5(ablation: Findings, regimes: Findings, printed: Findings, cap
     figure, axes = plt.subplots(1, 4, figsize=(15.5, 4), width_ratios=[1, 1, 1, 0.62])
     gains = _gains_by_setting(ablation, regimes, capacity)
     for ax, (measure, title) in zip(axes, MEASURES.items(), strict=False):
-        part = gains[gains["measure"] == measure]
-        _gain_of_sum(ax, part, title, plots.COLOURS[0], "o")
+        _gain_of_sum(ax, gains.loc[gains["measure"] == measure], title, plots.COLOURS[0], "o")
         if ax is not axes[0]:
             ax.set_yticklabels([])
     by_max = printed.frame(recomputed.MAX_OVER_SUM)
@@ -344,23 +346,26 @@ def tables_4_and_5(ablation: Findings, regimes: Findings, printed: Findings, cap
 
 def _gains_by_setting(ablation: Findings, regimes: Findings, capacity: int) -> pandas.DataFrame:
     """Rows from both, with a column `setting` that names window and capacity."""
-    by_window = ablation.frame(windows.FUSION_GAIN).query("capacity == @capacity")
+    by_window = ablation.frame(windows.FUSION_GAIN)
+    by_window = by_window.loc[by_window["capacity"] == capacity]
     by_regime = regimes.frame(windows.REGIME_GAIN)
-    known = regimes.table.groupby("regime")[["window", "capacity"]].first()
-    of = {
-        name: f"{REGIMES[name]}, {row['window']} of {row['capacity']}" for name, row in known.to_dict("index").items()
-    }
+    known = regimes.table.drop_duplicates("regime").set_index("regime")
     return pandas.concat(
         [
             by_window.assign(setting=[f"window {window} of {capacity}" for window in by_window["window"]]),
-            by_regime.assign(setting=by_regime["regime"].map(of)),
+            by_regime.assign(
+                setting=[
+                    f"{REGIMES[name]}, {known.loc[name, 'window']} of {known.loc[name, 'capacity']}"
+                    for name in by_regime["regime"]
+                ]
+            ),
         ]
     )
 
 
 def _gain_of_sum(ax: Axes, gains: pandas.DataFrame, title: str, colour: str, marker: str) -> None:
     """A row for each setting: the gain in per cent with its interval."""
-    percent = 100 * gains[["value", "low", "high"]]
+    percent = 100 * gains.filter(["value", "low", "high"])
     places = range(len(gains))
     ax.errorbar(percent["value"], places, xerr=plots.spread(percent), fmt=marker, color=colour, capsize=3)
     ax.axvline(0, color=plots.INK, linewidth=1)

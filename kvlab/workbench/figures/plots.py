@@ -80,7 +80,7 @@ def _bars(low_high: tuple[float, float] | None, value: float) -> tuple[float, fl
 
 def spread(frame: pandas.DataFrame) -> list[pandas.Series]:
     """How far the ends of intervals lie from their values, as matplotlib's error bars take it: below, then above."""
-    return [frame["value"] - frame["low"], frame["high"] - frame["value"]]
+    return [frame.loc[:, "value"] - frame.loc[:, "low"], frame.loc[:, "high"] - frame.loc[:, "value"]]
 
 
 def by_key(
@@ -90,9 +90,9 @@ def by_key(
 
     frame: from `Findings.frame`, with one row for each value of its column `key`.
     """
-    scaled = scale * frame.set_index(key)[["value", "low", "high"]]
+    scaled = scale * frame.set_index(key).filter(["value", "low", "high"])
     intervals = dict(zip(scaled.index, zip(scaled["low"], scaled["high"], strict=True), strict=True))
-    return scaled["value"].to_dict(), intervals
+    return dict(zip(scaled.index, scaled["value"], strict=True)), intervals
 
 
 def paper_beside_ours(

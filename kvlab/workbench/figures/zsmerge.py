@@ -76,7 +76,7 @@ def figure_4(findings: Findings) -> Figure:
         label="of the squared error",
     )
     gains.plot(printed["ratio"], printed["reduction"], color=plots.PAPER, linestyle="--", linewidth=1.2)
-    plots.paper_points(gains, printed["ratio"], printed["reduction"], "paper (LLaMA-2-7B)")
+    plots.paper_points(gains, list(printed["ratio"]), list(printed["reduction"]), "paper (LLaMA-2-7B)")
     gains.axhline(0, color=plots.RULE, linewidth=1)
     gains.legend(loc="center right")
     return figure
@@ -84,16 +84,17 @@ def figure_4(findings: Findings) -> Figure:
 
 def by_layer(findings: Findings) -> Figure:
     """What merging does to eviction's error in each layer, by cache ratio; findings: of `merging.figure_4`."""
-    ax = plots.heatmap(
+    figure, ax = plt.subplots(figsize=(8, 6.4))
+    plots.heatmap(
         -merging.reduction_by_layer(findings),
         xlabel=BUDGET,
         ylabel="layer",
         unit="change of the error against eviction",
         title="Merging against eviction, by layer",
         diverging=True,
-        ax=plots.axes(size=(8, 6.4)),
+        ax=ax,
     )
-    return ax.figure
+    return figure
 
 
 def figure_5(findings: Findings) -> Figure:
@@ -107,7 +108,8 @@ def figure_5(findings: Findings) -> Figure:
     figure, grid = plt.subplots(2, 3, figsize=(14, 7.6))
     *panels, last = grid.flat
     for ax, parameter in zip(panels, swept, strict=False):
-        _sweep(ax, parameter, changes[changes["parameter"] == parameter], printed[printed["parameter"] == parameter])
+        ours, paper = (table.loc[table["parameter"] == parameter] for table in (changes, printed))
+        _sweep(ax, parameter, ours, paper)
     for ax in panels[len(swept) :]:
         ax.set_visible(False)
     labelled = {label: line for ax in panels for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -131,7 +133,7 @@ def _sweep(ax: Axes, parameter: str, changes: pandas.DataFrame, printed: pandas.
         title=parameter,
         ax=ax,
     )
-    ax.get_legend().remove()
+    ax.legend().remove()
     logarithmic = parameter == "window"
     if logarithmic:
         windows = sorted(changes["value"].unique())
