@@ -133,7 +133,7 @@ def figure_2a(stored: Findings, model: str) -> Figure:
         textcoords="offset points",
         ha="right",
         va="bottom",
-        color=plots.RULE,
+        color=plots.EDGE,
         fontsize=9,
     )
     return figure

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PAPER = "#9aa3ae"
 INK = "#1c2430"
-RULE = "#566173"
+EDGE = "#566173"
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B5B5B"]
 MAP = "cividis"
 

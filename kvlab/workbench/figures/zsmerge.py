@@ -77,7 +77,7 @@ def figure_4(findings: Findings) -> Figure:
     )
     gains.plot(printed["ratio"], printed["reduction"], color=plots.PAPER, linestyle="--", linewidth=1.2)
     plots.paper_points(gains, list(printed["ratio"]), list(printed["reduction"]), "paper (LLaMA-2-7B)")
-    gains.axhline(0, color=plots.RULE, linewidth=1)
+    gains.axhline(0, color=plots.EDGE, linewidth=1)
     gains.legend(loc="center right")
     return figure
 
@@ -148,7 +148,7 @@ def _sweep(ax: Axes, parameter: str, changes: pandas.DataFrame, printed: pandas.
         ax.fill_between(
             ends, -100 * highest, -100 * lowest, color=plots.PAPER, alpha=0.55, zorder=1, label="paper, ROUGE lost"
         )
-    ax.axvline(sensitivity.RECOMMENDED[parameter], color=plots.RULE, linestyle=":", linewidth=1.2)
+    ax.axvline(sensitivity.RECOMMENDED[parameter], color=plots.EDGE, linestyle=":", linewidth=1.2)
     ax.set_xlim(left, right)
 
 
@@ -162,4 +162,4 @@ def _flatness(ax: Axes, findings: Findings, printed: pandas.DataFrame) -> None:
         title="spread within the stable range",
         ax=ax,
     )
-    ax.axhline(1, color=plots.RULE, linewidth=1)
+    ax.axhline(1, color=plots.EDGE, linewidth=1)
