@@ -16,8 +16,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
+from kvlab.analyses.texts import to_summarise
 from kvlab.core.adapter import StoreCache
 from kvlab.errors import KvlabError
+from kvlab.inputs import corpus
+from kvlab.lib.bootstrap import summarise
+from kvlab.traces import shared
 from kvlab.traces.run import prefilled, pseudo_queries
 from kvlab.traces.trace import Trace
 
@@ -27,13 +31,29 @@ if TYPE_CHECKING:
 SENTENCE = "Sorry, I don't know. "
 CONDITIONS = ("sc_sp", "dc_sp", "sc_dp", "dc_dp")
 # What differs between two conditions: right position less wrong, right content less wrong, and one against the other.
-EFFECTS = {
+CONTRASTS = {
     "position/same_content": ("sc_sp", "sc_dp"),
     "position/different_content": ("dc_sp", "dc_dp"),
     "content/same_position": ("sc_sp", "dc_sp"),
     "content/different_position": ("sc_dp", "dc_dp"),
     "position_less_content": ("dc_sp", "sc_dp"),
 }
+
+SIMILARITY = "similarity/{rope}/{condition}"
+DISTANCE = "distance/{rope}/{condition}"
+CONTRAST = "effect/{rope}/{contrast}"
+POSITION_OVER_CONTENT = "ratio/{rope}/dc_sp_over_sc_dp"
+CONTENT_OVER_POSITION = "ratio/{rope}/content_over_position"
+AT_LENGTH = "/{context}"  # stands behind an effect of table 1 that was measured at another length
+SIMILARITY_RANDOM = "similarity_random/{rope}/{condition}"
+GAP_RANDOM = "gap_random/{rope}/{left}_less_{right}"
+DECAY = "offset/spearman/{context}"
+DROP = "offset/drop/{context}"
+CURVE = "offset/curve/{context}/{step}"
+# Those of the context that the claims are about go by names without its length.
+CLAIMED_DECAY, CLAIMED_CURVE = "offset/spearman", "offset/curve/{step}"
+LONGER_DECAYS_MORE = "offset/longer_decays_more"
+
 # Trials that share one forward pass: enough to keep the matrices busy, few enough for a laptop's memory.
 TOGETHER = 8
 
@@ -81,7 +101,7 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
 
     Returns:
         Table with columns document, condition, rope, similarity; metrics `similarity/post/sc_sp` and so on,
-        `distance/post/sc_sp` (1 - similarity), `effect/post/position/same_content` and likewise for EFFECTS
+        `distance/post/sc_sp` (1 - similarity), `effect/post/position/same_content` and likewise for CONTRASTS
         (differences paired by document), `ratio/post/dc_sp_over_sc_dp` (the paper's 2.2x) and
         `ratio/post/content_over_position` (of what they cost where the other is wrong too); intervals over documents.
     """
@@ -106,22 +126,36 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
     for rope, part in findings.table.groupby("rope"):
         wide = part.pivot(index="document", columns="condition", values="similarity")
         for condition in CONDITIONS:
-            findings.add(f"similarity/{rope}/{condition}", wide[condition])
-            findings.add(f"distance/{rope}/{condition}", 1 - wide[condition])
-        for name, (right, wrong) in EFFECTS.items():
-            findings.add_difference(f"effect/{rope}/{name}", wide[right], wide[wrong])
+            findings.add(SIMILARITY, wide[condition], rope=rope, condition=condition)
+            findings.add(DISTANCE, 1 - wide[condition], rope=rope, condition=condition)
+        for contrast, (right, wrong) in CONTRASTS.items():
+            findings.add_difference(CONTRAST, wide[right], wide[wrong], rope=rope, contrast=contrast)
         if rope == "post":
-            findings.add("ratio/post/dc_sp_over_sc_dp", wide["dc_sp"] / wide["sc_dp"])
+            findings.add(POSITION_OVER_CONTENT, wide["dc_sp"] / wide["sc_dp"], rope=rope)
             content, position = wide["sc_dp"] - wide["dc_dp"], wide["dc_sp"] - wide["dc_dp"]
-            findings.add("ratio/post/content_over_position", content / position)
+            findings.add(CONTENT_OVER_POSITION, content / position, rope=rope)
     return findings
 
 
 def at_length(lm: LM, trace: Trace, n: int = 32) -> Findings:
     """Table 1 on one more prompt, of another length: its metrics as `ratio/post/dc_sp_over_sc_dp/4k`, no intervals."""
-    found = table_1(lm, [trace], n)
-    length = context_name(trace.prompt_length)
-    return Findings(found.table, {f"{name}/{length}": value for name, value in found.metrics.items()})
+    usual = table_1(lm, [trace], n)
+    findings = Findings(usual.table)
+    for row in usual.rows:
+        findings.set(row.effect + AT_LENGTH, row.value, context=context_name(trace.prompt_length), **row.keys)
+    return findings
+
+
+def position_over_content(table: Findings, context: str, longest: Findings) -> str:
+    """In words: how many times as similar the right position makes a query as the right content does.
+
+    Args:
+        table, context: from `table_1`, and the name of its prompts' length.
+        longest: from `at_length`.
+    """
+    ratios = {context: table.row(POSITION_OVER_CONTENT, rope="post").value}
+    ratios |= {row.context: row.value for row in longest.frame(POSITION_OVER_CONTENT + AT_LENGTH).itertuples()}
+    return "the right position over the right content: " + ", ".join(f"{r:.2f} at {of}" for of, r in ratios.items())
 
 
 def figure_2a(
@@ -159,14 +193,14 @@ def figure_2a(
     for rope, part in findings.table.groupby("rope"):
         wide = part.groupby(["document", "condition"])["similarity"].mean().unstack()
         for condition in wide:
-            findings.add(f"similarity_random/{rope}/{condition}", wide[condition])
+            findings.add(SIMILARITY_RANDOM, wide[condition], rope=rope, condition=condition)
         for left, right in (
             ("dc_sp", "sc_dp_m"),
             ("dc_sp", f"sc_dp_{near}"),
             ("dc_dp_m", f"dc_dp_{near}"),
             ("sc_dp_m", f"sc_dp_{near}"),
         ):
-            findings.add_difference(f"gap_random/{rope}/{left}_less_{right}", wide[left], wide[right])
+            findings.add_difference(GAP_RANDOM, wide[left], wide[right], rope=rope, left=left, right=right)
     return findings
 
 
@@ -224,11 +258,11 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
     for context, part in findings.table.groupby("context", sort=False):
         curves = {text: curve.set_index("offset")["similarity"] for text, curve in part.groupby("document")}
         ranks = [stats.spearmanr(curve.index, curve).statistic for curve in curves.values()]
-        findings.add(f"offset/spearman/{context}", ranks)
-        findings.add(f"offset/drop/{context}", _drops(part))
+        findings.add(DECAY, ranks, context=context)
+        findings.add(DROP, _drops(part), context=context)
         for step in range(parts + 1):
             values = [curve[even[text, context][step]] for text, curve in curves.items()]
-            findings.add(f"offset/curve/{context}/{step}", values)
+            findings.add(CURVE, values, context=context, step=step)
     return findings
 
 
@@ -254,14 +288,13 @@ def longer_decays_more(figure: Findings, short: str, long: str) -> Findings:
     lacking = {short, long} - set(drops)
     if lacking:
         raise KvlabError(f"there is no context of {min(lacking)} in the figure; it has {', '.join(drops)}")
-    found = Findings(figure.table)
-    found.add_difference("offset/longer_decays_more", drops[long], drops[short])
-    for name, value in figure.metrics.items():
-        kind, context, *step = name.removeprefix("offset/").split("/")
-        if kind in ("spearman", "curve") and context == long:
-            plain = "/".join(["offset", kind, *step])
-            found.metrics[plain], found.intervals[plain] = value, figure.intervals[name]
-    return found
+    findings = Findings(figure.table)
+    findings.add_difference(LONGER_DECAYS_MORE, drops[long], drops[short])
+    for decay in figure.frame(DECAY).query("context == @long").itertuples():
+        findings.set(CLAIMED_DECAY, decay.value, (decay.low, decay.high))
+    for point in figure.frame(CURVE).query("context == @long").itertuples():
+        findings.set(CLAIMED_CURVE, point.value, (point.low, point.high), step=point.step)
+    return findings
 
 
 def averaged(table: pd.DataFrame) -> pd.DataFrame:
@@ -272,24 +305,34 @@ def averaged(table: pd.DataFrame) -> pd.DataFrame:
     place = table.groupby(["context", "document"])["offset"].rank().astype(int)
     rows = []
     for (context, _), part in table.groupby(["context", place], sort=False):
-        one = Findings(part)
-        one.add("similarity", part["similarity"])
-        low, high = one.intervals["similarity"]
-        rows.append(
-            {
-                "context": context,
-                "start": part["start"].mean(),
-                "similarity": one.metrics["similarity"],
-                "low": low,
-                "high": high,
-            }
-        )
+        value, (low, high) = summarise(part["similarity"])
+        rows.append({"context": context, "start": part["start"].mean(), "similarity": value, "low": low, "high": high})
     return pd.DataFrame(rows)
+
+
+def of_length(lm: LM, documents: Sequence[str], tokens: int, new_tokens: int) -> list[Trace]:
+    """Traces of requests to summarise at most `tokens` tokens of each document, without any policy's pseudo-queries."""
+    prompts = [to_summarise(lm, corpus.document(name), tokens) for name in documents]
+    return shared.shared(lm, prompts, new_tokens, pseudo=())
+
+
+def responses(lm: LM, traces: Sequence[Trace]) -> str:
+    """A line for each trace: its document, its prompt's length and how its response begins."""
+    lines = []
+    for trace in traces:
+        begins = lm.decode(trace.ids[trace.prompt_length :]).strip()[:90]
+        lines.append(f"{plain_name(trace)} {trace.prompt_length} tokens: {begins} ...")
+    return "\n".join(lines)
 
 
 def plain_name(trace: Trace) -> str:
     """The name of a trace's text without the part taken of it: "sotu/1962[0:1951]@6a..." -> "sotu/1962"."""
     return trace.document.partition("@")[0].partition("[")[0]
+
+
+def context(traces: Sequence[Trace]) -> str:
+    """What the context of traces of one length is called."""
+    return context_name(traces[0].prompt_length)
 
 
 def context_name(tokens: int) -> str:

@@ -19,6 +19,7 @@ from kvlab.analyses.dapq.recall import with_pseudo
 from kvlab.analyses.findings import Findings
 from kvlab.core import attention
 from kvlab.errors import KvlabError
+from kvlab.lib.bootstrap import summarise
 from kvlab.methods import policy
 from kvlab.replays.reference import reference
 from kvlab.traces.trace import Trace
@@ -31,6 +32,17 @@ MEASURES = ("recall", "mass_lost")
 RANDOM = {"RS_C": "scattered", "RC_C": "span"}
 FIXED = "Fix_C"
 USUAL = {"content": "first_last", "first": 4}
+
+CONTENT = "content/{measure}/{content}/b{budget}"
+VARIATION = "content/cv/{measure}/b{budget}"
+ENDS_LESS_RANDOM = "content/ends_less_random/{measure}/b{budget}"
+SPREAD = "content/spread/{measure}/b{budget}"
+POSITION = "content/position/{measure}/b{budget}"
+POSITION_LESS_SPREAD = "content/position_less_spread/{measure}/b{budget}"
+LENGTH = "length/{measure}/n{length}"
+BEST_LENGTH = "length/best/{measure}/r{response}"
+RISE = "length/rise/{measure}"
+FALL = "length/fall/{measure}"
 
 
 def contents(
@@ -112,22 +124,25 @@ def figure_6a(
                 rows += [about | {"measure": m, "value": float(np.mean([f[m] for f in found]))} for m in MEASURES]
     findings = Findings(pd.DataFrame(rows))
     for (measure, budget), part in findings.table.groupby(["measure", "budget"]):
-        wide, at = part.pivot(index="document", columns="content", values="value"), f"{measure}/b{budget}"
-        for name in wide:
-            findings.add(f"content/{measure}/{name}/b{budget}", wide[name])
-        right, name = wide.drop(columns=elsewhere), f"content/cv/{at}"
-        findings.metrics[name], findings.intervals[name] = variation(right)
+        wide, at = (
+            part.pivot(index="document", columns="content", values="value"),
+            {"measure": measure, "budget": budget},
+        )
+        for content in part["content"].unique():
+            findings.add(CONTENT, wide[content], content=content, **at)
+        right = wide.drop(columns=elsewhere)
+        findings.set(VARIATION, *variation(right), **at)
         sign = -1 if measure == "mass_lost" else 1
-        ends = [name for name in right if name not in (*RANDOM, FIXED)]
+        ends = [content for content in right if content not in (*RANDOM, FIXED)]
         findings.add_difference(
-            f"content/ends_less_random/{at}", sign * right[ends].mean(axis=1), sign * right[list(RANDOM)].mean(axis=1)
+            ENDS_LESS_RANDOM, sign * right[ends].mean(axis=1), sign * right[list(RANDOM)].mean(axis=1), **at
         )
         spread = right.max(axis=1) - right.min(axis=1)
-        findings.add(f"content/spread/{at}", spread)
+        findings.add(SPREAD, spread, **at)
         if (usual := f"F4L{n - 4}") in right:
             worth = sign * (right[usual] - wide[elsewhere])
-            findings.add(f"content/position/{at}", worth)
-            findings.add_difference(f"content/position_less_spread/{at}", worth, spread)
+            findings.add(POSITION, worth, **at)
+            findings.add_difference(POSITION_LESS_SPREAD, worth, spread, **at)
     return findings
 
 
@@ -185,14 +200,14 @@ def figure_6b(
     for (measure, steps), part in findings.table.groupby(["measure", "response"]):
         wide = part.pivot(index="document", columns="length", values="value")
         good = -wide if measure == "mass_lost" else wide
-        findings.metrics[f"length/best/{measure}/r{steps}"] = float(good.mean().idxmax())
+        findings.set(BEST_LENGTH, good.mean().idxmax(), measure=measure, response=steps)
         if steps != whole:
             continue
         for n in wide:
-            findings.add(f"length/{measure}/n{n}", wide[n])
+            findings.add(LENGTH, wide[n], measure=measure, length=n)
         reached = pd.Series({document: good.loc[document, n] for document, n in best_by_others(good).items()})
-        findings.add_difference(f"length/rise/{measure}", reached, good[min(lengths)])
-        findings.add_difference(f"length/fall/{measure}", reached, good[max(lengths)])
+        findings.add_difference(RISE, reached, good[min(lengths)], measure=measure)
+        findings.add_difference(FALL, reached, good[max(lengths)], measure=measure)
     return findings
 
 
@@ -219,18 +234,6 @@ def best_by_others(wide: pd.DataFrame) -> pd.Series:
     return ((wide.sum() - wide) / (len(wide) - 1)).idxmax(axis=1)
 
 
-def by_content(figure: Findings, measure: str) -> pd.DataFrame:
-    """Figure 6a's points to draw: content, budget, value, low, high."""
-    names = figure.table["content"].unique()
-    rows = []
-    for budget in figure.table["budget"].unique():
-        for content in names:
-            name = f"content/{measure}/{content}/b{budget}"
-            low, high = figure.intervals[name]
-            rows.append({"content": content, "budget": budget, "value": figure.metrics[name], "low": low, "high": high})
-    return pd.DataFrame(rows)
-
-
 def by_length(figure: Findings, measure: str, aligned: bool = False) -> pd.DataFrame:
     """Figure 6b's points to draw: response, length, value, low, high (intervals over documents).
 
@@ -243,9 +246,7 @@ def by_length(figure: Findings, measure: str, aligned: bool = False) -> pd.DataF
     if aligned:
         own = part.groupby(["response", "document"])["value"].transform("mean")
         part["value"] += part.groupby("response")["value"].transform("mean") - own
-    for (steps, n), values in part.groupby(["response", "length"])["value"]:
-        one = Findings(part)
-        one.add("value", values)
-        low, high = one.intervals["value"]
-        rows.append({"response": steps, "length": n, "value": one.metrics["value"], "low": low, "high": high})
+    for (response, length), values in part.groupby(["response", "length"])["value"]:
+        value, (low, high) = summarise(values)
+        rows.append({"response": response, "length": length, "value": value, "low": low, "high": high})
     return pd.DataFrame(rows)

@@ -26,6 +26,12 @@ MEASURES = ("window_recall", "recall")
 WINDOWED, UNWINDOWED = ("snapkv", "pyramidkv"), ("h2o", "streamingllm")
 OTHERS = WINDOWED + UNWINDOWED
 
+RECALL = "{measure}/{policy}/w{window}/b{budget}"
+LEAD = "lead/{measure}/{policy}/w{window}/b{budget}"
+SMALL_WINDOW_LOSS = "small_window/loss"
+SMALL_WINDOW_LEAD = "small_window/lead_less_loss"
+SMALL_BUDGET_LEAD = "small_budget/lead_grows"
+
 
 def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | None = None) -> Trace:
     """A trace with the pseudo-queries that `policies` ask for, which run on its prefilled cache.
@@ -108,10 +114,11 @@ def figure_3(
     findings = Findings(pd.DataFrame(rows))
     for (measure, w, b), part in findings.table.groupby(["measure", "window", "budget"]):
         wide = part.pivot(index="document", columns="policy", values="value")
+        at = {"measure": measure, "window": w, "budget": b}
         for name in wide:
-            findings.add(f"{measure}/{name}/w{w}/b{b}", wide[name])
+            findings.add(RECALL, wide[name], policy=name, **at)
         for name in OTHERS:
-            findings.add_difference(f"lead/{measure}/{name}/w{w}/b{b}", wide["dapq"], wide[name])
+            findings.add_difference(LEAD, wide["dapq"], wide[name], policy=name, **at)
     return findings
 
 
@@ -129,10 +136,10 @@ def small_windows(figure: Findings, small: int, budget: int) -> Findings:
     wide = table.pivot(index="document", columns=["policy", "window"], values="value")
     best = wide["dapq"].mean().idxmax()
     loss = wide["dapq", best] - wide["dapq", small]
-    found = Findings(figure.table)
-    found.add("small_window/loss", loss)
-    found.add_difference("small_window/lead_less_loss", wide["dapq", small] - wide["snapkv", small], loss)
-    return found
+    findings = Findings(figure.table)
+    findings.add(SMALL_WINDOW_LOSS, loss)
+    findings.add_difference(SMALL_WINDOW_LEAD, wide["dapq", small] - wide["snapkv", small], loss)
+    return findings
 
 
 def small_budgets(figure: Findings, small: int, large: int, window: int) -> Findings:
@@ -145,26 +152,6 @@ def small_budgets(figure: Findings, small: int, large: int, window: int) -> Find
     table = figure.table.query("measure == 'window_recall' and window == @window")
     wide = table.pivot(index="document", columns=["policy", "budget"], values="value")
     lead = {b: wide["dapq", b] - wide["snapkv", b] for b in (small, large)}
-    found = Findings(figure.table)
-    found.add_difference("small_budget/lead_grows", lead[small], lead[large])
-    return found
-
-
-def curves(figure: Findings, measure: str, over: str, at: int) -> pd.DataFrame:
-    """Points to draw along `over` ("window" or "budget"), the other at `at`.
-
-    Returns:
-        Columns policy, window, budget, value, low, high.
-    """
-    rows = []
-    for name, value in figure.metrics.items():
-        kind, *rest = name.split("/")
-        if kind != measure:
-            continue
-        one, w, b = rest
-        point = {"policy": one, "window": int(w[1:]), "budget": int(b[1:])}
-        low, high = figure.intervals[name]
-        rows.append(point | {"value": value, "low": low, "high": high})
-    table = pd.DataFrame(rows)
-    fixed = "budget" if over == "window" else "window"
-    return table[table[fixed] == at].sort_values(["policy", over])
+    findings = Findings(figure.table)
+    findings.add_difference(SMALL_BUDGET_LEAD, lead[small], lead[large])
+    return findings

@@ -224,6 +224,47 @@ def lines(
     return _finish(ax, xlabel, ylabel, title)
 
 
+def bars(
+    frame: pandas.DataFrame,
+    *,
+    x: str,
+    y: str,
+    hue: str,
+    low: str,
+    high: str,
+    names: Mapping[str, str],
+    labels: Mapping[float, str],
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    colours: Sequence[str] = COLOURS,
+    ax: Axes | None = None,
+) -> Axes:
+    """Bars of `y` with whiskers from `low` to `high`: a group for each of `labels`, in it a bar for each of `names`.
+
+    One row of `frame` for each bar; labels: value of `x` -> what stands below the group; names: value of `hue` ->
+    legend, in the order of the bars.
+    """
+    ax = axes(ax)
+    width = 0.8 / len(names)
+    for number, (value, name) in enumerate(names.items()):
+        part = frame[frame[hue] == value].set_index(x).loc[list(labels)]
+        places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(labels))]
+        ax.bar(places, part[y], width * 0.94, color=colours[number], label=name, zorder=2)
+        ends = [part[y] - part[low], part[high] - part[y]]
+        ax.errorbar(places, part[y], yerr=ends, fmt="none", color="#1c2430", capsize=3, linewidth=1.2, zorder=3)
+    ax.set_xticks(range(len(labels)), list(labels.values()))
+    return _finish(ax, xlabel, ylabel, title)
+
+
+def doublings(ax: Axes, places: Sequence[float]) -> Axes:
+    """A logarithmic x axis to the base of 2, with plain numbers at `places`."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(places, [f"{place:g}" for place in places])
+    ax.minorticks_off()
+    return ax
+
+
 def paper_points(ax: Axes, x: Sequence[float], y: Sequence[float], label: str = "paper") -> Axes:
     """Add the numbers that the paper prints to an existing figure, as grey diamonds."""
     ax.scatter(x, y, marker="D", s=44, color=PAPER, edgecolor="#566173", linewidth=0.8, zorder=4, label=label)

@@ -1,0 +1,259 @@
+"""DapQ's figures, drawn from what `kvlab.analyses.dapq` found, with the paper's printed values beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+
+from kvlab import papers
+from kvlab.analyses.dapq import position, pseudo, recall
+from kvlab.workbench.figures import plots
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+    from kvlab.analyses.findings import Findings
+
+CONDITIONS = {"sc_sp": "SC & SP", "dc_sp": "DC & SP", "sc_dp": "SC & DP", "dc_dp": "DC & DP"}
+RANDOM_CONDITIONS = {
+    "dc_sp": "DC & SP",
+    "sc_dp_m": "SC & DP\n[0, m]",
+    "dc_dp_m": "DC & DP\n[0, m]",
+    "sc_dp_100": "SC & DP\n[0, 100]",
+    "dc_dp_100": "DC & DP\n[0, 100]",
+}
+POLICIES = {
+    "dapq": "DapQ, random content",
+    "snapkv": "SnapKV",
+    "h2o": "H2O",
+    "streamingllm": "StreamingLLM",
+    "pyramidkv": "PyramidKV",
+}
+COLOURS = dict(zip(POLICIES, plots.COLOURS, strict=False))
+ENTRIES = "entries for each layer and KV head"
+
+
+def table_1(findings: Findings, model: str) -> Figure:
+    """Table 1 after and before RoPE: the paper's cosines beside those of `model`."""
+    printed = papers.figure("dapq", "table1").set_index("condition")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for ax, (rope, when) in zip(axes, {"post": "after RoPE", "pre": "before RoPE"}.items(), strict=True):
+        ours = findings.frame(position.SIMILARITY).query("rope == @rope").set_index("condition")
+        plots.paper_beside_ours(
+            printed[rope].to_dict(),
+            ours["value"].to_dict(),
+            _intervals(ours),
+            ylabel="cosine with the true decoding queries" if rope == "post" else "",
+            title=f"Table 1, {when}",
+            labels=CONDITIONS,
+            paper_label="paper (Llama-3-8B)",
+            ours_label=model,
+            ax=ax,
+        )
+    return figure
+
+
+def figure_2a(findings: Findings) -> Figure:
+    """Figure 2a: the cosines of all trials of all documents, a box for each condition."""
+    post = findings.table.query("rope == 'post'")
+    trials = post.groupby("condition").size().max()
+    figure, ax = plt.subplots()
+    plots.boxes(
+        post,
+        x="condition",
+        y="similarity",
+        order=list(RANDOM_CONDITIONS),
+        labels=RANDOM_CONDITIONS,
+        ylabel="post-RoPE cosine with the true queries",
+        title=f"Figure 2a: {trials} trials for each condition, {post['document'].nunique()} documents",
+        ax=ax,
+    )
+    return figure
+
+
+def figure_2b(findings: Findings) -> Figure:
+    """Figure 2b: the cosine against the assigned position, a curve for each context."""
+    documents = findings.table.groupby("context", sort=False)["document"].nunique()
+    names = {context: f"{context} tokens{', one document' if n == 1 else ''}" for context, n in documents.items()}
+    figure, ax = plt.subplots()
+    plots.lines(
+        position.averaged(findings.table),
+        x="start",
+        y="similarity",
+        hue="context",
+        low="low",
+        high="high",
+        names=names,
+        xlabel="position assigned to the first pseudo-query",
+        ylabel="post-RoPE cosine with the true queries",
+        title="Figure 2b: the true content, put elsewhere",
+        ax=ax,
+    )
+    return figure
+
+
+def figure_3(findings: Findings, window: int, budget: int) -> Figure:
+    """Figure 3: window recall along the window, at `budget` entries, and along the budget, at a window of `window`."""
+    # PyramidKV ranks as SnapKV does.
+    names = {**POLICIES, "snapkv": "SnapKV (and PyramidKV)"}
+    del names["pyramidkv"]
+    recalls = findings.frame(recall.RECALL).query("measure == 'window_recall' and policy in @names.keys()")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), sharey=True)
+    plots.lines(
+        recalls[recalls["budget"] == budget],
+        x="window",
+        y="value",
+        hue="policy",
+        low="low",
+        high="high",
+        names=names,
+        colours=COLOURS,
+        xlabel="pseudo-queries or prompt tokens in the window",
+        ylabel="window recall of the gold top-k",
+        title=f"Figure 3: along the window, {budget} entries",
+        ax=left,
+    )
+    plots.lines(
+        recalls[recalls["window"] == window],
+        x="budget",
+        y="value",
+        hue="policy",
+        low="low",
+        high="high",
+        names=names,
+        colours=COLOURS,
+        xlabel=ENTRIES,
+        ylabel="",
+        title=f"Along the budget, a window of {window}",
+        ax=right,
+    )
+    plots.doublings(left, sorted(recalls.loc[recalls["budget"] == budget, "window"].unique()))
+    plots.doublings(right, sorted(recalls.loc[recalls["window"] == window, "budget"].unique()))
+    left.set_ylim(0, 1)
+    left.legend().remove()
+    right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def retained_sets(findings: Findings, window: int) -> Figure:
+    """What the policies really keep, by the budget, and DapQ's lead over SnapKV by both kinds of recall."""
+    recalls = findings.frame(recall.RECALL).query("measure == 'recall' and window == @window")
+    leads = findings.frame(recall.LEAD).query("policy == 'snapkv' and window == @window")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4))
+    plots.lines(
+        recalls,
+        x="budget",
+        y="value",
+        hue="policy",
+        low="low",
+        high="high",
+        names=POLICIES,
+        colours=COLOURS,
+        xlabel=ENTRIES,
+        ylabel="recall of the retained set",
+        title="The sets that are kept",
+        ax=left,
+    )
+    left.set_ylim(0, 1)
+    left.legend(fontsize=9, ncols=2, loc="upper left")
+    plots.lines(
+        leads.sort_values("measure", ascending=False),
+        x="budget",
+        y="value",
+        hue="measure",
+        low="low",
+        high="high",
+        names={"window_recall": "raw window scores", "recall": "retained sets"},
+        xlabel=ENTRIES,
+        ylabel="DapQ less SnapKV, paired by document",
+        title="DapQ's lead over SnapKV",
+        ax=right,
+    )
+    right.axhline(0, color=plots.EDGE, linewidth=1)
+    for ax in (left, right):
+        plots.doublings(ax, sorted(recalls["budget"].unique()))
+    return figure
+
+
+def figure_6a(findings: Findings) -> Figure:
+    """Figure 6a: recall by content and budget, and how much it varies over the contents beside the paper's number."""
+    recalls = findings.frame(pseudo.CONTENT).query("measure == 'recall'")
+    variation = 100 * findings.frame(pseudo.VARIATION).query("measure == 'recall'").set_index("budget")[_NUMBERS]
+    printed = papers.figure("dapq", "section6_1").set_index("quantity")["value"]["coefficient_of_variation"]
+    order, budgets = list(recalls["content"].unique()), list(variation.index)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4), width_ratios=[2.4, 1])
+    for number, budget in enumerate(budgets):
+        part = recalls[recalls["budget"] == budget]
+        left.errorbar(
+            [order.index(content) + 0.16 * (number - (len(budgets) - 1) / 2) for content in part["content"]],
+            part["value"],
+            [part["value"] - part["low"], part["high"] - part["value"]],
+            fmt="o",
+            capsize=3,
+            color=plots.COLOURS[number],
+            label=f"{budget} entries",
+        )
+    # Right of it stands the content that is at the wrong position.
+    left.axvline(len(order) - 1.5, color="#c5cbd3", linewidth=1)
+    left.set_xticks(range(len(order)), [content.replace(" at 0", "\nat 0-31") for content in order])
+    left.set_ylim(0, 1)
+    left.set_ylabel("recall of the gold top-k")
+    left.set_title("Figure 6a: 32 pseudo-queries of different content")
+    left.legend(ncols=len(budgets), loc="upper center")
+    plots.paper_beside_ours(
+        dict.fromkeys(budgets, 100 * printed),
+        variation["value"].to_dict(),
+        _intervals(variation),
+        ylabel="coefficient of variation over contents (%)",
+        title="Spread over the contents",
+        labels={budget: f"{budget} entries" for budget in budgets},
+        paper_label="paper (scores)",
+        ours_label="here (recall)",
+        value_format="{:.1f}",
+        ax=right,
+    )
+    return figure
+
+
+def figure_6b(findings: Findings, budget: int) -> Figure:
+    """Figure 6b: recall of the gold sets of shorter and longer responses, and the mass lost, by the number of
+    pseudo-queries."""
+    recalls = pseudo.by_length(findings, "recall").sort_values("response", ascending=False, kind="stable")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4))
+    plots.lines(
+        recalls,
+        x="length",
+        y="value",
+        hue="response",
+        low="low",
+        high="high",
+        names={response: f"response of {response} tokens" for response in recalls["response"].unique()},
+        xlabel="pseudo-queries",
+        ylabel="recall of the gold top-k",
+        title=f"Figure 6b: length, {budget} entries",
+        ax=left,
+    )
+    plots.lines(
+        pseudo.by_length(findings, "mass_lost", aligned=True),
+        x="length",
+        y="value",
+        low="low",
+        high="high",
+        xlabel="pseudo-queries",
+        ylabel="attention mass lost, documents aligned",
+        title="What is lost with the rest",
+        ax=right,
+    )
+    for ax in (left, right):
+        plots.doublings(ax, sorted(recalls["length"].unique()))
+    return figure
+
+
+_NUMBERS = ["value", "low", "high"]
+
+
+def _intervals(frame: pandas.DataFrame) -> dict:
+    """The intervals of a frame of findings by its index."""
+    return dict(zip(frame.index, zip(frame["low"], frame["high"], strict=True), strict=True))

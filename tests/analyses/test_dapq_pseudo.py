@@ -1,0 +1,151 @@
+"""DapQ's figure 6, on the real model with a short text and on a tiny one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from support.dapq import random_traces
+
+import kvlab
+from kvlab.analyses.dapq import pseudo, recall
+from kvlab.analyses.findings import Findings
+from kvlab.errors import KvlabError
+from kvlab.methods import policy
+
+
+@pytest.fixture(scope="module")
+def small(tiny):
+    return random_traces(tiny)
+
+
+def test_contents_are_those_of_the_paper(lm, trace, monkeypatch):
+    fed = {}
+
+    def record(lm, cache, ids, positions):
+        fed[len(fed)] = ids, positions
+        return torch.zeros(1), None
+
+    monkeypatch.setattr(recall, "pseudo_queries", record)
+    wanted = pseudo.contents(32, firsts=(2, 4), seeds=(5, 6))
+    assert list(wanted) == ["F2L30", "F4L28", "RS_C", "RC_C", "Fix_C"]
+    recall.with_pseudo(lm, trace, [pseudo.asked(one) for many in wanted.values() for one in many])
+    prompt, length = trace.ids[: trace.prompt_length].tolist(), trace.prompt_length
+    f2, f4, rs, rs2, rc, rc2, fix = (ids.tolist() for ids, _ in fed.values())
+    assert f2 == prompt[:2] + prompt[-30:] and f4 == prompt[:4] + prompt[-28:]
+    spans = [prompt[i : i + 32] for i in range(length - 31)]
+    assert rc in spans and rc2 in spans and rc != rc2
+    assert set(rs) | set(rs2) <= set(prompt) and rs != rs2 and rs not in spans
+    sentence = lm.tokenizer("Sorry, I don't know. ", add_special_tokens=False).input_ids
+    assert fix == (sentence * 32)[:32] and "Sorry, I don't know." in lm.tokenizer.decode(fix)
+    assert all(positions.tolist() == list(range(length, length + 32)) for _, positions in fed.values())
+    fed.clear()
+    recall.with_pseudo(lm, trace, [pseudo.asked(wanted["F4L28"][0])], start=0)
+    assert fed[0][1].tolist() == list(range(32))
+
+
+def test_variation_by_hand():
+    wide = pandas.DataFrame({"x": [1.0, 3.0], "y": [3.0, 5.0]})
+    value, (low, high) = pseudo.variation(wide)
+    # Means 2 and 4: deviation 1, mean 3. Drawn twice alike, the rows give 1/2 and 1/4.
+    assert value == pytest.approx(1 / 3) and (low, high) == pytest.approx((1 / 4, 1 / 2))
+    assert pseudo.variation(wide.iloc[:1])[1] == pytest.approx((1 / 2, 1 / 2))
+
+
+@pytest.fixture(scope="module")
+def figure_6a(lm, traces):
+    return pseudo.figure_6a(lm, traces, budgets=[48], firsts=(2, 4), draws=1)
+
+
+def test_figure_6a_is_made_of_replays(lm, traces, figure_6a):
+    usual = policy("dapq", budget=48, first=4)
+    here = [kvlab.replay(recall.with_pseudo(lm, t, [usual]), usual).summary for t in traces]
+    away = [kvlab.replay(recall.with_pseudo(lm, t, [usual], start=0), usual).summary for t in traces]
+    for measure, sign in (("recall", 1), ("mass_lost", -1)):
+        a, b = ([one[measure] for one in side] for side in (here, away))
+        assert figure_6a.metrics[f"content/{measure}/F4L28/b48"] == pytest.approx(np.mean(a), abs=1e-5)
+        assert figure_6a.metrics[f"content/{measure}/F4L28 at 0/b48"] == pytest.approx(np.mean(b), abs=1e-5)
+        worth = sign * np.subtract(a, b)
+        assert figure_6a.metrics[f"content/position/{measure}/b48"] == pytest.approx(worth.mean(), abs=1e-5)
+        assert worth.mean() > 0, "the right position is better by both measures"
+
+
+def test_figure_6as_comparisons_follow_from_its_table(figure_6a):
+    for measure, sign in (("recall", 1), ("mass_lost", -1)):
+        rows = figure_6a.table[figure_6a.table["measure"] == measure]
+        wide = rows.pivot(index="document", columns="content", values="value").drop(columns="F4L28 at 0")
+        ends = (wide["F2L30"] + wide["F4L28"]) / 2 - (wide["RS_C"] + wide["RC_C"]) / 2
+        assert figure_6a.metrics[f"content/ends_less_random/{measure}/b48"] == pytest.approx(sign * ends.mean())
+        means = wide.mean().to_numpy()
+        spread = np.sqrt(((means - means.mean()) ** 2).mean()) / means.mean()
+        assert figure_6a.metrics[f"content/cv/{measure}/b48"] == pytest.approx(spread) and len(means) == 5
+        widest = (wide.max(axis=1) - wide.min(axis=1)).mean()
+        left = figure_6a.metrics[f"content/position/{measure}/b48"] - widest
+        assert figure_6a.metrics[f"content/position_less_spread/{measure}/b48"] == pytest.approx(left)
+    points = figure_6a.frame(pseudo.CONTENT).query("measure == 'recall'")
+    assert points["content"].tolist() == ["F2L30", "F4L28", "RS_C", "RC_C", "Fix_C", "F4L28 at 0"]
+
+
+def test_the_best_length_is_chosen_on_the_other_documents():
+    wide = pandas.DataFrame({1: [0.0, 0.0, 0.9], 8: [0.5, 0.4, 0.1], 64: [0.6, 0.1, 0.1]}, index=list("abc"))
+    assert pseudo.best_by_others(wide).to_dict() == {"a": 1, "b": 1, "c": 8}
+    with pytest.raises(KvlabError, match="at least two are needed"):
+        pseudo.best_by_others(wide.iloc[:1])
+
+
+def test_figure_6b_rises_and_falls_by_its_table(lm, traces):
+    found = pseudo.figure_6b(lm, traces, lengths=(1, 8, 32), budget=48, responses=(8,))
+    assert set(found.table["response"]) == {8, 24}
+    for measure, sign in (("recall", 1), ("mass_lost", -1)):
+        rows = found.table[(found.table["measure"] == measure) & (found.table["response"] == 24)]
+        wide = sign * rows.pivot(index="document", columns="length", values="value")
+        one, other = (wide.loc[name] for name in wide.index)
+        # With two documents each takes the best length of the other.
+        rise = (one[other.idxmax()] - one[1] + other[one.idxmax()] - other[1]) / 2
+        fall = (one[other.idxmax()] - one[32] + other[one.idxmax()] - other[32]) / 2
+        assert found.metrics[f"length/rise/{measure}"] == pytest.approx(rise)
+        assert found.metrics[f"length/fall/{measure}"] == pytest.approx(fall)
+        assert found.metrics[f"length/best/{measure}/r24"] == wide.mean().idxmax()
+    window = {"content": "first_last", "first": 1, "window": 8}
+    again = [
+        recall.recalls(recall.with_pseudo(lm, t, [pseudo.asked(window)]), pseudo.asked(window, 48))["recall"]
+        for t in traces
+    ]
+    assert found.metrics["length/recall/n8"] == pytest.approx(np.mean(again), abs=1e-6)
+    points = pseudo.by_length(found, "recall")
+    assert points.groupby("response")["length"].apply(list).to_dict() == {8: [1, 8, 32], 24: [1, 8, 32]}
+
+
+def test_aligned_documents_keep_their_means_and_lose_their_differences():
+    rows = [
+        {"document": d, "response": 32, "length": n, "measure": "mass_lost", "value": v}
+        for d, values in (("a", (0.1, 0.3)), ("b", (0.5, 0.7)))
+        for n, v in zip((1, 8), values, strict=True)
+    ]
+    figure = Findings(pandas.DataFrame(rows))
+    plain, aligned = (pseudo.by_length(figure, "mass_lost", each).set_index("length") for each in (False, True))
+    assert plain["value"].tolist() == pytest.approx([0.3, 0.5])
+    assert aligned["value"].tolist() == pytest.approx([0.3, 0.5])
+    assert (aligned["low"] - aligned["high"]).abs().max() < 1e-9 and plain["low"].tolist() == pytest.approx([0.1, 0.3])
+
+
+def test_a_shortened_response_is_what_a_shorter_capture_gives(small):
+    lm, (trace, *_) = small
+    short = pseudo.shortened(trace, 3)
+    again = kvlab.capture(lm, trace.ids[: trace.prompt_length], new_tokens=3, window=64, queries="all", pseudo=())
+    assert (short.steps, short.length) == (3, trace.prompt_length + 3) and torch.equal(short.ids, again.ids)
+    for name in ("keys", "values", "queries", "pre_queries"):
+        torch.testing.assert_close(getattr(short, name), getattr(again, name), atol=1e-5, rtol=1e-5)
+    one = policy("snapkv", budget=50, window=16)
+    assert kvlab.replay(short, one).summary == pytest.approx(kvlab.replay(again, one).summary, rel=1e-4)
+    for steps in (0, trace.steps + 1):
+        with pytest.raises(KvlabError, match=f"has 8 tokens, so that its first {steps} cannot be looked at"):
+            pseudo.shortened(trace, steps)
+
+
+def test_scores_are_those_of_a_replay(small):
+    for trace in small[1][:2]:
+        one = policy("snapkv", budget=60, window=16)
+        found, whole = pseudo.scored(trace, one.prefill(trace.prompt)), kvlab.replay(trace, one).summary
+        assert found == pytest.approx({m: whole[m] for m in ("recall", "mass_lost")}, abs=1e-5)

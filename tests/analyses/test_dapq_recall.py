@@ -1,0 +1,178 @@
+"""DapQ's figure 3 on a tiny model: by hand, slowly, and by its parts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from support.dapq import random_traces
+
+import kvlab
+from kvlab import papers
+from kvlab.analyses.dapq import recall
+from kvlab.analyses.findings import Findings
+from kvlab.methods import policy
+from kvlab.workbench.jobs.experiments import jobs
+
+POLICIES = ("dapq", *recall.OTHERS)
+
+
+@pytest.fixture(scope="module")
+def small(tiny):
+    return random_traces(tiny)
+
+
+def attention_rows(queries, keys, scaling, positions):
+    """softmax(q . K) of each query `[heads, n, d]` over the keys that it may see, one number at a time in numpy."""
+    heads, group = len(queries), len(queries) // len(keys)
+    rows = np.zeros((heads, queries.shape[1], keys.shape[1]))
+    for h in range(heads):
+        for i, position in zip(range(queries.shape[1]), positions, strict=False):
+            logits = np.array([queries[h, i] @ keys[h // group, j] * scaling for j in range(keys.shape[1])])
+            logits[np.arange(len(logits)) > position] = -np.inf
+            weights = np.exp(logits - logits.max())
+            rows[h, i] = weights / weights.sum()
+    return rows
+
+
+def best(rows, g, group, k):
+    """Equation 1 and 2: the k positions with the largest attention, summed over queries and the heads of a group."""
+    scores = rows[g * group : (g + 1) * group].sum((0, 1))
+    return set(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:k])
+
+
+def test_window_recall_is_equations_1_to_3(small):
+    lm, (trace, *_) = small
+    window, k, length = 8, 20, trace.prompt_length
+    one = policy("dapq", budget=k, window=window, content="vocabulary", seed=3)
+    own = recall.with_pseudo(lm, trace, [one])
+    keys = trace.prompt_keys.double().numpy()
+    layers = range(trace.n_layers)
+    group, after = trace.heads // trace.kv_heads, [length] * 99
+    scaling = trace.scaling
+
+    def rows(queries, positions):
+        return [attention_rows(queries[layer].double().numpy(), keys[layer], scaling, positions) for layer in layers]
+
+    gold = rows(trace.response_queries, after)
+    windows = {
+        "dapq": rows(own.pseudo[one.pseudo_key], after),
+        "snapkv": rows(trace.prompt.window(window), range(length - window, length)),
+        "h2o": rows(trace.prompt.window(length), range(length)),
+    }
+    for name, predicted in windows.items():
+        shares = [
+            len(best(gold[layer], g, group, k) & best(predicted[layer], g, group, k)) / k
+            for layer in layers
+            for g in range(trace.kv_heads)
+        ]
+        options = {"window": window} if name == "snapkv" else {}
+        found = recall.recalls(own, one if name == "dapq" else policy(name, budget=k, **options))
+        assert found["window_recall"] == pytest.approx(np.mean(shares), abs=1e-6), name
+    recent = {0, 1, 2, 3} | set(range(length - k + 4, length))
+    shares = [len(best(gold[layer], g, group, k) & recent) / k for layer in layers for g in range(trace.kv_heads)]
+    found = recall.recalls(own, policy("streamingllm", budget=k))
+    assert found["window_recall"] == found["recall"] == pytest.approx(np.mean(shares), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_recalls_are_those_of_a_replay(small, name):
+    lm, traces = small
+    one = policy(name, budget=40)
+    own = recall.with_pseudo(lm, traces[1], [one]) if name == "dapq" else traces[1]
+    found, whole = recall.recalls(own, one), kvlab.replay(own, one).summary
+    assert found == pytest.approx({m: whole[m] for m in recall.MEASURES}, abs=1e-6)
+    assert 0 < found["recall"] < 1
+
+
+def test_the_responses_own_tokens_recall_everything(small):
+    lm, traces = small
+    for trace in traces:
+        true = trace.ids[trace.prompt_length :]
+        oracle = SimpleNamespace(pseudo_key="given", pseudo_tokens=lambda *_, true=true: true)
+        own = recall.with_pseudo(lm, trace, [oracle])
+        torch.testing.assert_close(own.pseudo["given"], trace.response_queries, atol=1e-4, rtol=1e-4)
+        assert recall.recalls(own, policy("dapq", budget=30, window=8))["recall"] > 0.99
+
+
+@pytest.fixture(scope="module")
+def figure_3(small):
+    (quick,) = jobs("dapq_window_recall")
+    chosen = {name: quick.parameters[name] for name in ("windows", "budgets", "window", "budget")}
+    return recall.figure_3(*small, **chosen, contents=2)
+
+
+def test_figure_3_is_made_of_recalls(small, figure_3):
+    lm, traces = small
+    for w, b in ((16, 256), (32, 64)):
+        dap, snap = [], []
+        for number, trace in enumerate(traces):
+            seeds = (2 * number, 2 * number + 1)
+            random = [policy("dapq", budget=b, window=w, content="vocabulary", seed=s) for s in seeds]
+            own = recall.with_pseudo(lm, trace, random)
+            dap.append(np.mean([recall.recalls(own, one)["window_recall"] for one in random]))
+            snap.append(recall.recalls(trace, policy("snapkv", budget=b, window=w))["window_recall"])
+        leads = np.subtract(dap, snap)
+        assert figure_3.metrics[f"window_recall/dapq/w{w}/b{b}"] == pytest.approx(np.mean(dap), abs=1e-6)
+        assert figure_3.metrics[f"lead/window_recall/snapkv/w{w}/b{b}"] == pytest.approx(leads.mean(), abs=1e-6)
+        low, high = figure_3.intervals[f"lead/window_recall/snapkv/w{w}/b{b}"]
+        assert leads.min() - 1e-9 <= low <= leads.mean() <= high <= leads.max() + 1e-9
+
+
+def test_figure_3s_random_contents_differ_between_documents(small, monkeypatch):
+    seen = []
+    whole = recall.with_pseudo
+    monkeypatch.setattr(
+        recall, "with_pseudo", lambda lm, t, ps: seen.append({one.pseudo_key for one in ps}) or whole(lm, t, ps)
+    )
+    recall.figure_3(*small, windows=[8], budgets=[40], window=8, budget=40, contents=2)
+    assert [len(keys) for keys in seen] == [2, 2, 2] and len(set.union(*seen)) == 6
+    assert all(key.startswith("vocabulary/") for key in set.union(*seen))
+
+
+def test_the_frame_has_every_policy_at_every_window_and_budget(figure_3):
+    recalls = figure_3.frame(recall.RECALL).query("measure == 'window_recall'")
+    points = recalls.query("window == 32")
+    assert set(points["policy"]) == set(POLICIES)
+    assert points[points["policy"] == "h2o"]["budget"].tolist() == [64, 128, 256, 512]
+    assert (points["low"] <= points["value"]).all() and (points["value"] <= points["high"]).all()
+    flat = recalls.query("policy == 'streamingllm' and budget == 256")
+    assert flat["window"].tolist() == [8, 16, 32, 64, 128] and flat["value"].nunique() == 1
+    row = points.query("policy == 'snapkv' and budget == 128").iloc[0]
+    assert row["value"] == figure_3.metrics["window_recall/snapkv/w32/b128"]
+    assert (row["low"], row["high"]) == figure_3.intervals["window_recall/snapkv/w32/b128"]
+
+
+def test_small_windows_and_small_budgets_by_hand():
+    rows = [
+        {"document": d, "policy": p, "window": w, "budget": b, "measure": "window_recall", "value": v}
+        for p, w, b, values in (
+            ("dapq", 16, 256, (0.60, 0.50)),
+            ("dapq", 32, 256, (0.70, 0.58)),
+            ("dapq", 64, 256, (0.65, 0.60)),
+            ("snapkv", 16, 256, (0.40, 0.45)),
+            ("snapkv", 32, 256, (0.5, 0.5)),
+            ("snapkv", 64, 256, (0.5, 0.5)),
+            ("dapq", 32, 64, (0.60, 0.50)),
+            ("snapkv", 32, 64, (0.30, 0.40)),
+        )
+        for d, v in zip("ab", values, strict=True)
+    ]
+    figure = Findings(pandas.DataFrame(rows))
+    # Best on average is 32: losses 0.10 and 0.08, leads at 16 are 0.20 and 0.05.
+    found = recall.small_windows(figure, 16, 256)
+    assert found.metrics["small_window/loss"] == pytest.approx(0.09)
+    assert found.metrics["small_window/lead_less_loss"] == pytest.approx((0.10 - 0.03) / 2)
+    # Leads at 64 are 0.30 and 0.10, at 256 0.20 and 0.08.
+    found = recall.small_budgets(figure, 64, 256, 32)
+    assert found.metrics["small_budget/lead_grows"] == pytest.approx((0.10 + 0.02) / 2)
+
+
+def test_the_claims_of_figure_3_name_what_it_measures(figure_3):
+    both = figure_3 | recall.small_windows(figure_3, 16, 256) | recall.small_budgets(figure_3, 64, 512, 32)
+    asked = set().union(*(claim.metrics for claim in papers.claims(experiment="dapq_window_recall")))
+    ends = {f"{name}/{end}" for name in both.intervals for end in ("low", "high")}
+    assert asked and asked <= set(both.metrics) | ends
