@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 import torch
@@ -36,6 +36,13 @@ RIVALS = ("duoattention", "snapkv", "quest", "sparq")
 
 QUALITY = {"step_recall": 1, "mass_lost": -1, "output_error": -1}
 """Measures, with the sign of what is better."""
+
+VALUE = "{measure}/{method}/c{compression:g}"
+GAIN = "gain/{measure}/{better}_over_{other}/c{compression:g}"
+WIDENING = "widening/{measure}/{better}_over_{other}"
+SHORTFALL = "shortfall/{method}"
+NEXT_BEST = "next_best"
+"""Stands for the best rival in `GAIN` and `WIDENING`."""
 
 PAIRS = [
     *[("rocketkv", other) for other in (*RIVALS, "hybrid", "rocketkv_published")],
@@ -142,64 +149,79 @@ def figure_4(
     for measure in (*QUALITY, "stored", "read"):
         _compare(findings, measure)
     there = findings.table.groupby("compression")["method"].unique()
-    findings.metrics["shortfall/snapkv"] = float(sum("snapkv" not in methods for methods in there))
+    findings.set(SHORTFALL, sum("snapkv" not in methods for methods in there), method="snapkv")
     return findings
 
 
 def _compare(findings: Findings, measure: str) -> None:
     """The measure of each method, and the gains of `PAIRS` and over the best rival."""
-    values = findings.table.pivot(index="document", columns=["method", "compression"], values=measure)
-    for method, c in values.columns:
-        findings.add(f"{measure}/{method}/c{c:g}", values[method, c])
+    values = add_values(findings, measure)
     if measure not in QUALITY:
         return
-    sign = QUALITY[measure]
-    gains: dict[str, dict[float, pd.Series]] = {}
-    compressions = sorted(findings.table["compression"].unique())
-    for c in compressions:
-        here = sign * values.xs(c, axis=1, level="compression")
+    gains: dict[tuple[str, str], dict[float, pd.Series]] = {}
+    for c in sorted(findings.table["compression"].unique()):
+        here = QUALITY[measure] * values.xs(c, axis=1, level="compression")
         pairs = [(better, other, other) for better, other in PAIRS if other in here]
-        best = here[[rival for rival in RIVALS if rival in here]].mean().idxmax()
-        pairs += [("rocketkv", "next_best", best), ("exact_topk", "next_best", best)]
+        best = _best_rival(here.mean())
+        pairs += [("rocketkv", NEXT_BEST, best), ("exact_topk", NEXT_BEST, best)]
         for better, name, other in pairs:
-            gains.setdefault(f"{measure}/{better}_over_{name}", {})[c] = here[better] - here[other]
-    for name, by_compression in gains.items():
-        for c, gain in by_compression.items():
-            findings.add(f"gain/{name}/c{c:g}", gain)
-        if len(by_compression) == len(compressions) > 1:
-            low, *_, high = compressions
-            findings.add_difference(f"widening/{name}", by_compression[high], by_compression[low])
+            gains.setdefault((better, name), {})[c] = here[better] - here[other]
+    for (better, other), by_compression in gains.items():
+        add_gains(findings, measure, better, other, by_compression)
 
 
-def points(findings: Findings, measure: str) -> pd.DataFrame:
-    """The metrics of one measure as points to draw: method, compression, value, low, high."""
-    rows = []
-    for name in findings.metrics:
-        if name.startswith(f"{measure}/"):
-            _, method, c = name.split("/")
-            rows.append(_point(findings, name) | {"method": method, "compression": float(c[1:])})
-    return pd.DataFrame(rows)
+def _best_rival(means: pd.Series) -> str:
+    """The rival with the largest mean."""
+    return means[[rival for rival in RIVALS if rival in means]].idxmax()
+
+
+def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFrame:
+    """Add `VALUE` for each method and compression of the table.
+
+    Args:
+        under: what the effect's name begins with.
+
+    Returns:
+        The measure by document, with a column for each (method, compression).
+    """
+    values = findings.table.pivot(index="document", columns=["method", "compression"], values=measure)
+    for method, c in values.columns:
+        findings.add(under + VALUE, values[method, c], measure=measure, method=method, compression=c)
+    return values
+
+
+def add_gains(
+    findings: Findings, measure: str, better: str, other: str, gains: Mapping[float, pd.Series], under: str = ""
+) -> None:
+    """Add `GAIN` at each compression and, where there are all of several compressions, `WIDENING` from least to most.
+
+    Args:
+        gains: by compression, each by document.
+        under: what the effects' names begin with.
+    """
+    about = {"measure": measure, "better": better, "other": other}
+    for c, gain in gains.items():
+        findings.add(under + GAIN, gain, compression=c, **about)
+    compressions = sorted(findings.table["compression"].unique())
+    if len(gains) == len(compressions) > 1:
+        findings.add_difference(under + WIDENING, gains[compressions[-1]], gains[compressions[0]], **about)
+
+
+def values_of(findings: Findings, measure: str) -> pd.DataFrame:
+    """One measure's values: method, compression, value, low, high."""
+    return findings.frame(VALUE).query("measure == @measure").drop(columns="measure")
 
 
 def attention_kept(findings: Findings) -> pd.DataFrame:
-    """Points of what is not lost of the attention: method, compression, value, low, high."""
-    lost = points(findings, "mass_lost")
+    """What is not lost of the attention: method, compression, value, low, high."""
+    lost = values_of(findings, "mass_lost")
     return lost.assign(value=1 - lost["value"], low=1 - lost["high"], high=1 - lost["low"])
 
 
-def gains(findings: Findings, measure: str, better: str = "rocketkv") -> pd.DataFrame:
-    """The gains of one method as points to draw: other, compression, value, low, high."""
-    rows, start = [], f"gain/{measure}/{better}_over_"
-    for name in findings.metrics:
-        if name.startswith(start):
-            other, c = name.removeprefix(start).split("/")
-            rows.append(_point(findings, name) | {"other": other, "compression": float(c[1:])})
-    return pd.DataFrame(rows)
-
-
-def _point(findings: Findings, name: str) -> dict[str, float]:
-    low, high = findings.intervals[name]
-    return {"value": findings.metrics[name], "low": low, "high": high}
+def gains_of(findings: Findings, measure: str, better: str = "rocketkv") -> pd.DataFrame:
+    """One method's gains in a measure: other, compression, value, low, high."""
+    gains = findings.frame(GAIN).query("measure == @measure and better == @better")
+    return gains.drop(columns=["measure", "better"])
 
 
 def next_best(findings: Findings) -> pd.DataFrame:
@@ -207,8 +229,14 @@ def next_best(findings: Findings) -> pd.DataFrame:
     rows = []
     for measure, sign in QUALITY.items():
         means = sign * findings.table.groupby(["compression", "method"])[measure].mean().unstack()
-        best = means[[rival for rival in RIVALS if rival in means]].idxmax(axis=1)
-        for c in means.index:
-            gain = _point(findings, f"gain/{measure}/rocketkv_over_next_best/c{c:g}")
-            rows.append({"measure": measure, "compression": c, "next_best": best[c]} | gain)
+        for c, here in means.iterrows():
+            gain = findings.row(GAIN, measure=measure, better="rocketkv", other=NEXT_BEST, compression=c)
+            about = {"measure": measure, "compression": c, "next_best": _best_rival(here)}
+            rows.append(about | {"value": gain.value, "low": gain.low, "high": gain.high})
     return pd.DataFrame(rows)
+
+
+def costs(findings: Findings) -> pd.DataFrame:
+    """What each method stores, reads and loses at each compression, as means over documents."""
+    measures = ["stored", "read", "mass_lost", "output_error", "step_recall"]
+    return findings.table.groupby(["method", "compression"])[measures].mean().reset_index()

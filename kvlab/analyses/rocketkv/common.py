@@ -16,6 +16,9 @@ from kvlab.traces.trace import Trace
 
 METHODS = ("snapkv", "quest", "sparq", "rocketkv")
 
+STORAGE = "storage/{method}/{budget}"
+TRAFFIC = "traffic/{method}/{budget}"
+
 
 def storage_by_paper(method: str, c: float) -> float:
     """Table 1: what is stored, as a share of the full cache, at a compression ratio of c."""
@@ -40,6 +43,23 @@ def storage_by_tensors(method: str, c: float) -> float:
     ]
 
 
+def formulas(compressions: Sequence[float] = (4, 16, 64)) -> pd.DataFrame:
+    """Table 1 in numbers, and what it should say by the sizes of the tensors: a row for each method and compression."""
+    return pd.DataFrame(
+        [
+            {
+                "method": method,
+                "c": c,
+                "storage, paper": storage_by_paper(method, c),
+                "storage, tensors": storage_by_tensors(method, c),
+                "traffic": traffic_by_paper(method, c),
+            }
+            for method in METHODS
+            for c in compressions
+        ]
+    )
+
+
 def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Findings:
     """Table 1 as a function of c = S / t, beside the bytes of a replay; S is the prompt and the response.
 
@@ -61,7 +81,7 @@ def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Fi
     if not trace.steps:
         raise KvlabError("table 1 is about decoding, and this trace has no response; capture it with new_tokens=64")
     full = Replay(trace, policy("full")).summary
-    rows, metrics = [], {}
+    rows = []
     jobs = [(method, budget) for method in METHODS for budget in budgets]
     for method, budget in tqdm(jobs, desc="table 1", unit="replay", leave=False):
         c = trace.length / budget
@@ -80,9 +100,12 @@ def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Fi
                 "traffic_measured": traffic,
             }
         )
-        if one is not None:
-            metrics |= {f"storage/{method}/{budget}": storage, f"traffic/{method}/{budget}": traffic}
-    return Findings(pd.DataFrame(rows), metrics)
+    findings = Findings(pd.DataFrame(rows))
+    for row in findings.table.dropna().to_dict("records"):
+        at = {"method": row["method"], "budget": row["budget"]}
+        findings.set(STORAGE, row["storage_measured"], **at)
+        findings.set(TRAFFIC, row["traffic_measured"], **at)
+    return findings
 
 
 def _of_the_table(method: str, budget: int, trace: Trace) -> Policy | None:

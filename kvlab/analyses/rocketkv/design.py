@@ -15,7 +15,16 @@ from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.rocketkv import common
-from kvlab.analyses.rocketkv.budgets import QUALITY, budget_at, measured, share_of_top, snapkv_as_compared
+from kvlab.analyses.rocketkv.budgets import (
+    QUALITY,
+    add_gains,
+    add_values,
+    budget_at,
+    measured,
+    share_of_top,
+    snapkv_as_compared,
+    values_of,
+)
 from kvlab.errors import KvlabError
 from kvlab.methods import Policy, policy
 from kvlab.methods.rocketkv import RocketKV
@@ -35,6 +44,19 @@ STEPS_UP = [
     ("rocketkv", "snapkv_pp"),
     ("rocketkv", "snapkv_gqa"),
 ]
+
+
+REDUNDANCY = "redundancy/c{compression:g}"
+OVER_CHANCE = "redundancy/over_chance/c{compression:g}"
+KERNEL = "{measure}/k{kernel}/n{length}"
+KERNEL_GAIN = "gain/{measure}/k{kernel}_over_k{smallest}/{end}"
+BEST_KERNEL = "best_kernel/{end}"
+BEST_KERNEL_SIZE = "best_kernel_size/{end}"
+BEST_KERNEL_GROWTH = "best_kernel/growth"
+STORAGE = "storage/{method}/c{compression:g}"
+TRAFFIC = "traffic/{method}/c{compression:g}"
+OF_TENSORS = "of_tensors/{method}/c{compression:g}"
+AUXILIARY = "auxiliary/{method}/c{compression:g}"
 
 
 def ladder(trace: Trace, budget: int) -> dict[str, Policy]:
@@ -83,12 +105,14 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
     for c in compressions:
         ours = pd.Series({document: v for (document, at), v in shared.items() if at == c})
         chance = pd.Series({document: v for (document, at), v in blind.items() if at == c})
-        findings.add(f"redundancy/c{c:g}", ours)
-        findings.add_difference(f"redundancy/over_chance/c{c:g}", ours, chance)
+        findings.add(REDUNDANCY, ours, compression=c)
+        findings.add_difference(OVER_CHANCE, ours, chance, compression=c)
     return findings
 
 
 FIRST_STAGE = {"snapkv_gqa": "average pooling, 7", "snapkv_pp": "max pooling, 63 (SnapKV++)"}
+ALONE = "first_stage/"
+"""What the effects of the first stage alone begin with."""
 
 
 def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32)) -> Findings:
@@ -109,11 +133,8 @@ def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32
             numbers = measured(Replay(trace, one), budget)
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
-    _gains(findings, [("snapkv_pp", "snapkv_gqa")])
-    metrics, intervals = (
-        {f"first_stage/{name}": value for name, value in of.items()} for of in (findings.metrics, findings.intervals)
-    )
-    return Findings(findings.table, metrics, intervals)
+    _gains(findings, [("snapkv_pp", "snapkv_gqa")], ALONE)
+    return findings
 
 
 @torch.inference_mode()
@@ -187,20 +208,31 @@ def kernels(
     for measure, sign in QUALITY.items():
         values = findings.table.pivot(index="document", columns=["length", "kernel"], values=measure)
         for n, size in values.columns:
-            findings.add(f"{measure}/k{size}/n{n}", values[n, size])
+            findings.add(KERNEL, values[n, size], measure=measure, kernel=size, length=n)
         for end, n in ends.items():
             for size in sizes[1:]:
-                name = f"gain/{measure}/k{size}_over_k{sizes[0]}/{end}"
-                findings.add_difference(name, sign * values[n, size], sign * values[n, sizes[0]])
-    errors = findings.table.pivot(index=["length", "document"], columns="kernel", values="output_error")
-    best = np.log2(errors.idxmin(axis=1).astype(float))
+                keys = {"measure": measure, "kernel": size, "smallest": sizes[0], "end": end}
+                findings.add_difference(KERNEL_GAIN, sign * values[n, size], sign * values[n, sizes[0]], **keys)
+    best = np.log2(best_kernels(findings.table).set_index(["length", "document"])["kernel"].astype(float))
     for end, n in ends.items():
-        name, size = f"best_kernel/{end}", f"best_kernel_size/{end}"
-        findings.add(name, best.loc[n])
-        findings.metrics[size] = 2 ** findings.metrics[name]
-        findings.intervals[size] = tuple(2**limit for limit in findings.intervals[name])
-    findings.add_difference("best_kernel/growth", best.loc[ends["longest"]], best.loc[ends["shortest"]])
+        findings.add(BEST_KERNEL, best.loc[n], end=end)
+        row = findings.row(BEST_KERNEL, end=end)
+        findings.set(BEST_KERNEL_SIZE, 2**row.value, (2**row.low, 2**row.high), end=end)
+    findings.add_difference(BEST_KERNEL_GROWTH, best.loc[ends["longest"]], best.loc[ends["shortest"]])
     return findings
+
+
+def best_kernels(table: pd.DataFrame) -> pd.DataFrame:
+    """The kernel with the smallest output error for each document and length: length, document, kernel.
+
+    Args:
+        table: of `kernels`.
+    """
+    errors = table.pivot(index=["length", "document"], columns="kernel", values="output_error")
+    return errors.idxmin(axis=1).rename("kernel").reset_index()
+
+
+PUBLISHED = "splitpublished"
 
 
 class SplitRocketKV(RocketKV):
@@ -227,28 +259,28 @@ def splits(
     """Sections 3.1 and 3.2: how much of the compression the first stage should take, as an exponent of c.
 
     Returns:
-        Table with columns document, compression, split (the exponent, or the published code's rule, "published"),
-        step_recall, mass_lost, output_error, survived (the share of each step's true top t that the first stage left).
-        Metrics `output_error/split0.5/c16`, `survived/split0.5/c16`, and gains
-        `gain/output_error/split0.5_over_split0/c16` of the even split over each other one, with intervals over
-        documents.
+        Table with columns document, compression, method (`split0.5`, or the published code's rule, `splitpublished`),
+        exponent (missing for the published rule), step_recall, mass_lost, output_error, survived (the share of each
+        step's true top t that the first stage left). Metrics `output_error/split0.5/c16`, `survived/split0.5/c16`,
+        and gains `gain/output_error/split0.5_over_split0/c16` of the even split over each other one, with intervals
+        over documents.
     """
     rows = []
     jobs = [(trace, c) for trace in traces for c in compressions]
     for trace, c in tqdm(jobs, desc="splits", unit="budget", leave=False):
         budget = budget_at(trace, c)
-        tried = {f"{e:g}": SplitRocketKV(budget=budget, exponent=e) for e in exponents}
-        tried["published"] = policy("rocketkv", budget=budget, split="adaptive")
-        for split, one in tried.items():
+        tried = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
+        tried.append((PUBLISHED, math.nan, policy("rocketkv", budget=budget, split="adaptive")))
+        for method, exponent, one in tried:
             result = Replay(trace, one)
             numbers = {m: result.summary[m] for m in QUALITY}
             numbers["survived"] = float(share_of_top(result, budget, stored=True).mean())
-            rows.append({"document": trace.document, "compression": c, "method": f"split{split}"} | numbers)
+            about = {"document": trace.document, "compression": c, "method": method, "exponent": exponent}
+            rows.append(about | numbers)
     findings = Findings(pd.DataFrame(rows))
     names = list(findings.table["method"].unique())
     _gains(findings, [("split0.5", other) for other in names if other != "split0.5" and "split0.5" in names])
-    for (c, method), part in findings.table.groupby(["compression", "method"]):
-        findings.add(f"survived/{method}/c{c:g}", part["survived"])
+    add_values(findings, "survived")
     return findings
 
 
@@ -263,9 +295,9 @@ def pages_against_dimensions(
     by a few dimensions (as SparQ does), at 1 pages by all dimensions (as Quest does).
 
     Returns:
-        Table with columns document, compression, method (`pages0.5`), step_recall, mass_lost, output_error. Metrics
-        `output_error/pages0.5/c16` and gains `gain/output_error/pages0.5_over_pages0/c16` of the even split over each
-        other one, with intervals over documents.
+        Table with columns document, compression, method (`pages0.5`), exponent, step_recall, mass_lost, output_error.
+        Metrics `output_error/pages0.5/c16` and gains `gain/output_error/pages0.5_over_pages0/c16` of the even split
+        over each other one, with intervals over documents.
     """
     rows = []
     jobs = [(trace, c) for trace in traces for c in compressions]
@@ -273,27 +305,20 @@ def pages_against_dimensions(
         for e in exponents:
             one = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
             own = Replay(trace, one).summary
-            row = {"document": trace.document, "compression": c, "method": f"pages{e:g}"}
-            rows.append(row | {m: own[m] for m in QUALITY})
+            about = {"document": trace.document, "compression": c, "method": f"pages{e:g}", "exponent": e}
+            rows.append(about | {m: own[m] for m in QUALITY})
     findings = Findings(pd.DataFrame(rows))
     _gains(findings, [("pages0.5", f"pages{e:g}") for e in exponents if e != 0.5])
     return findings
 
 
-def _gains(findings: Findings, pairs: Sequence[tuple[str, str]]) -> None:
+def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], under: str = "") -> None:
     """Each measure of each method, the gains of the pairs, and how they widen from least to most compression."""
-    compressions = sorted(findings.table["compression"].unique())
     for measure, sign in QUALITY.items():
-        values = findings.table.pivot(index="document", columns=["method", "compression"], values=measure)
-        for method, c in values.columns:
-            findings.add(f"{measure}/{method}/c{c:g}", values[method, c])
+        values = add_values(findings, measure, under)
         for better, other in pairs:
-            gain = {c: sign * (values[better, c] - values[other, c]) for c in compressions}
-            for c, by_document in gain.items():
-                findings.add(f"gain/{measure}/{better}_over_{other}/c{c:g}", by_document)
-            if len(compressions) > 1:
-                low, *_, high = compressions
-                findings.add_difference(f"widening/{measure}/{better}_over_{other}", gain[high], gain[low])
+            gain = sign * (values[better] - values[other])
+            add_gains(findings, measure, better, other, {c: gain[c] for c in sorted(gain)}, under)
 
 
 def table_1(trace: Trace, compressions: Sequence[float] = (4, 16, 64)) -> Findings:
@@ -306,32 +331,24 @@ def table_1(trace: Trace, compressions: Sequence[float] = (4, 16, 64)) -> Findin
     """
     by_budget = {budget_at(trace, c): c for c in compressions}
     table = common.table_1(trace, list(by_budget)).table
-    metrics = {}
-    for row in table.dropna().itertuples():
-        of = f"{row.method}/c{by_budget[row.budget]:g}"
-        metrics |= {f"storage/{of}": row.storage_measured, f"traffic/{of}": row.traffic_measured}
-        metrics[f"of_tensors/{of}"] = row.storage_measured / row.storage_tensors
-        if row.method in ("quest", "sparq"):
-            metrics[f"auxiliary/{of}"] = row.storage_measured - 1
-    return Findings(table.assign(compression=table["budget"].map(by_budget)), metrics)
-
-
-def by_method(findings: Findings, measure: str) -> pd.DataFrame:
-    """The metrics of one measure as points to draw: method, at (the last part of the name), value, low, high."""
-    rows = []
-    for name, value in findings.metrics.items():
-        of, *rest = name.split("/")
-        if of == measure and len(rest) == 2:
-            low, high = findings.intervals[name]
-            rows.append({"method": rest[0], "at": rest[1], "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
+    findings = Findings(table.assign(compression=table["budget"].map(by_budget)))
+    for row in findings.table.dropna().to_dict("records"):
+        at = {"method": row["method"], "compression": row["compression"]}
+        findings.set(STORAGE, row["storage_measured"], **at)
+        findings.set(TRAFFIC, row["traffic_measured"], **at)
+        findings.set(OF_TENSORS, row["storage_measured"] / row["storage_tensors"], **at)
+        if row["method"] in ("quest", "sparq"):
+            findings.set(AUXILIARY, row["storage_measured"] - 1, **at)
+    return findings
 
 
 def by_exponent(findings: Findings, measure: str) -> pd.DataFrame:
-    """The same for `splits` and `pages_against_dimensions`, with the column exponent; what has none is left out."""
-    points = by_method(findings, measure)
-    exponents = pd.to_numeric(points["method"].str.extract(r"([\d.]+)$")[0])
-    return points.assign(exponent=exponents).dropna(subset=["exponent"])
+    """One measure of `splits` or `pages_against_dimensions`: exponent, compression, method, value, low, high.
+
+    What has no exponent is left out.
+    """
+    exponents = findings.table[["method", "exponent"]].drop_duplicates().dropna()
+    return values_of(findings, measure).merge(exponents, on="method")
 
 
 def published_exponent(compression: float) -> float:
