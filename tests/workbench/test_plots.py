@@ -91,3 +91,35 @@ def test_needle_heatmaps_leave_gaps_and_refuse_other_tables():
         plots.needle_heatmap(table[["policy", "budget", "length"]])
     with pytest.raises(KvlabError, match="no scores"):
         plots.needle_heatmap(table, policies=["quest"])
+
+
+def test_bars_stand_in_groups_with_whiskers():
+    frame = pandas.DataFrame({"c": [8, 4, 8, 4], "who": ["b", "b", "a", "a"], "y": [0.4, 0.3, 0.2, 0.1]}).assign(
+        low=lambda rows: rows["y"] - 0.05, high=lambda rows: rows["y"] + 0.1
+    )
+    ax = plots.bars(
+        frame,
+        x="c",
+        y="y",
+        hue="who",
+        low="low",
+        high="high",
+        names={"a": "A", "b": "B"},
+        labels={4: "four", 8: "eight"},
+        xlabel="x",
+        ylabel="y",
+    )
+    assert [round(bar.get_height(), 6) for bar in ax.patches] == [0.1, 0.2, 0.3, 0.4]
+    centres = [bar.get_x() + bar.get_width() / 2 for bar in ax.patches]
+    assert centres == pytest.approx([-0.2, 0.8, 0.2, 1.2]) and max(bar.get_width() for bar in ax.patches) < 0.4
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["four", "eight"]
+    assert [line.get_segments()[1][:, 1].tolist() for line in ax.collections] == [
+        pytest.approx([0.15, 0.3]),
+        pytest.approx([0.35, 0.5]),
+    ]
+
+
+def test_doublings_are_plain_numbers_on_a_logarithmic_axis():
+    ax = plots.doublings(plots.axes(), [0.5, 4, 128])
+    assert ax.get_xscale() == "log" and list(ax.get_xticks()) == [0.5, 4, 128]
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["0.5", "4", "128"]
