@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -70,12 +71,13 @@ def similarities(lm: LM, trace: Trace, cache: StoreCache, ids: Tensor, positions
     """
     m = ids.shape[1]
     response(trace, m)
-    truth = trace.response_queries[:, :, :m].float(), trace.response_pre_queries[:, :, :m].float()
-    found = pseudo_queries(lm, cache, ids, positions)
-    return tuple(
-        F.cosine_similarity(queries.float(), true[None], dim=-1).mean((1, 2))
-        for queries, true in zip(found, truth, strict=True)
-    )
+    post, pre = pseudo_queries(lm, cache, ids, positions)
+    return _similarity(post, trace.response_queries[:, :, :m]), _similarity(pre, trace.response_pre_queries[:, :, :m])
+
+
+def _similarity(queries: Tensor, true: Tensor) -> Tensor:
+    """`[trials, layers, heads, m, head_dim]`, `[layers, heads, m, head_dim]` -> `[trials, m]`."""
+    return F.cosine_similarity(queries.float(), true.float()[None], dim=-1).mean((1, 2))
 
 
 def response(trace: Trace, n: int) -> Tensor:
@@ -84,7 +86,20 @@ def response(trace: Trace, n: int) -> Tensor:
         raise KvlabError(
             f"{n} pseudo-queries need as many decoding queries to compare with, and the trace has {trace.steps}"
         )
-    return trace.ids[trace.prompt_length :][:n]
+    return ids_of(trace)[trace.prompt_length :][:n]
+
+
+def ids_of(trace: Trace) -> Tensor:
+    """The ids of the prompt and the response, int64 `[tokens]`.
+
+    Raises:
+        KvlabError: the trace was made of tensors alone.
+    """
+    if trace.ids is None:
+        raise KvlabError(
+            "pseudo-queries run on a model, and this trace has no token ids; capture one with kvlab.capture"
+        )
+    return trace.ids
 
 
 def nonsense(lm: LM, n: int) -> Tensor:
@@ -129,7 +144,7 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
             findings.add(SIMILARITY, wide[condition], rope=rope, condition=condition)
             findings.add(DISTANCE, 1 - wide[condition], rope=rope, condition=condition)
         for contrast, (right, wrong) in CONTRASTS.items():
-            findings.add_difference(CONTRAST, wide[right], wide[wrong], rope=rope, contrast=contrast)
+            findings.add_difference(CONTRAST, wide.loc[:, right], wide.loc[:, wrong], rope=rope, contrast=contrast)
         if rope == "post":
             findings.add(POSITION_OVER_CONTENT, wide["dc_sp"] / wide["sc_dp"], rope=rope)
             content, position = wide["sc_dp"] - wide["dc_dp"], wide["dc_sp"] - wide["dc_dp"]
@@ -154,7 +169,8 @@ def position_over_content(table: Findings, context: str, longest: Findings) -> s
         longest: from `at_length`.
     """
     ratios = {context: table.row(POSITION_OVER_CONTENT, rope="post").value}
-    ratios |= {row.context: row.value for row in longest.frame(POSITION_OVER_CONTENT + AT_LENGTH).itertuples()}
+    at_length = longest.frame(POSITION_OVER_CONTENT + AT_LENGTH)
+    ratios |= dict(zip(at_length["context"], at_length["value"], strict=True))
     return "the right position over the right content: " + ", ".join(f"{r:.2f} at {of}" for of, r in ratios.items())
 
 
@@ -191,7 +207,7 @@ def figure_2a(
                     bar.update(len(some))
     findings = Findings(pd.DataFrame(rows))
     for rope, part in findings.table.groupby("rope"):
-        wide = part.groupby(["document", "condition"])["similarity"].mean().unstack()
+        wide = part.pivot_table(index="document", columns="condition", values="similarity")
         for condition in wide:
             findings.add(SIMILARITY_RANDOM, wide[condition], rope=rope, condition=condition)
         for left, right in (
@@ -200,7 +216,8 @@ def figure_2a(
             ("dc_dp_m", f"dc_dp_{near}"),
             ("sc_dp_m", f"sc_dp_{near}"),
         ):
-            findings.add_difference(GAP_RANDOM, wide[left], wide[right], rope=rope, left=left, right=right)
+            pair = wide.loc[:, left], wide.loc[:, right]
+            findings.add_difference(GAP_RANDOM, *pair, rope=rope, left=left, right=right)
     return findings
 
 
@@ -257,11 +274,11 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
     findings = Findings(pd.DataFrame(rows))
     for context, part in findings.table.groupby("context", sort=False):
         curves = {text: curve.set_index("offset")["similarity"] for text, curve in part.groupby("document")}
-        ranks = [stats.spearmanr(curve.index, curve).statistic for curve in curves.values()]
+        ranks = [np.asarray(stats.spearmanr(curve.index, curve))[0] for curve in curves.values()]
         findings.add(DECAY, ranks, context=context)
         findings.add(DROP, _drops(part), context=context)
         for step in range(parts + 1):
-            values = [curve[even[text, context][step]] for text, curve in curves.items()]
+            values = [curve.at[even[text, context][step]] for text, curve in curves.items()]
             findings.add(CURVE, values, context=context, step=step)
     return findings
 
@@ -269,7 +286,7 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
 def _drops(part: pd.DataFrame) -> pd.Series:
     """Similarity at the right position less that at position 0, by document."""
     curves = part.sort_values("offset").groupby("document")["similarity"]
-    return curves.first() - curves.last()
+    return pd.Series({document: curve.iloc[0] - curve.iloc[-1] for document, curve in curves})
 
 
 def longer_decays_more(figure: Findings, short: str, long: str) -> Findings:
@@ -287,13 +304,13 @@ def longer_decays_more(figure: Findings, short: str, long: str) -> Findings:
     drops = {context: _drops(part) for context, part in figure.table.groupby("context")}
     lacking = {short, long} - set(drops)
     if lacking:
-        raise KvlabError(f"there is no context of {min(lacking)} in the figure; it has {', '.join(drops)}")
+        raise KvlabError(f"there is no context of {min(lacking)} in the figure; it has {', '.join(map(str, drops))}")
     findings = Findings(figure.table)
     findings.add_difference(LONGER_DECAYS_MORE, drops[long], drops[short])
-    for decay in figure.frame(DECAY).query("context == @long").itertuples():
-        findings.set(CLAIMED_DECAY, decay.value, (decay.low, decay.high))
-    for point in figure.frame(CURVE).query("context == @long").itertuples():
-        findings.set(CLAIMED_CURVE, point.value, (point.low, point.high), step=point.step)
+    for decay in figure.frame(DECAY).query("context == @long").to_dict("records"):
+        findings.set(CLAIMED_DECAY, decay["value"], (decay["low"], decay["high"]))
+    for point in figure.frame(CURVE).query("context == @long").to_dict("records"):
+        findings.set(CLAIMED_CURVE, point["value"], (point["low"], point["high"]), step=point["step"])
     return findings
 
 
@@ -302,11 +319,12 @@ def averaged(table: pd.DataFrame) -> pd.DataFrame:
 
     Documents of one context differ in length by a few tokens, so points are joined by their place among the offsets.
     """
-    place = table.groupby(["context", "document"])["offset"].rank().astype(int)
     rows = []
-    for (context, _), part in table.groupby(["context", place], sort=False):
-        value, (low, high) = summarise(part["similarity"])
-        rows.append({"context": context, "start": part["start"].mean(), "similarity": value, "low": low, "high": high})
+    for context, of in table.groupby("context", sort=False):
+        for _, part in of.groupby(of.groupby("document")["offset"].rank()):
+            value, (low, high) = summarise(part["similarity"])
+            start = part["start"].mean()
+            rows.append({"context": context, "start": start, "similarity": value, "low": low, "high": high})
     return pd.DataFrame(rows)
 
 
@@ -320,7 +338,7 @@ def responses(lm: LM, traces: Sequence[Trace]) -> str:
     """A line for each trace: its document, its prompt's length and how its response begins."""
     lines = []
     for trace in traces:
-        begins = lm.decode(trace.ids[trace.prompt_length :]).strip()[:90]
+        begins = lm.decode(ids_of(trace)[trace.prompt_length :]).strip()[:90]
         lines.append(f"{plain_name(trace)} {trace.prompt_length} tokens: {begins} ...")
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ keep and by the attention mass that is lost with the rest.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,13 +21,12 @@ from kvlab.analyses.findings import Findings
 from kvlab.core import attention
 from kvlab.errors import KvlabError
 from kvlab.lib.bootstrap import summarise
-from kvlab.methods import policy
+from kvlab.methods.dapq import DapQ
 from kvlab.replays.reference import reference
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
-    from kvlab.methods.dapq import DapQ
 
 MEASURES = ("recall", "mass_lost")
 RANDOM = {"RS_C": "scattered", "RC_C": "span"}
@@ -61,7 +61,7 @@ def contents(
 
 def asked(options: Mapping, budget: float = 1.0) -> DapQ:
     """DapQ with these options."""
-    return policy("dapq", budget=budget, **options)
+    return DapQ(budget=budget, **options)
 
 
 def scored(trace: Trace, kept: Tensor) -> dict[str, float]:
@@ -109,11 +109,10 @@ def figure_6a(
         `content/position/recall/b128` (first 4 and last at the right position less the same at position 0, paired) and
         `content/position_less_spread/recall/b128`. Signs are such that larger is better; for mass lost they are turned.
     """
-    rows = []
+    rows, usual, elsewhere = [], USUAL | {"window": n}, f"F4L{n - 4} at 0"
     for number, trace in enumerate(tqdm(traces, desc="figure 6a", unit="doc", leave=False)):
         wanted = contents(n, firsts, range(seed + draws * number, seed + draws * (number + 1)))
         own = with_pseudo(lm, trace, [asked(one) for many in wanted.values() for one in many])
-        usual, elsewhere = USUAL | {"window": n}, f"F4L{n - 4} at 0"
         away = with_pseudo(lm, trace, [asked(usual)], start=0)
         for budget in budgets:
             sets = {name: [asked(one, budget).prefill(own.prompt) for one in many] for name, many in wanted.items()}
@@ -123,12 +122,13 @@ def figure_6a(
                 about = {"document": trace.document, "content": name, "budget": budget}
                 rows += [about | {"measure": m, "value": float(np.mean([f[m] for f in found]))} for m in MEASURES]
     findings = Findings(pd.DataFrame(rows))
-    for (measure, budget), part in findings.table.groupby(["measure", "budget"]):
+    for measure, budget in itertools.product(MEASURES, budgets):
+        part = findings.table.query("measure == @measure and budget == @budget")
         wide, at = (
             part.pivot(index="document", columns="content", values="value"),
             {"measure": measure, "budget": budget},
         )
-        for content in part["content"].unique():
+        for content in findings.table["content"].unique():
             findings.add(CONTENT, wide[content], content=content, **at)
         right = wide.drop(columns=elsewhere)
         findings.set(VARIATION, *variation(right), **at)
@@ -139,8 +139,8 @@ def figure_6a(
         )
         spread = right.max(axis=1) - right.min(axis=1)
         findings.add(SPREAD, spread, **at)
-        if (usual := f"F4L{n - 4}") in right:
-            worth = sign * (right[usual] - wide[elsewhere])
+        if (there := f"F4L{n - 4}") in right:
+            worth = sign * (right.loc[:, there] - wide.loc[:, elsewhere])
             findings.add(POSITION, worth, **at)
             findings.add_difference(POSITION_LESS_SPREAD, worth, spread, **at)
     return findings
@@ -197,17 +197,18 @@ def figure_6b(
             rows += [about | {"response": steps, "measure": name, "value": value} for steps, name, value in found]
     findings = Findings(pd.DataFrame(rows))
     whole = max(findings.table["response"])
-    for (measure, steps), part in findings.table.groupby(["measure", "response"]):
-        wide = part.pivot(index="document", columns="length", values="value")
-        good = -wide if measure == "mass_lost" else wide
-        findings.set(BEST_LENGTH, good.mean().idxmax(), measure=measure, response=steps)
-        if steps != whole:
-            continue
-        for n in wide:
-            findings.add(LENGTH, wide[n], measure=measure, length=n)
-        reached = pd.Series({document: good.loc[document, n] for document, n in best_by_others(good).items()})
-        findings.add_difference(RISE, reached, good[min(lengths)], measure=measure)
-        findings.add_difference(FALL, reached, good[max(lengths)], measure=measure)
+    for measure, of in findings.table.groupby("measure"):
+        for response, part in of.groupby("response"):
+            wide = part.pivot(index="document", columns="length", values="value")
+            good = -wide if measure == "mass_lost" else wide
+            findings.set(BEST_LENGTH, good.columns[good.mean().argmax()], measure=measure, response=response)
+            if response != whole:
+                continue
+            for n in wide:
+                findings.add(LENGTH, wide[n], measure=measure, length=n)
+            reached = pd.Series({document: good.at[document, n] for document, n in best_by_others(good).items()})
+            findings.add_difference(RISE, reached, good.loc[:, min(lengths)], measure=measure)
+            findings.add_difference(FALL, reached, good.loc[:, max(lengths)], measure=measure)
     return findings
 
 
@@ -231,7 +232,8 @@ def best_by_others(wide: pd.DataFrame) -> pd.Series:
     """For each row the column that is largest on average over all other rows."""
     if len(wide) < 2:
         raise KvlabError("the best length is chosen on other documents, so that at least two are needed")
-    return ((wide.sum() - wide) / (len(wide) - 1)).idxmax(axis=1)
+    others = (-wide + wide.sum()) / (len(wide) - 1)
+    return others.idxmax(axis=1)
 
 
 def by_length(figure: Findings, measure: str, aligned: bool = False) -> pd.DataFrame:
@@ -242,11 +244,11 @@ def by_length(figure: Findings, measure: str, aligned: bool = False) -> pd.DataF
             is the mean of all. Values stay, intervals shrink to what differs between lengths.
     """
     rows = []
-    part = figure.table[figure.table["measure"] == measure].copy()
-    if aligned:
-        own = part.groupby(["response", "document"])["value"].transform("mean")
-        part["value"] += part.groupby("response")["value"].transform("mean") - own
-    for (response, length), values in part.groupby(["response", "length"])["value"]:
-        value, (low, high) = summarise(values)
-        rows.append({"response": response, "length": length, "value": value, "low": low, "high": high})
+    for response, part in figure.table.query("measure == @measure").groupby("response"):
+        wide = part.pivot(index="document", columns="length", values="value")
+        if aligned:
+            wide = wide.sub(wide.mean(axis=1) - wide.to_numpy().mean(), axis="index")
+        for length in wide:
+            value, (low, high) = summarise(wide.loc[:, length])
+            rows.append({"response": response, "length": length, "value": value, "low": low, "high": high})
     return pd.DataFrame(rows)

@@ -10,16 +10,17 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from kvlab.analyses.dapq.position import ids_of
 from kvlab.analyses.findings import Findings
 from kvlab.core import ranking
 from kvlab.methods import Policy, policy
+from kvlab.methods.dapq import DapQ
 from kvlab.replays.reference import reference
 from kvlab.traces.run import prefilled, pseudo_queries
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
-    from kvlab.methods.dapq import DapQ
 
 MEASURES = ("window_recall", "recall")
 # Those whose ranking depends on the size of an observation window, and the others.
@@ -42,7 +43,7 @@ def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | Non
     """
     here = trace.prompt_length if start is None else start
     vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
-    prompt, cache = trace.ids[: trace.prompt_length], prefilled(trace)
+    prompt, cache = ids_of(trace)[: trace.prompt_length], prefilled(trace)
 
     def encode(text: str) -> torch.Tensor:
         lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
@@ -96,13 +97,15 @@ def figure_3(
     rows = []
     for number, trace in enumerate(tqdm(traces, desc="figure 3", unit="doc", leave=False)):
         seeds = [seed + contents * number + i for i in range(contents)]
-        random = {(w, s): {"content": "vocabulary", "window": w, "seed": s} for w in {*windows, window} for s in seeds}
-        own = with_pseudo(lm, trace, [policy("dapq", budget=1.0, **options) for options in random.values()])
+        random = {
+            (w, s): DapQ(budget=1.0, content="vocabulary", window=w, seed=s) for w in {*windows, window} for s in seeds
+        }
+        own = with_pseudo(lm, trace, list(random.values()))
         unwindowed = {
             (name, b): recalls(own, policy(name, budget=b)) for name in UNWINDOWED for b in {b for _, b in settings}
         }
         for w, b in settings:
-            found = [recalls(own, policy("dapq", budget=b, **random[w, s])) for s in seeds]
+            found = [recalls(own, random[w, s].replace(budget=b)) for s in seeds]
             values = {"dapq": {name: sum(f[name] for f in found) / contents for name in MEASURES}}
             values |= {name: recalls(own, policy(name, budget=b, window=w)) for name in WINDOWED}
             values |= {name: result for (name, of), result in unwindowed.items() if of == b}
@@ -112,9 +115,10 @@ def figure_3(
                 for measure, v in both.items()
             ]
     findings = Findings(pd.DataFrame(rows))
-    for (measure, w, b), part in findings.table.groupby(["measure", "window", "budget"]):
-        wide = part.pivot(index="document", columns="policy", values="value")
-        at = {"measure": measure, "window": w, "budget": b}
+    settings = ["measure", "window", "budget"]
+    values = findings.table.pivot(index="document", columns=[*settings, "policy"], values="value")
+    for setting in values.columns.droplevel("policy").unique():
+        wide, at = values.loc[:, setting], dict(zip(settings, setting, strict=True))
         for name in wide:
             findings.add(RECALL, wide[name], policy=name, **at)
         for name in OTHERS:
@@ -134,11 +138,11 @@ def small_windows(figure: Findings, small: int, budget: int) -> Findings:
     """
     table = figure.table.query("measure == 'window_recall' and budget == @budget")
     wide = table.pivot(index="document", columns=["policy", "window"], values="value")
-    best = wide["dapq"].mean().idxmax()
-    loss = wide["dapq", best] - wide["dapq", small]
+    dapq, snapkv = wide.loc[:, "dapq"], wide.loc[:, "snapkv"]
+    loss = dapq[dapq.mean().idxmax()] - dapq[small]
     findings = Findings(figure.table)
     findings.add(SMALL_WINDOW_LOSS, loss)
-    findings.add_difference(SMALL_WINDOW_LEAD, wide["dapq", small] - wide["snapkv", small], loss)
+    findings.add_difference(SMALL_WINDOW_LEAD, dapq[small] - snapkv[small], loss)
     return findings
 
 
@@ -151,7 +155,7 @@ def small_budgets(figure: Findings, small: int, large: int, window: int) -> Find
     """
     table = figure.table.query("measure == 'window_recall' and window == @window")
     wide = table.pivot(index="document", columns=["policy", "budget"], values="value")
-    lead = {b: wide["dapq", b] - wide["snapkv", b] for b in (small, large)}
+    lead = wide.loc[:, "dapq"] - wide.loc[:, "snapkv"]
     findings = Findings(figure.table)
     findings.add_difference(SMALL_BUDGET_LEAD, lead[small], lead[large])
     return findings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -14,6 +15,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
 from kvlab.methods import Policy, policy
+from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.reference import reference
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -57,7 +59,7 @@ def budget_at(trace: Trace, compression: float) -> int:
     return round(trace.length / compression)
 
 
-def snapkv_as_compared(trace: Trace, budget: int, sets: str = "head") -> Policy | None:
+def snapkv_as_compared(trace: Trace, budget: int, sets: Literal["head", "group"] = "head") -> SnapKV | None:
     """SnapKV as RocketKV's appendix A.3 sets it up: what it stores must be a budget of `budget` for the whole group.
 
     The generated tokens all stay and are taken off; with a set for each query head, the rest is shared among the
@@ -69,8 +71,7 @@ def snapkv_as_compared(trace: Trace, budget: int, sets: str = "head") -> Policy 
     left = budget - trace.steps
     if sets == "head":
         left //= trace.heads // trace.kv_heads
-    snapkv = policy("snapkv", budget=1.0, sets=sets)
-    return snapkv.replace(budget=left) if left >= snapkv.minimum else None
+    return SnapKV(budget=left, sets=sets) if left >= SnapKV(budget=1.0).minimum else None
 
 
 def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy]:
@@ -82,8 +83,9 @@ def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy
     found = {name: policy(name, budget=budget) for name in ("exact_topk", "quest", "sparq", "hybrid", "rocketkv")}
     found["duoattention"] = policy("duoattention", budget=budget, heads=heads)
     found["rocketkv_published"] = policy("rocketkv", budget=budget, split="adaptive")
-    found["snapkv"] = snapkv_as_compared(trace, budget)
-    return {name: found[name] for name in NAMES if found[name] is not None}
+    if snapkv := snapkv_as_compared(trace, budget):
+        found["snapkv"] = snapkv
+    return {name: found[name] for name in NAMES if name in found}
 
 
 def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
@@ -165,14 +167,14 @@ def _compare(findings: Findings, measure: str) -> None:
         best = _best_rival(here.mean())
         pairs += [("rocketkv", NEXT_BEST, best), ("exact_topk", NEXT_BEST, best)]
         for better, name, other in pairs:
-            gains.setdefault((better, name), {})[c] = here[better] - here[other]
+            gains.setdefault((better, name), {})[c] = here.loc[:, better] - here.loc[:, other]
     for (better, other), by_compression in gains.items():
         add_gains(findings, measure, better, other, by_compression)
 
 
 def _best_rival(means: pd.Series) -> str:
     """The rival with the largest mean."""
-    return means[[rival for rival in RIVALS if rival in means]].idxmax()
+    return str(means.filter(RIVALS).idxmax())
 
 
 def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFrame:
@@ -228,7 +230,7 @@ def next_best(findings: Findings) -> pd.DataFrame:
     """Which rival is best, and by how much RocketKV is better: one row for each measure and compression."""
     rows = []
     for measure, sign in QUALITY.items():
-        means = sign * findings.table.groupby(["compression", "method"])[measure].mean().unstack()
+        means = sign * findings.table.pivot_table(index="compression", columns="method", values=measure)
         for c, here in means.iterrows():
             gain = findings.row(GAIN, measure=measure, better="rocketkv", other=NEXT_BEST, compression=c)
             about = {"measure": measure, "compression": c, "next_best": _best_rival(here)}
@@ -239,4 +241,4 @@ def next_best(findings: Findings) -> pd.DataFrame:
 def costs(findings: Findings) -> pd.DataFrame:
     """What each method stores, reads and loses at each compression, as means over documents."""
     measures = ["stored", "read", "mass_lost", "output_error", "step_recall"]
-    return findings.table.groupby(["method", "compression"])[measures].mean().reset_index()
+    return findings.table.pivot_table(index=["method", "compression"], values=measures).filter(measures).reset_index()

@@ -28,6 +28,7 @@ from kvlab.analyses.rocketkv.budgets import (
 from kvlab.errors import KvlabError
 from kvlab.methods import Policy, policy
 from kvlab.methods.rocketkv import RocketKV
+from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 
@@ -90,16 +91,16 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
     shared, blind = {}, {}
     for trace, c in tqdm(jobs, desc="stages", unit="budget", leave=False):
         budget = budget_at(trace, c)
-        steps = ladder(trace, budget)
-        if "snapkv" not in steps:
+        snapkv = snapkv_as_compared(trace, budget)
+        if snapkv is None:
             raise KvlabError(
                 f"at a compression of {c:g} the budget of {budget} leaves SnapKV no room beside the response of "
                 f"{trace.steps} tokens and a window for each head"
             )
-        for method, one in steps.items():
+        for method, one in ladder(trace, budget).items():
             numbers = measured(Replay(trace, one), budget)
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
-        shared[trace.document, c], blind[trace.document, c] = redundancy(trace, steps["snapkv"])
+        shared[trace.document, c], blind[trace.document, c] = redundancy(trace, snapkv)
     findings = Findings(pd.DataFrame(rows))
     _gains(findings, STEPS_UP)
     for c in compressions:
@@ -138,7 +139,7 @@ def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32
 
 
 @torch.inference_mode()
-def redundancy(trace: Trace, snapkv: Policy) -> tuple[float, float]:
+def redundancy(trace: Trace, snapkv: SnapKV) -> tuple[float, float]:
     """Share of the entries outside the window that a group's heads store more than once, and the same by chance.
 
     By chance: g heads that choose k of n tokens blindly cover n (1 - (1 - k / n)^g) of them.
@@ -212,12 +213,15 @@ def kernels(
         for end, n in ends.items():
             for size in sizes[1:]:
                 keys = {"measure": measure, "kernel": size, "smallest": sizes[0], "end": end}
-                findings.add_difference(KERNEL_GAIN, sign * values[n, size], sign * values[n, sizes[0]], **keys)
-    best = np.log2(best_kernels(findings.table).set_index(["length", "document"])["kernel"].astype(float))
+                findings.add_difference(
+                    KERNEL_GAIN, sign * values.loc[:, (n, size)], sign * values.loc[:, (n, sizes[0])], **keys
+                )
+    sizes_found = best_kernels(findings.table).set_index(["length", "document"])["kernel"]
+    best = pd.Series(np.log2(sizes_found.to_numpy(float)), sizes_found.index)
     for end, n in ends.items():
         findings.add(BEST_KERNEL, best.loc[n], end=end)
-        row = findings.row(BEST_KERNEL, end=end)
-        findings.set(BEST_KERNEL_SIZE, 2**row.value, (2**row.low, 2**row.high), end=end)
+    for row in findings.frame(BEST_KERNEL).to_dict("records"):
+        findings.set(BEST_KERNEL_SIZE, 2 ** row["value"], (2 ** row["low"], 2 ** row["high"]), end=row["end"])
     findings.add_difference(BEST_KERNEL_GROWTH, best.loc[ends["longest"]], best.loc[ends["shortest"]])
     return findings
 
@@ -270,7 +274,7 @@ def splits(
     for trace, c in tqdm(jobs, desc="splits", unit="budget", leave=False):
         budget = budget_at(trace, c)
         tried = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
-        tried.append((PUBLISHED, math.nan, policy("rocketkv", budget=budget, split="adaptive")))
+        tried += [(PUBLISHED, math.nan, RocketKV(budget=budget, split="adaptive"))]
         for method, exponent, one in tried:
             result = Replay(trace, one)
             numbers = {m: result.summary[m] for m in QUALITY}
@@ -317,8 +321,8 @@ def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], under: str = ""
     for measure, sign in QUALITY.items():
         values = add_values(findings, measure, under)
         for better, other in pairs:
-            gain = sign * (values[better] - values[other])
-            add_gains(findings, measure, better, other, {c: gain[c] for c in sorted(gain)}, under)
+            gain = sign * (values.loc[:, better] - values.loc[:, other])
+            add_gains(findings, measure, better, other, {c: gain.loc[:, c] for c in sorted(gain.columns)}, under)
 
 
 def table_1(trace: Trace, compressions: Sequence[float] = (4, 16, 64)) -> Findings:
@@ -331,7 +335,7 @@ def table_1(trace: Trace, compressions: Sequence[float] = (4, 16, 64)) -> Findin
     """
     by_budget = {budget_at(trace, c): c for c in compressions}
     table = common.table_1(trace, list(by_budget)).table
-    findings = Findings(table.assign(compression=table["budget"].map(by_budget)))
+    findings = Findings(table.assign(compression=[by_budget[budget] for budget in table["budget"]]))
     for row in findings.table.dropna().to_dict("records"):
         at = {"method": row["method"], "compression": row["compression"]}
         findings.set(STORAGE, row["storage_measured"], **at)

@@ -11,7 +11,6 @@ from kvlab.analyses.dapq import position, pseudo, recall
 from kvlab.workbench.figures import plots
 
 if TYPE_CHECKING:
-    import pandas
     from matplotlib.figure import Figure
 
     from kvlab.analyses.findings import Findings
@@ -40,11 +39,11 @@ def table_1(findings: Findings, model: str) -> Figure:
     printed = papers.figure("dapq", "table1").set_index("condition")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for ax, (rope, when) in zip(axes, {"post": "after RoPE", "pre": "before RoPE"}.items(), strict=True):
-        ours = findings.frame(position.SIMILARITY).query("rope == @rope").set_index("condition")
+        ours, intervals = plots.by_key(findings.frame(position.SIMILARITY).query("rope == @rope"), "condition")
         plots.paper_beside_ours(
             printed[rope].to_dict(),
-            ours["value"].to_dict(),
-            _intervals(ours),
+            ours,
+            intervals,
             ylabel="cosine with the true decoding queries" if rope == "post" else "",
             title=f"Table 1, {when}",
             labels=CONDITIONS,
@@ -75,8 +74,9 @@ def figure_2a(findings: Findings) -> Figure:
 
 def figure_2b(findings: Findings) -> Figure:
     """Figure 2b: the cosine against the assigned position, a curve for each context."""
-    documents = findings.table.groupby("context", sort=False)["document"].nunique()
-    names = {context: f"{context} tokens{', one document' if n == 1 else ''}" for context, n in documents.items()}
+    contexts = findings.table.groupby("context", sort=False)["document"]
+    alone = [context for context, documents in contexts if len(set(documents)) == 1]
+    names = {str(context): f"{context} tokens{', one document' * (context in alone)}" for context, _ in contexts}
     figure, ax = plt.subplots()
     plots.lines(
         position.averaged(findings.table),
@@ -102,7 +102,7 @@ def figure_3(findings: Findings, window: int, budget: int) -> Figure:
     recalls = findings.frame(recall.RECALL).query("measure == 'window_recall' and policy in @names.keys()")
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), sharey=True)
     plots.lines(
-        recalls[recalls["budget"] == budget],
+        recalls.loc[recalls["budget"] == budget],
         x="window",
         y="value",
         hue="policy",
@@ -116,7 +116,7 @@ def figure_3(findings: Findings, window: int, budget: int) -> Figure:
         ax=left,
     )
     plots.lines(
-        recalls[recalls["window"] == window],
+        recalls.loc[recalls["window"] == window],
         x="budget",
         y="value",
         hue="policy",
@@ -180,16 +180,16 @@ def retained_sets(findings: Findings, window: int) -> Figure:
 def figure_6a(findings: Findings) -> Figure:
     """Figure 6a: recall by content and budget, and how much it varies over the contents beside the paper's number."""
     recalls = findings.frame(pseudo.CONTENT).query("measure == 'recall'")
-    variation = 100 * findings.frame(pseudo.VARIATION).query("measure == 'recall'").set_index("budget")[_NUMBERS]
-    printed = papers.figure("dapq", "section6_1").set_index("quantity")["value"]["coefficient_of_variation"]
-    order, budgets = list(recalls["content"].unique()), list(variation.index)
+    variation, intervals = plots.by_key(findings.frame(pseudo.VARIATION).query("measure == 'recall'"), "budget", 100)
+    printed = papers.figure("dapq", "section6_1").set_index("quantity").at["coefficient_of_variation", "value"]
+    order, budgets = list(recalls["content"].unique()), list(variation)
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4), width_ratios=[2.4, 1])
     for number, budget in enumerate(budgets):
-        part = recalls[recalls["budget"] == budget]
+        part = recalls.loc[recalls["budget"] == budget]
         left.errorbar(
             [order.index(content) + 0.16 * (number - (len(budgets) - 1) / 2) for content in part["content"]],
             part["value"],
-            [part["value"] - part["low"], part["high"] - part["value"]],
+            plots.spread(part),
             fmt="o",
             capsize=3,
             color=plots.COLOURS[number],
@@ -204,8 +204,8 @@ def figure_6a(findings: Findings) -> Figure:
     left.legend(ncols=len(budgets), loc="upper center")
     plots.paper_beside_ours(
         dict.fromkeys(budgets, 100 * printed),
-        variation["value"].to_dict(),
-        _intervals(variation),
+        variation,
+        intervals,
         ylabel="coefficient of variation over contents (%)",
         title="Spread over the contents",
         labels={budget: f"{budget} entries" for budget in budgets},
@@ -249,11 +249,3 @@ def figure_6b(findings: Findings, budget: int) -> Figure:
     for ax in (left, right):
         plots.doublings(ax, sorted(recalls["length"].unique()))
     return figure
-
-
-_NUMBERS = ["value", "low", "high"]
-
-
-def _intervals(frame: pandas.DataFrame) -> dict:
-    """The intervals of a frame of findings by its index."""
-    return dict(zip(frame.index, zip(frame["low"], frame["high"], strict=True), strict=True))

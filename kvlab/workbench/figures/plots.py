@@ -252,7 +252,7 @@ def bars(
         places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(labels))]
         ax.bar(places, part[y], width * 0.94, color=colours[number], label=name, zorder=2)
         ends = [part[y] - part[low], part[high] - part[y]]
-        ax.errorbar(places, part[y], yerr=ends, fmt="none", color="#1c2430", capsize=3, linewidth=1.2, zorder=3)
+        ax.errorbar(places, part[y], yerr=ends, fmt="none", color=INK, capsize=3, linewidth=1.2, zorder=3)
     ax.set_xticks(range(len(labels)), list(labels.values()))
     return _finish(ax, xlabel, ylabel, title)
 

@@ -73,7 +73,7 @@ def gains(findings: Findings) -> Figure:
     for ax, (measure, what) in zip(axes, measures.items(), strict=True):
         points = budgets.gains_of(findings, measure)
         plots.lines(
-            points[points["other"].isin(OTHERS)],
+            points.loc[points["other"].isin(OTHERS)],
             x="compression",
             y="value",
             hue="other",
@@ -96,8 +96,9 @@ def gains(findings: Findings) -> Figure:
 
 def next_best_table(best: pandas.DataFrame) -> Styler:
     """`budgets.next_best` for a reader."""
-    shown = best.assign(next_best=best["next_best"].map(NAMES))
-    return shown.style.format({"compression": "{:g}", **dict.fromkeys(["value", "low", "high"], "{:+.3f}")}).hide()
+    shown = best.assign(next_best=[NAMES[method] for method in best["next_best"]]).style.hide()
+    shown.format({"compression": "{:g}", **dict.fromkeys(["value", "low", "high"], "{:+.3f}")})
+    return shown
 
 
 def figure_8(findings: Findings) -> Figure:
@@ -120,9 +121,9 @@ def costs(means: pandas.DataFrame) -> Figure:
     """
     figure, ax = plt.subplots(figsize=(8.6, 5))
     for method, colour in COLOURS.items():
-        part = means[means["method"] == method].sort_values("compression")
+        part = means.query("method == @method").sort_values("compression")
         ax.plot(part["read"], part["stored"], marker="o", color=colour, label=NAMES[method])
-    low = means["read"].min()
+    low = min(means["read"])
     ax.plot([low, 1], [low, 1], color=plots.PAPER, linewidth=1, linestyle=":", label="stored = read")
     ax.set_xscale("log")
     ax.set_yscale("log")
@@ -138,14 +139,16 @@ def costs(means: pandas.DataFrame) -> Figure:
 
 def costs_table(means: pandas.DataFrame) -> Styler:
     """`budgets.costs` for a reader, from the least to the most compression and from the least to the most read."""
-    shown = means.assign(method=means["method"].map(NAMES)).sort_values(["compression", "read"])
+    named = means.assign(method=[NAMES[method] for method in means["method"]])
+    shown = named.sort_values(["compression", "read"]).style.hide()
     shares = ["stored", "read", "mass_lost", "output_error", "step_recall"]
-    return shown.style.format({"compression": "{:g}", **dict.fromkeys(shares, "{:.3f}")}).hide()
+    shown.format({"compression": "{:g}", **dict.fromkeys(shares, "{:.3f}")})
+    return shown
 
 
 def _ours(ax: Axes, points: pandas.DataFrame, methods: Sequence[str], ylabel: str, title: str) -> None:
     """A measure of some methods by compression."""
-    part = points[points["method"].isin(methods)]
+    part = points.loc[points["method"].isin(methods)]
     plots.lines(
         part,
         x="compression",
@@ -161,7 +164,7 @@ def _ours(ax: Axes, points: pandas.DataFrame, methods: Sequence[str], ylabel: st
         ax=ax,
     )
     _by_compression(ax, part)
-    ax.get_legend().remove()
+    ax.legend().remove()
 
 
 def _by_compression(ax: Axes, points: pandas.DataFrame) -> None:
@@ -182,7 +185,7 @@ def _printed(
 ) -> None:
     """One column of a printed table for some methods, and the full cache's as a line."""
     for method in methods:
-        part = table[table["method"] == method].dropna(subset=[column]).sort_values(x)
+        part = table.query("method == @method").dropna(subset=[column]).sort_values(x)
         ax.plot(part[x], part[column], "--", marker="D", markersize=4, linewidth=1.4, color=COLOURS[method])
     for full in table.loc[table["method"] == "full", column].head(1):
         ax.axhline(full, color=plots.PAPER, linewidth=1)

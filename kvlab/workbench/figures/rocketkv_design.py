@@ -71,7 +71,7 @@ def figure_7(findings: Findings) -> Figure:
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.8))
     for ax, (measure, what) in zip(axes, LOSSES.items(), strict=False):
         plots.lines(
-            values[values["measure"] == measure],
+            values.loc[values["measure"] == measure],
             x="kernel",
             y="value",
             hue="length",
@@ -86,7 +86,7 @@ def figure_7(findings: Findings) -> Figure:
         plots.doublings(ax, kernels)
     axes[0].legend(title="prompt")
     axes[1].get_legend().remove()
-    plots.paper_points(axes[2], printed["length"], printed["kernel"], "paper, three models")
+    plots.paper_points(axes[2], list(printed["length"]), list(printed["kernel"]), "paper, three models")
     axes[2].scatter(best["length"], best["kernel"], s=22, color=BLUE, alpha=0.5, label="here, each document")
     axes[2].plot(mean.index, mean, marker="o", color=BLUE, label="here, geometric mean")
     axes[2].set_xscale("log", base=2)
@@ -103,8 +103,8 @@ def figure_7(findings: Findings) -> Figure:
 
 def table_1(findings: Findings, compression: float = 16) -> Figure:
     """Table 1: what methods store at one compression, by the paper's formula and measured; RocketKV at all of them."""
-    at = findings.table[findings.table["compression"] == compression].set_index("method")
-    ours = findings.table[findings.table["method"] == "rocketkv"].sort_values("c")
+    at = findings.table.query("compression == @compression").set_index("method")
+    ours = findings.table.query("method == 'rocketkv'").sort_values("c")
     c = np.geomspace(ours["c"].min(), ours["c"].max(), 60)
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8))
     plots.paper_beside_ours(
@@ -175,7 +175,7 @@ def _losses(
     """A panel for each of `LOSSES`: bars for the methods in `names` at the compressions in `labels`."""
     for ax, (measure, what) in zip(axes, LOSSES.items(), strict=True):
         plots.bars(
-            values[values["measure"] == measure],
+            values.loc[values["measure"] == measure],
             x="compression",
             y="value",
             hue="method",
