@@ -1,4 +1,4 @@
-"""What torch's thread settings cost, alone and beside processes that keep the cores busy: ratios to torch's defaults.
+"""What torch's thread settings cost, alone and beside busy processes, as ratios to torch's own defaults.
 
 \b
 python benchmarks/threads.py

@@ -1,4 +1,4 @@
-"""Bars for what takes long: nothing for what is short or unseen, an estimate for what is not, nothing left behind."""
+"""Bars for what takes long, and torch's threads: nothing for what is short or unseen, an estimate for the rest."""
 
 from __future__ import annotations
 
