@@ -20,7 +20,8 @@ from traitlets.config import Config
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import driver, experiments, notebooks
-from kvlab.workbench.store import database, tracking
+from kvlab.workbench.jobs.given import parameters, typed
+from kvlab.workbench.store import database
 
 ROOT = Path(__file__).parents[2]
 WHOLE = "00_quickstart"  # run to its end, too
@@ -29,6 +30,9 @@ BY_NAME = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 # ---------------------------------------------------------------- what is read
+
+# A parameters cell's own value, for each type that a parameter may have.
+DECLARED = {list[str]: ["one", "another"], list[int]: [64, 128], list[float]: [0.1, 0.25], dict: {"tokens": 24}}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,7 @@ BY_NAME = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 )
 def test_a_list_may_be_given_in_every_form(kind, given, read):
     namespace = {"named": given, "other": "a,b"}
-    tracking.typed(namespace, named=kind)
+    typed(namespace, {"named": DECLARED[kind]})
     assert namespace == {"named": read, "other": "a,b"}
     assert [type(entry) for entry in namespace["named"]] == [type(entry) for entry in read]
 
@@ -74,7 +78,7 @@ def test_a_list_may_be_given_in_every_form(kind, given, read):
 )
 def test_what_is_no_such_list_is_told_what_is_wanted(kind, given, wanted):
     with pytest.raises(KvlabError) as caught:
-        tracking.typed({"named": given}, named=kind)
+        typed({"named": given}, {"named": DECLARED[kind]})
     assert "parameter 'named'" in str(caught.value) and wanted in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -83,7 +87,7 @@ def test_a_file_with_a_comma_in_its_name_is_one_document(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes, final.txt").write_text("words")
     namespace = {"documents": "notes, final.txt", "others": "notes,final.txt"}
-    tracking.typed(namespace, documents=list[str], others=list[str])
+    typed(namespace, {"documents": ["sotu/1962"], "others": ["sotu/1962"]})
     assert namespace == {"documents": [str(tmp_path / "notes, final.txt")], "others": ["notes", "final.txt"]}
 
 
@@ -91,28 +95,15 @@ def test_a_file_with_a_comma_in_its_name_is_one_document(tmp_path, monkeypatch):
 
 
 def kinds(path):
-    """parameter -> type, as a notebook's first cells have it read."""
-    calls = [
-        node
-        for source in notebooks.code(path)
-        if "tracking.typed(" in source
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tracking.typed"
-    ]
-    return {keyword.arg: ast.unparse(keyword.value) for call in calls for keyword in call.keywords}
-
-
-@BY_NAME
-def test_every_list_and_mapping_is_read_as_what_it_is(path):
-    """As the default has it, so that `kvlab run -p` and `papermill -p` take and refuse the same."""
-    expected = {}
+    """parameter -> type of those that are lists or mappings, by the notebook's own values."""
+    types = {}
     for name, default in notebooks.parameters_of(path).items():
         if isinstance(default, dict):
-            expected[name] = "dict"
+            types[name] = "dict"
         elif isinstance(default, list):
-            found = {type(entry) for entry in default}
-            expected[name] = f"list[{'float' if float in found else found.pop().__name__}]"
-    assert kinds(path) == expected
+            entries = {type(entry) for entry in default}
+            types[name] = f"list[{'float' if float in entries else entries.pop().__name__}]"
+    return types
 
 
 @BY_NAME
@@ -273,3 +264,33 @@ def test_a_cell_mended_by_hand_leaves_a_finished_run(project, shell, capsys):  #
     assert state() == ("FINISHED", None)
     shell.run_cell("1 / 0")
     assert state() == ("FINISHED", None)
+
+
+# ---------------------------------------------------------------- which cell is the parameters cell
+
+
+@pytest.mark.parametrize(
+    ("ran", "declared"),
+    [
+        (["a = 1\nb = [2]", "import os"], {"a": 1, "b": [2]}),
+        (["import os", "a = 1", "# Parameters\na = 5"], {"a": 1}),
+        (["a = 1", "run = tracking.start('other')", "b = 2", "c = 3"], {"b": 2}),
+        (["a = 1", "run = tracking.start('the same again')"], {"a": 1}),
+    ],
+)
+def test_the_parameters_cell_is_the_first_of_plain_values(monkeypatch, ran, declared):
+    shell = InteractiveShell()
+    shell.user_ns |= {name: [7] if isinstance(value, list) else 7 for name, value in declared.items()}
+    shell.user_ns["In"] = ["", *ran, "run = tracking.start('this')"]
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    assert parameters() == {name: [7] if isinstance(value, list) else 7 for name, value in declared.items()}
+
+
+def test_without_a_parameters_cell_or_a_notebook_one_sentence_says_so(monkeypatch):
+    with pytest.raises(KvlabError, match="say what the parameters are"):
+        parameters()
+    shell = InteractiveShell()
+    shell.user_ns["In"] = ["", "import os", "run = tracking.start('this')"]
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    with pytest.raises(KvlabError, match="run the notebook from its first cell"):
+        parameters()

@@ -61,7 +61,22 @@ def parameters_of(path: Path) -> dict[str, Any]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         where = f"{error.msg} in line {error.lineno}" if isinstance(error, SyntaxError) else "it cannot be read"
         raise KvlabError(f"the parameters cell of {path.name} is not Python: {where}") from None
-    found: dict[str, Any] = {}
+    return _assigned(tree)
+
+
+def plain_values(code: str) -> dict[str, Any] | None:
+    """Name -> value of a cell that does nothing but assign plain values, as a parameters cell does; None for others."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if not tree.body or not all(isinstance(statement, (ast.Assign, ast.AnnAssign)) for statement in tree.body):
+        return None
+    return _assigned(tree)
+
+
+def _assigned(tree: ast.Module) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for statement in tree.body:
         if isinstance(statement, ast.Assign):
             targets, value = statement.targets, statement.value
@@ -71,8 +86,8 @@ def parameters_of(path: Path) -> dict[str, Any]:
             continue
         for target in targets:
             if isinstance(target, ast.Name):
-                found[target.id] = _literal(value)
-    return found
+                values[target.id] = _literal(value)
+    return values
 
 
 def _literal(node: ast.expr) -> Any:

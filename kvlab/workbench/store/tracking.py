@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import project
-from kvlab.workbench.jobs import experiments
-from kvlab.workbench.jobs.given import typed
+from kvlab.workbench.jobs import content, experiments
+from kvlab.workbench.jobs.given import parameters as read_parameters
 from kvlab.workbench.jobs.notebooks import parameters_of
 from kvlab.workbench.store.database import client, ensure_store, experiment_id, store_uri
 
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from kvlab.instruments.probes import Records
     from kvlab.workbench.store.patience import Patient
 
-__all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri", "typed"]
+__all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri"]
 
 BATCH = 1000  # what MLflow's log_batch takes at once
 ERROR = "kvlab.error"
+IDENTITY = ("model", "document", "documents", "seed")  # what a signature says of its own
 LONGEST = 5000  # longer parameters are cut by MLflow without a word
 SHOWN = 1000  # rows; the page of a run fetches them all
 LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
@@ -233,22 +234,63 @@ class Run:
         )
 
 
-def start(experiment: str, parameters: Mapping[str, Any], **tags: object) -> Run:
+def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: object) -> Run:
     """The run to log into: the driver's, if one set MLFLOW_RUN_ID, else a new one marked as interactive.
 
-    parameters: the notebook's; tags: whatever else identifies the numbers (signature, model, document, ...).
-    Interactive runs are kept, but never enter the ledger. Raises KvlabError where the store cannot be reached.
+    In a notebook, the parameters are read from its parameters cell; texts that papermill handed over for lists become
+    lists there. The run makes its own signature (`Run.signature`). Interactive runs are kept, but never enter the
+    ledger.
+
+    Args:
+        experiment: its name.
+        parameters: what is measured with, unless it stands in a notebook's parameters cell.
+        tags: whatever else identifies the numbers.
+
+    Raises:
+        KvlabError: the store cannot be reached, or a parameter is not of the type that the notebook has for it.
     """
+    given = dict(parameters) if parameters is not None else read_parameters()
+    tags = {"signature": signature(experiment, given), **tags}
     if run_id := os.environ.get("MLFLOW_RUN_ID"):
         run = Run(client(store_uri()), run_id, experiment, attached=True)
         for key, value in tags.items():
             run.tag(key, value)
         return run
-    run = create_run(
-        client(), experiment, parameters, {"kvlab.kind": "interactive", **tags}, name=_name(experiment, parameters)
-    )
+    run = create_run(client(), experiment, given, {"kvlab.kind": "interactive", **tags}, name=_name(experiment, given))
     run.watch()
     return run
+
+
+def signature(experiment: str, parameters: Mapping[str, Any]) -> str:
+    """`model@sha|document@sha|experiment(parameters)|seed|kvlab version`, with what of these the parameters name."""
+    others = {name: value for name, value in parameters.items() if name not in IDENTITY}
+    settings = ", ".join(f"{name}={value!r}" for name, value in others.items())
+    model, documents = parameters.get("model"), parameters.get("documents", parameters.get("document"))
+    parts = [
+        _signed(model, content.model_hash(model)) if isinstance(model, str) else "no model",
+        _documents(documents),
+        f"{experiment}({settings})",
+        str(parameters.get("seed", 0)),
+        f"kvlab {project.version()}",
+    ]
+    return "|".join(part for part in parts if part)
+
+
+def _signed(name: str, sha256: str | None) -> str:
+    return f"{name}@{sha256[:8]}" if sha256 else name
+
+
+def _documents(names: object) -> str:
+    """The documents with their hashes; of a document that cannot be had, or that is an object, the name alone."""
+    from kvlab.inputs import corpus
+
+    shown = []
+    for name in names if isinstance(names, (list, tuple)) else [names]:
+        try:
+            shown.append(corpus.document(name).signature)
+        except KvlabError:
+            shown.append(str(name))
+    return " ".join(shown) if names else ""
 
 
 def _name(experiment: str, parameters: Mapping[str, Any]) -> str:
