@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.core import attention, hooks
+from kvlab.core import attention, hookable, hooks
 from kvlab.core.adapter import StoreCache
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError, whole
@@ -38,7 +38,7 @@ class _Recorder:
         config = lm.model.config.get_text_config(decoder=True)
         self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
-        module = attention.layers_of(lm.model)[0]
+        module = hookable.layers_of(lm.model)[0]
         head_dim = getattr(module, "head_dim", None) or config.hidden_size // self.heads
         make = dict(dtype=lm.dtype, device=lm.device)
         storage = (self.layers, 1, kv_heads, prompt + max(steps, extra), head_dim)
