@@ -21,7 +21,7 @@ from torch import Tensor
 from kvlab.errors import KvlabError
 from kvlab.evaluation.records import Answer, read
 from kvlab.lib.files import why
-from kvlab.live import gather
+from kvlab.live.gather import gather
 from kvlab.live.session import compress
 from kvlab.methods import Policy
 from kvlab.tasks.base import Example

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvlab.core import attention, hooks
+from kvlab.core import attention, hookable, hooks
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import LM, lm_of
@@ -60,7 +60,7 @@ class Session:
         self.records = Records(policy.name, getattr(policy, "budget", None))
         self._encode, self._shadow_bytes = encode, shadow_bytes
         self.max_new_tokens = max_new_tokens
-        self._n_layers = len(attention.layers_of(model))
+        self._n_layers = len(hookable.layers_of(model))
         self._window = hooks.shortest_window(model)
         self._adopted: WeakKeyDictionary[Cache, LiveCache] = WeakKeyDictionary()
         self._cache: LiveCache | None = None

@@ -15,7 +15,7 @@ import kvlab
 from kvlab import papers
 from kvlab.analyses.speed import footprint, timings
 from kvlab.errors import KvlabError
-from kvlab.live import gather
+from kvlab.live.gather import gather
 
 BUDGET = 24
 NAMES = ("h2o", "zsmerge", "rocketkv", "streamingllm")

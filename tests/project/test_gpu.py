@@ -27,7 +27,7 @@ from kvlab.bench import meters, timing
 from kvlab.inputs import models
 from kvlab.inputs.models import loading
 from kvlab.instruments.probes import QuerySimilarity
-from kvlab.live import gather
+from kvlab.live.gather import gather
 from kvlab.methods import registry
 from kvlab.methods.lookup import DecisionTables
 from kvlab.traces import retrieval_heads, shared

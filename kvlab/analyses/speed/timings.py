@@ -29,7 +29,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.bench import meters
 from kvlab.errors import KvlabError
 from kvlab.lib import devices
-from kvlab.live import gather
+from kvlab.live.gather import gather
 from kvlab.live.session import compress
 from kvlab.methods import Policy, policy
 

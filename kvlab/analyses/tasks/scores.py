@@ -31,7 +31,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
 from kvlab.lib.bootstrap import summarise
-from kvlab.live import gather
+from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
