@@ -7,17 +7,21 @@ length has its own, so that no padding is ever stored and all rows of a store ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from kvlab.core.hooks import Call
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Shadow
 from kvlab.methods import Policy
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicLayer
 
 
 class Host(Protocol):
@@ -27,6 +31,15 @@ class Host(Protocol):
 
     def running(self, cache: LiveCache) -> bool:
         """Whether a forward pass on `cache` is under way."""
+        ...
+
+
+class Pass(Protocol):
+    """A forward pass that the session makes by itself on what a cache holds, such as that of pseudo-tokens."""
+
+    def attend(self, cache: LiveCache, call: Call) -> Tensor:
+        """The output of one layer's attention, `[rows, heads, n, head_dim]`."""
+        ...
 
 
 @dataclass
@@ -70,13 +83,14 @@ class Likelihood:
             self.nll = self._next = None
             return
         known = logits.float().log_softmax(-1)
-        before = known[:, :-1] if self._next is None or known.shape[1] < ids.shape[1] else None
-        if before is None:
+        if self._next is None or known.shape[1] < ids.shape[1]:
+            before = known[:, :-1]
+        else:
             before = torch.cat([self._next[:, None], known[:, :-1]], 1)
         told = ids[:, ids.shape[1] - before.shape[1] :, None]
         new = -before.gather(-1, told)[..., 0]
-        whole = before.shape[1] == ids.shape[1] and self.nll is not None
-        self.nll = (torch.cat([self.nll, new], 1) if whole else new)[:, -most:]
+        earlier = self.nll if before.shape[1] == ids.shape[1] else None
+        self.nll = (new if earlier is None else torch.cat([earlier, new], 1))[:, -most:]
         self._next = known[:, -1]
 
     def perplexity(self, n: int, rows: Tensor | None) -> Tensor | None:
@@ -92,7 +106,7 @@ class Likelihood:
         return found
 
     def select(self, rows: Tensor) -> None:
-        if self.nll is not None:
+        if self.nll is not None and self._next is not None:
             self.nll, self._next = (x[rows.to(x.device)] for x in (self.nll, self._next))
 
     def crop(self, n: int) -> None:
@@ -116,9 +130,10 @@ class LiveLayer(CacheLayerMixin):
         """Remember the last `n` queries (all for None): of a prompt, and of a response that becomes part of one."""
         if n == 0:
             return
-        # A copy, so that the queries of a long prompt are not kept alive by a window on them.
-        whole = n is None or queries.shape[2] <= n
-        self._observed.append(queries if whole else queries[:, :, queries.shape[2] - n :].clone())
+        if n is not None and queries.shape[2] > n:
+            # A copy, so that the queries of a long prompt are not kept alive by a window on them.
+            queries = queries[:, :, queries.shape[2] - n :].clone()
+        self._observed.append(queries)
         if n is not None and len(self._observed) > 2 * n:
             del self._observed[:n]
 
@@ -169,9 +184,9 @@ class LiveLayer(CacheLayerMixin):
         if tokens_to_remove == 0:
             return
         policies = [group.policy or self._cache.session.policy for group in self.groups] if self._cache.ended else []
-        for one in policies:
-            if one.acts_while_decoding:
-                raise KvlabError(f"{one.name} cannot take tokens back, as assisted decoding asks for")
+        for policy in policies:
+            if policy.acts_while_decoding:
+                raise KvlabError(f"{policy.name} cannot take tokens back, as assisted decoding asks for")
         n = abs(tokens_to_remove)
         for group in self.groups:
             group.store.truncate(group.store.length - n)
@@ -191,6 +206,9 @@ class LiveLayer(CacheLayerMixin):
 class LiveCache(Cache):
     """What a session hands to the model in place of a `DynamicCache`."""
 
+    # transformers allows layers of any kind, and this cache has only its own.
+    layers: list[LiveLayer]  # type: ignore[reportIncompatibleVariableOverride]
+
     def __init__(self, session: Host, n_layers: int):
         self.session = session
         self.seen = 0  # tokens fed, padding included
@@ -198,6 +216,7 @@ class LiveCache(Cache):
         self.steps = 0  # single-token steps since
         self.number = 0  # which prompt of its session this is, from 1; 0 before the prompt has ended
         self.padding: Tensor | None = None  # [batch] left padding of each row
+        self.pseudo: Pass | None = None  # the pass of pseudo-tokens that is under way on it
         self.ids: list[Tensor] = []
         self.likelihood = Likelihood()
         super().__init__(layers=[LiveLayer(self) for _ in range(n_layers)])
@@ -208,7 +227,8 @@ class LiveCache(Cache):
         cache = cls(session, n_layers)
         cache.seen = given.get_seq_length()
         if cache.seen:
-            for live, layer in zip(cache.layers, given.layers, strict=True):
+            for live, layer in zip(cache.layers, cast("list[DynamicLayer]", given.layers), strict=True):
+                assert layer.keys is not None and layer.values is not None, "it has seen tokens"
                 if layer.keys.shape[2] != cache.seen:
                     raise KvlabError("the cache handed in has lost entries already (a sliding window?)")
                 live.groups = [Group(None, LayerStore(layer.keys, layer.values))]
@@ -233,6 +253,23 @@ class LiveCache(Cache):
                 new.groups.append(Group(group.rows, store, group.padded))
         return cache
 
+    @classmethod
+    def joined(cls, session: Host, caches: Sequence[LiveCache], policies: Sequence[Policy]) -> LiveCache:
+        """The sequences of several caches as the rows of one batch, each under its own policy of `policies`.
+
+        Args:
+            caches: whose prompts have ended at one length, none padded, each with one group.
+        """
+        joined = cls(session, len(caches[0].layers))
+        joined.seen, joined.ended = caches[0].seen, True
+        for cache, policy in zip(caches, policies, strict=True):
+            rows = torch.arange(cache.batch) + (joined.batch if joined.layers[0].groups else 0)
+            for new, old in zip(joined.layers, cache.layers, strict=True):
+                (group,) = old.groups
+                own = rows.to(group.store.keys.device)
+                new.groups.append(replace(group, rows=own, policy=group.policy or policy))
+        return joined
+
     def start_over(self) -> None:
         """Before another policy takes over: all that is stored is a prompt again, and the first one's scores go."""
         self.ended = False
@@ -256,7 +293,7 @@ class LiveCache(Cache):
 
     @torch.inference_mode()
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(cast("torch.LongTensor", beam_idx))
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

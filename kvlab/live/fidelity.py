@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.core import attention
+from kvlab.core.hookable import layers_of
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
@@ -32,7 +32,9 @@ MEASURES = ("nll", "nll_full", "kl", "agreement")
 
 
 @torch.inference_mode()
-def _run(lm: LM, ids: Tensor, steps: int, around: AbstractContextManager, forced: Tensor | None = None):
+def _run(
+    lm: LM, ids: Tensor, steps: int, around: AbstractContextManager, forced: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Feed a prompt `[length]` and then one token at a time.
 
     Returns:
@@ -55,6 +57,11 @@ def _divergence(full: Tensor, other: Tensor) -> Tensor:
     return F.kl_div(other.log_softmax(-1), full.log_softmax(-1), reduction="none", log_target=True).sum(-1)
 
 
+def _means(table: pd.DataFrame, *by: str) -> pd.Series:
+    """The mean of the column `value` over what has the same names in the columns `by`."""
+    return cast("pd.Series", table.groupby(list(by))["value"].mean())
+
+
 @dataclass
 class Fidelity:
     """What `fidelity` found.
@@ -71,14 +78,14 @@ class Fidelity:
     @property
     def summary(self) -> dict[str, float]:
         """Mean of every measure, and `perplexity_ratio`, exp of the mean excess of `nll` over `nll_full`."""
-        means = self.table.groupby("measure")["value"].mean().to_dict()
+        means = {str(name): float(value) for name, value in _means(self.table, "measure").items()}
         excess = means["nll"] - means["nll_full"]
         return means | {"perplexity_ratio": float(torch.tensor(excess).exp())}
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """Bootstrap intervals of the means over documents."""
-        by_document = self.table.groupby(["measure", "document"])["value"].mean()
-        return {name: summarise(by_document[name])[1] for name in MEASURES}
+        by_document = _means(self.table, "measure", "document")
+        return {name: summarise(by_document.loc[name].to_list())[1] for name in MEASURES}
 
 
 def fidelity(
@@ -104,16 +111,16 @@ def fidelity(
     """
     import pandas as pd
 
-    lm, one = lm_of(lm), policy(policy_or_name)
+    lm, tested = lm_of(lm), policy(policy_or_name)
     if whole("new_tokens", new_tokens) < 2:
         raise KvlabError(f"new_tokens={new_tokens}: the first token comes before any compression, so two are needed")
     many = [prompt_ids(lm, each, chat) for each in (documents if several(documents) else [documents])]
     total = sum(2 * bars.work(len(ids), *[1] * (new_tokens - 1)) for ids, _ in many)
     frames = []
-    with bars.layers(attention.layers_of(lm.model), total, "fidelity"):
+    with bars.layers(layers_of(lm.model), total, "fidelity"):
         for ids, name in many:
             full, response = _run(lm, ids, new_tokens, nullcontext())
-            session = compress(lm.model, one, tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
+            session = compress(lm.model, tested, tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
             compressed, _ = _run(lm, ids, new_tokens, session, forced=response)
             values = {
                 "nll": F.cross_entropy(compressed, response, reduction="none"),
@@ -126,7 +133,7 @@ def fidelity(
                 pd.DataFrame({"document": name, "step": steps, "measure": m, "value": v.tolist()})
                 for m, v in values.items()
             ]
-    return Fidelity(one, pd.concat(frames, ignore_index=True))
+    return Fidelity(tested, pd.concat(frames, ignore_index=True))
 
 
 @dataclass
@@ -165,18 +172,18 @@ def closed_against_open(
     """
     import pandas as pd
 
-    lm, one = lm_of(lm), policy(policy_or_name)
+    lm, tested = lm_of(lm), policy(policy_or_name)
     new_tokens = whole("new_tokens", new_tokens)
     ids, _ = prompt_ids(lm, document, chat)
-    with bars.layers(attention.layers_of(lm.model), 3 * bars.work(len(ids), *[1] * new_tokens), "both loops"):
-        trace = capture(lm, ids, new_tokens, pseudo=(), policies=[one], progress=False)
-        opened = replay(trace, one)
+    with bars.layers(layers_of(lm.model), 3 * bars.work(len(ids), *[1] * new_tokens), "both loops"):
+        trace = capture(lm, ids, new_tokens, pseudo=(), policies=[tested], progress=False)
+        opened = replay(trace, tested)
         full, response = _run(lm, ids, new_tokens + 1, nullcontext())
-        session = compress(lm.model, one, probes=["mass_lost"], tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
+        session = compress(lm.model, tested, probes=["mass_lost"], tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
         closed, generated = _run(lm, ids, new_tokens + 1, session)
     response, generated = response[:new_tokens], generated[:new_tokens]
     different = (response != generated).nonzero().flatten()
-    lost = session.table.groupby("step")["value"].mean()
+    lost = _means(session.table, "step")
     table = pd.DataFrame(
         {
             "step": range(1, new_tokens + 1),
@@ -187,4 +194,4 @@ def closed_against_open(
             "mass_lost_closed": lost.reindex(range(1, new_tokens + 1)).tolist(),
         }
     )
-    return Loops(one, int(different[0]) + 1 if len(different) else None, table)
+    return Loops(tested, int(different[0]) + 1 if len(different) else None, table)

@@ -11,9 +11,6 @@ from kvlab.live.session import compress
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from kvlab.live.session import Session
 
 
@@ -28,11 +25,12 @@ class Gather(Policy):
 
     @classmethod
     def for_all(cls, policies: Sequence[Policy]) -> Gather:
-        windows = [one.observes for one in policies]
+        """One that gathers what any of `policies` asks for."""
+        windows = [policy.observes for policy in policies if policy.observes is not None]
         return cls(
-            looks_back=None if None in windows else max(windows, default=0),
-            sums_up=any(one.accumulates for one in policies),
-            reads=max((one.reads_perplexity for one in policies), default=0),
+            looks_back=None if len(windows) < len(policies) else max(windows, default=0),
+            sums_up=any(policy.accumulates for policy in policies),
+            reads=max((policy.reads_perplexity for policy in policies), default=0),
         )
 
     @property

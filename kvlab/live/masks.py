@@ -33,7 +33,7 @@ def masks_told(model: nn.Module) -> Iterator[None]:
 
             def known(name: str) -> Any:
                 given = kwargs.get(name), *(getattr(config, name, None) for config in configs)
-                return next((one for one in given if one is not None), None)
+                return next((value for value in given if value is not None), None)
 
             going_on = kwargs.get("past_key_values") is not None
             mask = left_padding(ids, known("pad_token_id"), known("eos_token_id"), going_on)
@@ -41,13 +41,13 @@ def masks_told(model: nn.Module) -> Iterator[None]:
                 kwargs["attention_mask"] = mask
         return generate(inputs, *args, **kwargs)
 
-    model.generate = told
+    vars(model)["generate"] = told
     try:
         yield
     finally:
-        del model.generate
+        del vars(model)["generate"]
         if before is not None:
-            model.generate = before
+            vars(model)["generate"] = before
 
 
 def left_padding(ids: Tensor, pad: int | None, eos: int | list[int] | None, going_on: bool = False) -> Tensor | None:

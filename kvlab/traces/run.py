@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvlab.core import attention, hookable, hooks
 from kvlab.core.adapter import StoreCache
+from kvlab.core.hookable import layers_of
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
@@ -296,7 +297,7 @@ def capture(
         return [capture(lm, one, new_tokens, window, progress=progress, **options) for one in bar]
 
     plan = planned(lm, text_or_ids, new_tokens, window, chat, queries, accumulate, pseudo, policies, response)
-    with bars.layers(attention.layers_of(lm.model), plan.work, "prompt", progress):
+    with bars.layers(layers_of(lm.model), plan.work, "prompt", progress):
         return placed(_captured(lm, plan, chat), keep, lm.device)
 
 

@@ -72,7 +72,7 @@ class Twin:
         self.store.append(keys, values, positions)
         for r, h, entries in self.every:
             new = [self.entry(keys[r, h, i], values[r, h, i], self.seen + i + (gap or 0)) for i in range(n)]
-            entries += [e | {name: 0.0 for name in self.columns} for e in new]
+            entries += [e | dict.fromkeys(self.columns, 0.0) for e in new]
         self.seen += n
 
     def evict(self):

@@ -14,7 +14,7 @@ import torch
 from support.texts import FERRY
 
 import kvlab
-from kvlab.core import attention
+from kvlab.core.hookable import layers_of
 from kvlab.lib import bars
 from kvlab.traces import retrieval_heads, shared
 
@@ -61,7 +61,7 @@ def test_what_is_long_shows_how_far_it_is_and_takes_it_away(tiny, terminal, at_o
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
     lm = tiny()
     trace = kvlab.capture(lm, IDS, new_tokens=3, progress=False)
-    hooks = [len(module._forward_hooks) for module in attention.layers_of(lm.model)]
+    hooks = [len(module._forward_hooks) for module in layers_of(lm.model)]
     # Every update, however quick.
     monkeypatch.setattr(bars, "_bar", slow_bar(bars._bar))
     calls(lm, trace)[name]()
@@ -70,7 +70,7 @@ def test_what_is_long_shows_how_far_it_is_and_takes_it_away(tiny, terminal, at_o
     assert len(set(shares)) > 2 and 0 < max(shares) <= 100, said
     assert re.search(r"about \d\d:\d\d left|<\d\d:\d\d", said)
     assert said.rstrip(" ").endswith("\r"), "the line is empty in the end"
-    assert [len(module._forward_hooks) for module in attention.layers_of(lm.model)] == hooks
+    assert [len(module._forward_hooks) for module in layers_of(lm.model)] == hooks
 
 
 def slow_bar(make):

@@ -1,0 +1,130 @@
+"""The attention of a live session: a chunk of a prompt or of a later turn, and a single-token step.
+
+Both first store the new entries, and then attend over what the policy has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvlab.core import attention, hooks
+from kvlab.core.store import LayerStore
+from kvlab.errors import KvlabError
+from kvlab.live.cache import Group, LiveCache, LiveLayer
+from kvlab.live.reports import Reports
+from kvlab.methods import Policy
+from kvlab.methods.clock import decode
+
+ACCUMULATED = "accumulated"
+"""The column of a store that holds, until the prompt ends, the attention summed over its queries."""
+
+Attend = Callable[[LiveCache, Group, hooks.Call, Tensor, Tensor, Tensor], Tensor]
+
+
+class Attending:
+    """Attends for one session, layer by layer.
+
+    Attributes:
+        scaling: factor of the logits, as the model's last call gave it; None before the first.
+    """
+
+    def __init__(self, policy: Policy, turns: str, reports: Reports):
+        self._policy, self._turns, self._reports = policy, turns, reports
+        self.scaling: float | None = None
+
+    def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
+        """The output of one layer's attention, `[batch, heads, n, head_dim]`, once the call's entries are stored."""
+        layer, policy = cache.layers[call.layer], self._policy
+        self.scaling = call.scaling
+        if not layer.groups:
+            store = LayerStore(call.keys, call.values)
+            store.layers = (call.layer,) * len(call.keys)
+            layer.groups = [Group(None, store)]
+            layer.observe(call.queries, policy.observes)
+            self._accumulate(cache, store, call.queries, call.scaling, call.padding)
+            return call.attend()
+        if cache.ended and call.queries.shape[2] == 1:
+            if self._turns == "recompress" and policy.observes is not None:
+                layer.observe(call.queries, policy.observes)
+            return self._each(cache, layer, call, self._step)
+        if not cache.ended:
+            layer.observe(call.queries, policy.observes)
+        return self._each(cache, layer, call, self._feed)
+
+    def _each(self, cache: LiveCache, layer: LiveLayer, call: hooks.Call, attend: Attend) -> Tensor:
+        """The outputs of all groups, each attended on its own, in the order of the batch."""
+        if len(layer.groups) == 1:
+            return attend(cache, layer.groups[0], call, call.queries, call.keys, call.values)
+        out = torch.empty_like(call.queries)
+        for group in layer.groups:
+            queries, keys, values = map(group.of, (call.queries, call.keys, call.values))
+            out[group.rows] = attend(cache, group, call, queries, keys, values)
+        return out
+
+    def _feed(
+        self, cache: LiveCache, group: Group, call: hooks.Call, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """More of a prompt, or a later turn, on top of what is stored."""
+        store, policy = group.store, group.policy or self._policy
+        store.append(keys, values)
+        if group.shadow is not None:
+            group.shadow.append(keys, values)
+        bias = policy.bias(store) if store.budget is not None else None
+        if bias is None and not store.ragged:
+            padding = call.padding if group.padded else None
+            self._accumulate(cache, store, queries, call.scaling, padding)
+            return attention.attend(queries, store.keys, store.values, call.scaling, padding)
+        # Slots of one head lie in order of arrival, but heads may hold different numbers: compare positions instead.
+        heads, n = queries.shape[1], queries.shape[2]
+        now = torch.arange(store.seen - n, store.seen, device=queries.device)
+        positions = attention.to_query_heads(store.positions, heads)[:, :, None]
+        visible = (positions <= now[:, None]) & (positions >= 0)
+        if bias is not None:
+            bias = attention.to_query_heads(bias, heads)[:, :, None]
+        weights = attention.weights(queries, store.keys, call.scaling, visible, bias)
+        return attention.output(weights, store.values).to(queries.dtype)
+
+    def _accumulate(
+        self, cache: LiveCache, store: LayerStore, queries: Tensor, scaling: float, padding: Tensor | None
+    ) -> None:
+        """Add up the attention that a policy wants of every prompt query, in a column of the store's."""
+        if not self._policy.accumulates or cache.ended:
+            return
+        if store.budget is None and store.length > queries.shape[2] and not store.has_column(ACCUMULATED):
+            raise KvlabError(
+                f"{self._policy.name} adds up the attention of every query of its prompt, and only "
+                f"{queries.shape[2]} of {store.length} were fed inside the session; feed the whole prompt there"
+            )
+        kv_heads = store.keys.shape[1]
+        gathered = attention.accumulate(queries, store.keys, scaling, padding=padding)
+        gathered = gathered.unflatten(1, (kv_heads, -1)).transpose(2, 3)
+        if store.has_column(ACCUMULATED):
+            store.column(ACCUMULATED).add_(gathered)
+        else:
+            store.add_column(ACCUMULATED, gathered)
+
+    def _step(
+        self, cache: LiveCache, group: Group, call: hooks.Call, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """One decoding step of one group: attend, let the probes look, and let the policy update its store."""
+        store, policy, reports = group.store, group.policy or self._policy, self._reports
+        attended = decode(policy, store, queries, keys, values, call.scaling, weigh=reports.needs_weights)
+        if attended.slots is not None:
+            entries = int((attended.slots >= 0).sum())
+        else:
+            entries = int(store.counts.sum()) if store.ragged else store.entries
+        group.bytes_read = entries * store.entry_bytes + policy.overhead_bytes(store)
+        if not reports.probes:
+            policy.step(store, attended.weights)
+            group.lossy = group.lossy or store.length < store.seen
+            return attended.output
+        if group.shadow is not None:
+            group.shadow.append(keys, values)
+        seen = reports.look(cache, group, call, policy, queries, attended)
+        policy.step(store, attended.weights)
+        group.lossy = group.lossy or store.length < store.seen
+        reports.look_after(cache, group, call, seen)
+        return attended.output
