@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from kvlab.traces.trace import Trace
+
+    OneTrace: TypeAlias = Trace | str | Path
+    # Lists by what they hold: a str is itself a sequence of str, and must not count as several.
+    SeveralTraces: TypeAlias = list[Trace] | list[str] | list[Path] | list[OneTrace] | tuple[OneTrace, ...]
+    SeveralPolicies: TypeAlias = Sequence[Policy] | list[str] | list[Policy | str] | tuple[Policy | str, ...]
 
 
 class Replay:
@@ -269,9 +274,41 @@ class Replay:
         return f"Replay({self.policy}: {values})"
 
 
+@overload
 def replay(
-    trace: Trace | str | Path | Sequence[Trace | str | Path],
-    policies: Policy | str | Sequence[Policy | str],
+    trace: OneTrace,
+    policies: Policy | str,
+    budgets: None = None,
+    progress: bool | None = None,
+    probes: Sequence[Probe | str] = (),
+) -> Replay: ...
+@overload
+def replay(
+    trace: OneTrace | SeveralTraces,
+    policies: Policy | str | SeveralPolicies,
+    budgets: Sequence[int | float],
+    progress: bool | None = None,
+    probes: Sequence[Probe | str] = (),
+) -> Replays: ...
+@overload
+def replay(
+    trace: SeveralTraces,
+    policies: Policy | str | SeveralPolicies,
+    budgets: None = None,
+    progress: bool | None = None,
+    probes: Sequence[Probe | str] = (),
+) -> Replays: ...
+@overload
+def replay(
+    trace: OneTrace,
+    policies: SeveralPolicies,
+    budgets: None = None,
+    progress: bool | None = None,
+    probes: Sequence[Probe | str] = (),
+) -> Replays: ...
+def replay(
+    trace: OneTrace | SeveralTraces,
+    policies: Policy | str | SeveralPolicies,
     budgets: Sequence[int | float] | None = None,
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
@@ -292,7 +329,7 @@ def replay(
         KvlabError: the trace lacks what a policy needs (pseudo-queries, a longer window), or a budget is too small.
     """
     single = not isinstance(trace, list | tuple) and isinstance(policies, Policy | str) and budgets is None
-    traces = [opened(one) for one in (trace if isinstance(trace, list | tuple) else [trace])]
+    traces = [opened(each) for each in (trace if isinstance(trace, list | tuple) else [trace])]
     wanted = listed(policies)
     if budgets is not None and (isinstance(budgets, str) or not isinstance(budgets, Iterable) or not list(budgets)):
         raise KvlabError(f"budgets is a list of at least one, such as [128, 0.25], and not {budgets!r:.60}")

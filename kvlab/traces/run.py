@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, get_args, overload
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,16 @@ from kvlab.methods import Policy, listed, policy, registry
 from kvlab.traces.trace import Keep, Trace
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from kvlab.inputs.corpus import Document
     from kvlab.inputs.models import LM
+
+    OnePrompt: TypeAlias = str | Document | Tensor | np.ndarray | Sequence[int]
+    # Lists by what they hold: a str is itself a sequence of str, and must not count as several prompts.
+    SeveralPrompts: TypeAlias = (
+        list[str] | list[Document] | list[str | Document] | list[Tensor] | list[list[int]] | tuple[OnePrompt, ...]
+    )
 
 # Logits are wide; the likelihoods of more tokens than this are not recorded, even where all queries are.
 NLL_TOKENS = 256
@@ -245,10 +254,39 @@ def planned(
     return Plan(ids, document, new_tokens, window, accumulate, known, extra, response)
 
 
+class Options(TypedDict, total=False):
+    """What `capture` can be told by name; it says there what each means."""
+
+    chat: str | bool
+    queries: str | None
+    accumulate: bool
+    pseudo: Sequence[Policy | str]
+    policies: Sequence[Policy | str]
+    response: Tensor | Sequence[int] | None
+    keep: Keep
+    progress: bool | None
+
+
+@overload
+def capture(
+    lm: LM | torch.nn.Module,
+    text_or_ids: OnePrompt,
+    new_tokens: int = 64,
+    window: int = 32,
+    **options: Unpack[Options],
+) -> Trace: ...
+@overload
+def capture(
+    lm: LM | torch.nn.Module,
+    text_or_ids: SeveralPrompts,
+    new_tokens: int = 64,
+    window: int = 32,
+    **options: Unpack[Options],
+) -> list[Trace]: ...
 @torch.inference_mode()
 def capture(
-    lm: LM,
-    text_or_ids: Any,
+    lm: LM | torch.nn.Module,
+    text_or_ids: OnePrompt | SeveralPrompts,
     new_tokens: int = 64,
     window: int = 32,
     *,

@@ -14,18 +14,21 @@ from functools import cache
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 from kvlab.errors import KvlabError
 from kvlab.inputs import packs
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
 from kvlab.lib.files import why
-from kvlab.traces.run import Plan, capture, check_keep, placed, planned, several
+from kvlab.traces.run import Options, Plan, capture, check_keep, placed, planned, several
 from kvlab.traces.trace import FORMAT, Trace
 
 if TYPE_CHECKING:
+    import torch
+
     from kvlab.inputs.models import LM
+    from kvlab.traces.run import OnePrompt, SeveralPrompts
 
 # What a trace's numbers can depend on besides the weights and the plan; a change of any of these captures anew.
 CODE = (
@@ -51,7 +54,25 @@ def folder() -> Path:
     return packs.home() / "traces"
 
 
-def shared(lm: LM, text_or_ids: Any, *args: Any, **options: Any) -> Trace | list[Trace]:
+@overload
+def shared(
+    lm: LM | torch.nn.Module,
+    text_or_ids: OnePrompt,
+    new_tokens: int = 64,
+    window: int = 32,
+    **options: Unpack[Options],
+) -> Trace: ...
+@overload
+def shared(
+    lm: LM | torch.nn.Module,
+    text_or_ids: SeveralPrompts,
+    new_tokens: int = 64,
+    window: int = 32,
+    **options: Unpack[Options],
+) -> list[Trace]: ...
+def shared(
+    lm: LM | torch.nn.Module, text_or_ids: OnePrompt | SeveralPrompts, *args: Any, **options: Any
+) -> Trace | list[Trace]:
     """`kvlab.capture` with a memory: what the same model was asked to record before is read from disk.
 
     Two calls share a file if they would run and record the same, however they are put: by position or by name, with a
