@@ -8,12 +8,15 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import quote
 
 from kvlab.workbench import project
 from kvlab.workbench.store import database
 
+APP = "kvlab"  # kvlab.workbench.mlflow_app, by its entry point
+TRAINING = "workflowType=machine_learning"  # for a server that is not ours, whose pages open elsewhere
 HOST, PORT = "127.0.0.1", 5000
 # Its background jobs serve language models' traces, and take another gigabyte.
 SETTINGS = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -23,22 +26,16 @@ def address(port: int) -> str:
     return f"http://{HOST}:{port}"
 
 
+def options(uri: str) -> list[str]:
+    """Of `mlflow server`, for a store on this machine."""
+    # An environment that was not made anew since knows no such app.
+    ours = ["--app-name", APP] if entry_points(group="mlflow.app", name=APP) else []
+    return ["server", *ours, "--workers", "1", "--backend-store-uri", uri]
+
+
 def command(uri: str, port: int) -> list[str]:
     """What starts the UI on a store, with SETTINGS in its environment."""
-    return [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        "--workers",
-        "1",
-        "--host",
-        HOST,
-        "--port",
-        str(port),
-        "--backend-store-uri",
-        uri,
-    ]
+    return [sys.executable, "-m", "mlflow", *options(uri), "--host", HOST, "--port", str(port)]
 
 
 def note() -> Path:
@@ -64,9 +61,9 @@ def told(names: Iterable[str]) -> str:
     found = [connection.get_experiment_by_name(name) for name in names]
     ids = [each.experiment_id for each in found if each]
     place = (
-        f"/#/experiments/{ids[0]}/runs"
+        f"/#/experiments/{ids[0]}/runs?{TRAINING}"
         if len(ids) == 1
-        else (f"/#/compare-experiments/s?experiments={quote(json.dumps(ids, separators=(',', ':')))}")
+        else (f"/#/compare-experiments/s?experiments={quote(json.dumps(ids, separators=(',', ':')))}&{TRAINING}")
     )
     if known := running():
         return f"{known}{place}"
@@ -82,7 +79,4 @@ def _typed(uri: str) -> str:
     known = shutil.which("mlflow")
     here = known is not None and Path(known).samefile(beside)
     program = "mlflow" if here else min(os.path.relpath(beside), str(beside), key=len)
-    return (
-        f"MLFLOW_DISABLE_TELEMETRY=true {shlex.quote(program)} server --workers 1 "
-        f"--backend-store-uri {shlex.quote(uri)}"
-    )
+    return f"MLFLOW_DISABLE_TELEMETRY=true {shlex.join([program, *options(uri)])}"

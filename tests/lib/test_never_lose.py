@@ -130,7 +130,10 @@ def check_what_many_processes_wrote():
         number, one = int(run.data.params["number"]), int(run.data.params["one"])
         assert run.info.status == "FINISHED"
         assert run.data.metrics == {f"m{i}": 1000 * number + 100 * one + i for i in range(METRICS)}
-        assert [file.path for file in client.list_artifacts(run.info.run_id, "tables")] == ["tables/rows.parquet"]
+        assert [file.path for file in client.list_artifacts(run.info.run_id, "tables")] == [
+            "tables/rows.json",
+            "tables/rows.parquet",
+        ]
     assert len({(run.data.params["number"], run.data.params["one"]) for run in found}) == WRITERS * RUNS
 
 

@@ -21,6 +21,7 @@ from support.projects import BODY, EXPERIMENT, PARAMETERS, blank_store, cell, ex
 from support.servers import environment, free_port
 
 from kvlab.workbench.jobs import worker
+from kvlab.workbench.store import database
 
 pytestmark = pytest.mark.roundtrip
 
@@ -71,7 +72,7 @@ def outlined(page):
 def pictures():
     """The same trace's pictures, made in this process: of each layer, the static drawings and the live outlines."""
     made: dict = {}
-    exec(TRACE, made)  # noqa: S102
+    exec(TRACE, made)
     explorer = made["explorer"]
     found = []
     for layer in range(LAYERS):
@@ -141,9 +142,9 @@ class Lab:
 
     def stop(self):
         """Ask it to end, and its kernels with it; kill what stays."""
-        if self.process is None:
+        if self.process is None or self.process.poll() is not None:
             return
-        family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        family = psutil.Process(self.process.pid).children(recursive=True)
         os.killpg(self.process.pid, signal.SIGTERM)
         _, left = psutil.wait_procs([*family, psutil.Process(self.process.pid)], timeout=20)
         for one in left:
@@ -380,20 +381,81 @@ def test_the_mlflow_ui_lists_a_sweep_and_its_runs(lab, project, browser):
     command = [sys.executable, "-m", "kvlab", "run", EXPERIMENT, "--jobs", "2"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=600, env=environment())
     assert done.returncode == 0, done.stderr
-    asked = f"{lab.mlflow}/api/2.0/mlflow/experiments/get-by-name?experiment_name={EXPERIMENT}"
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        number = json.load(answer)["experiment"]["experiment_id"]
+    (link,) = re.findall(r"^MLflow UI: (.*)$", done.stdout, re.M)
+    assert link.startswith(lab.mlflow), "the command knows that `make lab` is running"
     with opened(browser, "about:blank") as (page, complaints):
         page.set_default_timeout(SLOW)
         refused = []
         page.on("response", lambda got: refused.append(got.url) if got.status >= 400 else None)
-        page.goto(f"{lab.mlflow}/#/experiments/{number}/runs")
+        page.goto(link)
         names = page.locator("[role=row] a[href*='/runs/']")
-        expect(names).to_have_text([f"{EXPERIMENT} quick"], timeout=SLOW)
+        expect(names).to_have_text(["sweep quick, 2 jobs"], timeout=SLOW)
+        expect(page.get_by_text("A toy.")).to_be_visible()
         parent = page.locator("[role=row]", has=page.locator("a[href*='/runs/']"))
         parent.locator("[col-id='attributes.`Run Name`'] button").click()
         expect(names).to_have_count(3, timeout=SLOW)
-        assert sorted(names.all_inner_texts()) == ["reduction=0.55", "reduction=0.62", f"{EXPERIMENT} quick"]
+        assert sorted(names.all_inner_texts()) == ["reduction=0.55", "reduction=0.62", "sweep quick, 2 jobs"]
+        names.filter(has_text="reduction=0.62").click()
+        page.get_by_role("tab", name="Artifacts").or_(page.get_by_role("link", name="Artifacts")).click()
+        page.get_by_text("tables").click()
+        page.get_by_text("errors.json").click()
+        expect(page.get_by_role("columnheader", name="ratio")).to_be_visible(timeout=SLOW)
+        expect(page.get_by_role("cell", name="0.62")).to_be_visible()
         # MLflow asks itself who is logged in, which a server without accounts does not know.
         assert [url for url in refused if not url.endswith("/users/current")] == []
         assert [said for said in complaints if "Failed to load resource" not in said] == []
+
+
+def test_the_mlflow_ui_opens_on_training_runs_and_asks_for_nothing(lab, project, browser):
+    """In a browser that has never been there: no pages for language models' traces, no assistant, no telemetry."""
+    named = database.client(f"sqlite:///{project / 'mlruns' / 'mlflow.db'}")
+    database.experiment_id(named, "first_sight")
+    with opened(browser, "about:blank") as (page, _):
+        page.set_default_timeout(SLOW)
+        sent = []
+        page.on("request", lambda request: sent.append(request.url))
+        page.goto(lab.mlflow)
+        expect(page.get_by_text("Welcome to MLflow")).to_be_visible(timeout=SLOW)
+        page.get_by_role("link", name="first_sight").click()
+        expect(page.get_by_role("heading", name="Runs")).to_be_visible(timeout=SLOW)
+        for unasked in (
+            "Ask questions about your experiments",
+            "Information about UI telemetry",
+            "Evaluation runs",
+            "Got it",
+        ):
+            expect(page.get_by_text(unasked)).to_have_count(0)
+        assert [url for url in sent if not url.startswith((lab.mlflow, "data:", "blob:"))] == []
+        # Who chooses otherwise is not overruled.
+        page.get_by_text("GenAI", exact=True).click()
+        page.goto(lab.mlflow)
+        page.reload()
+        expect(page.get_by_role("link", name="Prompts")).to_be_visible(timeout=SLOW)
+
+
+def test_the_lab_opens_copies(lab, project):
+    assert "/lab/tree/lab/00_quickstart.ipynb" in (lab.home / "log").read_text()
+    assert (project / "lab" / "toy.ipynb").read_bytes() == (project / "notebooks" / "toy.ipynb").read_bytes()
+
+
+def test_ctrl_c_ends_both_servers_and_make_has_no_error(tmp_path):
+    """As a terminal sends it: to make and all that it started."""
+    (tmp_path / "mlruns").mkdir()
+    (tmp_path / "mlruns" / "mlflow.db").write_bytes(blank_store())
+    notebook(tmp_path / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"))
+    experiment(tmp_path)
+    made = Lab(tmp_path, tmp_path / "jupyter")
+    made.home.mkdir()
+    try:
+        made.start()
+        assert (tmp_path / "mlruns" / ".ui").read_text() == made.mlflow
+        family = psutil.Process(made.process.pid).children(recursive=True)
+        assert len(family) >= 3
+        os.killpg(made.process.pid, signal.SIGINT)
+        made.process.wait(timeout=60)
+        assert psutil.wait_procs(family, timeout=20)[1] == []
+    finally:
+        made.stop()
+    said = (made.home / "log").read_text()
+    assert "***" not in said and "Traceback" not in said
+    assert not (tmp_path / "mlruns" / ".ui").exists()

@@ -47,6 +47,7 @@ def test_a_cluster_keeps_what_this_machine_would_have_kept(project, console, clu
             "figures/curve.png",
             "figures/curve.svg",
             "tables/errors.parquet",
+            "tables/errors.json",
             "claims.json",
         }
     again = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)

@@ -58,6 +58,7 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):  # noqa: F811
         "figures/curve.png",
         "figures/curve.svg",
         "tables/errors.parquet",
+        "tables/errors.json",
         "claims.json",
     }
     page = Path(database.client().download_artifacts(child.info.run_id, "notebook/toy.html")).read_text()

@@ -15,7 +15,7 @@ import pandas
 import psutil
 import pytest
 from matplotlib.figure import Figure
-from support.projects import EXPERIMENT, project  # noqa: F401
+from support.projects import EXPERIMENT, experiment, project  # noqa: F401
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.store import database, earlier, tracking
@@ -86,6 +86,92 @@ def test_tables_and_figures_are_artifacts_in_the_project(run, project):  # noqa:
     pandas.testing.assert_frame_equal(pandas.read_parquet(folder / "tables" / "errors_by_layer.parquet"), frame)
     assert (folder / "figures" / "figure_4.png").read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in (folder / "figures" / "figure_4.svg").read_bytes()
+
+
+def test_a_table_is_shown_by_the_ui_too_and_a_long_one_in_part(run, project):  # noqa: F811
+    run.table("errors", pandas.DataFrame({"layer": [0, 1], "error": [0.1, float("nan")]}))
+    long = pandas.DataFrame({"n": range(tracking.SHOWN + 5)})
+    for _ in range(2):  # as a cell that is run again
+        run.table("long", long)
+    folder = project / "mlruns" / "artifacts" / EXPERIMENT / run.id / "artifacts" / "tables"
+    assert json.loads((folder / "errors.json").read_text()) == {
+        "columns": ["layer", "error"],
+        "data": [[0, 0.1], [1, None]],
+    }
+    first = json.loads((folder / "long_first_1000_rows.json").read_text())["data"]
+    assert first == [[n] for n in range(1000)]
+    assert len(pandas.read_parquet(folder / "long.parquet")) == len(long)
+    assert {path.name for path in folder.iterdir()} == {
+        "errors.json",
+        "errors.parquet",
+        "long.parquet",
+        "long_first_1000_rows.json",
+    }
+    assert json.loads(fetched(run).data.tags["mlflow.loggedArtifacts"]) == [
+        {"path": f"tables/{name}.json", "type": "table"} for name in ("errors", "long_first_1000_rows")
+    ]
+
+
+def test_an_experiment_is_one_of_training_runs_and_says_what_it_is_about(project):  # noqa: F811
+    experiment(project, description="A toy,\n to be looked at.")
+    client = database.client()
+    old = client.create_experiment(EXPERIMENT)  # as kvlab made them before
+    assert database.experiment_id(client, EXPERIMENT) == old
+    tags = client.get_experiment(old).tags
+    assert tags["mlflow.experimentKind"] == "custom_model_development"
+    assert tags["mlflow.note.content"] == "A toy, to be looked at."
+    client.set_experiment_tag(old, "mlflow.note.content", "my own words")
+    database.experiment_id(client, EXPERIMENT)
+    assert client.get_experiment(old).tags["mlflow.note.content"] == "my own words"
+    for name, about in (("eval", "What `kvlab eval` logged"), ("mine", "")):
+        made = client.get_experiment(database.experiment_id(client, name)).tags
+        assert made["mlflow.experimentKind"] == "custom_model_development"
+        assert made.get("mlflow.note.content", "").startswith(about)
+
+
+def test_a_run_by_hand_is_named_by_what_is_not_as_usual(project):  # noqa: F811
+    usual = {"seed": 0, "reduction": 0.6, "boom": False, "names": ["a", "b"], "scale": 0.5}
+    names = [
+        fetched(tracking.start(where, {**usual, **changes})).info.run_name
+        for where, changes in (
+            (EXPERIMENT, {}),
+            (EXPERIMENT, {"scale": 1.0, "names": ["c", "d"]}),
+            ("unknown", {"scale": 1.0}),
+        )
+    ]
+    assert names == ["interactive", "interactive names=c,d scale=1.0", "interactive"]
+
+
+SENT = """
+import os, sys
+{first}
+assert "mlflow" not in sys.modules
+from mlflow.telemetry.utils import is_telemetry_disabled
+assert is_telemetry_disabled() and os.environ["DO_NOT_TRACK"] == "true"
+"""
+
+
+@pytest.mark.parametrize("module", ["tracking", "worker", "places", "driver", "mlflow_app"])
+def test_telemetry_is_off_before_mlflow_is_imported(module):
+    """Of the notebook, the job's process, the cluster's worker, the driver and the server."""
+    code = SENT.format(first=f"import kvlab.workbench.{module}")
+    if module == "mlflow_app":
+        code = code.replace('assert "mlflow" not in sys.modules\n', "")
+    silent = {
+        key: value for key, value in _environment().items() if key not in ("DO_NOT_TRACK", "CI", "PYTEST_CURRENT_TEST")
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=silent)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_outside_the_workbench_imports_mlflow():
+    package = Path(tracking.__file__).parents[1]
+    importing = [
+        path
+        for path in package.rglob("*.py")
+        if "import mlflow" in path.read_text(encoding="utf-8") or "from mlflow" in path.read_text(encoding="utf-8")
+    ]
+    assert importing and {path.parent.name for path in importing} == {"workbench"}
 
 
 def test_claims_are_judged_on_the_runs_metrics_and_kept(run):

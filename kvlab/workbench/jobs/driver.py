@@ -340,7 +340,7 @@ class Sweep:
     def _parent(self, job: Job) -> tracking.Run:
         if job.experiment not in self.parents:
             mine = [one.name for one in self.queue if one.experiment == job.experiment]
-            told = f" {job.name}" if len(mine) == 1 and job.name != job.profile else ""
+            told = f", {len(mine)} jobs" if len(mine) > 1 else f" {job.name}" if job.name != job.profile else ""
             self.parents[job.experiment] = tracking.create_run(
                 self.client,
                 job.experiment,
@@ -350,7 +350,7 @@ class Sweep:
                     "kvlab.profile": job.profile,
                     "mlflow.note.content": self.descriptions[job.experiment],
                 },
-                name=f"{job.experiment} {job.profile}{told}",
+                name=f"sweep {job.profile}{told}",
             )
         return self.parents[job.experiment]
 
