@@ -15,20 +15,20 @@ from kvlab.core.ranking import _PAD, top_positions
 
 
 def query_similarity(queries: Tensor, others: Tensor) -> Tensor:
-    """Cosine between aligned queries, averaged over everything but the last axis (DapQ table 1).
+    """Cosine of each query with the one that it is aligned with (DapQ table 1 shows its mean).
 
     Args:
-        queries, others: equal shapes `[..., tokens, head_dim]`; post-RoPE or pre-RoPE, but both the same.
+        queries, others: equal shapes `[..., head_dim]`; post-RoPE or pre-RoPE, but both the same.
 
     Returns:
-        A scalar in [-1, 1].
+        `[...]` in [-1, 1].
 
     Raises:
         ValueError: shapes differ.
     """
     if queries.shape != others.shape:
         raise ValueError(f"queries to compare must be aligned: {tuple(queries.shape)} against {tuple(others.shape)}")
-    return F.cosine_similarity(queries.float(), others.float(), dim=-1).mean()
+    return F.cosine_similarity(queries.float(), others.float(), dim=-1)
 
 
 def gold_scores(queries: Tensor, keys: Tensor, scaling: float | None = None) -> Tensor:

@@ -316,8 +316,7 @@ class QuerySimilarity(Probe):
         for name, reference, queries in pairs:
             layer = where["layer"]
             true = reference[:, :, now] if layer is None else reference[layer : layer + 1, :, now]
-            cosine = torch.cosine_similarity(queries[:, :, 0].cpu().float(), true.cpu().float(), dim=-1)
-            records.add(name, cosine, axis="head", **where)
+            records.add(name, measures.query_similarity(queries[:, :, 0].cpu(), true.cpu()), axis="head", **where)
 
 
 PROBES = {cls.name: cls for cls in (MassLost, Recall, OutputError, Entropy, Positions, Bytes, Seconds, QuerySimilarity)}

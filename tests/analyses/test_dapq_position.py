@@ -11,8 +11,10 @@ import torch
 from support.dapq import random_traces
 
 from kvlab.analyses.dapq import position as dapq
+from kvlab.analyses.dapq.recall import with_pseudo
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
+from kvlab.methods import policy
 from kvlab.traces.run import prefilled, pseudo_queries
 
 N = 16
@@ -95,6 +97,15 @@ def test_table_1_of_one_more_prompt_goes_by_its_length(lm, traces, table_1):
 def test_pseudo_queries_need_as_many_decoding_queries(lm, trace, analysis):
     with pytest.raises(KvlabError, match=r"25 pseudo-queries need as many decoding queries .* the trace has 24"):
         analysis(lm, trace)
+
+
+def test_a_trace_of_tensors_alone_is_refused(small):
+    lm, (trace, *_) = small
+    bare = replace(trace, ids=None)
+    with pytest.raises(KvlabError, match="this trace has no token ids; capture one"):
+        dapq.table_1(lm, [bare], 8)
+    with pytest.raises(KvlabError, match="this trace has no token ids; capture one"):
+        with_pseudo(lm, bare, [policy("dapq", budget=20, window=8)])
 
 
 # --- figure 2 ---

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -21,6 +20,7 @@ from kvlab.analyses.texts import to_summarise
 from kvlab.core.adapter import StoreCache
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
+from kvlab.instruments import measures
 from kvlab.lib.bootstrap import summarise
 from kvlab.traces import shared
 from kvlab.traces.run import prefilled, pseudo_queries
@@ -77,7 +77,7 @@ def similarities(lm: LM, trace: Trace, cache: StoreCache, ids: Tensor, positions
 
 def _similarity(queries: Tensor, true: Tensor) -> Tensor:
     """`[trials, layers, heads, m, head_dim]`, `[layers, heads, m, head_dim]` -> `[trials, m]`."""
-    return F.cosine_similarity(queries.float(), true.float()[None], dim=-1).mean((1, 2))
+    return measures.query_similarity(queries, true.expand_as(queries)).mean((1, 2))
 
 
 def response(trace: Trace, n: int) -> Tensor:
