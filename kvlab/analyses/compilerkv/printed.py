@@ -7,6 +7,16 @@ import pandas as pd
 from kvlab.analyses.findings import Findings
 
 OURS, WHOLE = "CompilerKV", "FullKV"
+ROUNDING = 0.0051
+"""More than a printed average may differ from its row's because it is rounded."""
+
+AVERAGE_GAP = "printed/average_gap/{method}"
+SMALLEST_LEAD = "printed/smallest_lead"
+BEST_TASK_GAIN = "printed/best_task_gain"
+BEST_TASK_GAIN_OVER_DYNAMICKV = "printed/best_task_gain_over_dynamickv"
+WINS = "printed/wins"
+RECOVERED, RECOVERED_MEAN = "printed/recovered/{model}", "printed/recovered/mean"
+GAIN = "printed/gain/{method}/{table}"
 
 
 def wide(printed: pd.DataFrame) -> pd.DataFrame:
@@ -66,21 +76,45 @@ def checks(printed: pd.DataFrame, smaller: pd.DataFrame) -> Findings:
     """
     both = {"table1": printed, "appendix": smaller}
     findings = Findings(pd.concat([averages(rows).assign(table=name) for name, rows in both.items()]))
-    metrics = findings.metrics
-    for method, rows in averages(printed).groupby("method"):
-        metrics[f"printed/average_gap/{method}"] = float(rows["gap"].abs().max())
+    gaps = averages(printed).pivot(index="method", columns="model", values="gap").abs().max(axis=1)
+    for method, gap in gaps.items():
+        findings.set(AVERAGE_GAP, gap, method=method)
     table = wide(printed).drop(columns="average")
-    ours, others = table.xs(OURS, level="method"), table.drop(index=[OURS, WHOLE], level="method")
-    best = others.groupby(level="model").max().loc[ours.index]
+    rivals = table.drop(index=[OURS, WHOLE], level="method")
+    ours, dynamic = (table.xs(method, level="method") for method in (OURS, "DynamicKV"))
+    best = rivals.groupby(level="model").agg("max").loc[ours.index]
     mean = table.mean(axis=1).unstack("method")
-    metrics["printed/smallest_lead"] = float((mean[OURS] - mean.drop(columns=[OURS, WHOLE]).max(axis=1)).min())
-    metrics["printed/best_task_gain"] = float((ours - best).to_numpy().max())
-    dynamic = others.xs("DynamicKV", level="method")
-    metrics["printed/best_task_gain_over_dynamickv"] = float((ours - dynamic).to_numpy().max())
-    metrics["printed/wins"] = float((ours > best).to_numpy().mean())
-    recovered = mean[OURS] / mean[WHOLE]
-    metrics |= {f"printed/recovered/{model}": float(value) for model, value in recovered.items()}
-    metrics["printed/recovered/mean"] = float(recovered.mean())
+    leads = mean.rsub(mean[OURS], axis=0).drop(columns=[OURS, WHOLE])
+    findings.set(SMALLEST_LEAD, leads.to_numpy().min())
+    findings.set(BEST_TASK_GAIN, (ours - best).to_numpy().max())
+    findings.set(BEST_TASK_GAIN_OVER_DYNAMICKV, (ours - dynamic).to_numpy().max())
+    findings.set(WINS, (ours > best).to_numpy().mean())
+    recovered = mean.div(mean[WHOLE], axis=0).loc[:, OURS]
+    for model, share in recovered.items():
+        findings.set(RECOVERED, share, model=model)
+    findings.set(RECOVERED_MEAN, recovered.mean())
     for name, rows in both.items():
-        metrics |= {f"printed/gain/{method}/{name}": float(value) for method, value in gains(rows).items()}
+        for method, gain in gains(rows).items():
+            findings.set(GAIN, gain, method=method, table=name)
     return findings
+
+
+def wrong_averages(checked: Findings) -> pd.DataFrame:
+    """The rows of `checks` whose printed average differs from the row's own by more than rounding."""
+    return checked.table.query("abs(gap) > @ROUNDING")
+
+
+def in_words(checked: Findings) -> str:
+    """What `checks` found, for a reader: the wrong averages, and the numbers of the text."""
+    lines = [
+        "Printed averages that differ from their rows' by more than rounding:",
+        wrong_averages(checked).round(2).to_string(index=False),
+    ]
+    effects = {
+        "smallest_lead": SMALLEST_LEAD,
+        "best_task_gain": BEST_TASK_GAIN,
+        "best_task_gain_over_dynamickv": BEST_TASK_GAIN_OVER_DYNAMICKV,
+        "wins": WINS,
+        "recovered/mean": RECOVERED_MEAN,
+    }
+    return "\n".join([*lines, *(f"{name:32}{checked.row(effect).value:.3f}" for name, effect in effects.items())])

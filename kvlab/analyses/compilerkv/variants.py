@@ -32,8 +32,8 @@ class Inspected(CompilerKV):
 
     def weights(self, prompt: Prompt) -> Tensor:
         """W, `[layers, heads]`; ones where no table says otherwise (eq. 9)."""
-        found = self._head_weights(prompt)
-        return torch.ones(prompt.n_layers, prompt.queries.shape[1]) if found is None else found
+        weights = self._head_weights(prompt)
+        return torch.ones(prompt.n_layers, prompt.queries.shape[1]) if weights is None else weights
 
 
 class NoHeadTable(CompilerKV):

@@ -1,0 +1,157 @@
+"""CompilerKV, table 2: one part taken away at a time; and from CompilerKV to SnapKV, one change at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from kvlab.analyses.compilerkv.quality import MEASURES, by_document, by_method, sweep
+from kvlab.analyses.compilerkv.variants import ABLATIONS, RawAttention, ladder
+from kvlab.analyses.findings import Findings
+from kvlab.lib.bootstrap import interval
+from kvlab.methods import Policy, policy
+from kvlab.traces.trace import Trace
+
+LOSS = "ablation/{measure}/{part}"
+STORED = "ablation/stored/{part}"
+EQUAL_STORAGE = "equal_storage/{measure}"
+STEP = "steps/{step}/{percent}"
+NORMS_SPARE = "norms_spare/{percent}"
+MODEL_MEAN_SPARES = "model_mean_spares/{percent}"
+ONE_SET_COSTS = "one_set_costs/{percent}"
+AGAINST_SNAPKV = "against_snapkv/{percent}"
+HEADS_WORSE = "heads_worse/{percent}"
+
+
+def ablations(budget: int | float, tables: str | None) -> dict[str, Policy]:
+    """Table 2's rows, and CompilerKV without any gate, which the paper does not print; without tables, those rows alone
+    that need none.
+    """
+    whole = policy("compilerkv", budget=budget, tables=tables)
+    if tables is None:
+        return {"full": whole, "raw_attention": RawAttention(budget=budget)}
+    parts = {name: cls(budget=budget, tables=tables) for name, cls in ABLATIONS.items()}
+    return {"full": whole} | parts | {"no_gate": whole.replace(pad="budget")}
+
+
+def table_2(traces: Sequence[Trace], tables: str | None, share: float) -> Findings:
+    """Table 2: what is lost when one part of CompilerKV is taken away, as a share of what the whole keeps.
+
+    The gate can only leave entries out, so whoever removes it cannot keep less attention; `equal_storage` therefore
+    compares with the same method without a gate whose budget is the mean of what the gated one stored. Without tables
+    only `raw_attention` has something to take away.
+
+    Returns:
+        The table of `sweep`; metrics `ablation/kept/PART`, `ablation/recall/PART` (1 - without / with, positive where
+        the part helps), `ablation/stored/PART` and `ablation/stored/full` (entries); `equal_storage/kept` and
+        `equal_storage/recall` (gated less ungated).
+    """
+    settings = ablations(share, tables)
+    findings = Findings(sweep(traces, list(settings.items())))
+    if tables is not None:
+        entries = findings.table.query("method == 'full'")["stored"].to_numpy().mean()
+        ungated = settings["no_gate"].replace(budget=max(1, round(float(entries))))
+        findings.table = pd.concat([findings.table, sweep(traces, [("equal_storage", ungated)])], ignore_index=True)
+    for measure in MEASURES:
+        values = by_method(findings.table, measure)
+        for part in settings:
+            if part != "full":
+                findings.add(LOSS, 1 - values[part] / values["full"], measure=measure, part=part)
+        if tables is not None:
+            findings.add_difference(EQUAL_STORAGE, values["full"], values["equal_storage"], measure=measure)
+    for part, entries in by_method(findings.table, "stored").items():
+        findings.add(STORED, entries, part=part)
+    return findings
+
+
+def equal_storage_in_words(table_2: Findings) -> str:
+    """What the gate is worth where both sides store the same; nothing without tables."""
+    return "\n".join(
+        f"With the gate less without it, at equal entries stored, {row['measure']}: "
+        f"{row['value']:+.4f} ({row['low']:+.4f} to {row['high']:+.4f})"
+        for row in table_2.frame(EQUAL_STORAGE).to_dict("records")
+    )
+
+
+def steps_to_snapkv(traces: Sequence[Trace], shares: Sequence[float]) -> Findings:
+    """Where one set for each layer loses to a set for each KV head: the way from CompilerKV to SnapKV, step by step.
+
+    All steps store the same entries; there are no tables.
+
+    Args:
+        shares: budgets as parts of the prompt.
+
+    Returns:
+        The table of `sweep`, its methods the steps in order. Metrics, for a share of 7 %: `steps/0/7` .. `steps/6/7`
+        (attention lost); what value norms (eq. 7) and the mean over layers (eq. 6) spare, `norms_spare/7` and
+        `model_mean_spares/7`; `one_set_costs/7`, CompilerKV's loss less that of a set for each KV head, and
+        `against_snapkv/7`, less SnapKV's; `heads_worse/7`, the share of heads that lose more than with SnapKV.
+    """
+    settings = [(name, method) for share in shares for name, method in ladder(share).items()]
+    findings = Findings(sweep(traces, settings))
+    lost = dict((1 - by_document(findings.table, "kept")).items())
+    for share in shares:
+        at = percent(share)
+        steps = [lost[name, share] for name in ladder(share)]
+        for number, losses in enumerate(steps):
+            findings.add(STEP, losses, step=number, percent=at)
+        findings.add_difference(NORMS_SPARE, steps[0], steps[1], percent=at)
+        findings.add_difference(MODEL_MEAN_SPARES, steps[2], steps[0], percent=at)
+        findings.add_difference(ONE_SET_COSTS, steps[1], steps[4], percent=at)
+        findings.add_difference(AGAINST_SNAPKV, steps[1], steps[6], percent=at)
+        findings.set(HEADS_WORSE, (against_snapkv(findings, share) > 0).to_numpy().mean(), percent=at)
+    return findings
+
+
+def percent(share: float) -> int:
+    """A share in whole percent, as metrics are named."""
+    return round(100 * share)
+
+
+def against_snapkv(steps: Findings, share: float) -> pd.DataFrame:
+    """Attention that neutral CompilerKV loses less what SnapKV does, averaged over documents: a row for each layer, a
+    column for each query head.
+    """
+    _, ours, *_, theirs = ladder(share)
+    at = steps.table.query("budget == @share")
+    lost = {
+        name: 1 - at.query("method == @name").pivot_table(index="layer", columns="head", values="kept")
+        for name in (ours, theirs)
+    }
+    return lost[ours] - lost[theirs]
+
+
+def by_layer(steps: Findings, share: float) -> pd.DataFrame:
+    """Attention lost in each layer with CompilerKV's one set, with a set for each KV head, and with SnapKV.
+
+    Returns:
+        method, layer, value, low, high (over documents).
+    """
+    names, rows = list(ladder(share)), []
+    at = steps.table.query("budget == @share")
+    for name in (names[1], names[4], names[6]):
+        kept = at.query("method == @name").pivot_table(index="document", columns="layer", values="kept")
+        for layer, losses in (1 - kept).items():
+            low, high = interval(losses)
+            rows.append({"method": name, "layer": layer, "value": losses.mean(), "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def differences_in_words(steps: Findings) -> str:
+    """The paired differences of `steps_to_snapkv`, share by share."""
+    labels = {
+        NORMS_SPARE: "value norms spare",
+        MODEL_MEAN_SPARES: "the mean over layers spares",
+        ONE_SET_COSTS: "one set for each layer costs",
+        AGAINST_SNAPKV: "CompilerKV loses more than SnapKV by",
+    }
+    rows = [
+        (percent, label, steps.row(effect, percent=percent))
+        for percent in steps.frame(NORMS_SPARE)["percent"]
+        for effect, label in labels.items()
+    ]
+    return "\n".join(
+        f"{percent:3} % of the prompt, {label:38}{row.value:+.3f}   {row.low:+.3f} to {row.high:+.3f}"
+        for percent, label, row in rows
+    )

@@ -1,0 +1,268 @@
+"""CompilerKV, section 4 and appendix B: do learnt tables beat others on text that they were not learnt from?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers.cache_utils import DynamicCache
+
+from kvlab.analyses.compilerkv.tables import visits
+from kvlab.analyses.compilerkv.variants import static_thresholds
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.texts import DOCUMENTS
+from kvlab.compile import Settings
+from kvlab.compile.contexts import Context
+from kvlab.compile.trials import Prefilled, neutral, prefilled
+from kvlab.core import attention, hooks
+from kvlab.errors import KvlabError
+from kvlab.inputs import corpus
+from kvlab.methods.lookup import DecisionTables
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+    from kvlab.methods.compilerkv import CompilerKV
+
+MEAN = "{measure}/{variant}"
+GAIN = "gain/{measure}/{comparison}"
+
+PAIRS = {
+    "over_neutral": ("learnt", "neutral"),
+    "heads_over_neutral": ("heads", "neutral"),
+    "heads_over_shuffled": ("heads", "shuffled heads"),
+    "learnt_over_static": ("learnt", "static"),
+    "learnt_over_shuffled_risk": ("learnt", "shuffled risk"),
+    "equal/over_neutral": ("learnt", "equal neutral"),
+    "equal/gate": ("learnt", "ungated learnt"),
+}
+"""Which kinds of tables a comparison is between: the one that is said to be better comes first."""
+
+GATES = {"equal/learnt_over_static": "static", "equal/learnt_over_shuffled_risk": "shuffled risk"}
+"""Against which other gate the learnt one is set, each less its own ungated twin."""
+
+COMPARED = {
+    "over_neutral": "learnt, over neutral",
+    "heads_over_neutral": "learnt heads, over neutral",
+    "heads_over_shuffled": "learnt heads, over shuffled",
+    "learnt_over_static": "thresholds by risk, over static",
+    "learnt_over_shuffled_risk": "thresholds by risk, over shuffled",
+    "equal/over_neutral": "equal storage: learnt, over neutral",
+    "equal/gate": "equal storage: thresholds, over none",
+    "equal/learnt_over_static": "equal storage: by risk, over static",
+    "equal/learnt_over_shuffled_risk": "equal storage: by risk, over shuffled",
+}
+"""How the paired differences of `held_out` are named in a figure."""
+
+
+def variants(tables: DecisionTables, shuffles: int = 3, seed: int = 0) -> dict[str, DecisionTables]:
+    """The learnt tables, parts of them, and the same numbers in other places.
+
+    `neutral`: neither table; `learnt`: both; `heads`: the weights alone; `static`: the learnt weights, and in each
+    layer the median threshold of the contexts that it was learnt from, for all prompts; `shuffled heads N`: the weights
+    alone, each KV head's at another's place; `shuffled risk N`: both, and in each layer the visited cells' thresholds
+    at each other's places.
+    """
+    heads, risk, seen = np.array(tables.heads), np.array(tables.risk), visits(tables) > 0
+    static = static_thresholds(tables).numpy()
+    made = {
+        "neutral": _with(tables, None, None),
+        "learnt": tables,
+        "heads": _with(tables, heads, None),
+        "static": _with(tables, heads, np.broadcast_to(static[:, None, None], risk.shape)),
+    }
+    rng = np.random.default_rng(seed)
+    # The heads of a group act as one and carry one weight; whole groups change places.
+    group = heads.shape[1] // (tables.model_extra or {})["kv_heads"]
+    for number in range(shuffles):
+        parts = rng.permutation(heads.reshape(-1, group)).reshape(heads.shape)
+        made[f"shuffled heads {number + 1}"] = _with(tables, parts, None)
+    for number in range(shuffles):
+        moved = risk.copy()
+        moved[:, seen] = rng.permuted(risk[:, seen], axis=1)
+        made[f"shuffled risk {number + 1}"] = _with(tables, heads, moved)
+    return made
+
+
+def _with(tables: DecisionTables, heads: np.ndarray | None, risk: np.ndarray | None) -> DecisionTables:
+    return DecisionTables(
+        heads=None if heads is None else heads.tolist(),
+        risk=None if risk is None else risk.tolist(),
+        entropy=tables.entropy,
+        perplexity=tables.perplexity,
+    )
+
+
+def windows(lm: LM, documents: Sequence[str], tokens: int, continuation: int, per_document: int) -> list[Context]:
+    """Windows of held-out texts with what follows each, evenly over each document and none overlapping another."""
+    contexts = []
+    for name in documents:
+        ids = lm.encode(corpus.document(name).text, chat=False)[0].cpu()
+        size = tokens + continuation + 1
+        room = len(ids) - size * per_document
+        if room < 0:
+            corpus.document(name).window(lm, size * per_document)  # says that it is too short
+        starts = [number * size + room * number // max(per_document - 1, 1) for number in range(per_document)]
+        contexts += [
+            Context(f"{name}[{s}:{s + tokens}]", ids[s : s + tokens], ids[s + tokens : s + size]) for s in starts
+        ]
+    return contexts
+
+
+def held_out(
+    lm: LM,
+    tables: Mapping[str, DecisionTables],
+    budget: int,
+    documents: Sequence[str] = DOCUMENTS,
+    tokens: int = 700,
+    continuation: int = 64,
+    per_document: int = 2,
+) -> Findings:
+    """Do learnt tables beat others on text that they were not learnt from?
+
+    Each window is prefilled once; what follows is fed by teacher forcing with each variant's cache. A gate can only
+    leave entries out, so that tables with thresholds store fewer than the budget. Each of them therefore meets its own
+    weights without thresholds at one budget for all windows and layers, the mean of what it stored itself (`ungated
+    VARIANT`); `equal neutral` is neither table at what `learnt` stored. For that mean, the caches of all windows are
+    held at once.
+
+    Returns:
+        Table: window, document, variant, nll_change (nats, against the full cache), mass_lost (share of the
+        continuation's attention that falls on evicted tokens, mean over layers, heads and tokens), entries (stored for
+        each layer and head). Metrics `nll_change/VARIANT`, `mass_lost/VARIANT`, `entries/VARIANT`; paired differences,
+        positive where the learnt tables are better: `gain/MEASURE/over_neutral` (learnt, over neutral),
+        `.../heads_over_neutral`, `.../heads_over_shuffled`, `.../learnt_over_shuffled_risk`, `.../learnt_over_static`,
+        for the measures nll and mass; and at equal storage `.../equal/over_neutral`, `.../equal/gate` (learnt, over the
+        same weights without thresholds), `.../equal/learnt_over_static` and `.../equal/learnt_over_shuffled_risk` (what
+        the learnt gate gains so, less what the other gate gains over its own ungated twin). Shuffles are averaged
+        within a window; intervals are over windows.
+
+    Raises:
+        KvlabError: a document that one of the tables was learnt from.
+    """
+    _apart(tables, documents)
+    settings = Settings(budget=budget, lengths=(tokens,), continuation=continuation)
+    contexts = windows(lm, documents, tokens, continuation, per_document)
+    rows = []
+    with ExitStack() as opened:
+        prefills = [
+            opened.enter_context(prefilled(lm, context, settings))
+            for context in tqdm(contexts, desc="prefill", unit="window", leave=False)
+        ]
+        kept = [
+            {name: prefill.kept(neutral(settings).using(variant)) for name, variant in tables.items()}
+            for prefill in prefills
+        ]
+        for name, policy in _at_equal_storage(tables, kept, settings).items():
+            for prefill, sets in zip(prefills, kept, strict=True):
+                sets[name] = prefill.kept(policy)
+        pairs = list(zip(prefills, kept, strict=True))
+        for prefill, sets in tqdm(pairs, desc="held out", unit="window", leave=False):
+            rows += _of_window(prefill, sets)
+    return _compared(pd.DataFrame(rows))
+
+
+def _apart(tables: Mapping[str, DecisionTables], documents: Sequence[str]) -> None:
+    """Raise KvlabError if tables were learnt from one of these documents; they name theirs as NAME@SHA."""
+    sources = {name for variant in tables.values() for name in (variant.model_extra or {}).get("documents") or []}
+    if seen := {name.rpartition("@")[0] for name in sources} & set(documents):
+        raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: name texts that they have not seen")
+
+
+def _of_window(prefill: Prefilled, sets: Mapping[str, Sequence[Tensor]]) -> list[dict[str, object]]:
+    """The rows of `held_out` of one window; `sets` holds what each variant keeps of it, layer by layer."""
+    losses, full = prefill.losses([list(layers) for layers in sets.values()]), prefill.full_loss()
+    attended, window = continuation_attention(prefill), prefill.context.name
+    rows = []
+    for (variant, layers), loss in zip(sets.items(), losses.tolist(), strict=True):
+        pairs = zip(attended, layers, strict=True)
+        lost = [float(shares.sum() - shares[layer[0, 0]].sum()) for shares, layer in pairs]
+        rows.append(
+            {
+                "window": window,
+                "document": window.partition("[")[0],
+                "variant": variant,
+                "nll_change": loss - full,
+                "mass_lost": float(np.mean(lost)),
+                "entries": _entries(layers),
+            }
+        )
+    return rows
+
+
+def _entries(layers: Sequence[Tensor]) -> float:
+    """Stored for each layer and head, of one selection."""
+    return float(np.mean([layer.shape[-1] for layer in layers]))
+
+
+def _at_equal_storage(
+    tables: Mapping[str, DecisionTables], kept: Sequence[Mapping[str, Sequence[Tensor]]], settings: Settings
+) -> dict[str, CompilerKV]:
+    """The policies without thresholds that store what those with thresholds did, by kind of variant."""
+    ungated = {}
+    for kind in dict.fromkeys(_kind(name) for name, variant in tables.items() if variant.risk is not None):
+        members = [name for name in tables if _kind(name) == kind]
+        mean = round(float(np.mean([_entries(sets[name]) for sets in kept for name in members])))
+        free = neutral(Settings(**settings.model_dump() | {"budget": max(1, mean)}))
+        heads = tables[members[0]].heads
+        ungated[f"ungated {kind}"] = free if heads is None else free.using(DecisionTables(heads=heads, risk=None))
+        if kind == "learnt":
+            ungated["equal neutral"] = free
+    return ungated
+
+
+def _kind(variant: str) -> str:
+    """A variant's name without the number of its shuffle."""
+    return re.sub(r" \d+$", "", variant)
+
+
+def _compared(table: pd.DataFrame) -> Findings:
+    findings = Findings(table)
+    kinds = table.assign(kind=table["variant"].map(_kind))
+    for measure in ("nll_change", "mass_lost", "entries"):
+        for kind, values in kinds.pivot_table(index="window", columns="kind", values=measure).items():
+            findings.add(MEAN, values, measure=measure, variant=str(kind).replace(" ", "_"))
+    for measure, short in (("nll_change", "nll"), ("mass_lost", "mass")):
+        values = dict(kinds.pivot_table(index="window", columns="kind", values=measure).items())
+        for comparison, (ours, other) in PAIRS.items():
+            if {ours, other} <= set(values):
+                findings.add_difference(GAIN, values[other], values[ours], measure=short, comparison=comparison)
+        for comparison, other in GATES.items():
+            if {"ungated learnt", f"ungated {other}"} <= set(values):
+                ours, theirs = (values[f"ungated {gate}"] - values[gate] for gate in ("learnt", other))
+                findings.add_difference(GAIN, ours, theirs, measure=short, comparison=comparison)
+    return findings
+
+
+@torch.inference_mode()
+def continuation_attention(prefill: Prefilled) -> Tensor:
+    """Where a continuation looks in its context under the full cache, averaged over its tokens and each layer's query
+    heads: `[layers, tokens]`; what it pays to itself is missing from a sum of 1.
+    """
+    length, shares = len(prefill.context.ids), {}
+
+    def look(call: hooks.Call) -> Tensor:
+        visible = attention.last_visible(call.queries.shape[2], call.keys.shape[2], call.keys.device)
+        weights = attention.weights(call.queries, call.keys, call.scaling, visible)
+        shares[call.layer] = weights[0, :, :, :length].mean((0, 1)).double().cpu()
+        return call.attend()
+
+    cache = DynamicCache()
+    for layer, prompt in enumerate(prefill.prompts):
+        cache.update(prompt.keys, prompt.values, layer)
+    with hooks.hooked(prefill.lm.model, look, pre_rope=False):
+        ids = prefill.context.continuation[None, :-1].to(prefill.lm.device)
+        prefill.lm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return torch.stack([shares[layer] for layer in range(len(prefill.prompts))])
+
+
+def by_variant(held: Findings) -> pd.DataFrame:
+    """Means over windows of what `held_out` measured: a row for each kind of table."""
+    kinds = held.table.groupby(held.table["variant"].map(_kind), sort=False)
+    return kinds.agg({"nll_change": "mean", "mass_lost": "mean", "entries": "mean"}).round(4)

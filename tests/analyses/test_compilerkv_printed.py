@@ -1,0 +1,126 @@
+"""CompilerKV's printed tables: which of their numbers follow from their rows."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from importlib.resources import files
+
+import pandas
+import pytest
+
+from kvlab import papers
+from kvlab.analyses.compilerkv import printed as compilerkv_printed
+from kvlab.analyses.compilerkv import quality, variants
+
+
+def printed():
+    return papers.figure("compilerkv", "table1"), papers.figure("compilerkv", "appendix_table")
+
+
+def rows_of(name):
+    path = files("kvlab.papers") / "figures" / f"compilerkv_{name}.csv"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    return list(csv.DictReader(lines))
+
+
+@pytest.mark.parametrize(
+    ("name", "methods", "wrong"),
+    [
+        (
+            "table1",
+            8,
+            {
+                (model, "ZigZagKV"): gap
+                for model, gap in [
+                    ("InternLM-2.5-7B-Chat-1M", 0.083),
+                    ("LLaMA-3-8B-Instruct", 0.432),
+                    ("Qwen2-7B-Instruct", 0.469),
+                    ("Mistral-7B-Instruct-v0.2", 0.259),
+                ]
+            },
+        ),
+        (
+            "appendix_table",
+            7,
+            {("LLaMA-3-8B-Instruct", "CompilerKV"): 0.011, ("Mistral-7B-Instruct-v0.2", "CompilerKV"): 0.047},
+        ),
+    ],
+)
+def test_printed_averages_are_those_of_their_rows_but_for_some(name, methods, wrong):
+    """ZigZagKV's averages in table 1, and two of CompilerKV's own in the appendix, are higher than their rows."""
+    scores = {}
+    for row in rows_of(name):
+        scores.setdefault((row["model"], row["method"]), {})[row["task"]] = float(row["score"])
+    assert len(scores) == 4 * methods and all(len(row) == 17 for row in scores.values())
+    for key, row in scores.items():
+        gap = row["average"] - sum(score for task, score in row.items() if task != "average") / 16
+        assert gap == pytest.approx(wrong.get(key, 0.0), abs=1e-3 if key in wrong else 0.0051), key
+
+
+def test_the_full_cache_is_the_same_in_both_tables():
+    """But for InternLM, whose row was typed twice in the paper with small differences."""
+    first, second = (compilerkv_printed.wide(rows).xs("FullKV", level="method") for rows in printed())
+    apart = (first[second.columns].loc[second.index] - second).abs().max(axis=1)
+    assert (apart.drop("InternLM-2.5-7B-Chat-1M") == 0).all() and 0 < apart["InternLM-2.5-7B-Chat-1M"] < 0.1
+
+
+def test_table_2_starts_from_table_1():
+    whole = papers.figure("compilerkv", "table2").set_index("setting").loc["full"]
+    averages = compilerkv_printed.wide(printed()[0])["average"]
+    assert whole.to_dict() == averages.xs("CompilerKV", level="method").to_dict()
+    assert set(papers.figure("compilerkv", "table2")["setting"]) == {"full", *variants.ABLATIONS}
+
+
+def test_paper_values_of_claims_are_those_of_the_tables():
+    gains = compilerkv_printed.gains(printed()[0])
+    lost = compilerkv_printed.parts(papers.figure("compilerkv", "table2"))
+    claims = {claim.id.split(".", 1)[1]: claim for claim in papers.claims(paper="compilerkv")}
+    kinds = {
+        "over": "gain/kept",
+        "filled_over": "gain_filled/kept",
+        "recall_over": "gain/recall",
+        "filled_recall_over": "gain_filled/recall",
+    }
+    for rival, (kind, metric) in itertools.product(quality.RIVALS, kinds.items()):
+        claim = claims[f"table1.{kind}_{rival}"]
+        assert claim.metric == f"{metric}/{rival}"
+        assert claim.paper_value == pytest.approx(gains[quality.LABELS[rival]], abs=5e-5)
+        assert claim.size.value == pytest.approx(claim.paper_value / 2, abs=1e-5)
+    named = {"head_table": "no_head_table", "risk_gating": "static_threshold", "stabilised_utility": "raw_attention"}
+    for (name, part), (kind, measure) in itertools.product(named.items(), {"": "kept", "recall_": "recall"}.items()):
+        claim = claims[f"table2.{kind}{name}"]
+        assert claim.metric == f"ablation/{measure}/{part}"
+        assert claim.paper_value == pytest.approx(lost[part], abs=5e-5)
+        assert claim.size.value == pytest.approx(claim.paper_value / 2, abs=1e-5)
+
+
+def test_checks_on_a_table_worked_by_hand():
+    rows = {
+        "FullKV": (10, 30, 20, 20),
+        "DynamicKV": (9, 20, 7, 12),
+        "H2O": (4, 24, 8, 13),
+        "CompilerKV": (11, 23, 8, 14),
+    }
+    tidy = pandas.DataFrame(
+        [
+            {"model": "m", "method": method, "task": task, "score": float(score)}
+            for method, scores in rows.items()
+            for task, score in zip(("a", "b", "c", "average"), scores, strict=True)
+        ]
+    )
+    metrics = compilerkv_printed.checks(tidy, tidy).metrics
+    assert metrics["printed/average_gap/H2O"] == 1.0 and metrics["printed/average_gap/CompilerKV"] == 0
+    assert metrics["printed/smallest_lead"] == 14 - 12
+    assert metrics["printed/wins"] == pytest.approx(1 / 3), "a tie is no win"
+    assert metrics["printed/best_task_gain"] == 2.0 and metrics["printed/best_task_gain_over_dynamickv"] == 3.0
+    assert metrics["printed/recovered/m"] == metrics["printed/recovered/mean"] == 14 / 20
+    assert metrics["printed/gain/H2O/table1"] == pytest.approx(14 / 13 - 1)
+    assert compilerkv_printed.retained(tidy)["H2O"] == 13 / 20
+
+
+def test_the_paper_s_share_of_a_prompt():
+    lengths = papers.figure("compilerkv", "lengths")
+    assert len(lengths) == 16 and set(lengths["task"]) == {row["task"] for row in rows_of("table1")} - {"average"}
+    assert quality.paper_share(pandas.DataFrame({"length": [512, 1536]})) == 0.5
+    assert quality.paper_share(lengths) == pytest.approx(512 * 16 / 118815)

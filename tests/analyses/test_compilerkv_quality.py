@@ -1,0 +1,147 @@
+"""CompilerKV's budgets, competitors and ablations on small random traces: what is measured, and that it adds up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.compilerkv import (
+    BUDGETS,
+    CELLS,
+    HEADS,
+    LAYERS,
+    PROMPT,
+    SHARE,
+    TRACES,
+    WEIGHTS,
+    analyses,
+    kept,
+    tables,
+    trace,
+    write,
+)
+
+from kvlab import papers
+from kvlab.analyses.compilerkv import ablation, printed, quality, thresholds
+from kvlab.errors import KvlabError
+from kvlab.methods import policy
+
+
+def test_a_sweep_is_the_replays_by_head():
+    settings = [("a", policy("snapkv", budget=64)), ("b", policy("streamingllm", budget=32))]
+    table = quality.sweep(TRACES[:2], settings)
+    assert len(table) == 2 * 2 * LAYERS * HEADS
+    found = quality.replayed(TRACES[1], settings[0][1])
+    rows = table.query("document == 'document 2' and method == 'a'")
+    assert (rows["stored"] == 64).all() and (rows["entries"] == 64).all()
+    lost = rows.pivot(index="layer", columns="head", values="kept")
+    np.testing.assert_allclose(1 - lost, found.mass_lost.mean(-1), atol=1e-6)
+    assert rows["recall"].mean() == pytest.approx(found.summary["recall"], abs=1e-6)
+    assert rows["error"].mean() == pytest.approx(found.summary["output_error"], abs=1e-6)
+    means = quality.by_document(table, "kept")
+    assert list(means.index) == ["document 1", "document 2"] and means["a", 64]["document 2"] == pytest.approx(
+        1 - found.summary["mass_lost"], abs=1e-6
+    )
+
+
+def test_every_claim_s_metric_is_measured():
+    tables = papers.figure("compilerkv", "table1"), papers.figure("compilerkv", "appendix_table")
+    names = set(printed.checks(*tables).metrics)
+    for findings in analyses().values():
+        names |= set(findings.metrics) | {f"{name}/{end}" for name in findings.intervals for end in ("low", "high")}
+    asked = {name for claim in papers.claims(experiment="compilerkv_budgets") for name in claim.metrics}
+    # The largest budget of the claims does not fit the small prompts.
+    assert asked - names <= {"clamped/1024"}
+
+
+def test_figure_2():
+    metrics = analyses()["figure_2"].metrics
+    small, large = (
+        [
+            1 - quality.replayed(one, policy("compilerkv", budget=budget, tables=tables())).summary["mass_lost"]
+            for one in TRACES
+        ]
+        for budget in (64, 256)
+    )
+    drop = np.mean(large) - np.mean(small)
+    assert metrics["drop/compilerkv"] == pytest.approx(drop, abs=1e-6)
+    assert metrics["flatter/snapkv"] == pytest.approx(metrics["drop/snapkv"] - drop, abs=1e-6)
+    lead = metrics["kept/compilerkv/64"] - metrics["kept/snapkv/64"]
+    assert metrics["lead/snapkv/64"] == pytest.approx(lead, abs=1e-9)
+    assert metrics["kept/filled/256"] > metrics["kept/compilerkv/256"], "more entries keep more"
+    lead = metrics["kept/filled/64"] - metrics["kept/h2o/64"]
+    assert metrics["lead_filled/h2o/64"] == pytest.approx(lead, abs=1e-9)
+    drop = (metrics["kept/h2o/256"] - metrics["kept/h2o/64"]) - (metrics["kept/filled/256"] - metrics["kept/filled/64"])
+    assert metrics["flatter_filled/h2o"] == pytest.approx(drop, abs=1e-9)
+    assert metrics["stored/filled/256"] == 256 and metrics["stored/compilerkv/256"] < 256
+    assert metrics["clamped/64"] == 1 > metrics["clamped/256"]
+    curves = analyses()["figure_2"].frame(quality.AT_BUDGET)
+    stored = curves.query("measure == 'stored'")
+    assert set(stored["method"]) == {"compilerkv", "filled", *quality.RIVALS} and len(stored) == 8 * len(BUDGETS)
+    assert set(curves["measure"]) == {"kept", "recall", "stored"} and set(stored["budget"]) == set(BUDGETS)
+    assert (stored["low"] <= stored["value"]).all() and (stored["value"] <= stored["high"]).all()
+
+
+def test_figure_2_needs_the_budgets_of_its_drop():
+    with pytest.raises(KvlabError, match="256 to 64 entries needs both"):
+        quality.figure_2(TRACES[:1], [64, 128])
+
+
+def test_gains_are_ratios_document_by_document():
+    table = quality.by_document(analyses()["table_1"].table, "kept").droplevel("budget", axis=1)
+    gains = [table.loc[name, "compilerkv"] / table.loc[name, "h2o"] - 1 for name in table.index]
+    assert analyses()["table_1"].metrics["gain/kept/h2o"] == pytest.approx(np.mean(gains))
+    low, high = analyses()["table_1"].intervals["gain/kept/h2o"]
+    assert min(gains) <= low <= np.mean(gains) <= high <= max(gains)
+    metrics = analyses()["table_1"].metrics
+    assert metrics["lost/snapkv"] == pytest.approx(1 - metrics["retained/snapkv"])
+
+
+def test_a_gate_never_keeps_more_and_equal_storage_is_equal():
+    metrics = analyses()["table_2"].metrics
+    assert metrics["ablation/kept/no_gate"] < 0 and metrics["ablation/recall/no_gate"] <= 0
+    assert metrics["ablation/stored/equal_storage"] == round(metrics["ablation/stored/full"])
+    assert metrics["ablation/stored/full"] < metrics["ablation/stored/no_gate"] == PROMPT // 2
+
+
+def test_without_tables_only_what_needs_none_is_taken_away():
+    metrics = ablation.table_2(TRACES[:1], None, SHARE).metrics
+    assert {name for name in metrics if "kept" in name} == {"ablation/kept/raw_attention"}
+    without = quality.figure_2(TRACES[:1], (64, 256)).metrics
+    assert "filled" not in quality.methods(64, None) and "flatter/h2o" in without
+    assert not {"clamped/64", "flatter_filled/h2o"} & set(without)
+
+
+def test_steps_are_differences_of_what_is_lost():
+    steps = analyses()["steps"]
+    metrics = steps.metrics
+    assert metrics["one_set_costs/12"] == pytest.approx(metrics["steps/1/12"] - metrics["steps/4/12"])
+    assert metrics["against_snapkv/7"] == pytest.approx(metrics["steps/1/7"] - metrics["steps/6/7"])
+    assert metrics["norms_spare/7"] == pytest.approx(metrics["steps/0/7"] - metrics["steps/1/7"])
+    assert metrics["model_mean_spares/7"] == pytest.approx(metrics["steps/2/7"] - metrics["steps/0/7"])
+    by_head = ablation.against_snapkv(steps, SHARE)
+    assert by_head.shape == (LAYERS, HEADS)
+    assert by_head.to_numpy().mean() == pytest.approx(metrics["against_snapkv/12"])
+    assert metrics["heads_worse/12"] == pytest.approx(np.mean(by_head.to_numpy() > 0))
+
+
+def test_tables_1_and_2_share_their_replays(monkeypatch):
+    """And budgets that are equal as numbers are no less apart: one entry, and the whole prompt."""
+    one = trace(9, "fresh")
+    first = quality.sweep([one], [("a", policy("snapkv", budget=SHARE))])
+    monkeypatch.setattr(quality, "replayed", lambda *_: pytest.fail("replayed again"))
+    again = quality.sweep([one], [("b", policy("snapkv", budget=SHARE))])
+    assert set(again["method"]) == {"b"} and first.drop(columns="method").equals(again.drop(columns="method"))
+    monkeypatch.undo()
+    few, all_of_it = (
+        quality.sweep([one], [("c", policy("streamingllm", budget=budget, sinks=0))]) for budget in (1, 1.0)
+    )
+    assert set(few["stored"]) == {1} and set(all_of_it["stored"]) == {PROMPT}
+
+
+def test_needed_thresholds_let_exactly_the_budget_pass(tmp_path):
+    table = thresholds.admitted(TRACES, tables(), SHARE)
+    assert len(table) == 3 * LAYERS and (table["at_half"] <= table["at_tenth"]).all()
+    needed = table.query("document == 'document 2'")["needed"].to_numpy()
+    path = write(tmp_path, "needed", WEIGHTS, np.broadcast_to((needed * (1 - 1e-6))[:, None, None], (LAYERS, *CELLS)))
+    found = kept(TRACES[1], policy("compilerkv", budget=500, tables=path))
+    assert [len(rows[0]) for rows in found] == [72] * LAYERS
