@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import kvlab
 from kvlab import evaluation
-from kvlab.analyses.tasks import contenders, examples, scores
+from kvlab.analyses.tasks import contenders, examples, gains, scores
 from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
 from kvlab.tasks import Example
@@ -191,7 +191,7 @@ TABLE = pd.DataFrame(
 
 
 def test_gains_are_paired_by_example():
-    found = scores.findings(TABLE)
+    found = gains.findings(TABLE)
     assert found.metrics["gain/needle/dapq_over_snapkv/64"] == pytest.approx(0.0)  # +0.5 and -0.5
     assert found.intervals["gain/needle/dapq_over_snapkv/64"] == pytest.approx((-0.5, 0.5))
     assert found.metrics["gain/qa/dapq_over_snapkv/64"] == pytest.approx((0.4 + 0.8) / 2)
@@ -211,7 +211,7 @@ def test_a_gain_widens_from_the_largest_budget_to_the_smallest():
             ),
         ]
     )
-    found = scores.findings(table)
+    found = gains.findings(table)
     assert found.metrics["widening/qa/dapq_over_snapkv"] == pytest.approx((0.4 - 0.1 + 0.8 - 0.0) / 2)
     assert found.intervals["widening/qa/dapq_over_snapkv"] == pytest.approx((0.3, 0.8))
     assert "widening/needle/dapq_over_snapkv" not in found.metrics  # at one budget only
@@ -236,7 +236,7 @@ def test_variants_are_their_policies_with_one_setting_changed(lm, needle):
 
 
 def test_scores_losses_and_what_is_retained():
-    found = scores.findings(TABLE)
+    found = gains.findings(TABLE)
     assert found.metrics["score/needle/dapq/64"] == 0.5
     assert found.metrics["score/needle/full"] == 1.0
     assert found.metrics["loss/needle/dapq/64"] == pytest.approx((0.9 + 1.7) / 2)
@@ -248,22 +248,28 @@ def test_scores_losses_and_what_is_retained():
 
 
 def test_both_places_of_a_policy_stand_below_one_another():
-    found = scores.question_read_or_not(TABLE)
+    found = gains.question_read_or_not(TABLE)
     assert found["policy"].tolist() == ["snapkv at 64, question read", "snapkv at 64, question held back"]
     assert found["value"].tolist() == pytest.approx([1.5, 3.0])
     assert found[["low", "high"]].to_numpy().tolist() == [[1.5, 1.5], [2.5, 3.5]]
 
 
-def test_differences_that_were_not_measured_are_left_out():
-    found = scores.differences(
-        scores.findings(TABLE), [("DapQ", "qa/dapq_over_snapkv/64"), ("RocketKV", "qa/rocketkv_over_quest/64")]
-    )
-    assert found["label"].tolist() == ["dapq over snapkv, qa, 64"] and found["paper"].tolist() == ["DapQ"]
-    assert found["value"].tolist() == pytest.approx([0.6])
+def test_claimed_gains_that_were_not_measured_are_left_out():
+    found = gains.claimed(gains.findings(TABLE))
+    assert found["label"].tolist() == ["dapq over snapkv, qa, 64", "dapq over h2o, qa, 64"]
+    assert set(found["paper"]) == {"DapQ, tables 2 to 9"}
+    assert found["value"].tolist() == pytest.approx([0.6, 2.3])
+    assert found.loc[0, ["low", "high"]].tolist() == pytest.approx([0.4, 0.8])
 
 
-def test_curves_are_the_metrics_of_one_measure_and_task():
-    found = scores.curves(scores.findings(TABLE), "nll", "qa").set_index("policy")
+def test_every_claimed_gain_is_among_the_pairs_that_are_measured():
+    claimed = {(better, other) for comparisons in gains.CLAIMED.values() for _, better, other, _ in comparisons}
+    assert claimed <= set(gains.PAIRS)
+
+
+def test_levels_are_a_table_by_measure_task_and_policy():
+    levels = gains.findings(TABLE).frame(gains.AT_BUDGET).query("measure == 'nll' and task == 'qa'")
+    found = levels.set_index("policy")
     assert found["value"].to_dict() == pytest.approx({"dapq": 0.7, "snapkv": 1.3, "h2o": 3.0})
     assert found.loc["snapkv", ["low", "high"]].tolist() == pytest.approx([1.0, 1.6])
     assert found["budget"].tolist() == [64, 64, 64]

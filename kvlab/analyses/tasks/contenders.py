@@ -14,7 +14,7 @@ def contender(
     """A policy at a budget; one that has none (the full cache) as it is.
 
     Args:
-        name: of a policy, or of one of `task_variants.VARIANTS`.
+        name: of a policy, or of one of `variants.VARIANTS`.
         heads: head scores for duoattention, a name that it ships with or a file; None takes the first heads.
         tables: decision tables for compilerkv, a name or a file; None takes neutral ones.
         pad: whether compilerkv fills up to its budget ("budget") or not ("none"); None takes its default.
@@ -23,7 +23,7 @@ def contender(
         own = {"tables": tables} if name == "compilerkv_filled" and tables is not None else {}
         return VARIANTS[name](budget=budget, **own)
     own = {"duoattention": {"heads": heads}, "compilerkv": {"tables": tables, "pad": pad}}.get(name, {})
-    given = {key: value for key, value in own.items() if value is not None}
+    given: dict[str, float | str | None] = {key: value for key, value in own.items() if value is not None}
     if "budget" in registry()[name].model_fields:
         given["budget"] = budget
     return policy(name, **given)

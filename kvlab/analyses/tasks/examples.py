@@ -41,35 +41,35 @@ class Item:
 
 def needles(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0) -> list[Item]:
     """One needle of five digits in each document, each at a depth of its own between 0.1 and 0.9."""
-    found = []
+    items = []
     for place, name in enumerate(documents):
         depth = round(0.1 + 0.8 * place / max(1, len(documents) - 1), 2)
-        found += needle_grid(lm, [length], [depth], name, seed + place)
-    return found
+        items += needle_grid(lm, [length], [depth], name, seed + place)
+    return items
 
 
 def needle_grid(
     lm: LM, lengths: Sequence[int], depths: Sequence[float], document: str = DOCUMENTS[0], seed: int = 0
 ) -> list[Item]:
     """One needle for each length and depth (RocketKV's figures 12-14), all in one document."""
-    found = []
+    items = []
     for length, depth in product(lengths, depths):
         (example,) = task("needle", lengths=[length], depths=[depth], document=document, seed=seed).examples(lm)
         example = replace(example, prefix="The secret code is", max_new_tokens=NEW_TOKENS)
-        found.append(Item("needle", document, example, f" {example.answers[0]}"))
-    return found
+        items.append(Item("needle", document, example, f" {example.answers[0]}"))
+    return items
 
 
 def multikey(
     lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0, kind: str = "niah_multikey_1"
 ) -> list[Item]:
     """RULER's needle with three distracting ones of other keys, one example in each document."""
-    found = []
+    items = []
     for place, name in enumerate(documents):
         made = task("ruler", lengths=[length], kinds=[kind], trials=1, document=name, seed=seed + place)
         (example,) = made.examples(lm)
-        found.append(Item("ruler", name, replace(example, max_new_tokens=NEW_TOKENS), f" {example.answers[0]}"))
-    return found
+        items.append(Item("ruler", name, replace(example, max_new_tokens=NEW_TOKENS), f" {example.answers[0]}"))
+    return items
 
 
 def questions(lm: LM, articles: Sequence[str] = ARTICLES, length: int = 1280, seed: int = 0) -> list[Item]:
@@ -87,15 +87,15 @@ def questions(lm: LM, articles: Sequence[str] = ARTICLES, length: int = 1280, se
         asked = [q for q in corpus.questions(name) if _tokens(lm, q.answers[0]) in QUESTION_TOKENS]
         if not asked:
             raise KvlabError(f"{name} has no question with an answer of {QUESTION_TOKENS[0]} to {NEW_TOKENS} tokens")
-        one = draw.choice(asked)
-        context = _paragraphs(lm, name, one.paragraph, length - 100, draw)
+        question = draw.choice(asked)
+        context = _paragraphs(lm, name, question.paragraph, length - 100, draw)
         records.append(
             {
                 "task": "multifieldqa_en",
                 "_id": name,
                 "context": context,
-                "input": one.question,
-                "answers": list(one.answers),
+                "input": question.question,
+                "answers": list(question.answers),
             }
         )
     with tempfile.TemporaryDirectory() as folder:

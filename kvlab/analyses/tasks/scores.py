@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,8 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from kvlab import evaluation
-from kvlab.analyses.findings import Findings
 from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
-from kvlab.lib.bootstrap import summarise
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
 from kvlab.methods import Policy
@@ -38,24 +36,6 @@ from kvlab.methods.full import Full
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
-
-PAIRS = (
-    *(("dapq", other) for other in ("snapkv", "pyramidkv", "h2o", "streamingllm", "snapkv_unpooled")),
-    ("dapq_pooled", "snapkv"),
-    *(
-        (one, other)
-        for one in ("compilerkv", "compilerkv_filled")
-        for other in ("snapkv", "pyramidkv", "h2o", "streamingllm", "zigzagkv", "dynamickv")
-    ),
-    *(("rocketkv", other) for other in ("snapkv", "quest", "sparq", "duoattention", "hybrid", "exact_topk")),
-    *(("hybrid", other) for other in ("quest", "sparq")),
-    *(("exact_topk", other) for other in ("snapkv", "quest", "sparq", "duoattention")),
-    ("zsmerge", "h2o"),
-    ("zsmerge", "snapkv"),
-    ("zsmerge_question", "h2o"),
-    ("morphkv", "snapkv"),
-)
-"""Which policies the papers compare: the one that is said to be better comes first."""
 
 SCORED_FROM = 2
 """The first scored token of an answer: 0 is predicted by the prefill, 1 by the first decoding step."""
@@ -87,16 +67,16 @@ def follow(
     with compress(lm.model, Full(), turns="leave") as together:
         past = together.join(sessions)
         rest = [
-            lm.model(some, past_key_values=past, use_cache=True).logits
-            for some in fed.split(fed.shape[1] if at_once else 1, dim=1)
+            lm.model(ids, past_key_values=past, use_cache=True).logits
+            for ids in fed.split(fed.shape[1] if at_once else 1, dim=1)
         ]
-    found, scored = [], slice(SCORED_FROM - 1, None)
+    results, scored = [], slice(SCORED_FROM - 1, None)
     for logits, first in zip(torch.cat(rest, 1).float(), firsts, strict=True):
         right = logits.argmax(-1) == target
         score = bool(right.all()) and int(first.argmax(-1)) == int(answer[0])
         nll, hits = F.cross_entropy(logits[scored], target[scored]), right[scored].float().mean()
-        found.append((float(nll), float(score), float(hits)))
-    return found
+        results.append((float(nll), float(score), float(hits)))
+    return results
 
 
 @torch.inference_mode()
@@ -122,7 +102,7 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
             "takes to score one that a compressed cache alone has predicted"
         )
     results: dict[tuple[Policy, str], dict[str, Any]] = {}
-    gathered = gather(lm.model, [one for one, _ in wanted])
+    gathered = gather(lm.model, [policy for policy, _ in wanted])
     with gathered:
         out = lm.model(fed.ids[:, : fed.context], use_cache=True, logits_to_keep=1)
     rest = fed.ids[:, fed.context :]
@@ -131,12 +111,12 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
         if at == "prompt" and rest.shape[1]:
             with gathered:
                 out = lm.model(rest, past_key_values=prefilled, use_cache=True, logits_to_keep=1)
-        here = [one for one, where in wanted if where == at]
-        for some, at_once in _batches(here):
+        here = [policy for policy, where in wanted if where == at]
+        for batch, at_once in _batches(here):
             sessions, firsts = [], []
-            for one in some:
+            for policy in batch:
                 with compress(
-                    lm.model, one, turns="leave", tokenizer=lm.tokenizer, max_new_tokens=item.example.max_new_tokens
+                    lm.model, policy, turns="leave", tokenizer=lm.tokenizer, max_new_tokens=item.example.max_new_tokens
                 ) as session:
                     past, first = session.branch(prefilled), out.logits[0, -1]
                     session.end_prompt()
@@ -145,8 +125,8 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
                 sessions.append(session)
                 firsts.append(first)
             followed = follow(lm, sessions, firsts, answer, at_once)
-            for one, session, (nll, score, hits) in zip(some, sessions, followed, strict=True):
-                results[one, at] = {
+            for policy, session, (nll, score, hits) in zip(batch, sessions, followed, strict=True):
+                results[policy, at] = {
                     "nll": nll,
                     "score": score,
                     "hits": hits,
@@ -161,7 +141,7 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
 def _batches(policies: Sequence[Policy]) -> Iterator[tuple[list[Policy], bool]]:
     """Policies that are followed in one batch, and whether they do nothing while decoding."""
     for resting in (True, False):
-        alike = [one for one in policies if one.acts_while_decoding != resting]
+        alike = [policy for policy in policies if policy.acts_while_decoding != resting]
         yield from ((alike[start : start + TOGETHER], resting) for start in range(0, len(alike), TOGETHER))
 
 
@@ -198,30 +178,30 @@ def measure(
             for item in items:
                 keys = {each: _key(lm, item, *each) for each in wanted}
                 missing = [each for each in wanted if keys[each] not in known]
-                for each, found in zip(missing, passes(lm, item, missing) if missing else (), strict=True):
-                    known[keys[each]] = found
+                for each, result in zip(missing, passes(lm, item, missing) if missing else (), strict=True):
+                    known[keys[each]] = result
                     if file is not None:
-                        file.write(json.dumps({"key": keys[each], **found}) + "\n")
+                        file.write(json.dumps({"key": keys[each], **result}) + "\n")
                         file.flush()
                 rows += [_row(item, *each, known[keys[each]]) for each in wanted]
                 bar.update()
     return pd.DataFrame(rows)
 
 
-def _row(item: Item, one: Policy, at: str, found: dict[str, Any]) -> dict[str, Any]:
+def _row(item: Item, policy: Policy, at: str, result: dict[str, Any]) -> dict[str, Any]:
     return {
         "task": item.task,
         "document": item.document,
         "example": item.example.id,
-        "policy": one.name,
-        "budget": getattr(one, "budget", None),
+        "policy": policy.name,
+        "budget": getattr(policy, "budget", None),
         "compress_at": at,
         **item.example.marks,
-        **found,
+        **result,
     }
 
 
-def _key(lm: LM, item: Item, one: Policy, at: str) -> str:
+def _key(lm: LM, item: Item, policy: Policy, at: str) -> str:
     about = [
         lm.signature,
         str(lm.dtype),
@@ -229,7 +209,7 @@ def _key(lm: LM, item: Item, one: Policy, at: str) -> str:
         item.example.prefix,
         item.answer,
         item.example.max_new_tokens,
-        str(one),
+        str(policy),
         at,
         f"scored from {SCORED_FROM}",
     ]
@@ -246,114 +226,3 @@ def _read(path: str | Path | None) -> dict[str, dict[str, Any]]:
         Path(path).write_bytes(whole)
     lines = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
     return {line.pop("key"): line for line in lines}
-
-
-# ---------------------------------------------------------------------------------------------------- what came out
-
-
-def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> Findings:
-    """Scores by task, policy and budget, and the paired differences that the papers claim.
-
-    Metrics, each with its bootstrap interval over examples (compressed at the prompt unless they say otherwise):
-    - `score/TASK/POLICY/BUDGET`, `hits/...`, `nll/...` (nats a token) and `loss/...`, the NLL above the full cache's on
-      the same example; the full cache has no BUDGET;
-    - `retained/TASK/POLICY/BUDGET`: hits as a share of the full cache's, the percentage of full-cache performance;
-    - `gain/TASK/A_over_B/BUDGET`: NLL of B less that of A on the same examples, so that more than 0 speaks for A;
-    - `score_gain/...`, the scores of A less those of B;
-    - `widening/TASK/A_over_B`: the gain at the smallest budget at which both were measured less that at the largest;
-    - `question_aware/TASK/POLICY/BUDGET`: NLL with the question held back less that with the question in the prompt.
-    TASK is a task's name or `all`: every task, each example counting alike, of the policies that met all tasks there.
-    """
-    result = Findings(table)
-    at_prompt = table[table["compress_at"] == "prompt"].assign(example=_names)
-    full = at_prompt[at_prompt["policy"] == "full"].set_index("example")
-    for name, part in [*at_prompt.groupby("task", sort=False), ("all", at_prompt)]:
-        cells = {key: cell.set_index("example") for key, cell in part.groupby(["policy", "budget"], dropna=False)}
-        wanted = set(part["example"])
-        for (one, budget), cell in cells.items():
-            if set(cell.index) != wanted:
-                continue
-            label = f"{name}/{one}" + ("" if pd.isna(budget) else f"/{budget:g}")
-            for measure_name in ("score", "hits", "nll"):
-                result.add(f"{measure_name}/{label}", cell[measure_name])
-            if one != "full":
-                result.add_difference(f"loss/{label}", cell["nll"], full.loc[cell.index, "nll"])
-                if (right := full.loc[cell.index, "hits"].mean()) > 0:
-                    result.add(f"retained/{label}", cell["hits"] / right)
-        for left, right in pairs:
-            by_budget = {}
-            for budget in sorted({budget for one, budget in cells if one == left and not pd.isna(budget)}):
-                a, b = cells.get((left, budget)), cells.get((right, budget))
-                if b is None or set(a.index) != set(b.index) or set(a.index) != wanted:
-                    continue
-                label = f"{name}/{left}_over_{right}/{budget:g}"
-                by_budget[budget] = b["nll"] - a["nll"]
-                result.add(f"gain/{label}", by_budget[budget])
-                result.add_difference(f"score_gain/{label}", a["score"], b["score"])
-            if len(by_budget) > 1:
-                result.add_difference(
-                    f"widening/{name}/{left}_over_{right}", by_budget[min(by_budget)], by_budget[max(by_budget)]
-                )
-    _question_aware(result, table)
-    return result
-
-
-def _names(table: pd.DataFrame) -> pd.Series:
-    """A name for each example that no other has: those of one task over several documents may share an id."""
-    return table["task"] + " " + table["document"] + " " + table["example"]
-
-
-def _question_aware(result: Findings, table: pd.DataFrame) -> None:
-    for (name, one, budget), part in table.groupby(["task", "policy", "budget"], sort=False):
-        sides = {at: side.set_index(_names(side))["nll"] for at, side in part.groupby("compress_at")}
-        if len(sides) == 2:
-            result.add_difference(f"question_aware/{name}/{one}/{budget:g}", sides["context"], sides["prompt"])
-
-
-def curves(found: Findings, measure_name: str, name: str) -> pd.DataFrame:
-    """The metrics `MEASURE/TASK/POLICY/BUDGET` of one measure and task as points: policy, budget, value, low, high."""
-    rows = []
-    for metric, value in found.metrics.items():
-        parts = metric.split("/")
-        if len(parts) == 4 and parts[:2] == [measure_name, name]:
-            low, high = found.intervals[metric]
-            rows.append({"policy": parts[2], "budget": float(parts[3]), "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows, columns=["policy", "budget", "value", "low", "high"])
-
-
-def differences(found: Findings, wanted: Sequence[tuple[str, str]]) -> pd.DataFrame:
-    """Gains to draw below one another: paper, label, value, low, high.
-
-    wanted: a paper's name and `TASK/A_over_B/BUDGET`; what was not measured is left out.
-    """
-    rows = []
-    for paper, name in wanted:
-        metric = f"gain/{name}"
-        if metric in found.metrics:
-            of, pair, budget = name.split("/")
-            low, high = found.intervals[metric]
-            rows.append(
-                {
-                    "paper": paper,
-                    "label": f"{pair.replace('_over_', ' over ')}, {of}, {budget}",
-                    "value": found.metrics[metric],
-                    "low": low,
-                    "high": high,
-                }
-            )
-    return pd.DataFrame(rows, columns=["paper", "label", "value", "low", "high"])
-
-
-def question_read_or_not(table: pd.DataFrame) -> pd.DataFrame:
-    """The NLL of what was compressed both after the prompt and before its question: policy, place, value, low, high.
-
-    `policy` tells both apart: "snapkv at 128, question read" and "snapkv at 128, question held back".
-    """
-    rows = []
-    for (_, one, budget), part in table.groupby(["task", "policy", "budget"], sort=False):
-        if part["compress_at"].nunique() == 2:
-            for at, side in sorted(part.groupby("compress_at"), reverse=True):
-                value, (low, high) = summarise(side["nll"])
-                name = f"{one} at {budget:g}, question {'read' if at == 'prompt' else 'held back'}"
-                rows.append({"policy": name, "place": at, "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows, columns=["policy", "place", "value", "low", "high"])

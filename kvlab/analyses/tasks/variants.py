@@ -65,5 +65,5 @@ class FilledCompilerKV(CompilerKV):
 
 
 VARIANTS: dict[str, type[Policy]] = {
-    one.name: one for one in (UnpooledSnapKV, PooledDapQ, QuestionZSMerge, FilledCompilerKV)
+    variant.name: variant for variant in (UnpooledSnapKV, PooledDapQ, QuestionZSMerge, FilledCompilerKV)
 }
