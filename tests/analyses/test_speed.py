@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 import kvlab
 from kvlab import papers
-from kvlab.analyses.speed import footprint, timings
+from kvlab.analyses.speed import footprint, ratios, timings
+from kvlab.bench import meters
 from kvlab.errors import KvlabError
 from kvlab.live.gather import gather
 
@@ -81,7 +82,7 @@ def test_the_plain_cache_of_a_prefill_goes_on_like_transformers_own(tiny, chosen
 
 def test_what_stays_is_decided_for_each_sequence_of_a_batch(tiny):
     lm, one = tiny(), kvlab.policy("zsmerge", budget=BUDGET)
-    ids, _ = kvlab.bench.timing.meters.prompt(lm, 96, 2)
+    ids, _ = meters.prompt(lm, 96, 2)
     kept = []
     with torch.inference_mode():
         for rows in (ids, ids[:1], ids[1:]):
@@ -116,7 +117,7 @@ def test_what_does_not_fit_is_marked_and_has_no_metric(tiny, chosen, monkeypatch
     table = timings.decoding(tiny(), chosen, [48, 64], steps=1, repeats=2)
     assert table[table["policy"] == "full"]["seconds_per_step"].isna().all()
     assert table[table["policy"] != "full"]["seconds_per_step"].notna().all()
-    found = timings.speed_findings(table)
+    found = ratios.speed_findings(table)
     assert set(found.metrics) == {f"slowdown/{name}" for name in NAMES} | {"gain_over_h2o/zsmerge"}
 
 
@@ -160,7 +161,7 @@ BY_HAND = rows(
 
 
 def test_gains_are_taken_round_by_round():
-    found = timings.speed_findings(BY_HAND)
+    found = ratios.speed_findings(BY_HAND)
     assert found.metrics == pytest.approx(
         {
             "slowdown/full": 1.0,
@@ -183,7 +184,7 @@ def test_gains_are_taken_round_by_round():
 
 
 def test_memory_is_that_of_weights_and_cache():
-    found = timings.memory_findings(BY_HAND, weight_bytes=60_000)
+    found = ratios.memory_findings(BY_HAND, weight_bytes=60_000)
     assert found.metrics == pytest.approx(
         {
             "stored/zsmerge/longest": 0.15,
@@ -208,7 +209,7 @@ def first(times):
 
 
 def test_the_overhead_of_a_first_token_is_that_of_its_round():
-    found = timings.first_token_findings(
+    found = ratios.first_token_findings(
         first(
             {
                 ("full", 10): [1.0, 1.0],
@@ -223,7 +224,7 @@ def test_the_overhead_of_a_first_token_is_that_of_its_round():
 
 
 def test_an_answer_takes_its_first_token_and_its_steps():
-    found = timings.answer_findings(first({("full", 40): [10.0, 20.0], ("zsmerge", 40): [11.0, 21.0]}), BY_HAND)
+    found = ratios.answer_findings(first({("full", 40): [10.0, 20.0], ("zsmerge", 40): [11.0, 21.0]}), BY_HAND)
     # A first token of 15 s and of 16 s; 9 steps more, of 2 and 4 s in the two rounds, and of 1 s in both.
     saved = [1 - (16 + 9) / (15 + 18), 1 - (16 + 9) / (15 + 36)]
     assert found.metrics == pytest.approx({"answer_saved/zsmerge": sum(saved) / 2})
@@ -242,7 +243,7 @@ def test_an_answer_is_that_after_the_longest_prompt_timed_both_ways():
             ("zsmerge", 80): [99.0],
         }
     )
-    found = timings.answer_findings(times, BY_HAND)
+    found = ratios.answer_findings(times, BY_HAND)
     assert set(found.table["length"]) == {10, 40} and set(found.table["policy"]) == {"full", "zsmerge"}
     short = found.table.query("length == 10 and policy == 'zsmerge'")["answer_saved"]
     assert (short < 0).all() and found.metrics["answer_saved/zsmerge"] > 0
@@ -257,8 +258,8 @@ def test_first_tokens_are_timed_by_the_clock(tiny, chosen, monkeypatch):
 
 
 def test_points_are_means_with_intervals():
-    found = timings.speed_findings(BY_HAND)
-    points = timings.points(found.table, "speedup", ("policy", "length", "batch"))
+    found = ratios.speed_findings(BY_HAND)
+    points = ratios.points(found.table, "speedup", ("policy", "length", "batch"))
     row = points.query("policy == 'zsmerge' and length == 40").iloc[0]
     assert (row["mean"], row["low"], row["high"]) == pytest.approx((3.0, 2.0, 4.0)) and len(points) == 8
 
@@ -343,7 +344,7 @@ def test_table_a1_prints_less_than_its_text():
 
 
 def test_the_metrics_that_claims_ask_for_are_there(decoded, tiny):
-    have = set(timings.speed_findings(decoded).metrics) | set(timings.memory_findings(decoded, 1).metrics)
+    have = set(ratios.speed_findings(decoded).metrics) | set(ratios.memory_findings(decoded, 1).metrics)
     have |= {"first_token/compilerkv", "answer_saved/compilerkv"}
     have |= {name.replace("rocketkv", "compilerkv") for name in have}
     for paper, figure, read in (

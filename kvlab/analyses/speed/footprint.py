@@ -35,6 +35,14 @@ A800_BANDWIDTH = 2.039e12
 """Bytes per second that an NVIDIA A800 or A100 of 80 GB (SXM) can read, by its data sheet: the fastest of its kind."""
 A800_BYTES = 80 * GIB
 
+ZSMERGE_MEMORY = "memory/zsmerge/{quantity}"
+WORKLOADS = "{table}/{kind}"
+SAVING_96K = "saving/rocketkv/{budget}/96k"
+SAVING_EQUAL_AT = "saving/rocketkv/{budget}/equal_at"
+TABLE_A1 = "table_a1/{quantity}/{thousands}k"
+SMALLEST_SAVING = "table_a1/smallest_saving"
+GROWTH_OVER_CACHE = "table_a1/growth_over_cache"
+
 
 @functools.cache
 def parameters(model: str) -> int:
@@ -44,8 +52,8 @@ def parameters(model: str) -> int:
 
     shape, changes = SIZES[model]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shapes.config(shape, **changes))
-    return sum(weight.numel() for weight in model.parameters())
+        empty = AutoModelForCausalLM.from_config(shapes.config(shape, **changes))
+    return sum(weight.numel() for weight in empty.parameters())
 
 
 def entry_bytes(model: str, bytes_per_number: int = 2) -> int:
@@ -82,15 +90,17 @@ def zsmerge_memory(printed: pd.DataFrame) -> Findings:
             "zsmerge": (weights + 18 * K * cache) / GIB,
         }
 
-    figures = printed.set_index("quantity")["printed"]
+    figures = dict(zip(printed["quantity"], printed["printed"], strict=True))
     half, single = arithmetic(2), arithmetic(4)
     rows = [
         {"quantity": name, "printed": float(figures[name]), "float16": half[name], "float32": value}
         for name, value in single.items()
     ]
-    metrics = {f"memory/zsmerge/{name}": value for name, value in single.items()}
-    metrics["memory/zsmerge/reduction_54k"] = 1 - single["zsmerge"] / single["full_54k"]
-    return Findings(pd.DataFrame(rows), metrics)
+    findings = Findings(pd.DataFrame(rows))
+    reduction = 1 - single["zsmerge"] / single["full_54k"]
+    for name, value in {**single, "reduction_54k": reduction}.items():
+        findings.set(ZSMERGE_MEMORY, value, quantity=name)
+    return findings
 
 
 def zsmerge_workloads(printed: pd.DataFrame, table: str = "table4") -> Findings:
@@ -108,40 +118,45 @@ def zsmerge_workloads(printed: pd.DataFrame, table: str = "table4") -> Findings:
         `TABLE/above_bound` (rows with more tokens per second than reading the weights allows), and
         `TABLE/contradictions` (rows whose speed and latency differ by more than 5 %).
     """
-    found = printed.copy()
-    names = "llama-2-" + found["model"]
-    sizes = zip(names, found["prompt"] + found["generated"], found["batch"], strict=True)
-    found["gib"] = [predicted(name, tokens, batch) / GIB for name, tokens, batch in sizes]
-    found["fits"] = found["gib"] * GIB <= A800_BYTES
-    found["bound"] = found["batch"] * A800_BANDWIDTH / (2 * names.map(parameters))
-    found["from_latency"] = found["batch"] * found["generated"] / found["latency"]
-    full, ran = found["method"] == "full", found["tokens_per_second"].notna()
-    off = (found["tokens_per_second"] / found["from_latency"]).sub(1).abs() > 0.05
-    counts = {
-        "impossible": full & ran & ~found["fits"],
-        "unexplained": full & ~ran & found["fits"],
-        "above_bound": ran & (found["tokens_per_second"] > found["bound"]),
-        "contradictions": off,
+    rows = printed.copy()
+    names = "llama-2-" + rows["model"]
+    sizes = zip(names, rows["prompt"] + rows["generated"], rows["batch"], strict=True)
+    rows["gib"] = [predicted(name, tokens, batch) / GIB for name, tokens, batch in sizes]
+    rows["fits"] = rows["gib"] * GIB <= A800_BYTES
+    rows["bound"] = rows["batch"] * A800_BANDWIDTH / (2 * names.map(parameters))
+    rows["from_latency"] = rows["batch"] * rows["generated"] / rows["latency"]
+    ran, ratio = rows["tokens_per_second"].notna(), rows["tokens_per_second"] / rows["from_latency"]
+    full = rows["method"] == "full"
+    kinds = {
+        "impossible": full & ran & ~rows["fits"],
+        "unexplained": full & ~ran & rows["fits"],
+        "above_bound": ran & (rows["tokens_per_second"] > rows["bound"]),
+        "contradictions": (ratio - 1).abs() > 0.05,
     }
-    return Findings(found, {f"{table}/{name}": float(rows.sum()) for name, rows in counts.items()})
+    findings = Findings(rows)
+    for kind, there in kinds.items():
+        findings.set(WORKLOADS, there.to_numpy().sum(), table=table, kind=kind)
+    return findings
 
 
 def zsmerge_speedups(printed: pd.DataFrame) -> pd.DataFrame:
     """Figure 3 as printed: tokens, speedup (ZSMerge's tokens/s over the full cache's)."""
     wide = printed.pivot(index="tokens", columns="method", values="tokens_per_second")
-    return (wide["zsmerge"] / wide["full"]).rename("speedup").reset_index()
+    return wide.assign(speedup=wide["zsmerge"] / wide["full"]).reset_index().filter(["tokens", "speedup"])
 
 
 def zsmerge_batches(printed: pd.DataFrame, model: str = "7b") -> pd.DataFrame:
     """Of table 4 the workloads that were printed for several batch sizes and as many generated as prompt tokens:
     method (h2o or zsmerge), prompt, batch, speedup over the full cache.
     """
-    rows = printed[(printed["model"] == model) & (printed["prompt"] == printed["generated"])]
+    rows = printed.query("model == @model and prompt == generated")
     wide = rows.pivot(index=["prompt", "batch"], columns="method", values="tokens_per_second")
-    ratios = wide[["h2o", "zsmerge"]].div(wide["full"], axis="index")
-    long = ratios.stack().rename("speedup").dropna().reset_index()
-    several = long.groupby(["method", "prompt"])["batch"].transform("size") > 1
-    return long[several][["method", "prompt", "batch", "speedup"]].reset_index(drop=True)
+    ratios = wide.filter(["h2o", "zsmerge"]).div(wide["full"], axis="index").reset_index()
+    long = ratios.melt(["prompt", "batch"], var_name="method", value_name="speedup").dropna()
+    several = long.groupby(["method", "prompt"]).filter(lambda batches: len(batches) > 1)
+    # In the order of the printed table: by workload, and the methods beside one another.
+    ordered = several.sort_values(["prompt", "batch", "method"], ignore_index=True)
+    return ordered.reindex(columns=["method", "prompt", "batch", "speedup"])
 
 
 def rocketkv_saving(
@@ -157,7 +172,7 @@ def rocketkv_saving(
         as numbers); metrics `saving/rocketkv/BUDGET/96k` and `saving/rocketkv/BUDGET/equal_at` (the length, in
         tokens, at which the arithmetic gives the printed saving).
     """
-    savings = printed.set_index("budget")["memory_saving"]
+    savings = dict(zip(printed["budget"], printed["memory_saving"], strict=True))
 
     def saving(length: int, budget: int) -> float:
         stored = math.isqrt(length * budget)
@@ -169,12 +184,12 @@ def rocketkv_saving(
         for budget, best in savings.items()
         for length in lengths
     ]
-    metrics = {}
+    findings = Findings(pd.DataFrame(rows))
     for budget, best in savings.items():
-        metrics[f"saving/rocketkv/{budget}/96k"] = saving(96 * K, budget)
+        findings.set(SAVING_96K, saving(96 * K, budget), budget=budget)
         equal = next(length for length in range(K, 256 * K, K) if saving(length, budget) >= best)
-        metrics[f"saving/rocketkv/{budget}/equal_at"] = float(equal)
-    return Findings(pd.DataFrame(rows), metrics)
+        findings.set(SAVING_EQUAL_AT, equal, budget=budget)
+    return findings
 
 
 def compilerkv_table_a1(printed: pd.DataFrame) -> Findings:
@@ -206,13 +221,12 @@ def compilerkv_table_a1(printed: pd.DataFrame) -> Findings:
             "overhead": ours["ttft_s"] / full["ttft_s"] - 1,
         }
     ).reset_index()
-    metrics = {
-        f"table_a1/{name}/{row.input_tokens // K}k": getattr(row, name)
-        for row in table.itertuples()
-        for name in ("memory_saved", "speedup", "latency_saved", "overhead")
-    }
-    metrics["table_a1/smallest_saving"] = float(table["memory_saved"].min())
+    findings = Findings(table)
+    for row in table.to_dict("records"):
+        for name in ("memory_saved", "speedup", "latency_saved", "overhead"):
+            findings.set(TABLE_A1, row[name], quantity=name, thousands=row["input_tokens"] // K)
+    findings.set(SMALLEST_SAVING, min(table["memory_saved"]))
     grown = full["memory_mb"].iloc[-1] - full["memory_mb"].iloc[0]
     entries = table["whole_cache"].iloc[-1] - table["whole_cache"].iloc[0]
-    metrics["table_a1/growth_over_cache"] = float(grown / entries)
-    return Findings(table, metrics)
+    findings.set(GROWTH_OVER_CACHE, grown / entries)
+    return findings

@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
-from kvlab.analyses.findings import Findings
 from kvlab.bench import meters
 from kvlab.errors import KvlabError
 from kvlab.lib import devices
@@ -78,8 +77,8 @@ def _measuring(lm: LM, chosen: dict[str, Policy | None]) -> Iterator[None]:
         torch.set_num_threads(1)
     try:
         ids, _ = meters.prompt(lm, min(64, lm.context_length // 2))
-        for one in chosen.values():
-            with _session(lm, one, 2):
+        for policy in chosen.values():
+            with _session(lm, policy, 2):
                 out = lm.model(ids, use_cache=True, logits_to_keep=1)
                 _steps(lm, out.past_key_values, out.logits[:, -1:].argmax(-1), 2)
         yield
@@ -87,10 +86,10 @@ def _measuring(lm: LM, chosen: dict[str, Policy | None]) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _session(lm: LM, one: Policy | None, steps: int) -> Any:
-    if one is None:
+def _session(lm: LM, policy: Policy | None, steps: int) -> Any:
+    if policy is None:
         return nullcontext()
-    return compress(lm.model, one, tokenizer=lm.tokenizer, max_new_tokens=steps)
+    return compress(lm.model, policy, tokenizer=lm.tokenizer, max_new_tokens=steps)
 
 
 def _steps(lm: LM, cache: Any, token: Tensor, steps: int) -> list[float]:
@@ -154,8 +153,8 @@ def decoding(
     with bar, _measuring(lm, chosen):
         for length, batch in settings:
             taking_part = {
-                name: one
-                for name, one in chosen.items()
+                name: policy
+                for name, policy in chosen.items()
                 if batch == 1 or batched is None or name == FULL or name in batched
             }
             rows += _decode_setting(lm, taking_part, length, batch, steps, repeats)
@@ -169,7 +168,7 @@ def _decode_setting(
     marks = {"length": length, "batch": batch}
     ids, _ = meters.prompt(lm, length, batch)
     try:
-        with gather(lm.model, [one for one in chosen.values() if one is not None]):
+        with gather(lm.model, [policy for policy in chosen.values() if policy is not None]):
             out = lm.model(ids, use_cache=True, logits_to_keep=1)
     except torch.OutOfMemoryError:
         return [marks | {"policy": name, "round": turn} | _nothing() for turn, name in _rounds(chosen, repeats)]
@@ -177,16 +176,18 @@ def _decode_setting(
     rows = []
     for turn, name in _rounds(chosen, repeats):
         try:
-            found = _decode(lm, chosen[name], prefilled, token, steps)
+            measured = _decode(lm, chosen[name], prefilled, token, steps)
         except torch.OutOfMemoryError:
-            found = _nothing()
-        rows.append(marks | {"policy": name, "round": turn} | found)
+            measured = _nothing()
+        rows.append(marks | {"policy": name, "round": turn} | measured)
     return rows
 
 
-def _decode(lm: LM, one: Policy | None, prefilled: LiveCache, token: Tensor, steps: int) -> dict[str, float]:
+def _decode(lm: LM, policy: Policy | None, prefilled: LiveCache, token: Tensor, steps: int) -> dict[str, float]:
     counted = lm.device.type != "cpu" and devices.counts_peak(lm.device)
-    with meters.Peak(lm.device) if counted else nullcontext() as peak, _session(lm, one, steps + 1) as session:
+    with ExitStack() as opened:
+        peak = opened.enter_context(meters.Peak(lm.device)) if counted else None
+        session = opened.enter_context(_session(lm, policy, steps + 1))
         cache = plain_cache(prefilled) if session is None else session.branch(prefilled)
         first, *times = _steps(lm, cache, token, 1 + steps)
         held = meters.stored(cache, session)
@@ -196,7 +197,7 @@ def _decode(lm: LM, one: Policy | None, prefilled: LiveCache, token: Tensor, ste
         "kv_bytes": held["kv_bytes"],
         "aux_bytes": held["aux_bytes"],
         "read_bytes": held["read_bytes"],
-        "peak_bytes": peak.bytes if counted else math.nan,
+        "peak_bytes": math.nan if peak is None else peak.bytes,
     }
 
 
@@ -239,138 +240,11 @@ def first_tokens(lm: LM, chosen: dict[str, Policy | None], lengths: Sequence[int
     return pd.DataFrame(rows)
 
 
-def _first_token(lm: LM, one: Policy | None, ids: Tensor) -> tuple[float, float]:
-    with _session(lm, one, 1):
+def _first_token(lm: LM, policy: Policy | None, ids: Tensor) -> tuple[float, float]:
+    with _session(lm, policy, 1):
         start = clock(lm.device)
         out = lm.model(ids, use_cache=True, logits_to_keep=1)
         token = out.logits[:, -1:].argmax(-1)
         prompt_seconds = clock(lm.device) - start
         (step,) = _steps(lm, out.past_key_values, token, 1)
     return prompt_seconds, step
-
-
-# ---------------------------------------------------------------------------------------------- what it comes to
-
-
-def speed_findings(decoded: pd.DataFrame) -> Findings:
-    """Ratios to the full cache, round by round, with intervals over the rounds.
-
-    Returns:
-        `decoded` with tokens_per_second and speedup (against the full cache in the same round); metrics for every
-        policy: `gain/POLICY/shortest`, `gain/POLICY/longest` (speedup - 1 after that prompt) and `gain_growth/POLICY`
-        (longest minus shortest); `slowdown/POLICY` (seconds of a step after the longest prompt over those after the
-        shortest, - 1; `full` included); where several batch sizes were measured `gain/POLICY/largest_batch` and
-        `batch_gain/POLICY` (largest batch minus batch 1); and `gain_over_h2o/zsmerge` at the longest prompt. What did
-        not fit into memory has no metric.
-    """
-    table = decoded.copy()
-    table["tokens_per_second"] = table["batch"] / table["seconds_per_step"]
-    keys = ["length", "batch", "round"]
-    base = table[table["policy"] == FULL].set_index(keys)["seconds_per_step"]
-    table["speedup"] = base.reindex(pd.MultiIndex.from_frame(table[keys])).to_numpy() / table["seconds_per_step"]
-    findings = Findings(table)
-    seconds, speedups = (
-        table.pivot(index="round", columns=["policy", "length", "batch"], values=value)
-        for value in ("seconds_per_step", "speedup")
-    )
-    shortest, longest, largest = table["length"].min(), table["length"].max(), table["batch"].max()
-    for name in table["policy"].unique():
-        _add(findings, f"slowdown/{name}", seconds[name, longest, 1] / seconds[name, shortest, 1] - 1)
-        if name == FULL:
-            continue
-        short, long = speedups[name, shortest, 1] - 1, speedups[name, longest, 1] - 1
-        _add(findings, f"gain/{name}/shortest", short)
-        _add(findings, f"gain/{name}/longest", long)
-        _add(findings, f"gain_growth/{name}", long - short)
-        if largest > 1 and (name, shortest, largest) in speedups:
-            many = speedups[name, shortest, largest] - 1
-            _add(findings, f"gain/{name}/largest_batch", many)
-            _add(findings, f"batch_gain/{name}", many - short)
-    if {"h2o", "zsmerge"} <= set(table["policy"]):
-        ratio = seconds["h2o", longest, 1] / seconds["zsmerge", longest, 1]
-        _add(findings, "gain_over_h2o/zsmerge", ratio - 1)
-    return findings
-
-
-def _add(findings: Findings, name: str, values: pd.Series) -> None:
-    if values.notna().all():
-        findings.add(name, values)
-
-
-def memory_findings(decoded: pd.DataFrame, weight_bytes: int) -> Findings:
-    """What is held while decoding, exact: one row for each length, batch and policy. Activations are left out.
-
-    Returns:
-        Table with columns length, batch, policy, stored_bytes (keys, values and what the policy keeps beside them),
-        share (of the full cache's), total_bytes (with the weights), saving (1 - total / the full cache's total);
-        metrics `stored/POLICY/longest` (the share) and `memory_saving/POLICY/longest`.
-    """
-    table = decoded.groupby(["length", "batch", "policy"], sort=False)[["kv_bytes", "aux_bytes"]].max().reset_index()
-    table["stored_bytes"] = table.pop("kv_bytes") + table.pop("aux_bytes")
-    table["total_bytes"] = table["stored_bytes"] + weight_bytes
-    full = table[table["policy"] == FULL].set_index(["length", "batch"])
-    same = full.reindex(pd.MultiIndex.from_frame(table[["length", "batch"]]))
-    table["share"] = table["stored_bytes"] / same["stored_bytes"].to_numpy()
-    table["saving"] = 1 - table["total_bytes"] / same["total_bytes"].to_numpy()
-    longest = table[(table["length"] == table["length"].max()) & (table["batch"] == 1) & (table["policy"] != FULL)]
-    metrics = {}
-    for row in longest.dropna().itertuples():
-        metrics[f"stored/{row.policy}/longest"] = float(row.share)
-        metrics[f"memory_saving/{row.policy}/longest"] = float(row.saving)
-    return Findings(table, metrics)
-
-
-def first_token_findings(first: pd.DataFrame) -> Findings:
-    """Overhead of the first token against the full cache in the same round.
-
-    Returns:
-        `first` with overhead (seconds / the full cache's - 1); metrics at its longest length `first_token/POLICY`.
-    """
-    table = first.copy()
-    base = table[table["policy"] == FULL].set_index(["length", "round"])
-    same = base.reindex(pd.MultiIndex.from_frame(table[["length", "round"]]))
-    table["overhead"] = table["seconds"] / same["seconds"].to_numpy() - 1
-    findings = Findings(table)
-    longest = table[(table["length"] == table["length"].max()) & (table["policy"] != FULL)]
-    for name, part in longest.groupby("policy", sort=False):
-        _add(findings, f"first_token/{name}", part["overhead"])
-    return findings
-
-
-def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 0.25) -> Findings:
-    """Time of a whole answer, against the full cache's in the same round of decoding.
-
-    A first token (the mean over its rounds, of which few will do) and the steps after it, which take most of the time.
-
-    Args:
-        first: of `first_tokens`.
-        decoded: of `decoding`.
-        answer: tokens of the answer as a share of the prompt's (CompilerKV, table A1: a quarter).
-
-    Returns:
-        One row for each length and policy of both, and each round of decoding: first_token, step, answer_seconds and
-        answer_saved (1 - answer_seconds / the full cache's); metrics at the longest length `answer_saved/POLICY`.
-    """
-    start = first.groupby(["length", "policy"])["seconds"].mean().rename("first_token").reset_index()
-    steps = decoded[decoded["batch"] == 1].rename(columns={"seconds_per_step": "step"})
-    table = steps[["length", "policy", "round", "step"]].merge(start, on=["length", "policy"])
-    table["answer_seconds"] = table["first_token"] + table["step"] * (answer * table["length"] - 1)
-    base = table[table["policy"] == FULL].set_index(["length", "round"])["answer_seconds"]
-    same = base.reindex(pd.MultiIndex.from_frame(table[["length", "round"]])).to_numpy()
-    table["answer_saved"] = 1 - table["answer_seconds"] / same
-    findings = Findings(table)
-    longest = table[(table["length"] == table["length"].max()) & (table["policy"] != FULL)]
-    for name, part in longest.groupby("policy", sort=False):
-        _add(findings, f"answer_saved/{name}", part["answer_saved"])
-    return findings
-
-
-def points(table: pd.DataFrame, value: str, by: Sequence[str] = ("policy", "length")) -> pd.DataFrame:
-    """The mean of `value` with its interval over rounds, as points to draw: the columns of `by`, mean, low, high."""
-    from kvlab.lib.bootstrap import summarise
-
-    rows = []
-    for key, part in table.dropna(subset=[value]).groupby(list(by), sort=False):
-        mean, (low, high) = summarise(part[value])
-        rows.append(dict(zip(by, key, strict=True)) | {"mean": mean, "low": low, "high": high})
-    return pd.DataFrame(rows)

@@ -1,0 +1,157 @@
+"""What timings come to: ratios to the full cache, round by round, and the bytes that are held."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import pandas as pd
+
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.speed.timings import FULL
+from kvlab.lib.bootstrap import summarise
+
+GAIN = "gain/{policy}/{where}"
+GAIN_GROWTH = "gain_growth/{policy}"
+BATCH_GAIN = "batch_gain/{policy}"
+GAIN_OVER_H2O = "gain_over_h2o/{policy}"
+SLOWDOWN = "slowdown/{policy}"
+STORED = "stored/{policy}/longest"
+MEMORY_SAVING = "memory_saving/{policy}/longest"
+FIRST_TOKEN = "first_token/{policy}"
+ANSWER_SAVED = "answer_saved/{policy}"
+
+
+def speed_findings(decoded: pd.DataFrame) -> Findings:
+    """Ratios to the full cache, round by round, with intervals over the rounds.
+
+    Args:
+        decoded: of `timings.decoding`.
+
+    Returns:
+        `decoded` with tokens_per_second and speedup (against the full cache in the same round); metrics for every
+        policy: `gain/POLICY/shortest`, `gain/POLICY/longest` (speedup - 1 after that prompt) and `gain_growth/POLICY`
+        (longest minus shortest); `slowdown/POLICY` (seconds of a step after the longest prompt over those after the
+        shortest, - 1; `full` included); where several batch sizes were measured `gain/POLICY/largest_batch` and
+        `batch_gain/POLICY` (largest batch minus batch 1); and `gain_over_h2o/zsmerge` at the longest prompt. What did
+        not fit into memory has no metric.
+    """
+    table = decoded.assign(tokens_per_second=decoded["batch"] / decoded["seconds_per_step"])
+    full = _of_the_full_cache(table, ["length", "batch", "round"], "seconds_per_step")
+    table["speedup"] = full / table["seconds_per_step"]
+    findings = Findings(table)
+    seconds, speedups = (
+        dict(table.pivot(index="round", columns=["policy", "length", "batch"], values=value).items())
+        for value in ("seconds_per_step", "speedup")
+    )
+    lengths, largest = table["length"].unique(), max(table["batch"])
+    shortest, longest = min(lengths), max(lengths)
+    policies = table["policy"].unique()
+    for name in policies:
+        _add(findings, SLOWDOWN, seconds[name, longest, 1] / seconds[name, shortest, 1] - 1, policy=name)
+        if name == FULL:
+            continue
+        short, long = speedups[name, shortest, 1] - 1, speedups[name, longest, 1] - 1
+        _add(findings, GAIN, short, policy=name, where="shortest")
+        _add(findings, GAIN, long, policy=name, where="longest")
+        _add(findings, GAIN_GROWTH, long - short, policy=name)
+        if largest > 1 and (name, shortest, largest) in speedups:
+            many = speedups[name, shortest, largest] - 1
+            _add(findings, GAIN, many, policy=name, where="largest_batch")
+            _add(findings, BATCH_GAIN, many - short, policy=name)
+    if {"h2o", "zsmerge"} <= set(policies):
+        ratio = seconds["h2o", longest, 1] / seconds["zsmerge", longest, 1]
+        _add(findings, GAIN_OVER_H2O, ratio - 1, policy="zsmerge")
+    return findings
+
+
+def _of_the_full_cache(table: pd.DataFrame, keys: list[str], value: str) -> pd.Series:
+    """For each row of a table, what the full cache has in its row with the same keys; missing where there is none."""
+    full = table.query("policy == @FULL").set_index(keys)[value]
+    return pd.Series(full.reindex(pd.MultiIndex.from_frame(table.filter(keys))).to_numpy(), table.index)
+
+
+def _add(findings: Findings, effect: str, values: pd.Series, **keys: Hashable) -> None:
+    """A ratio in each round, unless something of it did not fit into memory."""
+    if values.notna().all():
+        findings.add(effect, values, **keys)
+
+
+def memory_findings(decoded: pd.DataFrame, weight_bytes: int) -> Findings:
+    """What is held while decoding, exact: one row for each length, batch and policy. Activations are left out.
+
+    Args:
+        decoded: of `timings.decoding`.
+
+    Returns:
+        Table with columns length, batch, policy, stored_bytes (keys, values and what the policy keeps beside them),
+        share (of the full cache's), total_bytes (with the weights), saving (1 - total / the full cache's total);
+        metrics `stored/POLICY/longest` (the share) and `memory_saving/POLICY/longest`.
+    """
+    settings = decoded.groupby(["length", "batch", "policy"], sort=False)
+    table = settings.agg({"kv_bytes": "max", "aux_bytes": "max"}).reset_index()
+    table["stored_bytes"] = table.pop("kv_bytes") + table.pop("aux_bytes")
+    table["total_bytes"] = table["stored_bytes"] + weight_bytes
+    table["share"] = table["stored_bytes"] / _of_the_full_cache(table, ["length", "batch"], "stored_bytes")
+    table["saving"] = 1 - table["total_bytes"] / _of_the_full_cache(table, ["length", "batch"], "total_bytes")
+    findings = Findings(table)
+    longest = table.query("length == length.max() and batch == 1 and policy != @FULL").dropna()
+    for row in longest.to_dict("records"):
+        findings.set(STORED, row["share"], policy=row["policy"])
+        findings.set(MEMORY_SAVING, row["saving"], policy=row["policy"])
+    return findings
+
+
+def first_token_findings(first: pd.DataFrame) -> Findings:
+    """Overhead of the first token against the full cache in the same round.
+
+    Args:
+        first: of `timings.first_tokens`.
+
+    Returns:
+        `first` with overhead (seconds / the full cache's - 1); metrics at its longest length `first_token/POLICY`.
+    """
+    full = _of_the_full_cache(first, ["length", "round"], "seconds")
+    findings = Findings(first.assign(overhead=first["seconds"] / full - 1))
+    _add_longest(findings, FIRST_TOKEN, "overhead")
+    return findings
+
+
+def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 0.25) -> Findings:
+    """Time of a whole answer, against the full cache's in the same round of decoding.
+
+    A first token (the mean over its rounds, of which few will do) and the steps after it, which take most of the time.
+
+    Args:
+        first: of `timings.first_tokens`.
+        decoded: of `timings.decoding`.
+        answer: tokens of the answer as a share of the prompt's (CompilerKV, table A1: a quarter).
+
+    Returns:
+        One row for each length and policy of both, and each round of decoding: first_token, step, answer_seconds and
+        answer_saved (1 - answer_seconds / the full cache's); metrics at the longest length `answer_saved/POLICY`.
+    """
+    start = first.groupby(["length", "policy"]).agg(first_token=("seconds", "mean")).reset_index()
+    steps = decoded.query("batch == 1").rename(columns={"seconds_per_step": "step"})
+    table = steps.filter(["length", "policy", "round", "step"]).merge(start, on=["length", "policy"])
+    table["answer_seconds"] = table["first_token"] + table["step"] * (answer * table["length"] - 1)
+    full = _of_the_full_cache(table, ["length", "round"], "answer_seconds")
+    findings = Findings(table.assign(answer_saved=1 - table["answer_seconds"] / full))
+    _add_longest(findings, ANSWER_SAVED, "answer_saved")
+    return findings
+
+
+def _add_longest(findings: Findings, effect: str, column: str) -> None:
+    """The ratio in `column` at the longest length, policy by policy."""
+    longest = findings.table.query("length == length.max() and policy != @FULL")
+    for name, rounds in longest.groupby("policy", sort=False):
+        _add(findings, effect, rounds.loc[:, column], policy=name)
+
+
+def points(table: pd.DataFrame, value: str, by: Sequence[str] = ("policy", "length")) -> pd.DataFrame:
+    """The mean of `value` with its interval over rounds, as points to draw: the columns of `by`, mean, low, high."""
+    keys, rows = list(by), []
+    known = table.dropna(subset=[value])
+    for _, part in known.groupby(keys, sort=False):
+        mean, (low, high) = summarise(part[value])
+        rows.append([*part.loc[:, keys].iloc[0], mean, low, high])
+    return pd.DataFrame(rows, columns=[*keys, "mean", "low", "high"])
