@@ -59,17 +59,19 @@ def test_what_is_no_curve_is_refused(size, values, at):
 
 @given(st.lists(st.tuples(st.integers(1, 7), st.integers(0, 6)), max_size=12))
 def test_the_front_is_what_nothing_beats(points):
-    size, loss = [p[0] for p in points], [p[1] for p in points]
     beaten = [
-        any(s <= size[i] and l <= loss[i] and (s < size[i] or l < loss[i]) for s, l in zip(size, loss, strict=True))
-        for i in range(len(points))
+        any(other <= size and less <= loss and (other < size or less < loss) for other, less in points)
+        for size, loss in points
     ]
-    assert equal_bytes.front(size, loss) == [not b for b in beaten]
+    assert equal_bytes.front([p[0] for p in points], [p[1] for p in points]) == [not b for b in beaten]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), max_size=12))
 def test_a_slack_forgives_a_little_more_size(points):
-    beaten = [any(l < loss and s <= 1.5 * size or l == loss and s < size for s, l in points) for size, loss in points]
+    beaten = [
+        any((less < loss and other <= 1.5 * size) or (less == loss and other < size) for other, less in points)
+        for size, loss in points
+    ]
     assert equal_bytes.front([p[0] for p in points], [p[1] for p in points], slack=0.5) == [not b for b in beaten]
 
 

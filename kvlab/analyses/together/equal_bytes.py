@@ -37,6 +37,9 @@ VERBS = {"stored": "stores", "read": "reads"}
 ORACLE = "exact_topk"
 """Stands on no front, since it has to score every key to know which few to read."""
 
+AT_EQUAL = "{side}/{share:g}/{policy}/{measure}"
+NEEDLE = "needle/{policy}"
+
 FAMILIES = {
     "reference": ("full", "random"),
     "recent tokens, or layers' and heads' shares": ("streamingllm", "lacache", "duoattention"),
@@ -79,13 +82,13 @@ def measure(
         warnings.simplefilter("ignore", UserWarning)
         for trace in traces:
             whole = Replay(trace, policy("full")).summary["stored_bytes"]
-            for one in every:
+            for contender in every:
                 rows.append(
                     {
                         "document": trace.document,
-                        "policy": one.name,
-                        "budget": getattr(one, "budget", None),
-                        **Replay(trace, one).summary,
+                        "policy": contender.name,
+                        "budget": getattr(contender, "budget", None),
+                        **Replay(trace, contender).summary,
                         "full_bytes": whole,
                     }
                 )
@@ -119,7 +122,7 @@ def interpolate(size: Sequence[float], values: Sequence[float], at: float, verb:
     """
     if len(size) != len(values) or not len(size) or min(size) <= 0 or at <= 0:
         raise KvlabError("a curve needs as many values as sizes, at least one, and sizes above zero")
-    logs, wanted = [math.log(one) for one in size], math.log(at)
+    logs, wanted = [math.log(each) for each in size], math.log(at)
     # From the last point back, each with the part of the curve before it.
     for i in reversed(range(len(logs))):
         if math.isclose(logs[i], wanted, abs_tol=1e-9):
@@ -154,14 +157,14 @@ def at_equal(table: pd.DataFrame, side: str, share: float) -> pd.DataFrame:
     rows = []
     for name, curve in table.groupby("policy", sort=False):
         for quality in QUALITY:
-            found = {}
+            readings = {}
             for document, part in curve.groupby("document", sort=False):
                 whole = part["full_bytes"].iloc[0]
                 part = part.sort_values("budget")
-                found[document] = interpolate(
+                readings[document] = interpolate(
                     part[SIDES[side]].tolist(), part[quality].tolist(), share * whole, VERBS[side]
                 )
-            reason = next((reading.reason for reading in found.values() if reading.value is None), "")
+            reason = next((reading.reason for reading in readings.values() if reading.value is None), "")
             rows += [
                 {
                     "policy": name,
@@ -170,7 +173,7 @@ def at_equal(table: pd.DataFrame, side: str, share: float) -> pd.DataFrame:
                     "value": math.nan if reason else reading.value,
                     "reason": reason,
                 }
-                for document, reading in found.items()
+                for document, reading in readings.items()
             ]
     return pd.DataFrame(rows)
 
@@ -180,10 +183,10 @@ def ranks(equal: pd.DataFrame) -> pd.DataFrame:
 
     Policies that have no value there take no part.
     """
-    found = equal.dropna(subset="value").copy()
-    signed = found["value"].where(found["measure"].isin(BETTER_LOW), -found["value"])
-    found["rank"] = signed.groupby([found["measure"], found["document"]]).rank(method="average")
-    return found[["policy", "measure", "document", "rank"]].reset_index(drop=True)
+    known = equal.dropna(subset="value").reset_index(drop=True)
+    signed = known["value"].where(known["measure"].isin(BETTER_LOW), -known["value"])
+    places = signed.groupby([known["measure"], known["document"]]).rank(method="average")
+    return known.assign(rank=places).filter(["policy", "measure", "document", "rank"])
 
 
 def summary(equal: pd.DataFrame, by: str = "output_error") -> pd.DataFrame:
@@ -192,20 +195,26 @@ def summary(equal: pd.DataFrame, by: str = "output_error") -> pd.DataFrame:
     Columns: policy; for each measure MEASURE, MEASURE_low, MEASURE_high over documents; rank, rank_low and rank_high by
     the measure `by`; reason.
     """
-    places = ranks(equal).query("measure == @by").groupby("policy")["rank"]
+    places = ranks(equal).query("measure == @by")
     rows = []
     for name, part in equal.groupby("policy", sort=False):
-        row: dict[str, object] = {"policy": name}
-        for quality, values in part.groupby("measure", sort=False)["value"]:
-            value, (low, high) = (math.nan, (math.nan, math.nan)) if values.isna().any() else summarise(values)
-            row |= {quality: value, f"{quality}_low": low, f"{quality}_high": high}
-        place, (low, high) = (
-            summarise(places.get_group(name)) if name in places.groups else (math.nan, (math.nan, math.nan))
-        )
-        rows.append(row | {"rank": place, "rank_low": low, "rank_high": high, "reason": part["reason"].iloc[0]})
+        columns = {quality: part.query("measure == @quality")["value"].to_numpy() for quality in part["measure"].unique()}
+        columns["rank"] = places.query("policy == @name")["rank"].to_numpy()
+        row = {"policy": name}
+        for column, values in columns.items():
+            value, (low, high) = _summary(values)
+            row |= {column: value, f"{column}_low": low, f"{column}_high": high}
+        rows.append(row | {"reason": part["reason"].iloc[0]})
     return pd.DataFrame(rows).sort_values(
         by, ascending=by in BETTER_LOW, na_position="last", kind="stable", ignore_index=True
     )
+
+
+def _summary(values: np.ndarray) -> tuple[float, tuple[float, float]]:
+    """The mean and its interval, all missing where there is no value on some document."""
+    if not len(values) or np.isnan(values).any():
+        return math.nan, (math.nan, math.nan)
+    return summarise(values)
 
 
 def findings(table: pd.DataFrame, shares: Mapping[str, Sequence[float]]) -> Findings:
@@ -218,15 +227,17 @@ def findings(table: pd.DataFrame, shares: Mapping[str, Sequence[float]]) -> Find
         Metrics `stored/SHARE/POLICY/MEASURE`, `read/SHARE/POLICY/MEASURE` and `SIDE/SHARE/POLICY/rank` (by output
         error), with intervals over documents; only those that exist.
     """
-    result = Findings(table)
+    findings = Findings(table)
     for side, several in shares.items():
         for share in several:
             equal = at_equal(table, side, share)
-            for (name, quality), part in equal.dropna(subset="value").groupby(["policy", "measure"], sort=False):
-                result.add(f"{side}/{share:g}/{name}/{quality}", part["value"])
-            for name, part in ranks(equal).query("measure == 'output_error'").groupby("policy", sort=False):
-                result.add(f"{side}/{share:g}/{name}/rank", part["rank"])
-    return result
+            places = (
+                ranks(equal).query("measure == 'output_error'").assign(measure="rank", value=lambda part: part["rank"])
+            )
+            for name, of_policy in pd.concat([equal.dropna(subset="value"), places]).groupby("policy", sort=False):
+                for measure, part in of_policy.groupby("measure", sort=False):
+                    findings.add(AT_EQUAL, part["value"], side=side, share=share, policy=name, measure=measure)
+    return findings
 
 
 # ---------------------------------------------------------------------------------------------------- the front
@@ -254,24 +265,24 @@ def points(table: pd.DataFrame, side: str, quality: str, slack: float = 0.05) ->
     beats what is larger than itself, and is not marked: every curve ends in it.
     """
     rows = []
-    for (name, budget), part in table.groupby(["policy", "budget"], sort=False, dropna=False):
+    for _, part in table.groupby(["policy", "budget"], sort=False, dropna=False):
         value, (low, high) = summarise(part[quality])
         rows.append(
             {
-                "policy": name,
-                "budget": budget,
+                "policy": part["policy"].iloc[0],
+                "budget": part["budget"].iloc[0],
                 "bytes": part[SIDES[side]].mean(),
                 "value": value,
                 "low": low,
                 "high": high,
             }
         )
-    found = pd.DataFrame(rows)
-    compared = found["policy"] != ORACLE
-    found["front"] = False
-    found.loc[compared, "front"] = front(found.loc[compared, "bytes"], found.loc[compared, "value"], slack)
-    found.loc[found["policy"] == "full", "front"] = False
-    return found
+    curves = pd.DataFrame(rows)
+    compared = curves["policy"] != ORACLE
+    curves["front"] = False
+    curves.loc[compared, "front"] = front(curves.loc[compared, "bytes"], curves.loc[compared, "value"], slack)
+    curves.loc[curves["policy"] == "full", "front"] = False
+    return curves
 
 
 # ---------------------------------------------------------------------------------------------------- needles
@@ -286,13 +297,18 @@ def needles(
     tables: str | None = None,
     document: str = DOCUMENTS[0],
     seed: int = 0,
-) -> pd.DataFrame:
+) -> Findings:
     """A needle at each length and depth under every policy at one budget, for `plots.needle_heatmap`.
 
     Returns:
-        policy, budget, length, depth, score: the share of the needle's digits after the first that are the likeliest
-        given those before (`hits` of `task_scores.measure`; by chance 0.1), and the other columns of that table.
+        Table: policy, budget, length, depth, score (the share of the needle's digits after the first that are the
+        likeliest given those before, `hits` of `scores.measure`; by chance 0.1), and the other columns of that table.
+        Metrics `needle/POLICY`, the mean score.
     """
     every = contenders([budget], heads, tables, pad="budget")
-    plan = [(needle_grid(lm, lengths, depths, document, seed), [(one, "prompt") for one in every])]
-    return scores.measure(lm, plan).assign(score=lambda found: found["hits"])
+    plan = [(needle_grid(lm, lengths, depths, document, seed), [(contender, "prompt") for contender in every])]
+    table = scores.measure(lm, plan).assign(score=lambda table: table["hits"])
+    findings = Findings(table)
+    for row in table.pivot_table(index="policy", values="score").reset_index().to_dict("records"):
+        findings.set(NEEDLE, row["score"], policy=row["policy"])
+    return findings
