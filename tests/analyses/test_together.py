@@ -1,30 +1,19 @@
-"""Policies at equal bytes: curves read off between points, fronts, ranks, and the names in the figures."""
+"""Policies at equal bytes: curves read off between points, fronts and ranks."""
 
 import math
-import re
 
-import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.equal_bytes import FEW, MIB, table
 
 import kvlab
 from kvlab.analyses.tasks.contenders import by_name, contender, contenders
 from kvlab.analyses.together import equal_bytes
 from kvlab.errors import KvlabError
 from kvlab.methods import policies
-from kvlab.workbench.figures import comparing
-
-MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def _closed():
-    yield
-    plt.close("all")
 
 
 def test_a_curve_is_read_off_in_the_logarithm_of_the_bytes():
@@ -84,36 +73,6 @@ def test_neither_the_full_cache_nor_the_oracle_stands_on_the_front():
     )
     found = equal_bytes.points(curves, "read", "output_error").set_index(["policy", "budget"])["front"]
     assert found[found].index.tolist() == [("other", 1)]
-
-
-def table(**curves):
-    """curves: policy -> {document: [(stored MiB, read MiB, output error), ...]}; every other measure is the same."""
-    rows = [
-        {
-            "document": document,
-            "policy": policy,
-            "budget": number,
-            "stored_bytes": stored * MIB,
-            "read_bytes": read * MIB,
-            "full_bytes": 100 * MIB,
-            "output_error": error,
-            "mass_lost": error,
-            "recall": 1 - error,
-            "window_recall": 0.5,
-            "step_recall": 0.5,
-        }
-        for policy, documents in curves.items()
-        for document, points in documents.items()
-        for number, (stored, read, error) in enumerate(points)
-    ]
-    return pd.DataFrame(rows)
-
-
-FEW = table(
-    keeps={"a": [(10, 10, 0.4), (40, 40, 0.2)], "b": [(10, 10, 0.6), (40, 40, 0.4)]},
-    selects={"a": [(100, 10, 0.1), (100, 40, 0.0)], "b": [(100, 10, 0.2), (100, 40, 0.1)]},
-    small={"a": [(2, 2, 0.9), (5, 5, 0.8)], "b": [(2, 2, 0.9), (5, 5, 0.8)]},
-)
 
 
 def test_equal_read_bytes_compare_what_equal_stored_bytes_cannot():
@@ -185,68 +144,20 @@ def test_contenders_get_what_they_need_and_come_once():
     ]
 
 
-@given(st.lists(st.floats(0, 1), max_size=15), st.floats(0.01, 0.2))
-def test_labels_keep_their_order_and_their_distance(wanted, gap):
-    places = comparing.spread_out(wanted, gap, 0.0, 1.0)
-    order = np.argsort(wanted, kind="stable")
-    ordered = np.array(places)[order] if len(wanted) else np.array([])
-    assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
-    room = 1.0 / max(1, len(wanted) - 1)
-    assert (np.diff(ordered) >= min(gap, room) - 1e-9).all()
-    if len(wanted) > 1 and (np.diff(np.array(wanted)[order]) >= gap).all():
-        assert places == pytest.approx(wanted)  # what fits stays where it is
-
-
-def test_figures_name_each_policy_where_it_lies():
-    drawn = comparing.pareto(
-        equal_bytes.points(FEW, "read", "output_error"), xlabel="MiB", ylabel="error", title="front"
-    )
-    texts = [text.get_text() for text in drawn.axes[0].texts]
-    assert {"keeps", "selects", "small"} <= set(texts)
-    sides = [(side, equal_bytes.summary(equal_bytes.at_equal(FEW, side, 0.2))) for side in ("stored", "read")]
-    figure = comparing.at_equal_bytes(sides, measure="output_error", xlabel="error", title="equal")
-    left = [text.get_text() for text in figure.axes[0].texts]
-    assert "–  stores at least 100 MiB" in left and "–  stores at most 5 MiB" in left and "0.400" in left
-    assert [label.get_text() for label in figure.axes[1].get_yticklabels()] == ["selects", "keeps", "small"]
-
-
 def test_every_policy_has_a_family():
     assert {name for names in equal_bytes.FAMILIES.values() for name in names} == set(policies())
     assert equal_bytes.family("mine") == "other"
 
 
-def test_the_table_for_readers_says_why_not_and_marks_the_best():
-    stored = equal_bytes.summary(equal_bytes.at_equal(FEW, "stored", 0.2))
-    html = comparing.measures_table(stored, caption="At equal stored bytes").to_html()
-    assert "0.400 (0.300–0.500)" in html and "stores at least 100 MiB" in html and "At equal stored bytes" in html
-    assert html.count("–</td>") >= 12  # two policies without any of the six numbers
-    read = equal_bytes.summary(equal_bytes.at_equal(FEW, "read", 0.2))
-    html = comparing.measures_table(read, caption="x").to_html()
-    bold = "".join(cells for cells, style in re.findall(r"([^{}]+){([^}]*)}", html) if "font-weight: bold" in style)
-    assert re.search(r"row0_col2\b", bold) and not re.search(r"row1_col2\b", bold)  # the smallest output error
+def test_a_needle_s_metric_is_the_mean_of_its_scores(tiny):
+    lm = tiny("tiny-llama-gqa", tokenizer="smollm2-135m")
+    found = equal_bytes.needles(lm, [160], [0.1, 0.9], 96, document="sotu/1962")
+    assert set(found.table["policy"]) == set(policies()) and len(found.table) == 2 * len(policies())
+    of_h2o = found.table.query("policy == 'h2o'")["score"]
+    assert found.row(equal_bytes.NEEDLE, policy="h2o").value == pytest.approx(of_h2o.mean())
+    assert set(found.metrics) == {f"needle/{name}" for name in policies()} and not found.intervals
 
 
-def test_differences_are_coloured_by_which_side_of_zero_they_lie_on():
-    rows = pd.DataFrame(
-        {
-            "paper": ["A", "A", "B"],
-            "label": ["up", "across", "down"],
-            "value": [1.0, 0.0, -1.0],
-            "low": [0.5, -0.5, -1.5],
-            "high": [1.5, 0.5, -0.5],
-        }
-    )
-    ax = comparing.forest(rows, xlabel="gain", title="gains")
-    dots = [line.get_color() for line in ax.lines if line.get_marker() == "o"]
-    assert dots == ["#0072B2", comparing.FAINT, "#D55E00"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["up", "across", "down"]
-    assert {"A", "B"} <= {text.get_text() for text in ax.texts}
-
-
-def test_dots_stand_in_the_order_given():
-    rows = pd.DataFrame({"policy": ["quest", "dapq"], "value": [0.25, 0.5], "low": [0.2, 0.4], "high": [0.3, 0.6]})
-    ax = comparing.dots(rows, xlabel="x", title="t", reference=(0.1, "full cache"))
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["quest", "dapq"]
-    tints = [label.get_color() for label in ax.get_yticklabels()]
-    assert tints == [comparing.colour("quest"), comparing.colour("dapq")]
-    assert {"0.25", "0.50", "full cache"} == {text.get_text() for text in ax.texts}
+def test_what_was_measured_is_said_in_words():
+    measured = pd.concat([FEW, table(full={"a": [(100, 100, 0.0)]}).assign(budget=None)])
+    assert equal_bytes.in_words(measured) == "4 policies, 2 budgets, 2 documents; the full cache: 100.0 MiB"

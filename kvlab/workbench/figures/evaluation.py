@@ -20,30 +20,30 @@ EXPERIMENT = "eval"
 KINDS_ABREAST = 7
 
 
-def log(found: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
+def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
     """Log an evaluation as one run; returns its id.
 
     Metrics are TASK/POLICY/BUDGET/score with its interval, /difference from the full cache with its own, and /kv_bytes.
     """
-    rows = summary(found)
+    rows = summary(answers)
     with tracking.start(EXPERIMENT, parameters) as run:
         run.tag("mlflow.runName", named(parameters))
         metrics: dict[str, float] = {}
         intervals: dict[str, tuple[float, float]] = {}
-        for row in rows.itertuples():
-            name = "/".join(str(part) for part in (row.task, row.policy, row.budget) if not _missing(part))
-            metrics |= {f"{name}/score": row.score, f"{name}/kv_bytes": row.kv_bytes, f"{name}/seconds": row.seconds}
-            intervals[f"{name}/score"] = row.low, row.high
-            if not math.isnan(row.difference):
-                metrics[f"{name}/difference"] = row.difference
-                intervals[f"{name}/difference"] = row.difference_low, row.difference_high
+        for row in rows.to_dict("records"):
+            name = "/".join(str(row[part]) for part in ("task", "policy", "budget") if not _missing(row[part]))
+            metrics |= {f"{name}/{measure}": row[measure] for measure in ("score", "kv_bytes", "seconds")}
+            intervals[f"{name}/score"] = row["low"], row["high"]
+            if not math.isnan(row["difference"]):
+                metrics[f"{name}/difference"] = row["difference"]
+                intervals[f"{name}/difference"] = row["difference_low"], row["difference_high"]
         run.log(metrics, intervals)
-        run.table("answers", table(found))
+        run.table("answers", table(answers))
         run.table("summary", rows)
-        run.table("by_kind", summary(found, by="kind"))
-        if heatmap := needles(found):
+        run.table("by_kind", summary(answers, by="kind"))
+        if heatmap := needles(answers):
             run.figure("needle_heatmap", heatmap)
-        run.json("signatures", sorted({answer.signature for answer in found}))
+        run.json("signatures", sorted({answer.signature for answer in answers}))
     return run.id
 
 
@@ -54,17 +54,17 @@ def named(parameters: Mapping[str, Any]) -> str:
     return " ".join([str(parameters.get("tasks", "")), ",".join(several), str(parameters.get("budgets", ""))])[:120]
 
 
-def needles(found: Sequence[Answer]) -> Figure | None:
+def needles(answers: Sequence[Answer]) -> Figure | None:
     """The heatmap of needles by length and depth; None where there are none."""
     from kvlab.workbench.figures import plots
 
-    hidden = [answer for answer in found if {"length", "depth"} <= set(answer.marks)]
-    return plots.needle_heatmap(table(hidden))[0].figure if hidden else None
+    hidden = [answer for answer in answers if {"length", "depth"} <= set(answer.marks)]
+    return plots.figure_of(plots.needle_heatmap(table(hidden))[0]) if hidden else None
 
 
-def draw(found: Sequence[Answer], path: Path) -> Path | None:
+def draw(answers: Sequence[Answer], path: Path) -> Path | None:
     """Write the heatmap of needles beside the answers, and give its path; None where there are none."""
-    if heatmap := needles(found):
+    if heatmap := needles(answers):
         with replacing(path.with_suffix(".png")) as part:
             heatmap.savefig(part, dpi=144, bbox_inches="tight", facecolor="white")
         return path.with_suffix(".png")
@@ -87,19 +87,19 @@ def show(rows: pd.DataFrame, console: Console) -> None:
     )
     for heading in ("n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"):
         grid.add_column(heading, justify="right")
-    for row in rows.itertuples():
-        budget = "" if _missing(row.budget) else f"{row.budget:g}"
-        paired = f"{100 * row.difference:+.1f} ({100 * row.difference_low:+.1f} to {100 * row.difference_high:+.1f})"
+    for row in rows.to_dict("records"):
+        difference, low, high = (100 * row[name] for name in ("difference", "difference_low", "difference_high"))
+        paired = row["policy"] != "full" and not math.isnan(difference)
         grid.add_row(
-            row.task,
-            row.policy,
-            budget,
-            str(row.n),
-            f"{100 * row.score:.1f}",
-            f"{100 * row.low:.1f}-{100 * row.high:.1f}",
-            "" if row.policy == "full" or math.isnan(row.difference) else paired,
-            f"{row.kv_bytes / 2**20:.2f}",
-            f"{row.seconds:.2f}",
+            row["task"],
+            row["policy"],
+            _in_words(row["budget"]),
+            str(row["n"]),
+            f"{100 * row['score']:.1f}",
+            f"{100 * row['low']:.1f}-{100 * row['high']:.1f}",
+            f"{difference:+.1f} ({low:+.1f} to {high:+.1f})" if paired else "",
+            f"{row['kv_bytes'] / 2**20:.2f}",
+            f"{row['seconds']:.2f}",
         )
     console.print(grid, highlight=False)
     console.print(
@@ -111,8 +111,9 @@ def show_kinds(rows: pd.DataFrame, console: Console) -> None:
     """Print what `kvlab.evaluation.results.summary` gave by kind: scores, a column for each kind."""
     from rich.table import Table
 
-    if rows["task"].nunique() > 1:
+    if len(rows["task"].unique()) > 1:
         rows = rows.assign(kind=rows["task"] + " " + rows["kind"].fillna("").astype(str))
+    settings = rows.drop_duplicates(["policy", "budget"]).to_dict("records")
     kinds = list(dict.fromkeys(rows["kind"]))
     for first in range(0, len(kinds), KINDS_ABREAST):
         grid = Table(
@@ -120,14 +121,21 @@ def show_kinds(rows: pd.DataFrame, console: Console) -> None:
         )
         for kind in kinds[first : first + KINDS_ABREAST]:
             grid.add_column(str(kind), justify="right")
-        for (policy, budget), group in rows.groupby(["policy", "budget"], sort=False, dropna=False):
-            scores = group.set_index("kind")["score"]
+        for setting in settings:
+            policy, budget = setting["policy"], setting["budget"]
+            same = rows["budget"].isna() if _missing(budget) else rows["budget"] == budget
+            group = rows.loc[(rows["policy"] == policy) & same]
+            scores = dict(zip(group["kind"], group["score"], strict=True))
             grid.add_row(
                 policy,
-                "" if _missing(budget) else f"{budget:g}",
+                _in_words(budget),
                 *(f"{100 * scores[kind]:.1f}" for kind in kinds[first : first + KINDS_ABREAST]),
             )
         console.print(grid, highlight=False)
+
+
+def _in_words(budget: float | None) -> str:
+    return "" if budget is None or _missing(budget) else f"{budget:g}"
 
 
 def _missing(value: Any) -> bool:

@@ -18,6 +18,7 @@ from kvlab.errors import KvlabError
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PAPER = "#9aa3ae"
 INK = "#1c2430"
@@ -65,6 +66,13 @@ def style() -> None:
 def axes(ax: Axes | None = None, size: tuple[float, float] | None = None) -> Axes:
     """`ax`, or the axes of a new figure of `size` inches."""
     return ax if ax is not None else plt.subplots(figsize=size)[1]
+
+
+def figure_of(ax: Axes) -> Figure:
+    """The figure that axes lie in."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None, "these axes were removed from their figure"
+    return figure
 
 
 def _finish(ax: Axes, xlabel: str, ylabel: str, title: str) -> Axes:
