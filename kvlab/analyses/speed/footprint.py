@@ -230,3 +230,26 @@ def compilerkv_table_a1(printed: pd.DataFrame) -> Findings:
     entries = table["whole_cache"].iloc[-1] - table["whole_cache"].iloc[0]
     findings.set(GROWTH_OVER_CACHE, grown / entries)
     return findings
+
+
+def in_words(
+    memory: Findings, small_table: Findings, large_table: Findings, saving: Findings, table_a1: Findings
+) -> str:
+    """What the papers print, against arithmetic.
+
+    Args:
+        memory, saving, table_a1: of `zsmerge_memory`, `rocketkv_saving` and `compilerkv_table_a1`.
+        small_table, large_table: of `zsmerge_workloads`, of ZSMerge's tables 1 and 4.
+    """
+    reduction = memory.row(ZSMERGE_MEMORY, quantity="reduction_54k").value
+    lines = [memory.table.round(1).to_string(index=False), f"less memory at 54k: {reduction:.0%}"]
+    for name, findings in (("table1", small_table), ("table4", large_table)):
+        counts = [f"{row['value']:.0f} {row['kind']}" for row in findings.frame(WORKLOADS).to_dict("records")]
+        lines.append(f"{name}: {', '.join(counts)}")
+    for row in saving.frame(SAVING_96K).to_dict("records"):
+        equal = saving.row(SAVING_EQUAL_AT, budget=row["budget"]).value / K
+        lines.append(f"RocketKV, budget {row['budget']}: {row['value']:.2f} at 96k tokens; as printed at {equal:.0f}k")
+    growth = table_a1.row(GROWTH_OVER_CACHE).value
+    lines.append(table_a1.table.round(2).to_string(index=False))
+    lines.append(f"CompilerKV: the full cache's run grows by {growth:.1f} times the bytes of its entries")
+    return "\n".join(lines)

@@ -208,3 +208,11 @@ def claimed(findings: Findings) -> pd.DataFrame:
         if (task, better, other, budget) in gains.index
     ]
     return pd.DataFrame(rows, columns=["paper", "label", "value", "low", "high"])
+
+
+def in_words(findings: Findings) -> str:
+    """How many answers were scored, and how likely the full cache finds the right ones, task by task."""
+    prefills = len(findings.table.drop_duplicates(["task", "document"]))
+    levels = findings.frame(WITHOUT_BUDGET).query("measure == 'nll' and policy == 'full' and task != 'all'")
+    full = ", ".join(f"{row['task']} {row['value']:.2f}" for row in levels.to_dict("records"))
+    return f"{len(findings.table)} answers from {prefills} prefills; NLL under the full cache: {full}"

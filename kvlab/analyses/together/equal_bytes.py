@@ -96,6 +96,13 @@ def measure(
     return pd.DataFrame(rows)
 
 
+def in_words(measured: pd.DataFrame) -> str:
+    """How much `measure` measured, and how large the full cache is."""
+    policies, budgets, documents = (len(measured[name].dropna().unique()) for name in ("policy", "budget", "document"))
+    full = mebibytes(measured["full_bytes"].to_numpy().mean(), ".1f")
+    return f"{policies} policies, {budgets} budgets, {documents} documents; the full cache: {full}"
+
+
 # ---------------------------------------------------------------------------------------------------- equal bytes
 
 
@@ -135,9 +142,9 @@ def interpolate(size: Sequence[float], values: Sequence[float], at: float, verb:
     return Reading(None, f"{verb} at most {mebibytes(max(size))}")
 
 
-def mebibytes(size: float) -> str:
+def mebibytes(size: float, form: str = ".3g") -> str:
     """A size in words: "12.3 MiB"."""
-    return f"{size / 2**20:.3g} MiB"
+    return f"{size / 2**20:{form}} MiB"
 
 
 def at_equal(table: pd.DataFrame, side: str, share: float) -> pd.DataFrame:
@@ -198,7 +205,9 @@ def summary(equal: pd.DataFrame, by: str = "output_error") -> pd.DataFrame:
     places = ranks(equal).query("measure == @by")
     rows = []
     for name, part in equal.groupby("policy", sort=False):
-        columns = {quality: part.query("measure == @quality")["value"].to_numpy() for quality in part["measure"].unique()}
+        columns = {
+            quality: part.query("measure == @quality")["value"].to_numpy() for quality in part["measure"].unique()
+        }
         columns["rank"] = places.query("policy == @name")["rank"].to_numpy()
         row = {"policy": name}
         for column, values in columns.items():

@@ -1,0 +1,75 @@
+"""What a run of scores on tasks is made of: examples, and the policies that each of them meets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from kvlab.analyses.tasks import examples
+from kvlab.analyses.tasks.contenders import by_name
+from kvlab.analyses.tasks.examples import Item
+from kvlab.methods import Policy
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+
+Budgets = Mapping[str, Sequence[int | float]]
+"""Policies as a notebook names them: {"snapkv": [64, 128]}."""
+Plan = list[tuple[list[Item], list[tuple[Policy, str]]]]
+"""As `scores.measure` takes it: examples, and the policies they meet with where each compresses, "prompt" or "context"."""
+
+
+def plan(
+    lm: LM,
+    documents: Sequence[str],
+    articles: Sequence[str],
+    length: int,
+    seed: int,
+    *,
+    needle: Budgets,
+    ruler: Budgets,
+    qa: Budgets,
+    held_back: Budgets,
+    heads: str | None = None,
+    tables: str | None = None,
+) -> Plan:
+    """A needle and RULER's needle in each document, and a question on each article.
+
+    Args:
+        length: of each prompt, in tokens.
+        needle, ruler, qa: which policies meet each task, compressed once the prompt has been read.
+        held_back: which of them meet the needle once more, compressed before its question has been read.
+        heads, tables: for duoattention and compilerkv, as `contenders.contender` takes them.
+    """
+
+    def compressed_at(place: str, budgets: Budgets) -> list[tuple[Policy, str]]:
+        return [(policy, place) for policy in by_name(budgets, heads, tables)]
+
+    both = compressed_at("prompt", needle) + compressed_at("context", held_back)
+    return [
+        (examples.needles(lm, documents, length, seed), both),
+        (examples.multikey(lm, documents, length, seed), compressed_at("prompt", ruler)),
+        (examples.questions(lm, articles, length, seed), compressed_at("prompt", qa)),
+    ]
+
+
+def asked(plan: Plan) -> pd.DataFrame:
+    """What a plan asks: task, document, asked, right answer."""
+    return pd.DataFrame(
+        {
+            "task": item.task,
+            "document": item.document,
+            "asked": _question(item),
+            "right answer": item.answer.strip(),
+        }
+        for items, _ in plan
+        for item in items
+    )
+
+
+def _question(item: Item) -> str:
+    """The line that asks; LongBench's prompt ends with one more, on which the answer begins."""
+    lines = item.example.question.strip().splitlines()
+    return lines[-2] if item.task == "qa" else lines[-1]
