@@ -250,7 +250,7 @@ def continuation_attention(prefill: Prefilled) -> Tensor:
     def look(call: hooks.Call) -> Tensor:
         visible = attention.last_visible(call.queries.shape[2], call.keys.shape[2], call.keys.device)
         weights = attention.weights(call.queries, call.keys, call.scaling, visible)
-        shares[call.layer] = weights[0, :, :, :length].mean((0, 1)).double().cpu()
+        shares[call.layer] = weights[0, :, :, :length].mean((0, 1)).cpu().double()
         return call.attend()
 
     cache = DynamicCache()

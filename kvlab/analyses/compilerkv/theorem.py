@@ -57,7 +57,8 @@ def theorem_4_1(
         `theorem41/mean_ratio` and `theorem41/a2_violated` (share of heads whose discarded mass exceeds the bound).
     """
     frames = []
-    for trace in traces:
+    # Double precision is for the CPU alone: Apple's GPUs have none.
+    for trace in (each.to("cpu") for each in traces):
         visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
         for budget in budgets:
             method = Inspected(budget=budget, tables=tables)

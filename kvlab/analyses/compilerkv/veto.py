@@ -32,8 +32,8 @@ def protected(traces: Sequence[Trace], tables: str | None, share: float, stronge
     rows = []
     for trace in traces:
         weights = learnt.weights(trace.prompt)
-        reliable = weights == weights.amax(-1, keepdim=True)
-        best = ranking.top_positions(trace.prompt.window_sums(learnt.utility_window), strongest)
+        reliable = (weights == weights.amax(-1, keepdim=True)).cpu()
+        best = ranking.top_positions(trace.prompt.window_sums(learnt.utility_window), strongest).cpu()
         for name, method in {"compilerkv": learnt, "equal_weights": equal}.items():
             replay = replayed(trace, method)
             for layer in range(trace.n_layers):
