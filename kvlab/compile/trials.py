@@ -16,8 +16,8 @@ from torch import Tensor
 from kvlab.compile.contexts import Context
 from kvlab.compile.settings import Settings
 from kvlab.core.store import LayerStore
-from kvlab.live.gather import gather
 from kvlab.live.cache import LiveCache
+from kvlab.live.gather import gather
 from kvlab.live.session import compress
 from kvlab.methods import Policy, Prompt
 from kvlab.methods.compilerkv import CompilerKV

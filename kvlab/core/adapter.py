@@ -49,4 +49,5 @@ class StoreCache(Cache):
     """transformers' `Cache` over one `LayerStore` for each layer."""
 
     def __init__(self, stores: list[LayerStore]):
+        self.stores = stores
         super().__init__(layers=[StoreLayer(store) for store in stores])

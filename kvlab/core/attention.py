@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.core import attention
-
 CHUNK = 256
 
 
@@ -113,9 +111,9 @@ def attend(
     """
     n, length = queries.shape[-2], keys.shape[-2]
     plain_causal = padding is None and mask is None and n == length and n > 1
-    if mask is None and not plain_causal and (n > 1 or padding is not None):
+    if mask is None and (padding is not None or (n > 1 and not plain_causal)):
         mask = last_visible(n, length, queries.device)
-    if padding is not None:
+    if padding is not None and mask is not None:
         # A padding query sees nothing, and a softmax over nothing is NaN: let it see itself.
         itself = (
             torch.arange(length, device=mask.device) == torch.arange(length - n, length, device=mask.device)[:, None]
@@ -178,8 +176,8 @@ def attention_over_prompt(queries: Tensor, keys: Tensor, scaling: float | None =
     Returns:
         `[..., heads, n, prompt]`, rows sum to 1.
     """
-    visible = attention.last_visible(queries.shape[-2], keys.shape[-2], keys.device) if inside else None
-    return attention.weights(queries, keys, scaling, visible)
+    visible = last_visible(queries.shape[-2], keys.shape[-2], keys.device) if inside else None
+    return weights(queries, keys, scaling, visible)
 
 
 def entropy(weights: Tensor) -> Tensor:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, cast
+
 from torch import nn
 
 from kvlab.errors import KvlabError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 PROJECTIONS = ("q_proj", "qkv_proj")
 KNOWN = (
     "kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, as "
     "in Llama, Mistral, Qwen, Phi-3 and Gemma"
 )
+
+
+def text_config(model: nn.Module) -> PretrainedConfig:
+    """The configuration of a transformers model's decoder, also where the model is more than that."""
+    # To a type checker, whatever a module holds is a tensor or a module.
+    return cast(Any, model).config.get_text_config(decoder=True)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -20,7 +31,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         KvlabError: where a layer cannot be hooked (no attention, latent attention, no attention interface, no query
             projection, soft-capped logits, learnt sinks), naming what is in the way; nothing has run by then.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     kind = type(model).__name__
     if not getattr(config, "num_attention_heads", None):
         raise KvlabError(f"{kind} has no attention, and so no KV cache to look into or to compress; {KNOWN}")

@@ -6,13 +6,17 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from kvlab.core.attention import attend
-from kvlab.core.hookable import PROJECTIONS, layers_of
+from kvlab.core.hookable import PROJECTIONS, layers_of, text_config
 from kvlab.errors import KvlabError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NAME = "kvlab"
 
@@ -83,7 +87,7 @@ def _as_heads(projected: Tensor, queries: Tensor) -> Tensor:
 
 def _windows(model: nn.Module) -> list[int | None]:
     """How far back each layer sees; None where it sees everything."""
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     windows = []
     for kind, module in zip(kinds, layers_of(model), strict=True):
@@ -124,10 +128,10 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterato
     busy = [m for m in modules if m in _hooked]
     if busy:
         raise KvlabError("this model is already inside a kvlab session; leave that one first")
-    configs = {
-        id(m.config): m.config
-        for m in model.modules()
-        if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")
+    configs: dict[int, PretrainedConfig] = {
+        id(config): config
+        for config in (getattr(module, "config", None) for module in model.modules())
+        if config is not None and hasattr(config, "_attn_implementation")
     }
     before = {key: config._attn_implementation for key, config in configs.items()}
     handles = []

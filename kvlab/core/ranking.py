@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_PAD = -1
+PAD = -1
 
 
 def top_positions(scores: Tensor, k: int | Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def top_positions(scores: Tensor, k: int | Tensor) -> Tensor:
         beyond = torch.arange(widest, device=scores.device) >= k[..., None]
         best = torch.where(beyond, length, best)
     best = best.sort(dim=-1).values
-    return best.masked_fill(best == length, _PAD)
+    return best.masked_fill(best == length, PAD)
 
 
 def ranks(scores: Tensor) -> Tensor:

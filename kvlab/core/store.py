@@ -49,7 +49,6 @@ class LayerStore:
         scratch: what a policy hands from one verb of a step to the next; not counted, and not kept across steps.
         numbers: plain numbers that a policy remembers for this layer (a page size, the prompt's length).
         layers: the layer of each row.
-        budget: entries that each head may hold once the prompt is compressed; None before.
         seen: how many tokens were ever appended, which is also the next token's position by default.
     """
 
@@ -58,16 +57,16 @@ class LayerStore:
         if positions is None:
             positions = torch.arange(length, device=keys.device).expand(rows, kv_heads, length)
         self._keys, self._values, self._positions = keys, values, positions
-        # Fusion counts are made when something is first merged: until then they are all 1.
-        self._weights: Tensor | None = None
+        # Made when something is first merged: until then all counts are 1.
+        self._fusion_counts: Tensor | None = None
         # Entries lie from here on; what is evicted near the front moves the few before it up instead of all after it.
         self._start = 0
         self._columns: dict[str, Tensor] = {}
         self.memory: dict[str, Tensor] = {}
         self.scratch: dict[str, Tensor] = {}
-        self.numbers: dict[str, int | float] = {}
+        self.numbers: dict[str, int] = {}
         self.layers: tuple[int, ...] = (0,) * rows
-        self.budget: int | None = None
+        self._budget: int | None = None
         self.length = length
         self.seen = length
         self.ragged = bool((positions == EMPTY).any())
@@ -85,6 +84,23 @@ class LayerStore:
         store._positions = torch.full((rows, kv_heads, capacity), EMPTY, device=keys.device)
         store._owned = True
         return store
+
+    # ------------------------------------------------------------------ the policy's budget
+
+    @property
+    def budget(self) -> int:
+        """Entries that each head may hold; known once the policy has compressed the prompt."""
+        assert self._budget is not None, "a budget is set when the prompt is compressed"
+        return self._budget
+
+    @budget.setter
+    def budget(self, entries: int) -> None:
+        self._budget = entries
+
+    @property
+    def compressed(self) -> bool:
+        """Whether a policy has seen the prompt to its end and has set the budget."""
+        return self._budget is not None
 
     # ------------------------------------------------------------------ what is stored
 
@@ -105,13 +121,13 @@ class LayerStore:
         return self._used(self._positions)
 
     @property
-    def weights(self) -> Tensor:
+    def fusion_counts(self) -> Tensor:
         """Fusion counts `[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never
         merged.
         """
-        if self._weights is None:
+        if self._fusion_counts is None:
             return torch.ones(1, 1, 1, device=self._keys.device).expand(self.positions.shape)
-        return self._used(self._weights)
+        return self._used(self._fusion_counts)
 
     def has_column(self, name: str) -> bool:
         return name in self._columns
@@ -172,16 +188,16 @@ class LayerStore:
         """Bytes that a policy keeps beside the entries: columns (occupied slots), fusion counts once merged, memory."""
         share = float(self.occupied.float().mean()) if self.ragged and self.length else 1.0
         columns = sum(self.column(name).numel() * c.element_size() for name, c in self._columns.items())
-        if self.merged:
-            columns += self.weights.numel() * self._weights.element_size()
+        if self._fusion_counts is not None and self.merged:
+            columns += self.fusion_counts.numel() * self._fusion_counts.element_size()
         return round(columns * share) + sum(t.numel() * t.element_size() for t in self.memory.values())
 
     @property
     def merged(self) -> bool:
         """Whether any entry stands for several tokens."""
-        if self._weights is None:
+        if self._fusion_counts is None:
             return False
-        return bool(((self.weights != 1) & self.occupied).any())
+        return bool(((self.fusion_counts != 1) & self.occupied).any())
 
     @property
     def allocated_bytes(self) -> int:
@@ -206,17 +222,19 @@ class LayerStore:
         first = self._start + self.length
         self.length += n
         self.seen += n
-        if positions is None and (n > 1 or self.ragged):
-            positions = torch.arange(self.seen - n, self.seen, device=keys.device)
         if self.ragged:
+            if positions is None:
+                positions = torch.arange(self.seen - n, self.seen, device=keys.device)
             self._append_ragged(keys, values, positions)
             return
+        if positions is None and n > 1:
+            positions = torch.arange(self.seen - n, self.seen, device=keys.device)
         self._keys[:, :, first : first + n] = keys
         self._values[:, :, first : first + n] = values
         # A single token's position is filled in as a number, which spares the hot path a tensor.
         self._positions[:, :, first : first + n] = self.seen - 1 if positions is None else positions
-        if self._weights is not None:
-            self._weights[:, :, first : first + n] = 1
+        if self._fusion_counts is not None:
+            self._fusion_counts[:, :, first : first + n] = 1
         for column in self._columns.values():
             column[:, :, first : first + n] = 0
 
@@ -228,9 +246,9 @@ class LayerStore:
         self.keys.scatter_(2, slots[..., None].expand_as(keys), keys.to(self._keys.dtype))
         self.values.scatter_(2, slots[..., None].expand_as(values), values.to(self._values.dtype))
         self.positions.scatter_(2, slots, positions.expand(slots.shape))
-        if self._weights is not None:
-            self.weights[:, :, self.length - n :] = 1
-            self.weights.scatter_(2, slots, 1.0)
+        if self._fusion_counts is not None:
+            self.fusion_counts[:, :, self.length - n :] = 1
+            self.fusion_counts.scatter_(2, slots, 1.0)
         for name in self._columns:
             column = self.column(name)
             column[:, :, self.length - n :] = 0
@@ -307,16 +325,16 @@ class LayerStore:
         Evicting the sources is the caller's.
         """
         self._own()
-        if self._weights is None:
-            self._weights = torch.ones(self._positions.shape, device=self._keys.device)
+        if self._fusion_counts is None:
+            self._fusion_counts = torch.ones(self._positions.shape, device=self._keys.device)
         into = target[..., None]
         slots = torch.cat([into, source], -1)
-        counts = pick(self.weights, slots)
+        counts = pick(self.fusion_counts, slots)
         total = counts.sum(-1, keepdim=True)
         for tensor in (self.keys, self.values):
             mean = (pick(tensor, slots) * counts[..., None]).sum(2, keepdim=True) / total[..., None]
             tensor.scatter_(2, into[..., None].expand_as(mean), mean.to(tensor.dtype))
-        self.weights.scatter_(2, into, total)
+        self.fusion_counts.scatter_(2, into, total)
         for name, how in (columns or {}).items():
             column = pick(self.column(name), slots)
             combined = column.amax(2, keepdim=True) if how == "max" else column.sum(2, keepdim=True)
@@ -345,19 +363,19 @@ class LayerStore:
 
     def forget_policy(self) -> None:
         """Drop what a policy kept beside the entries, and its budget: what is stored is as good as a new prompt."""
-        self._columns, self.memory, self.scratch, self.numbers, self.budget = {}, {}, {}, {}, None
+        self._columns, self.memory, self.scratch, self.numbers, self._budget = {}, {}, {}, {}, None
 
     # ------------------------------------------------------------------ storage
 
     def _everything(self) -> dict[str, Tensor]:
         core = {"keys": self._keys, "values": self._values, "positions": self._positions}
-        if self._weights is not None:
-            core["weights"] = self._weights
+        if self._fusion_counts is not None:
+            core["fusion counts"] = self._fusion_counts
         return core | {f"column {name}": column for name, column in self._columns.items()}
 
     def _replace(self, tensors: dict[str, Tensor]) -> None:
         self._keys, self._values = tensors["keys"], tensors["values"]
-        self._positions, self._weights = tensors["positions"], tensors.get("weights")
+        self._positions, self._fusion_counts = tensors["positions"], tensors.get("fusion counts")
         self._columns = {name: tensors[f"column {name}"] for name in self._columns}
 
     def _moved(self, tensor: Tensor, keep: Tensor, roomy: bool) -> Tensor:

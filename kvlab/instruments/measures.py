@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvlab.core import attention
 from kvlab.core.attention import attention_over_prompt
-from kvlab.core.ranking import _PAD, top_positions
+from kvlab.core.ranking import PAD
 
 
 def query_similarity(queries: Tensor, others: Tensor) -> Tensor:
@@ -34,6 +34,8 @@ def query_similarity(queries: Tensor, others: Tensor) -> Tensor:
 def gold_scores(queries: Tensor, keys: Tensor, scaling: float | None = None) -> Tensor:
     """Attention over the prompt, summed over the response queries and over the heads of each group.
 
+    The top k of these are the gold set (DapQ eq. 1).
+
     Args:
         queries: response queries `[..., heads, n, head_dim]`.
         keys: prompt keys `[..., kv_heads, prompt, head_dim]`.
@@ -42,15 +44,6 @@ def gold_scores(queries: Tensor, keys: Tensor, scaling: float | None = None) -> 
         `[..., kv_heads, prompt]`.
     """
     return attention.sum_over_group(attention_over_prompt(queries, keys, scaling).sum(-2), keys.shape[-3])
-
-
-def gold_topk(queries: Tensor, keys: Tensor, k: int, scaling: float | None = None) -> Tensor:
-    """The gold top-k: the `k` prompt positions that the response attends to most (DapQ eq. 1).
-
-    Returns:
-        int64 `[..., kv_heads, min(k, prompt)]`, ascending.
-    """
-    return top_positions(gold_scores(queries, keys, scaling), k)
 
 
 def recall(kept: Tensor, gold: Tensor) -> Tensor:
@@ -63,14 +56,14 @@ def recall(kept: Tensor, gold: Tensor) -> Tensor:
     Returns:
         `[...]` in [0, 1].
     """
-    found = ((gold[..., :, None] == kept[..., None, :]) & (gold[..., :, None] != _PAD)).any(-1)
-    return found.sum(-1) / (gold != _PAD).sum(-1).clamp_min(1)
+    found = ((gold[..., :, None] == kept[..., None, :]) & (gold[..., :, None] != PAD)).any(-1)
+    return found.sum(-1) / (gold != PAD).sum(-1).clamp_min(1)
 
 
 def mass_kept(weights: Tensor, read: Tensor) -> Tensor:
     """Attention mass on the positions that are read: `[..., heads, length]`, `[..., kv_heads, n]` -> `[..., heads]`."""
     rows = attention.to_query_heads(read, weights.shape[-2])
-    return weights.gather(-1, rows.clamp_min(0)).masked_fill(rows == _PAD, 0).sum(-1)
+    return weights.gather(-1, rows.clamp_min(0)).masked_fill(rows == PAD, 0).sum(-1)
 
 
 def mass_lost(weights: Tensor, read: Tensor) -> Tensor:
@@ -92,7 +85,7 @@ def lost_weights(weights: Tensor, read: Tensor) -> Tensor:
     length = weights.shape[-1]
     rows = attention.to_query_heads(read, weights.shape[-2]).to(weights.device)
     # What only pads a row is scattered into a column of its own.
-    return F.pad(weights, (0, 1)).scatter(-1, rows.masked_fill(rows == _PAD, length), 0)[..., :length]
+    return F.pad(weights, (0, 1)).scatter(-1, rows.masked_fill(rows == PAD, length), 0)[..., :length]
 
 
 def concentrated_loss(weights: Tensor, read: Tensor) -> Tensor:

@@ -105,12 +105,18 @@ class Seen:
     @cached_property
     def full_weights(self) -> Tensor:
         """Attention over everything that a full cache would hold, `[rows, heads, length]`."""
-        return attention.weights(self.queries.cpu(), self.shadow.store.keys, self.scaling)[:, :, 0]
+        return attention.weights(self.queries.cpu(), self._whole.keys, self.scaling)[:, :, 0]
 
     @cached_property
     def full_output(self) -> Tensor:
         """`[rows, heads, head_dim]`."""
-        return attention.output(self.full_weights[:, :, None], self.shadow.store.values)[:, :, 0]
+        return attention.output(self.full_weights[:, :, None], self._whole.values)[:, :, 0]
+
+    @property
+    def _whole(self) -> LayerStore:
+        """What a full cache would hold."""
+        assert self.shadow is not None, "a probe that compares with the full cache says so in needs_shadow"
+        return self.shadow.store
 
 
 class Records:
@@ -121,11 +127,17 @@ class Records:
 
     def __init__(self, policy: str, budget: int | float | None, rows: str = "sequence"):
         self._policy, self._budget, self._rows_are = policy, budget, rows
-        self._rows: list[tuple[str, int, int | None, int, str | None, list[int], Tensor]] = []
+        self._rows: list[tuple[str, int, int | None, int, str | None, list[int], Tensor, dict[int, int]]] = []
+        # What the budget came to, by sequence; replaced and never changed, since rows refer to it.
+        self._entries: dict[int, int] = {}
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, int] = defaultdict(int)
         self._started, self._prompt = 0.0, 0
-        self._positions: dict[tuple[int, int, int, int], Tensor] = {}  # by prompt, sequence, layer and step
+        self._positions: dict[tuple[int, int, int | None, int], Tensor] = {}  # by prompt, sequence, layer and step
+
+    def note_entries(self, sequences: list[int], entries: int) -> None:
+        """What the budget came to for these sequences' prompt, in entries for each layer and KV head."""
+        self._entries = self._entries | dict.fromkeys(sequences, entries)
 
     def start(self, prompt: int) -> None:
         """A decoding step begins, of the prompt with this number (from 1) in its session."""
@@ -140,7 +152,7 @@ class Records:
     ) -> None:
         """Values `[rows]`, or `[rows, heads]` with `axis` "head" or "kv_head"."""
         values = values.detach().float().cpu()
-        self._rows.append((measure, self._prompt, layer, step, axis, rows, values))
+        self._rows.append((measure, self._prompt, layer, step, axis, rows, values, self._entries))
         self._sums[measure] += float(values.sum())
         self._counts[measure] += values.numel()
 
@@ -184,20 +196,24 @@ class Records:
 
     @property
     def table(self) -> pd.DataFrame:
-        """Tidy: policy, budget, prompt, sequence, layer, kv_head, head, step, measure, value."""
+        """Tidy: policy, budget, entries (what the budget came to), prompt, sequence, layer, kv_head, head, step,
+        measure, value.
+        """
         import pandas as pd
 
-        columns = ["policy", "budget", "prompt", "sequence", "layer", "kv_head", "head", "step", "measure", "value"]
+        whole = ["prompt", "sequence", "layer", "kv_head", "head", "step"]
+        columns = ["policy", "budget", "entries", *whole, "measure", "value"]
         rows = []
-        for measure, prompt, layer, step, axis, sequences, values in self._rows:
+        for measure, prompt, layer, step, axis, sequences, values, entries in self._rows:
             heads = range(values.shape[1]) if axis else [None]
             for sequence, per_head in zip(sequences, values.view(len(sequences), -1).tolist(), strict=True):
                 for head, value in zip(heads, per_head, strict=True):
                     place = (head, None) if axis == "kv_head" else (None, head)
                     where = self._place(sequence, layer)
-                    rows.append((self._policy, self._budget, prompt, *where, *place, step, measure, value))
+                    budget = self._budget, entries.get(where[0])
+                    rows.append((self._policy, *budget, prompt, *where, *place, step, measure, value))
         table = pd.DataFrame(rows, columns=columns)
-        return table.astype({column: "Int64" for column in ("prompt", "sequence", "layer", "kv_head", "head", "step")})
+        return table.astype(dict.fromkeys(["entries", *whole], "Int64"))
 
 
 class Probe:
@@ -228,10 +244,10 @@ class MassLost(Probe):
         records.add("mass_lost", measures.mass_lost(seen.full_weights, seen.read), axis="head", **where)
 
 
-class Recall(Probe):
+class StepRecall(Probe):
     """Share of each step's own top-k (k = the budget) among the positions that it read."""
 
-    name, summary, needs_shadow = "recall", "share of the step's own top-k that was read", True
+    name, summary, needs_shadow = "step_recall", "share of the step's own top-k that was read", True
 
     def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
         scores = attention.sum_over_group(seen.full_weights, seen.read.shape[1])
@@ -255,6 +271,7 @@ class Entropy(Probe):
     name, summary, needs_weights = "entropy", "entropy of the attention, in nats", True
 
     def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        assert seen.step.weights is not None, "needs_weights has them computed"
         records.add("entropy", attention.entropy(seen.step.weights), axis="head", **where)
 
 
@@ -319,21 +336,23 @@ class QuerySimilarity(Probe):
             records.add(name, measures.query_similarity(queries[:, :, 0].cpu(), true.cpu()), axis="head", **where)
 
 
-PROBES = {cls.name: cls for cls in (MassLost, Recall, OutputError, Entropy, Positions, Bytes, Seconds, QuerySimilarity)}
+PROBES: dict[str, type[Probe]] = {
+    cls.name: cls for cls in (MassLost, StepRecall, OutputError, Entropy, Positions, Bytes, Seconds, QuerySimilarity)
+}
 
 
-def probe(one: Probe | str) -> Probe:
+def probe(wanted: Probe | str) -> Probe:
     """A probe by name, or the object itself.
 
     Raises:
         KvlabError: an unknown name, or a probe that cannot be made without a reference run.
     """
-    if isinstance(one, Probe):
-        return one
-    if one not in PROBES:
-        raise KvlabError(nearest(one, PROBES, "probe"))
-    if one == QuerySimilarity.name:
+    if isinstance(wanted, Probe):
+        return wanted
+    if wanted not in PROBES:
+        raise KvlabError(nearest(wanted, PROBES, "probe"))
+    if wanted == QuerySimilarity.name:
         raise KvlabError(
             "query_similarity compares with a reference run: pass kvlab.instruments.probes.QuerySimilarity(trace)"
         )
-    return PROBES[one]()
+    return PROBES[wanted]()

@@ -98,8 +98,10 @@ def _walk(node: yaml.Node, place: tuple, lines: Lines, name: str, within: list[i
             if word in seen and word is not None:
                 raise KvlabError(f"{name}, line {line}: the key '{word}' stands there twice")
             seen.add(word)
-            lines.note((*place, word), line)
-            size += _walk(value, (*place, word), lines, name, within, sizes)
+            # What is no scalar is no key of ours; that the file is wrong is said where its data are checked.
+            below = (*place, "" if word is None else word)
+            lines.note(below, line)
+            size += _walk(value, below, lines, name, within, sizes)
     elif isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
             lines.note((*place, number), value.start_mark.line + 1)

@@ -72,7 +72,7 @@ class Attending:
         store.append(keys, values)
         if group.shadow is not None:
             group.shadow.append(keys, values)
-        bias = policy.bias(store) if store.budget is not None else None
+        bias = policy.bias(store) if store.compressed else None
         if bias is None and not store.ragged:
             padding = call.padding if group.padded else None
             self._accumulate(cache, store, queries, call.scaling, padding)
@@ -93,7 +93,7 @@ class Attending:
         """Add up the attention that a policy wants of every prompt query, in a column of the store's."""
         if not self._policy.accumulates or cache.ended:
             return
-        if store.budget is None and store.length > queries.shape[2] and not store.has_column(ACCUMULATED):
+        if not store.compressed and store.length > queries.shape[2] and not store.has_column(ACCUMULATED):
             raise KvlabError(
                 f"{self._policy.name} adds up the attention of every query of its prompt, and only "
                 f"{queries.shape[2]} of {store.length} were fed inside the session; feed the whole prompt there"

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.core import attention, hooks
+from kvlab.core import attention, hookable, hooks
 from kvlab.errors import KvlabError
 from kvlab.live.attending import ACCUMULATED
 from kvlab.live.cache import LiveCache
@@ -63,7 +63,7 @@ class Prefill:
                     "one prompt again; store later turns whole (turns='leave')"
                 )
             pseudo = self._pseudo_queries(cache, number) if judged and policy.pseudo_key else {}
-            planned = self._planned(cache, number, scaling) if policy.surveys and judged else []
+            planned = self._planned(cache, number, scaling) if policy.sees_all_layers and judged else []
             for index, layer in enumerate(cache.layers):
                 group = layer.groups[number]
                 # What a layer's prompt holds on to is freed before the next layer is compressed.
@@ -121,7 +121,7 @@ class Prefill:
 
     def _judges(self, length: int) -> bool:
         """Whether the policy looks at a prompt of this length, or keeps it whole unseen."""
-        return self._policy.steps or length > self._policy.entries(length)
+        return self._policy.steps or not self._policy.fits(length)
 
     def _check_window(self, known: int, length: int) -> None:
         """Raise KvlabError where the policy looks at more of the last queries than are `known`."""
@@ -149,7 +149,7 @@ class Prefill:
         group = cache.layers[0].groups[number]
         length = group.store.seen
         prompts = group.of(torch.cat(cache.ids, 1))[:, cache.seen - length :].cpu()
-        vocabulary = self._model.config.get_text_config(decoder=True).vocab_size
+        vocabulary = hookable.text_config(self._model).vocab_size
         ids = torch.stack([self._policy.pseudo_tokens(row, vocabulary, self._encode) for row in prompts])
         device = group.store.keys.device
         positions = torch.arange(length, length + ids.shape[1], device=device).expand_as(ids)

@@ -27,12 +27,18 @@ class Reports:
 
     def __init__(self, policy: Policy, probes: Sequence[Probe], shadow_bytes: int):
         self.probes = list(probes)
-        self.records = Records(policy.name, getattr(policy, "budget", None))
+        self.records = Records(policy.name, policy.asked)
         self.needs_weights = any(probe.needs_weights for probe in self.probes)
         self.needs_pre_rope = any(probe.needs_pre_rope for probe in self.probes)
         self._needs_shadow = any(probe.needs_shadow for probe in self.probes)
         self._shadow_bytes = shadow_bytes
         self._prompts = 0
+
+    def note_entries(self, cache: LiveCache) -> None:
+        """What the budget came to for each sequence of a prompt that has just ended."""
+        for group in cache.layers[0].groups:
+            if group.store.budget is not None:
+                self.records.note_entries(group.numbers(cache.batch), group.store.budget)
 
     def begin(self, cache: LiveCache) -> None:
         """Number a prompt that ends, for the tables, and begin to copy what is stored of it, if a probe asks.

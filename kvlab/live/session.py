@@ -203,6 +203,7 @@ class Session:
         cache.split_by_length()
         self._reports.begin(cache)
         self._prefill.end(cache, self._attending.scaling)
+        self._reports.note_entries(cache)
 
     # ------------------------------------------------------------------ one prefill for several policies
 

@@ -1,78 +1,49 @@
-"""Policies by name. A user's own needs no name: pass the object; or register its class as an entry point."""
+"""Policies by name: every class with a `name` in a file of this folder is one, and is found when first asked for.
+
+A user's own needs no name: pass the object; or register its class as an entry point.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import iter_modules
 from typing import Any
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.methods.base import Budget, Policy
-from kvlab.methods.compilerkv import CompilerKV
-from kvlab.methods.dapq import DapQ
-from kvlab.methods.duoattention import DuoAttention
-from kvlab.methods.dynamickv import DynamicKV
-from kvlab.methods.exact_topk import ExactTopK
-from kvlab.methods.full import Full
-from kvlab.methods.h2o import H2O
-from kvlab.methods.hybrid import Hybrid
-from kvlab.methods.keyformer import Keyformer
-from kvlab.methods.lacache import LaCache
-from kvlab.methods.morphkv import MorphKV
 from kvlab.methods.prompt import Prompt
-from kvlab.methods.pyramidkv import PyramidKV
-from kvlab.methods.quest import Quest
-from kvlab.methods.random import Random
-from kvlab.methods.rocketkv import RocketKV
-from kvlab.methods.scissorhands import Scissorhands
-from kvlab.methods.snapkv import SnapKV
-from kvlab.methods.snapkv_pp import SnapKVPlusPlus
-from kvlab.methods.sparq import SparQ
-from kvlab.methods.streamingllm import StreamingLLM
-from kvlab.methods.zigzagkv import ZigZagKV
-from kvlab.methods.zsmerge import ZSMerge
 
 __all__ = ["Budget", "Policy", "Prompt", "policies", "policy", "registry"]
 
-BUILTIN = (
-    Full,
-    Random,
-    StreamingLLM,
-    Scissorhands,
-    H2O,
-    Keyformer,
-    SnapKV,
-    PyramidKV,
-    ZigZagKV,
-    DynamicKV,
-    LaCache,
-    DuoAttention,
-    MorphKV,
-    ZSMerge,
-    DapQ,
-    Quest,
-    SparQ,
-    Hybrid,
-    ExactTopK,
-    SnapKVPlusPlus,
-    RocketKV,
-    CompilerKV,
-)
 GROUP = "kvlab.policies"
 
 
 @cache
 def registry() -> dict[str, type[Policy]]:
-    """Every named policy class: kvlab's own, then the entry points of installed packages."""
-    found = {cls.name: cls for cls in BUILTIN}
+    """Every named policy class: kvlab's own by alphabet, then the entry points of installed packages."""
+    classes = {cls.name: cls for cls in _own()}
     for point in entry_points(group=GROUP):
-        if point.name in found:
+        if point.name in classes:
             raise KvlabError(
                 f"the entry point {point.value!r} takes the name {point.name!r}, which kvlab's own policy has"
             )
-        found[point.name] = point.load()
-    return found
+        classes[point.name] = point.load()
+    return classes
+
+
+def _own() -> list[type[Policy]]:
+    """The policy classes that the files of this folder define, by alphabet of their names."""
+    modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+    classes = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Policy) and value.name and value.__module__ == module.__name__
+    ]
+    return sorted(classes, key=lambda cls: cls.name)
 
 
 def policies() -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import torch
@@ -60,6 +60,8 @@ class Policy(BaseModel):
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    family: ClassVar[str] = "other"
+    """What kind of method it is, in a few words: policies of one family share a colour in figures."""
     weighs: ClassVar[bool] = True
     """Whether `step` looks at the attention weights; without them a live run can use a fused kernel."""
     takes_ragged: ClassVar[bool] = False
@@ -80,7 +82,7 @@ class Policy(BaseModel):
 
     @model_validator(mode="after")
     def _enough_budget(self) -> Policy:
-        budget = getattr(self, "budget", None)
+        budget = self.asked
         if isinstance(budget, int) and budget < self.minimum:
             raise ValueError(f"budget {budget} is below the {self.minimum} entries that these parameters need")
         return self
@@ -97,7 +99,7 @@ class Policy(BaseModel):
 
     __repr__ = __str__
 
-    def replace(self, **parameters) -> Policy:
+    def replace(self, **parameters) -> Self:
         """The same policy with other parameters, checked again (KvlabError for one that does not exist or fit)."""
         return type(self)(**{**dict(self), **parameters})
 
@@ -138,16 +140,25 @@ class Policy(BaseModel):
         """
         raise NotImplementedError(f"{self.name} asks for no pseudo-tokens")
 
+    @property
+    def asked(self) -> int | float | None:
+        """The budget as the user gave it: entries, or a fraction of the prompt; None of a policy that has none."""
+        return getattr(self, "budget", None)
+
     def entries(self, prompt_length: int) -> int:
         """The budget in entries: fractions are floor(f x prompt), raised to `minimum`."""
-        budget = getattr(self, "budget", None)
+        budget = self.asked
         if budget is None:
             return prompt_length
         return max(math.floor(budget * prompt_length), self.minimum) if isinstance(budget, float) else budget
 
+    def fits(self, prompt_length: int) -> bool:
+        """Whether a prompt is within the budget, so that all of it is kept and nothing needs to be judged."""
+        return prompt_length <= self.entries(prompt_length)
+
     def raised(self, prompt_length: int) -> bool:
         """Whether a fraction had to be raised to `minimum`."""
-        budget = getattr(self, "budget", None)
+        budget = self.asked
         return isinstance(budget, float) and math.floor(budget * prompt_length) < self.minimum
 
     # ------------------------------------------------------------------ before the layers are compressed
@@ -165,7 +176,7 @@ class Policy(BaseModel):
         raise NotImplementedError(f"{self.name} decides for each layer by itself")
 
     @property
-    def surveys(self) -> bool:
+    def sees_all_layers(self) -> bool:
         """Whether it must see all layers before it compresses any."""
         return type(self).survey is not Policy.survey
 
@@ -187,9 +198,9 @@ class Policy(BaseModel):
 
     def prefill(self, prompt: Prompt) -> Tensor:
         """Positions kept after the prefill; a prompt within the budget is kept whole, unless the plan says less."""
-        budget = self.entries(prompt.length)
-        whole = prompt.length <= budget and prompt.plan is None
-        return everything(prompt) if whole else self.choose(prompt, budget)
+        if prompt.plan is None and self.fits(prompt.length):
+            return everything(prompt)
+        return self.choose(prompt, self.entries(prompt.length))
 
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         """Bring the store, which holds the whole prompt, down to what the prefill stage keeps."""
@@ -230,7 +241,7 @@ class Policy(BaseModel):
             KvlabError: something that the policy needs was not given, shapes that do not fit together, values that are
                 not finite, or a policy that must see all layers first.
         """
-        if self.surveys:
+        if self.sees_all_layers:
             raise KvlabError(
                 f"{self.name} shares its budget out among all layers, so one layer alone decides nothing; use "
                 "kvlab.replay(trace, policy) and result.kept(layer)"
@@ -300,10 +311,11 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, pseudo: Tensor | None,
     shapes |= {"values": shapes["keys"], "pseudo": "[batch, heads, m, head_dim]"}
     given = {"queries": queries, "keys": keys, "values": values, "pseudo": pseudo}
     for name, tensor in given.items():
-        optional = name == "pseudo" and tensor is None
-        if not optional and not isinstance(tensor, Tensor):
+        if name == "pseudo" and tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
             raise KvlabError(f"{name} must be a tensor {shapes[name]}, and is a {type(tensor).__name__}")
-        if not optional and tensor.dim() != 4:
+        if tensor.dim() != 4:
             raise KvlabError(f"{name} must be {shapes[name]}, and is {list(tensor.shape)}")
     batch, kv_heads, length, head_dim = keys.shape
     heads, n = queries.shape[1:3]

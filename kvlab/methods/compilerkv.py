@@ -46,6 +46,7 @@ class CompilerKV(Policy):
 
     name: ClassVar[str] = "compilerkv"
     summary: ClassVar[str] = "weighted utility, gated by the prompt's risk, from tables learnt offline"
+    family: ClassVar[str] = "keeps tokens of the prompt"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 64
@@ -70,9 +71,9 @@ class CompilerKV(Policy):
 
     def using(self, tables: DecisionTables) -> Self:
         """The same policy with tables that lie in no file."""
-        one = self.replace(tables=None)
-        one._tables = tables
-        return one
+        policy = self.replace(tables=None)
+        policy._tables = tables
+        return policy
 
     @property
     def tables_in_use(self) -> DecisionTables:
@@ -144,6 +145,7 @@ class CompilerKV(Policy):
 
     def risk(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
         """Entropy of the mean attention in nats (eq. 12) and perplexity (eq. 13) of a planned prompt, `[rows]` each."""
+        assert prompt.plan is not None, "attention is averaged over layers before any layer is judged"
         # On the CPU, since not every GPU has float64, which the thresholds are in.
         spread = prompt.plan[:, 1].cpu().double()
         entropy = attention.entropy(spread / spread.sum(-1, keepdim=True))
@@ -151,9 +153,11 @@ class CompilerKV(Policy):
 
     def _thresholds(self, prompt: Prompt) -> Tensor:
         """Of each row, `[rows]` (eq. 15)."""
-        if len(self._tables.risk) != prompt.n_layers:
+        risk = self._tables.risk
+        assert risk is not None, "only a risk table gates"
+        if len(risk) != prompt.n_layers:
             raise KvlabError(
-                f"the risk table in {self.tables} is for {len(self._tables.risk)} layers, and this model has "
+                f"the risk table in {self.tables} is for {len(risk)} layers, and this model has "
                 f"{prompt.n_layers}; {OTHER_MODEL}"
             )
         rows = zip(prompt.layers, *self.risk(prompt), strict=True)

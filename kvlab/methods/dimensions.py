@@ -24,8 +24,8 @@ def affordable(store: LayerStore, page: int = 1) -> int:
     """How many dimensions of one vector for each `page` entries a step loads to find what it reads, between 1 and
     head_dim: as given, else what half the budget pays for at the expected length, or at the true one once it is longer.
     """
-    head_dim, length = store.keys.shape[-1], max(int(store.numbers["expected"]), store.length)
-    return min(int(store.numbers["rank"]) or max(1, store.budget * head_dim * page // length), head_dim)
+    head_dim, length = store.keys.shape[-1], max(store.numbers["expected"], store.length)
+    return min(store.numbers["rank"] or max(1, store.budget * head_dim * page // length), head_dim)
 
 
 def room(store: LayerStore, vectors: int, rank: int) -> int:
@@ -49,7 +49,7 @@ def partial_queries(grouped: Tensor, dims: Tensor, scaling: float | None) -> Ten
         are the approximate logits.
     """
     grouped = attention.exact(grouped)
-    scaling = grouped.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = float(grouped.shape[-1] ** -0.5) if scaling is None else scaling
     part = grouped.gather(-1, dims[:, :, None].expand(*grouped.shape[:3], -1))
     tiny = torch.finfo(part.dtype).tiny
     share = part.abs().sum(-1, keepdim=True).clamp_min(tiny) / grouped.abs().sum(-1, keepdim=True).clamp_min(tiny)

@@ -38,6 +38,7 @@ class DuoAttention(Policy):
 
     name: ClassVar[str] = "duoattention"
     summary: ClassVar[str] = "retrieval heads keep everything, streaming heads sinks and recent tokens"
+    family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
 
     weighs: ClassVar[bool] = False
     takes_ragged: ClassVar[bool] = True
@@ -121,7 +122,7 @@ class DuoAttention(Policy):
         store.budget = self.entries(store.seen)
         everything = self.retrieval(prompt.n_layers, prompt.kv_heads, store.seen, store.budget)[list(prompt.layers)]
         store.numbers = {"length": store.seen, "n_layers": prompt.n_layers}
-        store.numbers |= {"streams": not bool(everything.all()), "retrieves": bool(everything.any())}
+        store.numbers |= {"streams": int(not everything.all()), "retrieves": int(everything.any())}
         if store.ragged or store.length < store.seen:
             # A later turn of a chat: what streaming heads lost cannot be chosen, and slots are not positions.
             self._stream(store)

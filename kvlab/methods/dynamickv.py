@@ -32,6 +32,7 @@ class DynamicKV(SnapKV):
 
     name: ClassVar[str] = "dynamickv"
     summary: ClassVar[str] = "SnapKV with budgets by where the top scores of all layers fall"
+    family: ClassVar[str] = "keeps tokens of the prompt"
 
     reach: Annotated[int | float, Field(ge=1)] = 10.0
 
@@ -51,4 +52,5 @@ class DynamicKV(SnapKV):
         return self.window + share_out(counts, n_layers * spare, ceiling).T
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        return super().choose(prompt, prompt.plan)
+        assert prompt.plan is not None, "its layers share a budget, which is planned first"
+        return self.window_and_best(prompt, prompt.plan)

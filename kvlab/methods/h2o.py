@@ -30,6 +30,7 @@ class H2O(Policy):
 
     name: ClassVar[str] = "h2o"
     summary: ClassVar[str] = "most accumulated attention and recent tokens, while decoding"
+    family: ClassVar[str] = "evicts or merges while decoding"
 
     budget: Budget
     heavy: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -64,7 +65,8 @@ class H2O(Policy):
         if store.length > store.budget:
             store.evict(self._best(scores, store.budget))
 
-    def step(self, store: LayerStore, weights: Tensor) -> None:
+    def step(self, store: LayerStore, weights: Tensor | None) -> None:
+        assert weights is not None, "a policy that weighs is given the attention weights"
         score = store.column("score")
         score += attention.sum_over_group(weights, store.positions.shape[1])
         evict_lowest(store, score, self._recent(store.budget))

@@ -37,6 +37,7 @@ class Hybrid(Policy):
 
     name: ClassVar[str] = "hybrid"
     summary: ClassVar[str] = "reads the top entries by a few dimensions of page minima and maxima, stores all"
+    family: ClassVar[str] = "stores all, reads a selection"
 
     budget: Budget
     page: Annotated[int, Field(ge=1)] | None = None
@@ -78,7 +79,7 @@ def select(store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor 
     if store.length <= store.budget:
         return None
     grouped = queries[:, :, 0].unflatten(1, (store.keys.shape[1], -1))
-    page = int(store.numbers["page"])
+    page = store.numbers["page"]
     rank = affordable(store, page)
     dims = largest_dimensions(grouped, rank)
     part = partial_queries(grouped, dims, scaling)
@@ -99,4 +100,4 @@ def overhead_bytes(store: LayerStore) -> int:
         return 0
     rows, kv_heads = store.keys.shape[:2]
     vectors = rows * kv_heads * pages.number(store)
-    return vectors * affordable(store, int(store.numbers["page"])) * store.keys.element_size()
+    return vectors * affordable(store, store.numbers["page"]) * store.keys.element_size()

@@ -40,6 +40,7 @@ class Keyformer(Policy):
 
     name: ClassVar[str] = "keyformer"
     summary: ClassVar[str] = "accumulated attention with Gumbel noise and recent tokens, while decoding"
+    family: ClassVar[str] = "evicts or merges while decoding"
 
     budget: Budget
     recent: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -71,12 +72,11 @@ class Keyformer(Policy):
         queries = prompt.window(prompt.length)
         heads, head_dim = queries.shape[1], queries.shape[3]
         scaling = head_dim**-0.5 if prompt.scaling is None else prompt.scaling
-        if self.noise:
-            noise = self.gumbel(prompt.layers, heads, 0, prompt.length).to(queries.device)
+        noise = self.gumbel(prompt.layers, heads, 0, prompt.length).to(queries.device) if self.noise else None
         rows = []
         for row in range(prompt.rows):
             q, k = attention.exact(queries[row]), attention.exact(prompt.keys[row])
-            if self.noise:
+            if noise is not None:
                 # The noise enters as one more dimension of the keys, which every query weighs with 1.
                 q = torch.cat([q, q.new_ones(*q.shape[:2], 1)], -1)
                 k = k.repeat_interleave(heads // prompt.kv_heads, 0)
@@ -101,7 +101,8 @@ class Keyformer(Policy):
             store.add_column("noise", table if store.length == store.seen else table.gather(2, where))
         super().compress(store, prompt)
 
-    def step(self, store: LayerStore, weights: Tensor) -> None:
+    def step(self, store: LayerStore, weights: Tensor | None) -> None:
+        assert weights is not None, "a policy that weighs is given the attention weights"
         kv_heads = store.positions.shape[1]
         store.numbers["step"] += 1
         logits = weights.log().unflatten(1, (kv_heads, -1))

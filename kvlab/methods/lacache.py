@@ -33,6 +33,7 @@ class LaCache(Policy):
 
     name: ClassVar[str] = "lacache"
     summary: ClassVar[str] = "sinks, recent tokens, and a ladder of spans over the layers"
+    family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
 
     budget: Budget
     sinks: Annotated[int, Field(ge=0)] = 4

@@ -21,7 +21,14 @@ SHIPPED = Path(__file__).parent / "heads"
 SHIPPED_TABLES = Path(__file__).parent / "tables"
 """CompilerKV's tables that come with kvlab, likewise."""
 
-T = TypeVar("T", bound=BaseModel)
+
+class Measured(BaseModel):
+    """What is in a file: subclasses say in `what` what to call it."""
+
+    what: ClassVar[str]
+
+
+T = TypeVar("T", bound=Measured)
 
 
 def read(path: str | Path, kind: type[T]) -> T:
@@ -56,7 +63,7 @@ def _read(path: Path, kind: type[T], _changed: int, _size: int) -> T:
         raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
 
 
-class HeadScores(BaseModel):
+class HeadScores(Measured):
     """How much each query head attends to a needle while the model answers with it: retrieval heads stand out.
 
     Made by `kvlab.traces.retrieval_heads.measure` or `kvlab heads`, used by `duoattention`.
@@ -125,7 +132,7 @@ class HeadScores(BaseModel):
         return _load(path_or_name, cls, SHIPPED, "model with head scores", "kvlab heads")
 
 
-class DecisionTables(BaseModel):
+class DecisionTables(Measured):
     """CompilerKV's two tables: weights of the query heads (eq. 9) and thresholds by risk (section 4.4).
 
     Attributes:
@@ -218,8 +225,11 @@ class DecisionTables(BaseModel):
 
     def thresholds(self, layer: int, entropy: Tensor, perplexity: Tensor) -> Tensor:
         """Tau of one layer for each prompt's entropy and perplexity `[...]`, float64 `[...]`."""
+        if self.risk is None:
+            raise KvlabError("there is no risk table to take thresholds from")
         grid = torch.tensor(self.risk[layer], dtype=torch.float64, device=entropy.device)
-        return grid[bins(entropy, perplexity, tuple(grid.shape), self.entropy, self.perplexity)]
+        rows, columns = grid.shape
+        return grid[bins(entropy, perplexity, (rows, columns), self.entropy, self.perplexity)]
 
 
 def _load(path_or_name: str | Path, kind: type[T], folder: Path, what: str, command: str) -> T:

@@ -38,6 +38,7 @@ class MorphKV(Policy):
 
     name: ClassVar[str] = "morphkv"
     summary: ClassVar[str] = "recent tokens and the older ones they attend to, constant size while decoding"
+    family: ClassVar[str] = "evicts or merges while decoding"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32
@@ -66,7 +67,8 @@ class MorphKV(Policy):
         store.add_column("profile", profile)
         store.numbers["rows"] = store.seen
 
-    def step(self, store: LayerStore, weights: Tensor) -> None:
+    def step(self, store: LayerStore, weights: Tensor | None) -> None:
+        assert weights is not None, "a policy that weighs is given the attention weights"
         profile = store.column("profile")
         # A turn of a chat that was stored whole has no attention rows: those of older tokens must not stand for them.
         unseen = range(max(store.numbers["rows"], store.seen - self.window), store.seen - 1)

@@ -22,19 +22,19 @@ def begin(store: LayerStore, size: int) -> None:
 
 def number(store: LayerStore) -> int:
     """How many pages the stored entries fill, the newest one perhaps in part."""
-    return -(-store.length // int(store.numbers["page"]))
+    return -(-store.length // store.numbers["page"])
 
 
 def sizes(store: LayerStore) -> Tensor:
     """Entries of each page, int64 `[pages]`."""
-    found = torch.full((number(store),), int(store.numbers["page"]), device=store.keys.device)
-    found[-1] -= number(store) * int(store.numbers["page"]) - store.length
+    found = torch.full((number(store),), store.numbers["page"], device=store.keys.device)
+    found[-1] -= number(store) * store.numbers["page"] - store.length
     return found
 
 
 def summaries(store: LayerStore) -> Tensor:
     """`[rows, kv_heads, 2, head_dim, pages]`, brought up to date: only pages that entries joined are looked at."""
-    size, paged = int(store.numbers["page"]), int(store.numbers["paged"])
+    size, paged = store.numbers["page"], store.numbers["paged"]
     if paged == store.length:
         return store.memory["pages"]
     rows, kv_heads, _, head_dim = store.keys.shape
@@ -75,7 +75,7 @@ def read(store: LayerStore, scores: Tensor, k: int, cut: bool) -> Tensor:
         cut: read exactly `k` entries, the first ones of a page that does not fit. Otherwise pages are read whole, until
             one does not fit; of a best page that is larger than `k` the first `k` entries are read.
     """
-    size, n = int(store.numbers["page"]), number(store)
+    size, n = store.numbers["page"], number(store)
     if size == 1:
         return ranking.top_positions(scores, k)
     newest = store.length - (n - 1) * size

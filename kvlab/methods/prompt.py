@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,17 @@ from torch import Tensor
 from kvlab.core import attention
 from kvlab.errors import KvlabError
 
-if TYPE_CHECKING:
-    from kvlab.methods.base import Policy
+
+class Asks(Protocol):
+    """What a prompt must know of the policy that asks for something: how it is called, and what it needs."""
+
+    name: ClassVar[str]
+
+    @property
+    def reads_perplexity(self) -> int: ...
+
+    @property
+    def pseudo_key(self) -> str | None: ...
 
 
 class Prompt:
@@ -45,11 +54,11 @@ class Prompt:
         values: Tensor,
         layers: tuple[int, ...],
         n_layers: int,
-        pseudo: Tensor | Callable[[Policy], Tensor] | None = None,
+        pseudo: Tensor | Callable[[Asks], Tensor | None] | None = None,
         accumulated: Tensor | None = None,
         max_new_tokens: int = 0,
         scaling: float | None = None,
-        perplexity: Tensor | Callable[[int], Tensor] | None = None,
+        perplexity: Tensor | Callable[[int], Tensor | None] | None = None,
     ):
         self.queries, self.keys, self.values = queries, keys, values
         self.layers, self.n_layers = layers, n_layers
@@ -115,7 +124,7 @@ class Prompt:
         """Attention of the last `n` queries, summed over the window and the GQA group: `[rows, kv_heads, length]`."""
         return self.share(("window", n), lambda: attention.sum_over_group(self.window_sums(n), self.kv_heads))
 
-    def pseudo(self, policy: Policy) -> Tensor:
+    def pseudo(self, policy: Asks) -> Tensor:
         """The pseudo-queries that `policy` asks for, `[rows, heads, m, head_dim]`."""
         found = self._pseudo(policy) if callable(self._pseudo) else self._pseudo
         if found is None:
@@ -125,7 +134,7 @@ class Prompt:
             )
         return found
 
-    def accumulated(self, policy: Policy) -> Tensor:
+    def accumulated(self, policy: Asks) -> Tensor:
         """Attention accumulated over all prompt queries, `[rows, heads, length]`."""
         if self._accumulated is None:
             raise KvlabError(
@@ -133,7 +142,7 @@ class Prompt:
             )
         return self._accumulated
 
-    def perplexity(self, policy: Policy) -> Tensor:
+    def perplexity(self, policy: Asks) -> Tensor:
         """Of the model on the prompt's last tokens, as many as `policy` reads: exp of their mean NLL, `[rows]`."""
         found = self._perplexity
         found = found(policy.reads_perplexity) if callable(found) else found

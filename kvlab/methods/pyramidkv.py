@@ -29,6 +29,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     summary: ClassVar[str] = "SnapKV with budgets that fall linearly with the layer"
+    family: ClassVar[str] = "keeps tokens of the prompt"
 
     beta: Annotated[int | float, Field(ge=1)] = 20
 
@@ -47,4 +48,4 @@ class PyramidKV(SnapKV):
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         budgets = self.budgets(prompt.n_layers, prompt.seen, budget)
-        return super().choose(prompt, budgets[list(prompt.layers)].to(prompt.keys.device))
+        return self.window_and_best(prompt, budgets[list(prompt.layers)].to(prompt.keys.device))

@@ -36,6 +36,7 @@ class RocketKV(Policy):
 
     name: ClassVar[str] = "rocketkv"
     summary: ClassVar[str] = "coarse eviction of the prompt (snapkv_pp), then selection at each step (hybrid)"
+    family: ClassVar[str] = "both: keeps some, reads some of those"
 
     budget: Budget
     split: Literal["even", "adaptive"] = "even"
@@ -69,7 +70,7 @@ class RocketKV(Policy):
 
     def prefill(self, prompt: Prompt) -> Tensor:
         room = self.capacity(prompt.length, prompt.max_new_tokens) - prompt.max_new_tokens
-        if prompt.length <= self.entries(prompt.length):
+        if self.fits(prompt.length):
             room = prompt.length
         return self._first_stage(max(room, self.window + 1)).prefill(prompt)
 

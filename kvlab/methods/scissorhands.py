@@ -36,6 +36,7 @@ class Scissorhands(Policy):
 
     name: ClassVar[str] = "scissorhands"
     summary: ClassVar[str] = "drops what was most often below average attention lately, while decoding"
+    family: ClassVar[str] = "evicts or merges while decoding"
 
     budget: Budget
     recent: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -71,13 +72,14 @@ class Scissorhands(Policy):
         store.numbers["step"] = 0
         super().compress(store, prompt)
 
-    def step(self, store: LayerStore, weights: Tensor) -> None:
+    def step(self, store: LayerStore, weights: Tensor | None) -> None:
+        assert weights is not None, "a policy that weighs is given the attention weights"
         kv_heads = store.positions.shape[1]
         below = weights.unflatten(1, (kv_heads, -1)).mean(2) < 1 / store.length
         # Bit e is the prompt's query e from its end; later rows go backwards round the ring, the oldest first.
         history = self._queries(store.budget)
         store.numbers["step"] += 1
-        ring = -int(store.numbers["step"]) % history
+        ring = -store.numbers["step"] % history
         word, bit = store.column("history")[..., ring // WORD], ring % WORD
         changed = ((word >> bit) & 1) ^ below
         word ^= changed << bit

@@ -33,6 +33,7 @@ class SnapKV(Policy):
 
     name: ClassVar[str] = "snapkv"
     summary: ClassVar[str] = "pooled attention of an observation window at the prompt's end"
+    family: ClassVar[str] = "keeps tokens of the prompt"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32
@@ -60,7 +61,10 @@ class SnapKV(Policy):
 
         return prompt.share(("snapkv", type(self).scores, self.window, self.kernel, self.sets), pool)
 
-    def choose(self, prompt: Prompt, budget: int | Tensor) -> Tensor:
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        return self.window_and_best(prompt, budget)
+
+    def window_and_best(self, prompt: Prompt, budget: int | Tensor) -> Tensor:
         """The window and the best of the older tokens: `budget` in all, the same or one for each row `[rows]`."""
         scores = F.pad(self.pooled(prompt), (0, self.window), value=torch.inf)
         if isinstance(budget, Tensor):

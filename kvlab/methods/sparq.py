@@ -37,6 +37,7 @@ class SparQ(Policy):
 
     name: ClassVar[str] = "sparq"
     summary: ClassVar[str] = "reads the top entries by the query's largest dimensions, stores all and a key copy"
+    family: ClassVar[str] = "stores all, reads a selection"
 
     budget: Budget
     rank: Annotated[int, Field(ge=1)] | None = None
@@ -56,7 +57,7 @@ class SparQ(Policy):
 
     def _follow(self, store: LayerStore) -> None:
         """Take what was appended into the copy of the keys `[rows, kv_heads, head_dim, slots]` and the values' sum."""
-        copied = int(store.numbers["copied"])
+        copied = store.numbers["copied"]
         if copied == store.length:
             return
         rows, kv_heads, _, head_dim = store.keys.shape

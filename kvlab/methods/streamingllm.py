@@ -25,6 +25,7 @@ class StreamingLLM(Policy):
 
     name: ClassVar[str] = "streamingllm"
     summary: ClassVar[str] = "attention sinks and the most recent tokens, rolling"
+    family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
 
     weighs: ClassVar[bool] = False
 

@@ -31,6 +31,7 @@ class ZigZagKV(SnapKV):
 
     name: ClassVar[str] = "zigzagkv"
     summary: ClassVar[str] = "SnapKV with budgets by how many tokens hold 90 % of a layer's attention"
+    family: ClassVar[str] = "keeps tokens of the prompt"
 
     mass: Annotated[float, Field(gt=0, lt=1)] = 0.9
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -52,4 +53,5 @@ class ZigZagKV(SnapKV):
         return share_out(surveys.T, prompt.n_layers * budget, prompt.length, floor).T.to(prompt.keys.device)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        return super().choose(prompt, prompt.plan)
+        assert prompt.plan is not None, "its layers share a budget, which is planned first"
+        return self.window_and_best(prompt, prompt.plan)

@@ -43,6 +43,7 @@ class ZSMerge(Policy):
 
     name: ClassVar[str] = "zsmerge"
     summary: ClassVar[str] = "recent, high-contribution and merged entries, while decoding"
+    family: ClassVar[str] = "evicts or merges while decoding"
 
     budget: Budget
     proximity: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -140,9 +141,10 @@ class ZSMerge(Policy):
             store.evict(kept)
 
     def bias(self, store: LayerStore) -> Tensor | None:
-        return self.alpha * store.weights.log() if self.alpha and store.merged else None
+        return self.alpha * store.fusion_counts.log() if self.alpha and store.merged else None
 
-    def step(self, store: LayerStore, weights: Tensor) -> None:
+    def step(self, store: LayerStore, weights: Tensor | None) -> None:
+        assert weights is not None, "a policy that weighs is given the attention weights"
         kv_heads = store.positions.shape[1]
         score = store.column("score")
         score.mul_(self.decay).add_(attention.sum_over_group(weights, kv_heads))

@@ -31,7 +31,7 @@ class Reference:
 
     def weights(self, layer: int) -> Tensor:
         """Attention of the response over all keys, `[heads, steps, length]`; zero on what a step cannot see yet."""
-        if self._done[layer]:
+        if self._all is not None and self._done[layer]:
             return self._all[layer]
         trace = self.trace
         visible = attention.last_visible(trace.steps, trace.length, trace.device)
@@ -87,7 +87,7 @@ class Reference:
         Returns:
             `[..., kv_heads]`.
         """
-        *_, kv_heads, length = ranks.shape
+        kv_heads = ranks.shape[-2]
         sets, positions = positions.shape[-2], positions.to(ranks.device)
         ranks = ranks if sets == kv_heads else attention.to_query_heads(ranks, sets)
         hit = (ranks.gather(-1, positions.clamp_min(0)) < k) & (positions != EMPTY)
@@ -95,8 +95,5 @@ class Reference:
 
 
 def reference(trace: Trace) -> Reference:
-    """The full cache's side of a trace, made on first use and kept with the trace."""
-    found = trace.__dict__.get("_reference")
-    if found is None:
-        found = trace.__dict__["_reference"] = Reference(trace)
-    return found
+    """The full cache's side of a trace, made on first use and kept as long as the trace is."""
+    return trace.share("reference", lambda: Reference(trace))

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-import numpy as np
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, overload
 
 from kvlab.errors import KvlabError
 from kvlab.lib import bootstrap
 from kvlab.methods import Policy
+from kvlab.replays.single import Replay
+from kvlab.replays.tables import AXES
 
 if TYPE_CHECKING:
     import pandas as pd
 
-
-if TYPE_CHECKING:
-    from kvlab.replays.run import Replay
-
-
-MEASURES = ("recall", "window_recall", "step_recall", "mass_lost", "output_error", "stored_bytes", "read_bytes")
 FIRST = ("recall", "mass_lost", "output_error", "stored_bytes", "read_bytes")
 
 
-class Replays(Sequence):
+class Replays(Sequence[Replay]):
     """Several policies, budgets or traces. `result[policy, budget]` is one `Replay` (a list of them over several
     traces).
     """
@@ -36,21 +29,28 @@ class Replays(Sequence):
     def __len__(self) -> int:
         return len(self.results)
 
-    def __getitem__(self, key):
+    @overload
+    def __getitem__(self, key: int) -> Replay: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Replay]: ...
+    # One replay, or a list of them over several traces: only who made the replays knows which.
+    @overload
+    def __getitem__(self, key: str | Policy | tuple[str | Policy, int | float | None]) -> Any: ...
+    def __getitem__(self, key: int | slice | str | Policy | tuple[str | Policy, int | float | None]) -> Any:
         if isinstance(key, int | slice):
             return self.results[key]
         name, budget = key if isinstance(key, tuple) else (key, None)
-        found = [
+        chosen = [
             r
             for r in self.results
-            if name in (r.policy, r.policy.name, str(r.policy)) and budget in (None, _budget_of(r), r.budget)
+            if name in (r.policy, r.policy.name, str(r.policy)) and budget in (None, r.policy.asked, r.budget)
         ]
-        if not found:
-            known = ", ".join(sorted({f"{r.policy.name}, {_budget_of(r)}" for r in self.results}))
+        if not chosen:
+            known = ", ".join(sorted({f"{r.policy.name}, {r.policy.asked}" for r in self.results}))
             raise KvlabError(
                 f"no replay of {name}{'' if budget is None else f' at budget {budget}'}; there are: {known}"
             )
-        return found[0] if len({id(r.trace) for r in self.results}) == 1 else found
+        return chosen[0] if len({id(r.trace) for r in self.results}) == 1 else chosen
 
     @cached_property
     def summary(self) -> pd.DataFrame:
@@ -66,15 +66,16 @@ class Replays(Sequence):
             means = r.summary
             first = {name: means.pop(name) for name in FIRST}
             marks = {"entries": r.budget, "raised": r.raised, "trace": r.trace.signature, "signature": r.signature}
-            rows.append({"policy": r.policy.name, "budget": _budget_of(r)} | first | means | marks)
+            rows.append({"policy": r.policy.name, "budget": r.policy.asked} | first | means | marks)
         return Summary(rows)
 
     @cached_property
     def intervals(self) -> pd.DataFrame:
-        """Tidy, over the traces: policy, budget, parameters, measure, traces, value, low, high.
+        """Tidy, over the traces: policy, budget, entries, parameters, measure, traces, value, low, high.
 
-        `value` is the mean over the traces (documents), `low` and `high` its 95 % bootstrap interval; with one trace
-        they are the value itself.
+        `entries` is what the budget came to, on average where a fraction comes to more on a longer prompt. `value` is
+        the mean over the traces (documents), `low` and `high` its 95 % bootstrap interval; with one trace they are the
+        value itself.
         """
         import pandas as pd
 
@@ -82,13 +83,16 @@ class Replays(Sequence):
         for result in self.results:
             by_policy.setdefault(result.policy, []).append(result)
         rows = []
-        for one, results in by_policy.items():
+        for policy, results in by_policy.items():
             summaries = [result.summary for result in results]
-            marks = {"policy": one.name, "budget": getattr(one, "budget", None), "parameters": str(one)}
-            for measure in MEASURES:
+            entries = sum(result.budget for result in results) / len(results)
+            budget = {"budget": policy.asked, "entries": int(entries) if entries.is_integer() else entries}
+            marks = {"policy": policy.name} | budget | {"parameters": str(policy)}
+            for measure in AXES:
                 value, (low, high) = bootstrap.summarise([summary[measure] for summary in summaries])
-                found = {"measure": measure, "traces": len(results), "value": value, "low": low, "high": high}
-                rows.append(marks | found)
+                rows.append(
+                    marks | {"measure": measure, "traces": len(results), "value": value, "low": low, "high": high}
+                )
         return pd.DataFrame(rows)
 
     @cached_property
@@ -97,25 +101,3 @@ class Replays(Sequence):
         import pandas as pd
 
         return pd.concat([r.table.assign(trace=r.trace.signature) for r in self.results], ignore_index=True)
-
-
-def _budget_of(result: Replay) -> int | float | None:
-    return getattr(result.policy, "budget", None)
-
-
-def _tidy(name: str, values: Tensor, axes: tuple[str, ...]) -> pd.DataFrame:
-    import pandas as pd
-
-    grid = np.indices(tuple(values.shape)).reshape(len(axes), -1) if values.numel() else np.empty((len(axes), 0), int)
-    columns = dict(zip(axes, grid, strict=True))
-    if "step" in columns:
-        columns["step"] = columns["step"] + 1
-    frame = pd.DataFrame(
-        {
-            axis: pd.array(columns[axis] if axis in columns else [pd.NA] * grid.shape[1], dtype="Int64")
-            for axis in ("layer", "kv_head", "head", "step")
-        }
-    )
-    if "step" not in axes:
-        frame["step"] = pd.array([0] * len(frame), dtype="Int64")
-    return frame.assign(measure=name, value=values.reshape(-1).double().numpy())

@@ -6,272 +6,24 @@ The replay is the open loop: every decoding step sees the queries, keys and valu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, overload
 
-import torch
-from torch import Tensor
-
-from kvlab.core import attention, ranking
-from kvlab.core.store import EMPTY, LayerStore, pick
-from kvlab.errors import KvlabError, whole
-from kvlab.instruments import measures
-from kvlab.instruments.probes import Probe, Records, Seen, probe
+from kvlab.errors import KvlabError
+from kvlab.instruments.probes import Probe, probe
 from kvlab.lib import bars
-from kvlab.methods import Policy, Prompt, listed, policy
-from kvlab.methods.clock import decode
-from kvlab.replays.reference import reference
-from kvlab.replays.results import MEASURES, Replays, _tidy
+from kvlab.methods import Policy, listed, policy, registry
+from kvlab.replays.results import Replays
+from kvlab.replays.single import Replay
 from kvlab.traces.trace import opened
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from kvlab.traces.trace import Trace
 
     OneTrace: TypeAlias = Trace | str | Path
     # Lists by what they hold: a str is itself a sequence of str, and must not count as several.
     SeveralTraces: TypeAlias = list[Trace] | list[str] | list[Path] | list[OneTrace] | tuple[OneTrace, ...]
     SeveralPolicies: TypeAlias = Sequence[Policy] | list[str] | list[Policy | str] | tuple[Policy | str, ...]
-
-
-class Replay:
-    """One policy over one trace, computed where the trace lies; what comes out lies on the CPU.
-
-    Attributes:
-        trace, policy: what was replayed.
-        budget: entries for each layer and KV head that the policy's budget came to.
-        raised: whether a fractional budget had to be raised to what the method needs.
-        mass_lost, output_error: `[layers, heads, steps]`.
-        step_recall: `[layers, kv_heads, steps]`.
-        recall, window_recall: `[layers, kv_heads]`.
-        stored_bytes, read_bytes: `[steps]`, summed over layers.
-    """
-
-    def __init__(self, trace: Trace, policy: Policy, probes: Sequence[Probe] = ()):
-        self.trace, self.policy, self.probes = trace, policy, list(probes)
-        self.records = Records(policy.name, getattr(policy, "budget", None), rows="layer")
-        self.budget = policy.entries(trace.prompt_length)
-        self.raised = policy.raised(trace.prompt_length)
-        self._reference = reference(trace)
-        self._read: list[Tensor] = []
-        self._stored: list[Tensor] = []
-        shape, make = (trace.n_layers, trace.heads, trace.steps), {"device": trace.device}
-        self.mass_lost, self.output_error = torch.zeros(shape, **make), torch.zeros(shape, **make)
-        self.step_recall = torch.zeros(trace.n_layers, trace.kv_heads, trace.steps, **make)
-        self.stored_bytes, self.read_bytes = torch.zeros(trace.steps), torch.zeros(trace.steps)
-        self._run()
-        # At the end and not step by step: every copy waits for the device.
-        for name in ("mass_lost", "output_error", "step_recall", "recall", "window_recall", "_kept"):
-            setattr(self, name, getattr(self, name).cpu())
-        self._read, self._stored = ([sets.cpu() for sets in each] for each in (self._read, self._stored))
-
-    # ------------------------------------------------------------------ the run
-
-    @torch.inference_mode()
-    def _run(self) -> None:
-        trace = self.trace
-        store = LayerStore(trace.prompt_keys, trace.prompt_values)
-        store.layers = trace.prompt.layers
-        prompt = self._planned(trace.prompt)
-        self.policy.compress(store, prompt)
-        self._kept = store.positions.clone()
-        k = min(self.budget, trace.prompt_length)
-        ranks = self._reference.gold_ranks
-        self.recall = self._reference.share_found(ranks, self._kept, k)
-        best = ranking.top_positions(self.policy.scores(prompt), k)
-        self.window_recall = self._reference.share_found(ranks, best, k)
-        if trace.steps == 0:
-            # Without a response there is no gold set to recall.
-            self.recall, self.window_recall = (torch.full_like(r, torch.nan) for r in (self.recall, self.window_recall))
-        if self.policy.acts_while_decoding or store.merged or self.probes:
-            for step in range(1, trace.steps + 1):
-                self._decode(store, step)
-        else:
-            self._follow(store)
-
-    def _planned(self, prompt: Prompt) -> Prompt:
-        """The prompt with what the policy plans for all layers together, where it does."""
-        if not self.policy.surveys or prompt.length <= self.budget:
-            return prompt
-        plan = self.policy.plan(self.policy.survey(prompt)[:, None], prompt)
-        return prompt.with_plan(plan[:, 0])
-
-    def _decode(self, store: LayerStore, step: int) -> None:
-        """One decoding step by the clock: append, attend, measure, update, evict or merge."""
-        trace, now = self.trace, step - 1
-        position = trace.prompt_length + now
-        new = slice(position, position + 1)
-        queries = trace.response_queries[:, :, now : now + 1]
-        entry = trace.keys[:, :, new], trace.values[:, :, new]
-        attended = decode(self.policy, store, queries, *entry, trace.scaling, weigh=True)
-
-        read = attended.read(store)
-        self._read.append(read)
-        all_weights, full = self._reference.at(step), self._reference.outputs[:, :, now]
-        self.mass_lost[:, :, now] = measures.mass_lost(all_weights, read)
-        self.output_error[:, :, now] = measures.output_error(full, attended.output[:, :, 0])
-        ranks = self._reference.step_ranks[:, :, now]
-        self.step_recall[:, :, now] = self._reference.share_found(ranks, read, min(self.budget, position + 1))
-
-        if self.probes:
-            seen = Seen(self.policy, store, queries, attended, trace.scaling, full=(all_weights, full))
-            where = dict(step=step, layer=None, rows=list(range(trace.n_layers)))
-            for one in self.probes:
-                one.look(seen, self.records, where)
-
-        self.read_bytes[now] = int((read != EMPTY).sum()) * store.entry_bytes
-        self.read_bytes[now] += self.policy.overhead_bytes(store)
-        self.policy.step(store, attended.weights)
-        for one in self.probes:
-            one.look_after(seen, self.records, where)
-        self._stored.append(store.positions.clone())
-        self.stored_bytes[now] = store.kv_bytes + store.aux_bytes
-
-    def _follow(self, store: LayerStore) -> None:
-        """All steps at once, for a policy that does nothing after the prefill: every generated token stays."""
-        trace, prompt = self.trace, self.trace.prompt_length
-        if trace.steps == 0:
-            return
-        everything = self._kept.shape[2] == prompt and not store.ragged
-        k = torch.arange(prompt + 1, trace.length + 1, device=trace.device).clamp_max(self.budget)[:, None, None]
-        for layer in range(trace.n_layers):
-            weights = self._reference.weights(layer)
-            # Other layers may keep more: no need to look at this one's padding.
-            kept = self._kept[layer][:, : int((self._kept[layer] != EMPTY).sum(-1).max())]
-            # One set for each KV head, or for each query head, whose keys and values are then repeated.
-            all_values = attention.to_query_heads(trace.values[layer].transpose(0, 1), len(kept)).transpose(0, 1)
-            response = weights[:, :, prompt:]
-            if not everything:
-                rows = attention.to_query_heads(kept, trace.heads)[:, None]
-                taken = weights.gather(-1, rows.clamp_min(0).expand(-1, trace.steps, -1)).masked_fill_(rows == EMPTY, 0)
-                mass = taken.sum(-1) + response.sum(-1)
-                self.mass_lost[layer] = (1 - mass).clamp(0, 1)
-                values = pick(all_values[None], kept[None])[0]
-                if float(mass.min()) > 1e-20:
-                    mixed = attention.output(taken, values) + attention.output(response, all_values[:, prompt:])
-                    mixed = mixed / mass[..., None]
-                else:
-                    mixed = self._from_logits(layer, values, all_values[:, prompt:])
-                self.output_error[layer] = measures.output_error(self._reference.outputs[layer], mixed)
-            ranks = self._reference.step_ranks[layer].transpose(0, 1)
-            # What a step cannot see yet comes after all that it sees, so it is none of the top.
-            own = ((ranks[..., prompt:] < k).sum(-1, keepdim=True) / k)[..., 0]
-            found = self._reference.share_found(ranks, kept.expand(trace.steps, -1, -1), k)
-            self.step_recall[layer] = (own + found).transpose(0, 1)
-        entry = 2 * trace.keys.shape[-1] * trace.keys.element_size()
-        generated = trace.n_layers * self._kept.shape[1] * torch.arange(1, trace.steps + 1)
-        entries = int((self._kept != EMPTY).sum()) + generated
-        self.stored_bytes = (entries * entry + store.aux_bytes).float()
-        self.read_bytes = self.stored_bytes.clone()
-
-    def _from_logits(self, layer: int, values: Tensor, response_values: Tensor) -> Tensor:
-        """Outputs of all steps where what is kept weighs next to nothing in the full softmax, so that shares of it
-        are lost.
-        """
-        trace, prompt, kept = self.trace, self.trace.prompt_length, self._kept[layer]
-        all_keys = attention.to_query_heads(trace.keys[layer].transpose(0, 1), len(kept)).transpose(0, 1)
-        keys = torch.cat([pick(all_keys[None], kept[None])[0], all_keys[:, prompt:]], 1)
-        occupied = attention.to_query_heads(kept != EMPTY, trace.heads)[:, None].expand(-1, trace.steps, -1)
-        own = attention.last_visible(trace.steps, trace.steps, trace.device).expand(trace.heads, -1, -1)
-        weights = attention.weights(trace.response_queries[layer], keys, trace.scaling, torch.cat([occupied, own], -1))
-        return attention.output(weights, torch.cat([values, response_values], 1))
-
-    # ------------------------------------------------------------------ what came out
-
-    def kept(self, layer: int, step: int = 0) -> Tensor:
-        """Positions, int64 `[kv_heads, n]`, -1 padded: at step 0 the retained set after the prefill, at step t those
-        that the t-th decoding query reads.
-
-        Raises:
-            KvlabError: a layer or a step outside this replay.
-        """
-        self._check(layer, step)
-        if step == 0:
-            return self._kept[layer]
-        return self._read[step - 1][layer] if self._read else self._with_response(layer, step)
-
-    def stored(self, layer: int, step: int = 0) -> Tensor:
-        """Positions stored after a step, int64 `[kv_heads, n]`, -1 padded."""
-        self._check(layer, step)
-        if step == 0:
-            return self._kept[layer]
-        return self._stored[step - 1][layer] if self._stored else self._with_response(layer, step)
-
-    def _check(self, layer: int, step: int) -> None:
-        layer, step = whole("layer", layer), whole("step", step)
-        if not 0 <= layer < self.trace.n_layers or not 0 <= step <= self.trace.steps:
-            raise KvlabError(
-                f"layer {layer}, step {step} is outside this replay of {self.trace.n_layers} layers and "
-                f"{self.trace.steps} steps"
-            )
-
-    def _with_response(self, layer: int, step: int) -> Tensor:
-        kept, prompt = self._kept[layer], self.trace.prompt_length
-        new = torch.arange(prompt, prompt + step).expand(kept.shape[0], step)
-        both = torch.cat([kept, new], -1)
-        padded = both.masked_fill(both == EMPTY, torch.iinfo(torch.int64).max).sort(-1).values
-        return padded.masked_fill(padded == torch.iinfo(torch.int64).max, EMPTY)
-
-    def lost(self, step: int) -> Tensor:
-        """Full attention of the decoding query `step` (from 1) on keys that it does not read, zero on those that it
-        does, `[layers, heads, prompt + step]`.
-        """
-        return measures.lost_weights(self._reference.at(step), self._reads(step))
-
-    def _reads(self, step: int) -> Tensor:
-        return torch.stack([self.kept(layer, step) for layer in range(self.trace.n_layers)])
-
-    @cached_property
-    def concentrated_loss(self) -> Tensor:
-        """`measures.concentrated_loss` of every decoding query, `[layers, heads, steps]`."""
-        steps = range(1, self.trace.steps + 1)
-        each = [measures.concentrated_loss(self._reference.at(step), self._reads(step)) for step in steps]
-        return torch.stack(each, -1)
-
-    @property
-    def summary(self) -> dict[str, float]:
-        """Means over layers, heads and steps of every measure; bytes are summed over layers and averaged over steps."""
-        from kvlab.replays.summaries import Means
-
-        means = {name: getattr(self, name).float() for name in MEASURES}
-        return Means({name: float(each.mean()) if each.numel() else float("nan") for name, each in means.items()})
-
-    @property
-    def signature(self) -> str:
-        """`model@sha|document@sha|policy(params)|seed|kvlab version`."""
-        from kvlab import __version__
-
-        return f"{self.trace.signature}|{self.policy}|{self.trace.meta.get('seed', 0)}|kvlab {__version__}"
-
-    @cached_property
-    def table(self) -> pd.DataFrame:
-        """Tidy: policy, budget, layer, kv_head, head, step, measure, value; what is not of one head has none."""
-        import pandas as pd
-
-        parts = [
-            _tidy(name, getattr(self, name), axes)
-            for name, axes in {
-                "recall": ("layer", "kv_head"),
-                "window_recall": ("layer", "kv_head"),
-                "step_recall": ("layer", "kv_head", "step"),
-                "mass_lost": ("layer", "head", "step"),
-                "output_error": ("layer", "head", "step"),
-                "stored_bytes": ("step",),
-                "read_bytes": ("step",),
-            }.items()
-        ]
-        table = pd.concat(parts, ignore_index=True)
-        group = self.trace.heads // self.trace.kv_heads
-        table["kv_head"] = table["kv_head"].fillna(table["head"] // group)
-        table.insert(0, "policy", pd.Categorical([self.policy.name] * len(table)))
-        table.insert(1, "budget", self.budget)
-        return table
-
-    def __repr__(self) -> str:
-        values = ", ".join(f"{k}={v:.4g}" for k, v in self.summary.items())
-        return f"Replay({self.policy}: {values})"
 
 
 @overload
@@ -329,21 +81,19 @@ def replay(
         KvlabError: the trace lacks what a policy needs (pseudo-queries, a longer window), or a budget is too small.
     """
     single = not isinstance(trace, list | tuple) and isinstance(policies, Policy | str) and budgets is None
-    traces = [opened(each) for each in (trace if isinstance(trace, list | tuple) else [trace])]
+    traces = [opened(given) for given in (trace if isinstance(trace, list | tuple) else [trace])]
     wanted = listed(policies)
     if budgets is not None and (isinstance(budgets, str) or not isinstance(budgets, Iterable) or not list(budgets)):
         raise KvlabError(f"budgets is a list of at least one, such as [128, 0.25], and not {budgets!r:.60}")
     if not traces or not wanted:
         raise KvlabError("a replay needs at least one trace and one policy")
     objects: list[Policy] = []
-    for one in wanted:
-        if budgets is None:
-            objects.append(policy(one))
-        elif _has_budget(one):
-            objects.extend(policy(one, budget=budget) for budget in budgets)
+    for method in wanted:
+        if budgets is not None and _has_budget(method):
+            objects.extend(policy(method, budget=budget) for budget in budgets)
         else:
-            objects.append(policy(one))
-    instruments = [probe(one) for one in listed(probes, "probes")]
+            objects.append(policy(method))
+    instruments = [probe(instrument) for instrument in listed(probes, "probes")]
     if single:
         return Replay(traces[0], objects[0], instruments)
 
@@ -351,8 +101,6 @@ def replay(
     return Replays(Replay(t, p, instruments) for t, p in bars.each(jobs, "replay", "policy", progress))
 
 
-def _has_budget(one: Policy | str) -> bool:
-    from kvlab.methods import registry
-
-    cls = type(one) if isinstance(one, Policy) else registry().get(one)
+def _has_budget(method: Policy | str) -> bool:
+    cls = type(method) if isinstance(method, Policy) else registry().get(method)
     return cls is None or "budget" in cls.model_fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from kvlab.traces.run import capture
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from kvlab.inputs.models import LM
 
 NEEDLE = "The words that open the {colour} gate of {town} are {words}."
@@ -134,21 +136,22 @@ def measure(
         raise KvlabError("there is no hay to hide needles in; give at least one document")
     rng = random.Random(seed)
     depths = [round((number + 0.5) / needles, 4) for number in range(needles)]
-    contexts, found, documents = [], [], []
+    contexts, shares, documents, kv_heads = [], [], [], 0
     for number, depth in enumerate(bars.each(depths, "heads", "needle", progress)):
         straw = hay[number % len(hay)].window(lm, context)
         ids, needle, answer = _example(lm, straw.text, depth, rng)
         trace = capture(lm, ids, len(answer), window=1, pseudo=(), response=answer, progress=progress)
-        found.append(needle_shares(trace, needle))
+        shares.append(needle_shares(trace, needle))
+        kv_heads = trace.kv_heads
         contexts.append(len(ids))
         documents.append(straw.signature)
-    scores = torch.stack(found).mean(0)
+    scores = torch.stack(shares).mean(0)
     return HeadScores(
         model=lm.name,
         sha256=lm.sha256,
         n_layers=scores.shape[0],
         heads=scores.shape[1],
-        kv_heads=trace.kv_heads,
+        kv_heads=kv_heads,
         contexts=contexts,
         depths=depths,
         documents=documents,
@@ -192,11 +195,11 @@ def _example(lm: LM, straw: str, depth: float, rng: random.Random) -> tuple[Tens
     cut = max((end.end() for end in ends), default=0)
     text = " ".join(part.strip() for part in (straw[:cut], needle, straw[cut:]) if part.strip())
 
-    tokenizer = lm.tokenizer
+    tokenizer = cast("PreTrainedTokenizerBase", lm.tokenizer)
     chat = bool(getattr(tokenizer, "chat_template", None))
     if chat:
         message = [{"role": "user", "content": f"{text}\n\n{question}"}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        text = cast(str, tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
     else:
         text = f"{text}\n\nQuestion: {question}\nAnswer:"
         words = f" {words}"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, get_args, overload
+from typing import TYPE_CHECKING, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -14,61 +11,48 @@ from torch import Tensor
 
 from kvlab.core import attention, hookable, hooks
 from kvlab.core.adapter import StoreCache
-from kvlab.core.hookable import layers_of
 from kvlab.core.store import LayerStore
-from kvlab.errors import KvlabError, whole
+from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
-from kvlab.methods import Policy, listed, policy, registry
+from kvlab.methods import Policy
+from kvlab.traces.plans import Options, Plan, check_keep, planned, several
 from kvlab.traces.trace import Keep, Trace
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from kvlab.inputs.corpus import Document
     from kvlab.inputs.models import LM
-
-    OnePrompt: TypeAlias = str | Document | Tensor | np.ndarray | Sequence[int]
-    # Lists by what they hold: a str is itself a sequence of str, and must not count as several prompts.
-    SeveralPrompts: TypeAlias = (
-        list[str] | list[Document] | list[str | Document] | list[Tensor] | list[list[int]] | tuple[OnePrompt, ...]
-    )
-
-# Logits are wide; the likelihoods of more tokens than this are not recorded, even where all queries are.
-NLL_TOKENS = 256
-
-
-# ---------------------------------------------------------------------------------------------------- capture
+    from kvlab.traces.plans import OnePrompt, SeveralPrompts
 
 
 class _Recorder:
     """Keeps what one model's attention sees while it prefills and decodes."""
 
     def __init__(self, lm: LM, prompt: int, steps: int, window: int, extra: int, accumulate: bool):
-        config = lm.model.config.get_text_config(decoder=True)
+        config = hookable.text_config(lm.model)
         self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
         module = hookable.layers_of(lm.model)[0]
         head_dim = getattr(module, "head_dim", None) or config.hidden_size // self.heads
-        make = dict(dtype=lm.dtype, device=lm.device)
         storage = (self.layers, 1, kv_heads, prompt + max(steps, extra), head_dim)
-        self.keys, self.values = torch.empty(storage, **make), torch.empty(storage, **make)
+        self.keys, self.values = (torch.empty(storage, dtype=lm.dtype, device=lm.device) for _ in range(2))
         self.stores = [LayerStore.preallocated(k, v) for k, v in zip(self.keys, self.values, strict=True)]
         self.cache = StoreCache(self.stores)
-        self.queries = torch.empty(self.layers, self.heads, window + steps, head_dim, **make)
+        shape = self.layers, self.heads, window + steps, head_dim
+        self.queries = torch.empty(shape, dtype=lm.dtype, device=lm.device)
         self.pre_queries = torch.empty_like(self.queries)
         self.accumulated = torch.zeros(self.layers, self.heads, prompt, device=lm.device) if accumulate else None
         self.scaling: float | None = None
         self.filled = 0
-        self.accumulating = accumulate
+        self.prefilling = True
 
     def __call__(self, call: hooks.Call) -> Tensor:
         n = min(call.queries.shape[2], self.queries.shape[2] - self.filled)
         new = slice(self.filled, self.filled + n)
         self.queries[call.layer, :, new] = call.queries[0, :, call.queries.shape[2] - n :]
+        assert call.pre_rope is not None, "queries before RoPE are asked for"
         self.pre_queries[call.layer, :, new] = call.pre_rope[0, :, call.queries.shape[2] - n :]
         self.scaling = call.scaling
-        if self.accumulating:
+        if self.accumulated is not None and self.prefilling:
             self.accumulated[call.layer] = attention.accumulate(call.queries[0], call.keys[0], call.scaling)
         if call.layer == self.layers - 1:
             self.filled += n
@@ -98,12 +82,13 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
     """
     trials, m = ids.shape if ids.dim() == 2 else (1, len(ids))
     post, pre = {}, {}
-    lengths = [layer.store.length for layer in cache.layers]
+    lengths = [store.length for store in cache.stores]
     trial = torch.arange(trials * m, device=lm.device) // m
     own = attention.last_visible(trials * m, trials * m, lm.device) & (trial[:, None] == trial[None])
     mask = torch.cat([own.new_ones(trials * m, lengths[0]), own], dim=1)
 
     def record(call: hooks.Call) -> Tensor:
+        assert call.pre_rope is not None, "queries before RoPE are asked for"
         post[call.layer], pre[call.layer] = call.queries[0], call.pre_rope[0]
         return call.attend(mask)
 
@@ -111,8 +96,8 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
         with hooks.hooked(lm.model, record):
             _forward(lm, ids.reshape(-1), cache, positions.reshape(-1))
     finally:
-        for layer, length in zip(cache.layers, lengths, strict=True):
-            layer.store.truncate(length)
+        for store, length in zip(cache.stores, lengths, strict=True):
+            store.truncate(length)
 
     def stacked(found: dict[int, Tensor]) -> Tensor:
         rows = torch.stack([found[layer] for layer in range(len(lengths))])
@@ -125,146 +110,6 @@ def prefilled(trace: Trace) -> StoreCache:
     """A cache that holds a trace's prompt, as after its prefill: pseudo-queries run on it without prefilling again."""
     pairs = zip(trace.prompt_keys, trace.prompt_values, strict=True)
     return StoreCache([LayerStore(keys[None], values[None]) for keys, values in pairs])
-
-
-def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Tensor, str]:
-    """Token ids `[tokens]` of a text, a `Document` or ids, and a name for them with a hash.
-
-    Raises:
-        KvlabError: nothing in it, not of one sequence, or ids that the model does not have.
-    """
-    from kvlab.inputs.corpus import Document
-
-    if chat not in ("auto", True, False):
-        raise KvlabError(f"chat={chat!r}: it is 'auto', True or False")
-    if isinstance(text_or_ids, Path):
-        raise KvlabError(f"{text_or_ids} is a path; give the text in it, as kvlab.document({str(text_or_ids)!r})")
-    if isinstance(text_or_ids, str):
-        if not text_or_ids.strip():
-            raise KvlabError("the document is empty; it needs at least one token")
-        text_or_ids = Document("text", text_or_ids)
-    if isinstance(text_or_ids, Document):
-        return lm.encode(text_or_ids.text, chat=chat)[0].cpu(), text_or_ids.signature
-    ids = _checked(lm, text_or_ids, "prompt")
-    return ids, f"ids@{hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:8]}"
-
-
-def several(prompts: Any) -> bool:
-    """Whether these are several prompts rather than one."""
-    from kvlab.inputs.corpus import Document
-
-    first = prompts[0] if isinstance(prompts, list | tuple) and prompts else 0
-    return isinstance(first, str | Document | list | tuple) or getattr(first, "ndim", 0) > 0
-
-
-def _checked(lm: LM, ids: Any, what: str) -> Tensor:
-    """Token ids of one sequence as int64 `[tokens]`, or an error that says what is wrong with them."""
-    try:
-        ids = torch.as_tensor(ids).cpu()
-    except (TypeError, ValueError, RuntimeError):
-        raise KvlabError(f"the {what} is a text, a Document or token ids, and not {type(ids).__name__}") from None
-    if not ids.numel():
-        raise KvlabError(f"the {what} is empty; it needs at least one token")
-    if ids.is_floating_point() or ids.dim() > 2 or (ids.dim() == 2 and len(ids) > 1):
-        raise KvlabError(
-            f"the {what} is one sequence of whole token ids, [tokens] or [1, tokens], and not {ids.dtype} of shape "
-            f"{tuple(ids.shape)}; capture several as a list"
-        )
-    if not ids.dim():
-        raise KvlabError(f"the {what} is a text, a Document or token ids, and not the number {int(ids)}")
-    ids, vocabulary = ids.reshape(-1).long(), lm.model.get_input_embeddings().num_embeddings
-    beyond = ids[(ids < 0) | (ids >= vocabulary)]
-    if len(beyond):
-        raise KvlabError(f"the {what} has the token id {int(beyond[0])}, and {lm.name} knows 0 .. {vocabulary - 1}")
-    return ids
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What one capture runs and records: with the weights and the code, all that its numbers depend on.
-
-    Attributes:
-        ids: int64 `[prompt]`.
-        document: the prompt's name, with a hash.
-        new_tokens: length of the response.
-        window: how many of the last prompt queries are kept.
-        accumulate: whether the attention over all prompt queries is summed.
-        likelihoods: of how many of the last prompt tokens.
-        pseudo: token ids by the key that a policy asks for.
-        response: token ids to feed instead of the greedy ones; None for these.
-    """
-
-    ids: Tensor
-    document: str
-    new_tokens: int
-    window: int
-    accumulate: bool
-    likelihoods: int
-    pseudo: dict[str, Tensor]
-    response: Tensor | None
-
-    @property
-    def work(self) -> int:
-        """Of all its forward passes, as `bars.layers` counts it."""
-        return bars.work(len(self.ids), *map(len, self.pseudo.values()), *[1] * self.new_tokens)
-
-
-def planned(
-    lm: LM,
-    text_or_ids: Any,
-    new_tokens: int,
-    window: int,
-    chat: str | bool,
-    queries: str | None,
-    accumulate: bool,
-    pseudo: Sequence[Policy | str],
-    policies: Sequence[Policy | str],
-    response: Tensor | Sequence[int] | None,
-) -> Plan:
-    """What `capture` does with these arguments, checked; nothing runs. Raises KvlabError as `capture` does."""
-    new_tokens, window = whole("new_tokens", new_tokens), whole("window", window)
-    if new_tokens < 0 or window < 0:
-        raise KvlabError(f"new_tokens and window must not be negative, and are {new_tokens} and {window}")
-    if queries not in (None, "all"):
-        raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
-    served = [_roomy(one) for one in listed(policies)]
-    window = max([window, *(one.observes or 0 for one in served), *(one.reads_perplexity for one in served)])
-    queries = "all" if any(one.observes is None for one in served) else queries
-    accumulate = accumulate or any(one.accumulates for one in served)
-    asking = [one for one in (*map(_roomy, listed(pseudo, "pseudo")), *served) if one.pseudo_key]
-    ids, document = prompt_ids(lm, text_or_ids, chat)
-    length = len(ids)
-    if response is not None:
-        response = _checked(lm, response, "response")[:new_tokens]
-        new_tokens = len(response)
-    extra = {
-        p.pseudo_key: p.pseudo_tokens(ids, lm.model.config.get_text_config(decoder=True).vocab_size, _encoder(lm))
-        for p in asking
-    }
-    longest = length + max([new_tokens, *map(len, extra.values())])
-    if longest > lm.context_length:
-        raise KvlabError(
-            f"the prompt has {length} tokens and {longest - length} follow it, which is beyond the "
-            f"{lm.context_length} that "
-            f"{lm.name} takes; shorten the document (Document.window) or the response"
-        )
-    hooks.check_length(lm.model, longest)
-    window = length if queries == "all" else min(window, length)
-    known = min(window, length - 1, max([NLL_TOKENS, *(one.reads_perplexity for one in served)]))
-    return Plan(ids, document, new_tokens, window, accumulate, known, extra, response)
-
-
-class Options(TypedDict, total=False):
-    """What `capture` can be told by name; it says there what each means."""
-
-    chat: str | bool
-    queries: str | None
-    accumulate: bool
-    pseudo: Sequence[Policy | str]
-    policies: Sequence[Policy | str]
-    response: Tensor | Sequence[int] | None
-    keep: Keep
-    progress: bool | None
 
 
 @overload
@@ -329,17 +174,23 @@ def capture(
     if several(text_or_ids):
         if response is not None:
             raise KvlabError("one response cannot follow several documents; capture them one by one")
-        options = dict(chat=chat, queries=queries, accumulate=accumulate, pseudo=pseudo, policies=policies, keep=keep)
+        options = chat, queries, accumulate, pseudo, policies, None
         bar = bars.each(text_or_ids, "capture", "doc", progress)
-        # What one document takes has a bar of its own, below.
-        return [capture(lm, one, new_tokens, window, progress=progress, **options) for one in bar]
-
+        # What one document takes has a bar of its own, in `_recorded`.
+        return [
+            _recorded(lm, planned(lm, prompt, new_tokens, window, *options), chat, keep, progress) for prompt in bar
+        ]
     plan = planned(lm, text_or_ids, new_tokens, window, chat, queries, accumulate, pseudo, policies, response)
-    with bars.layers(layers_of(lm.model), plan.work, "prompt", progress):
-        return placed(_captured(lm, plan, chat), keep, lm.device)
+    return _recorded(lm, plan, chat, keep, progress)
 
 
-def _captured(lm: LM, plan: Plan, chat: str | bool) -> Trace:
+def _recorded(lm: LM, plan: Plan, chat: str | bool, keep: Keep, progress: bool | None) -> Trace:
+    """The trace of a plan: prefill, pseudo-queries on top of it, and the response token by token."""
+    with bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress):
+        return placed(_run(lm, plan, chat), keep, lm.device)
+
+
+def _run(lm: LM, plan: Plan, chat: str | bool) -> Trace:
     ids, window, new_tokens, response, extra = plan.ids, plan.window, plan.new_tokens, plan.response, plan.pseudo
     length = len(ids)
 
@@ -351,12 +202,12 @@ def _captured(lm: LM, plan: Plan, chat: str | bool) -> Trace:
         logits = _forward(lm, ids, recorder.cache, logits_of=plan.likelihoods + 1)
     nll = F.cross_entropy(logits[:-1].float(), ids[length - plan.likelihoods :].to(logits.device), reduction="none")
     logits = logits[-1]
-    recorder.accumulating = False
+    recorder.prefilling = False
     recorder.queries, recorder.pre_queries = rows
 
-    found = {}
+    pseudo = {}
     for key, tokens in extra.items():
-        found[key], _ = pseudo_queries(lm, recorder.cache, tokens, torch.arange(length, length + len(tokens)))
+        pseudo[key], _ = pseudo_queries(lm, recorder.cache, tokens, torch.arange(length, length + len(tokens)))
     fed = []
     with hooks.hooked(lm.model, recorder):
         for step in range(new_tokens):
@@ -372,7 +223,7 @@ def _captured(lm: LM, plan: Plan, chat: str | bool) -> Trace:
         keys=recorder.keys[:, 0, :, :stop],
         values=recorder.values[:, 0, :, :stop],
         prompt_length=length,
-        pseudo=found,
+        pseudo=pseudo,
         accumulated=recorder.accumulated,
         ids=torch.cat([ids, *[token[None] for token in fed]]),
         nll=nll,
@@ -392,23 +243,3 @@ def placed(trace: Trace, keep: Keep, device: torch.device) -> Trace:
     if keep == "device" or device.type == "cpu":
         return trace.to(device)
     return trace.to("cpu", pinned=keep == "pinned")
-
-
-def check_keep(keep: str) -> None:
-    if keep not in get_args(Keep):
-        raise KvlabError(f"keep={keep!r} is none of {', '.join(map(repr, get_args(Keep)))}")
-
-
-def _roomy(one: Policy | str) -> Policy:
-    """A policy by name, with room for the whole prompt."""
-    if isinstance(one, Policy):
-        return one
-    return policy(one, budget=1.0) if one not in registry() or "budget" in registry()[one].model_fields else policy(one)
-
-
-def _encoder(lm: LM):
-    def encode(text: str) -> Tensor:
-        lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
-        return torch.tensor(lm.tokenizer(text, add_special_tokens=False).input_ids)
-
-    return encode

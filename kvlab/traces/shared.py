@@ -14,21 +14,22 @@ from functools import cache
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from kvlab.errors import KvlabError
 from kvlab.inputs import packs
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
 from kvlab.lib.files import why
-from kvlab.traces.run import Options, Plan, capture, check_keep, placed, planned, several
+from kvlab.traces.plans import Options, Plan, check_keep, planned, several
+from kvlab.traces.run import capture, placed
 from kvlab.traces.trace import FORMAT, Trace
 
 if TYPE_CHECKING:
     import torch
 
     from kvlab.inputs.models import LM
-    from kvlab.traces.run import OnePrompt, SeveralPrompts
+    from kvlab.traces.plans import OnePrompt, SeveralPrompts
 
 # What a trace's numbers can depend on besides the weights and the plan; a change of any of these captures anew.
 CODE = (
@@ -41,6 +42,7 @@ CODE = (
     "inputs/models/lm.py",
     "inputs/models/loading.py",
     "inputs/shapes.py",
+    "traces/plans.py",
     "traces/run.py",
     "traces/trace.py",
 )
@@ -93,28 +95,32 @@ def shared(
     asked = {name: value for name, value in given.arguments.items() if name != "progress"}
     check_keep(asked["keep"])
     limit, progress = _limit(), given.arguments["progress"]
-    if not several(text_or_ids):
-        return _one(asked, limit, progress)
-    if asked["response"] is not None:
-        raise KvlabError("one response cannot follow several documents; capture them one by one")
+    if several(text_or_ids):
+        if asked["response"] is not None:
+            raise KvlabError("one response cannot follow several documents; capture them one by one")
+        return _each(list(text_or_ids), asked, limit, progress)
+    return _one(asked, limit, progress)
 
+
+def _each(prompts: list[Any], asked: dict[str, Any], limit: float, progress: bool | None) -> list[Trace]:
+    """The traces of several prompts, in their order, with a bar (`progress` as in `capture`)."""
     from filelock import Timeout
 
-    waiting, found = deque(enumerate(text_or_ids)), {}
+    waiting, traces = deque(enumerate(prompts)), {}
     busy = 0  # how many in a row another process is capturing
-    with bars.counting(len(text_or_ids), "capture", "doc", progress) as bar:
+    with bars.counting(len(prompts), "capture", "doc", progress) as bar:
         while waiting:
-            number, one = waiting.popleft()
+            number, prompt = waiting.popleft()
             try:
                 # Two processes that want the same documents share the work: each takes what the other has not begun.
                 wait = 0 if busy <= len(waiting) else -1
-                found[number] = _one(asked | {"text_or_ids": one}, limit, progress, wait)
+                traces[number] = _one(asked | {"text_or_ids": prompt}, limit, progress, wait)
                 busy = 0
                 bar.update()
             except Timeout:
-                waiting.append((number, one))
+                waiting.append((number, prompt))
                 busy += 1
-    return [found[number] for number in range(len(text_or_ids))]
+    return [traces[number] for number in range(len(prompts))]
 
 
 def _one(asked: dict[str, Any], limit_gb: float, progress: bool | None, wait: float = -1) -> Trace:

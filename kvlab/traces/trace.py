@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -19,14 +20,9 @@ from torch import Tensor
 from kvlab.errors import KvlabError
 from kvlab.lib.devices import resolved
 from kvlab.lib.files import parsed, replacing
-from kvlab.methods import Policy, Prompt
+from kvlab.methods.prompt import Asks, Prompt
 
-if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
-    pass
-
+T = TypeVar("T")
 
 FORMAT = "kvlab-trace-2"
 UNCHECKED = "kvlab-trace-1"  # written before traces had checksums
@@ -66,6 +62,7 @@ class Trace:
     nll: Tensor | None = None
     scaling: float | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_tensors(
@@ -212,6 +209,12 @@ class Trace:
             self._perplexity,
         )
 
+    def share(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """What `compute` gives, computed once for all that look at this trace, and kept as long as it."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        return self._shared[key]
+
     def _perplexity(self, n: int) -> Tensor | None:
         n = min(n, self.prompt_length - 1)
         if self.nll is None:
@@ -223,8 +226,9 @@ class Trace:
             )
         return self.nll[len(self.nll) - n :].mean().exp().expand(self.n_layers)
 
-    def _pseudo_for(self, wanted: Policy) -> Tensor | None:
-        return self.pseudo.get(wanted.pseudo_key, self.pseudo.get(GIVEN))
+    def _pseudo_for(self, policy: Asks) -> Tensor | None:
+        given = self.pseudo.get(GIVEN)
+        return given if policy.pseudo_key is None else self.pseudo.get(policy.pseudo_key, given)
 
     @property
     def nbytes(self) -> int:

@@ -140,14 +140,14 @@ class Twin:
         assert store.counts.tolist() == lengths and store.seen == self.seen
         assert store.keys.shape[2] == store.length == max(map(max, lengths))
         assert torch.isfinite(store.keys).all() and torch.isfinite(store.values).all(), "0 x NaN is NaN"
-        assert torch.isfinite(store.weights.log()).all(), "a bias is their logarithm, empty slots included"
+        assert torch.isfinite(store.fusion_counts.log()).all(), "a bias is their logarithm, empty slots included"
         for r, h, entries in self.every:
             n = len(entries)
             assert store.positions[r, h].tolist() == [e["position"] for e in entries] + [-1] * (store.length - n)
             for name, tensor in [
                 ("key", store.keys),
                 ("value", store.values),
-                ("weight", store.weights),
+                ("weight", store.fusion_counts),
                 *((name, store.column(name)) for name in self.columns),
             ]:
                 expected = torch.tensor([e[name] for e in entries], dtype=torch.float64)

@@ -14,7 +14,7 @@ from kvlab.errors import KvlabError
 from kvlab.instruments.probes import PROBES, Probe, QuerySimilarity, probe
 
 STEPS, LENGTH = 40, 60
-ALL = ["mass_lost", "recall", "output_error", "entropy", "positions", "bytes", "time"]
+ALL = ["mass_lost", "step_recall", "output_error", "entropy", "positions", "bytes", "time"]
 ENTRY = 2 * 16 * 4
 
 
@@ -141,7 +141,7 @@ def test_the_running_means_are_the_tables(run, name):
 def test_nothing_is_lost_at_full_budget(tiny, name):
     lm, ids = tiny("tiny-llama-gqa"), prompt(50)
     reference = kvlab.capture(lm, ids, new_tokens=16, pseudo=())
-    probes = ["mass_lost", "recall", "output_error", QuerySimilarity(reference)]
+    probes = ["mass_lost", "step_recall", "output_error", QuerySimilarity(reference)]
     with kvlab.compress(lm.model, kvlab.policy(name, **EVERYTHING[name]), probes=probes) as session:
         generate(lm.model, ids, 17)
     extremes = session.table.groupby("measure").value.agg(["min", "max"])
@@ -207,7 +207,7 @@ def test_the_shadow_limit_counts_the_whole_batch(tiny):
             generate(model, ids, 12, attention_mask=mask)
 
 
-@pytest.mark.parametrize("wanted, shadowed", [(ALL[3:], False), (["recall"], True)])
+@pytest.mark.parametrize("wanted, shadowed", [(ALL[3:], False), (["step_recall"], True)])
 def test_a_shadow_is_kept_only_for_probes_that_ask(tiny, wanted, shadowed):
     model = tiny("tiny-llama-gqa").model
     with kvlab.compress(model, kvlab.policy("streamingllm", budget=12), probes=wanted):
@@ -260,6 +260,7 @@ def test_a_probe_of_ones_own(tiny):
     assert session.table.columns.tolist() == [
         "policy",
         "budget",
+        "entries",
         "prompt",
         "sequence",
         "layer",
@@ -284,6 +285,27 @@ def test_every_name_makes_a_probe():
         probe("query_similarity")
     with pytest.raises(KvlabError, match="unknown probe 'entropi'; did you mean 'entropy'"):
         probe("entropi")
+    with pytest.raises(KvlabError, match="unknown probe 'recall'; did you mean 'step_recall'"):
+        probe("recall")
+
+
+def test_a_probe_of_one_measure_bears_its_name(run):
+    """Whoever asks for a probe finds its numbers under that name."""
+    assert {"mass_lost", "step_recall", "output_error", "entropy"} <= set(run("snapkv")[0].table.measure)
+
+
+def test_the_budget_is_what_was_asked_for_and_entries_what_it_came_to(tiny):
+    """Two prompts of different lengths in one batch: a fraction comes to other entries for each."""
+    lm = tiny("tiny-llama-gqa")
+    ids, mask = left_padded(prompt(60, seed=1)[0], prompt(40, seed=2)[0])
+    policy = kvlab.policy("snapkv", budget=0.5, window=4)
+    with kvlab.compress(lm, policy, probes=["bytes"]) as session:
+        generate(lm.model, ids, 3, attention_mask=mask)
+        generate(lm.model, prompt(80), 3)
+    table = session.table
+    assert set(table.budget) == {0.5}
+    found = {place: set(rows.entries) for place, rows in table.groupby(["prompt", "sequence"])}
+    assert found == {(1, 0): {30}, (1, 1): {20}, (2, 0): {40}}
 
 
 def test_the_table_is_written_as_parquet(run, tmp_path):

@@ -124,7 +124,7 @@ def test_a_second_turn_is_recompressed_or_left(tiny, name):
     model, budget = tiny().model, SMALL[name]["budget"]
     once = small(name).acts_while_decoding
     for turns in ("recompress", "leave"):
-        with kvlab.compress(model, small(name), turns=turns, probes=["mass_lost", "recall"]) as session:
+        with kvlab.compress(model, small(name), turns=turns, probes=["mass_lost", "step_recall"]) as session:
             first = generate(model, prompt(50), 12)
             after_first = session.kv_bytes
             longer = torch.cat([first.sequences, prompt(20, seed=8)], 1)

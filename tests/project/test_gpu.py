@@ -37,7 +37,7 @@ TINY = dict(shape="tiny-llama-gqa", dtype="float32")
 PARAMETERS = SMALL | {"full": {}}
 NAMES = sorted(registry())
 WHOLE = dict(queries="all", accumulate=True)
-PROBES = ["mass_lost", "recall", "output_error", "entropy", "positions", "bytes"]
+PROBES = ["mass_lost", "step_recall", "output_error", "entropy", "positions", "bytes"]
 
 
 def on(device: str = "cpu") -> models.LM:

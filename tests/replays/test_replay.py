@@ -159,7 +159,7 @@ def test_bytes_of_the_full_cache_and_of_a_rolling_one():
 
 def test_the_table_is_tidy():
     table = replayed(*key("morphkv", dict(budget=16, window=6))).table
-    assert {"policy", "budget", "layer", "kv_head", "head", "step", "measure", "value"} <= set(table.columns)
+    assert {"policy", "budget", "entries", "layer", "kv_head", "head", "step", "measure", "value"} <= set(table.columns)
     assert not table.value.isna().any()
     rows = table[table.measure == "mass_lost"]
     assert len(rows) == LAYERS * HEADS * STEPS

@@ -50,6 +50,19 @@ def test_policies_times_budgets():
     assert set(result.table.policy) == {"streamingllm", "zsmerge"} and set(result.table.budget) == {12, 16}
 
 
+def test_every_table_has_the_budget_as_given_and_beside_it_what_it_came_to():
+    result = kvlab.replay(trace(), ["full", "streamingllm"], budgets=[0.25, 16], probes=["bytes"])
+    tables = {"table": result.table, "intervals": result.intervals, "summary": result.summary}
+    tables |= {"probes": pd.concat([each.records.table for each in result])}
+    for name, table in tables.items():
+        of_policy = {policy: rows for policy, rows in table.groupby("policy", observed=True)}
+        given = of_policy["streamingllm"][["budget", "entries"]].drop_duplicates()
+        assert [tuple(row) for row in given.to_numpy().tolist()] == [(0.25, 12), (16, 16)], name
+        assert of_policy["full"].budget.isna().all() and set(of_policy["full"].entries) == {48}, name
+        if name != "summary":
+            assert list(table.columns[:3]) == ["policy", "budget", "entries"], name
+
+
 def test_summaries_read_well_in_a_terminal_of_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     table = kvlab.replay(trace(), ["streamingllm", "scissorhands", "full"], budgets=[12, 0.5, 16]).summary

@@ -23,7 +23,7 @@ from kvlab.analyses.tasks.examples import needle_grid
 from kvlab.analyses.texts import DOCUMENTS
 from kvlab.errors import KvlabError
 from kvlab.lib.bootstrap import summarise
-from kvlab.methods import policy
+from kvlab.methods import Policy, policy, registry
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 
@@ -40,20 +40,10 @@ ORACLE = "exact_topk"
 AT_EQUAL = "{side}/{share:g}/{policy}/{measure}"
 NEEDLE = "needle/{policy}"
 
-FAMILIES = {
-    "reference": ("full", "random"),
-    "recent tokens, or layers' and heads' shares": ("streamingllm", "lacache", "duoattention"),
-    "keeps tokens of the prompt": ("snapkv", "snapkv_pp", "pyramidkv", "zigzagkv", "dynamickv", "dapq", "compilerkv"),
-    "evicts or merges while decoding": ("h2o", "scissorhands", "keyformer", "morphkv", "zsmerge"),
-    "stores all, reads a selection": ("quest", "sparq", "hybrid", "exact_topk"),
-    "both: keeps some, reads some of those": ("rocketkv",),
-}
-"""Policies by what they do; one that is not here stands among "other"."""
-
 
 def family(name: str) -> str:
-    """The family of a policy."""
-    return next((label for label, names in FAMILIES.items() if name in names), "other")
+    """The family of a policy, by its name; "other" for one that has no name here."""
+    return registry()[name].family if name in registry() else Policy.family
 
 
 def measure(

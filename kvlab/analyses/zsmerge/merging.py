@@ -124,7 +124,7 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
         bias = None if bias is None else attention.to_query_heads(bias, trace.heads)[:, :, None]
         compensated = attention.weights(query, store.keys, trace.scaling, bias=bias)[:, :, 0]
         where = attention.to_query_heads(store.positions, trace.heads)
-        unmerged = attention.to_query_heads(store.weights, trace.heads) == 1
+        unmerged = attention.to_query_heads(store.fusion_counts, trace.heads) == 1
         margin = (compensated - full.gather(-1, where)).masked_fill(~unmerged, torch.inf)
         violations += int((margin < -1e-12).sum())
         smallest = margin.amin(-1)

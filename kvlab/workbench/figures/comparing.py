@@ -21,14 +21,19 @@ if TYPE_CHECKING:
 INK, FAINT, AXIS = "#1c2430", "#7a8594", "#566173"
 BETTER, WORSE = plots.COLOURS[0], plots.COLOURS[1]
 OTHER = plots.COLOURS[-1]
-_FAMILY_COLOURS = dict(
-    zip(equal_bytes.FAMILIES, (FAINT, "#8a5a2b", "#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=True)
-)
+FAMILY_COLOURS = {
+    "reference": FAINT,
+    "recent tokens, or layers' and heads' shares": "#8a5a2b",
+    "keeps tokens of the prompt": "#0072B2",
+    "evicts or merges while decoding": "#D55E00",
+    "stores all, reads a selection": "#009E73",
+    "both: keeps some, reads some of those": "#CC79A7",
+}
 
 
 def colour(policy: str) -> str:
     """The colour of the family of a policy, which is the first word of `policy`."""
-    return _FAMILY_COLOURS.get(equal_bytes.family(policy.partition(" ")[0]), OTHER)
+    return FAMILY_COLOURS.get(equal_bytes.family(policy.partition(" ")[0]), OTHER)
 
 
 def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:

@@ -13,7 +13,16 @@ from matplotlib.transforms import blended_transform_factory
 
 from kvlab.analyses.together import equal_bytes
 from kvlab.workbench.figures import plots
-from kvlab.workbench.figures.comparing import FAINT, INK, colour, dot, named_rows, plain_ticks, spread_out
+from kvlab.workbench.figures.comparing import (
+    FAINT,
+    FAMILY_COLOURS,
+    INK,
+    colour,
+    dot,
+    named_rows,
+    plain_ticks,
+    spread_out,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -128,7 +137,7 @@ def _families(ax: Axes, policies: Iterable[str]) -> None:
     there = {equal_bytes.family(name): colour(name) for name in policies}
     handles = [
         Line2D([], [], color=there[label], linewidth=2.5, label=label)
-        for label in (*equal_bytes.FAMILIES, "other")
+        for label in (*FAMILY_COLOURS, *sorted(there.keys() - FAMILY_COLOURS.keys()))
         if label in there
     ]
     ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none"}

@@ -1,0 +1,197 @@
+"""What one capture is asked for, checked before anything runs: its prompt as token ids, and what it records."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, cast, get_args
+
+import torch
+from torch import Tensor
+
+from kvlab.core import hookable, hooks
+from kvlab.errors import KvlabError, whole
+from kvlab.lib import bars
+from kvlab.methods import Policy, listed, policy, registry
+from kvlab.traces.trace import Keep
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+    from kvlab.inputs.corpus import Document
+    from kvlab.inputs.models import LM
+
+    OnePrompt: TypeAlias = str | Document | Tensor | np.ndarray | Sequence[int]
+    # Lists by what they hold: a str is itself a sequence of str, and must not count as several prompts.
+    SeveralPrompts: TypeAlias = (
+        list[str] | list[Document] | list[str | Document] | list[Tensor] | list[list[int]] | tuple[OnePrompt, ...]
+    )
+
+# Logits are wide; the likelihoods of more tokens than this are not recorded, even where all queries are.
+NLL_TOKENS = 256
+
+
+class Options(TypedDict, total=False):
+    """What `capture` can be told by name; it says there what each means."""
+
+    chat: str | bool
+    queries: str | None
+    accumulate: bool
+    pseudo: Sequence[Policy | str]
+    policies: Sequence[Policy | str]
+    response: Tensor | Sequence[int] | None
+    keep: Keep
+    progress: bool | None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one capture runs and records: with the weights and the code, all that its numbers depend on.
+
+    Attributes:
+        ids: int64 `[prompt]`.
+        document: the prompt's name, with a hash.
+        new_tokens: length of the response.
+        window: how many of the last prompt queries are kept.
+        accumulate: whether the attention over all prompt queries is summed.
+        likelihoods: of how many of the last prompt tokens.
+        pseudo: token ids by the key that a policy asks for.
+        response: token ids to feed instead of the greedy ones; None for these.
+    """
+
+    ids: Tensor
+    document: str
+    new_tokens: int
+    window: int
+    accumulate: bool
+    likelihoods: int
+    pseudo: dict[str, Tensor]
+    response: Tensor | None
+
+    @property
+    def work(self) -> int:
+        """Of all its forward passes, as `bars.layers` counts it."""
+        return bars.work(len(self.ids), *map(len, self.pseudo.values()), *[1] * self.new_tokens)
+
+
+def planned(
+    lm: LM,
+    text_or_ids: Any,
+    new_tokens: int,
+    window: int,
+    chat: str | bool,
+    queries: str | None,
+    accumulate: bool,
+    pseudo: Sequence[Policy | str],
+    policies: Sequence[Policy | str],
+    response: Tensor | Sequence[int] | None,
+) -> Plan:
+    """What `capture` does with these arguments, checked; nothing runs. Raises KvlabError as `capture` does."""
+    new_tokens, window = whole("new_tokens", new_tokens), whole("window", window)
+    if new_tokens < 0 or window < 0:
+        raise KvlabError(f"new_tokens and window must not be negative, and are {new_tokens} and {window}")
+    if queries not in (None, "all"):
+        raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
+    served = [_roomy(method) for method in listed(policies)]
+    window = max([window, *(each.observes or 0 for each in served), *(each.reads_perplexity for each in served)])
+    queries = "all" if any(each.observes is None for each in served) else queries
+    accumulate = accumulate or any(each.accumulates for each in served)
+    ids, document = prompt_ids(lm, text_or_ids, chat)
+    length = len(ids)
+    if response is not None:
+        response = _checked(lm, response, "response")[:new_tokens]
+        new_tokens = len(response)
+    extra: dict[str, Tensor] = {}
+    for asking in (*map(_roomy, listed(pseudo, "pseudo")), *served):
+        if asking.pseudo_key:
+            vocabulary = hookable.text_config(lm.model).vocab_size
+            extra[asking.pseudo_key] = asking.pseudo_tokens(ids, vocabulary, _encoder(lm))
+    longest = length + max([new_tokens, *map(len, extra.values())])
+    if longest > lm.context_length:
+        raise KvlabError(
+            f"the prompt has {length} tokens and {longest - length} follow it, which is beyond the "
+            f"{lm.context_length} that "
+            f"{lm.name} takes; shorten the document (Document.window) or the response"
+        )
+    hooks.check_length(lm.model, longest)
+    window = length if queries == "all" else min(window, length)
+    known = min(window, length - 1, max([NLL_TOKENS, *(each.reads_perplexity for each in served)]))
+    return Plan(ids, document, new_tokens, window, accumulate, known, extra, response)
+
+
+def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Tensor, str]:
+    """Token ids `[tokens]` of a text, a `Document` or ids, and a name for them with a hash.
+
+    Raises:
+        KvlabError: nothing in it, not of one sequence, or ids that the model does not have.
+    """
+    from kvlab.inputs.corpus import Document
+
+    if chat not in ("auto", True, False):
+        raise KvlabError(f"chat={chat!r}: it is 'auto', True or False")
+    if isinstance(text_or_ids, Path):
+        raise KvlabError(f"{text_or_ids} is a path; give the text in it, as kvlab.document({str(text_or_ids)!r})")
+    if isinstance(text_or_ids, str):
+        if not text_or_ids.strip():
+            raise KvlabError("the document is empty; it needs at least one token")
+        text_or_ids = Document("text", text_or_ids)
+    if isinstance(text_or_ids, Document):
+        return lm.encode(text_or_ids.text, chat=chat)[0].cpu(), text_or_ids.signature
+    ids = _checked(lm, text_or_ids, "prompt")
+    return ids, f"ids@{hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:8]}"
+
+
+def several(prompts: OnePrompt | SeveralPrompts) -> TypeGuard[SeveralPrompts]:
+    """Whether these are several prompts rather than one."""
+    from kvlab.inputs.corpus import Document
+
+    first = prompts[0] if isinstance(prompts, list | tuple) and prompts else 0
+    return isinstance(first, str | Document | list | tuple) or getattr(first, "ndim", 0) > 0
+
+
+def _checked(lm: LM, ids: Any, what: str) -> Tensor:
+    """Token ids of one sequence as int64 `[tokens]`, or an error that says what is wrong with them."""
+    try:
+        ids = torch.as_tensor(ids).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise KvlabError(f"the {what} is a text, a Document or token ids, and not {type(ids).__name__}") from None
+    if not ids.numel():
+        raise KvlabError(f"the {what} is empty; it needs at least one token")
+    if ids.is_floating_point() or ids.dim() > 2 or (ids.dim() == 2 and len(ids) > 1):
+        raise KvlabError(
+            f"the {what} is one sequence of whole token ids, [tokens] or [1, tokens], and not {ids.dtype} of shape "
+            f"{tuple(ids.shape)}; capture several as a list"
+        )
+    if not ids.dim():
+        raise KvlabError(f"the {what} is a text, a Document or token ids, and not the number {int(ids)}")
+    ids, vocabulary = ids.reshape(-1).long(), cast(Any, lm.model).get_input_embeddings().num_embeddings
+    beyond = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(beyond):
+        raise KvlabError(f"the {what} has the token id {int(beyond[0])}, and {lm.name} knows 0 .. {vocabulary - 1}")
+    return ids
+
+
+def check_keep(keep: str) -> None:
+    """Refuse a place for traces that there is not."""
+    if keep not in get_args(Keep):
+        raise KvlabError(f"keep={keep!r} is none of {', '.join(map(repr, get_args(Keep)))}")
+
+
+def _roomy(method: Policy | str) -> Policy:
+    """A policy by name, with room for the whole prompt."""
+    if isinstance(method, Policy):
+        return method
+    known = registry().get(method)
+    return policy(method, budget=1.0) if known is None or "budget" in known.model_fields else policy(method)
+
+
+def _encoder(lm: LM) -> Callable[[str], Tensor]:
+    def encode(text: str) -> Tensor:
+        lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
+        tokenizer = cast("PreTrainedTokenizerBase", lm.tokenizer)
+        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+
+    return encode
