@@ -37,7 +37,7 @@ class Reports:
     def note_entries(self, cache: LiveCache) -> None:
         """What the budget came to for each sequence of a prompt that has just ended."""
         for group in cache.layers[0].groups:
-            if group.store.budget is not None:
+            if group.store.compressed:
                 self.records.note_entries(group.numbers(cache.batch), group.store.budget)
 
     def begin(self, cache: LiveCache) -> None:

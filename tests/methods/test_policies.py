@@ -1,5 +1,7 @@
 """What each policy keeps after prefill: equal to its oracle, within its budget, and plain about bad parameters."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,9 @@ from support import oracles
 from support.tensors import exact, layer, sets, shaken
 
 import kvlab
+from kvlab import methods
 from kvlab.errors import KvlabError
+from kvlab.methods import registry
 
 SHAPES = [(6, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 CASES = [
@@ -183,6 +187,46 @@ def test_unknown_policy_offers_the_nearest():
     with pytest.raises(KvlabError, match="snapkv"):
         kvlab.policy("snapk", budget=64)
     assert set(NEEDS) <= set(kvlab.policies())
+
+
+MINE = """
+from typing import ClassVar
+
+from kvlab.methods.base import Budget, Policy
+from kvlab.methods.snapkv import SnapKV
+
+
+class Helper(Policy):
+    pass
+
+
+class Mine(Policy):
+    name: ClassVar[str] = "mine"
+    budget: Budget
+"""
+
+
+def test_a_policy_is_found_by_its_file_alone(tmp_path, monkeypatch):
+    (tmp_path / "added.py").write_text(MINE)
+    own = kvlab.policies()
+    with monkeypatch.context() as patch:
+        patch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
+        registry.cache_clear()
+        assert kvlab.policies() == sorted([*own, "mine"]), "what has no name, or came by an import, is not one of its"
+        assert type(kvlab.policy("mine", budget=3)).__module__ == "kvlab.methods.added"
+        assert kvlab.policy("mine", budget=3).family == "other"
+    registry.cache_clear()
+    sys.modules.pop("kvlab.methods.added", None)
+    assert kvlab.policies() == own == sorted(own)
+
+
+@pytest.mark.parametrize(("length", "whole"), [(19, True), (20, True), (21, False)])
+def test_a_prompt_within_the_budget_is_kept_whole(length, whole):
+    queries, keys, values = layer(3, 4, 2, head_dim=4, prompt=length, layers=1)
+    for name in ("snapkv", "streamingllm", "random"):
+        policy = kvlab.policy(name, budget=20, **({"window": 4} if name == "snapkv" else {}))
+        assert policy.fits(length) == whole
+        assert (policy.keep(queries, keys, values).shape[-1] == length) == whole
 
 
 # Any shape, any budget

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+import kvlab
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -120,8 +124,36 @@ def test_layers_import_only_what_stands_above_them():
 
 
 def test_policies_know_neither_transformers_nor_the_model():
-    for path in (ROOT / "kvlab" / "policies").glob("*.py"):
+    files = list((ROOT / "kvlab" / "methods").glob("*.py"))
+    assert len(files) > 20
+    for path in files:
         assert not {n for n in imports(path) if n.startswith(("transformers", "kvlab.inputs.models.loading"))}, path
+
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages([str(ROOT / "kvlab")], "kvlab.")
+    if module.name != "kvlab.__main__"  # importing it runs a command
+]
+
+
+def test_no_name_that_kvlab_hands_on_is_the_name_of_a_module():
+    """Else `kvlab.X` would be the function or the module, by what somebody imported before."""
+    assert not {f"kvlab.{name}" for name in kvlab.__all__} & set(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_what_its_import_gives(name):
+    """No package hides one of its modules behind a function of the same name."""
+    names = {}
+    exec(f"import {name} as given", names)
+    assert names["given"] is sys.modules[name] and inspect.ismodule(names["given"])
+
+
+def test_importing_kvlab_imports_no_policy_and_no_torch():
+    told = "import sys, kvlab; print([name for name in sys.modules if name.startswith(('torch', 'kvlab.methods'))])"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def tracked() -> list[Path]:

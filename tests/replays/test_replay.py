@@ -113,7 +113,7 @@ def test_the_budget_bounds_what_is_stored_after_every_step(case):
             for read, stored in zip(sets(result.kept(index, t)), sets(result.stored(index, t))):
                 assert len(stored) == min(budget, PROMPT + t) and own in stored
                 assert read[-1] == own
-                assert len(read) == min(budget + 1, PROMPT + t) or case[0] == "morphkv" and t == 1
+                assert len(read) == min(budget + 1, PROMPT + t) or (case[0] == "morphkv" and t == 1)
 
 
 def test_sinks_survive_every_eviction():

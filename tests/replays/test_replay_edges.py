@@ -1,6 +1,9 @@
 """Replay of lists, of traces that lack something, and of policies that are not kvlab's own."""
 
+import gc
 import json
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -25,6 +28,7 @@ from support.tensors import exact, layer, sets
 
 import kvlab
 from kvlab.errors import KvlabError
+from kvlab.replays.reference import reference
 
 # Budgets, lists
 
@@ -55,7 +59,7 @@ def test_every_table_has_the_budget_as_given_and_beside_it_what_it_came_to():
     tables = {"table": result.table, "intervals": result.intervals, "summary": result.summary}
     tables |= {"probes": pd.concat([each.records.table for each in result])}
     for name, table in tables.items():
-        of_policy = {policy: rows for policy, rows in table.groupby("policy", observed=True)}
+        of_policy = dict(list(table.groupby("policy", observed=True)))
         given = of_policy["streamingllm"][["budget", "entries"]].drop_duplicates()
         assert [tuple(row) for row in given.to_numpy().tolist()] == [(0.25, 12), (16, 16)], name
         assert of_policy["full"].budget.isna().all() and set(of_policy["full"].entries) == {48}, name
@@ -275,3 +279,13 @@ def test_selection_stores_all_and_reads_its_choice():
     np.testing.assert_allclose(result.mass_lost[1, :, -1], 1 - weights[:, -5:].sum(axis=-1), atol=1e-5)
     assert result.summary["read_bytes"] == pytest.approx(5 * entry)
     assert result.summary["stored_bytes"] == pytest.approx(entry * (PROMPT + (STEPS + 1) / 2))
+
+
+def test_what_is_computed_once_for_a_trace_goes_with_it():
+    own = replace(trace())
+    kvlab.replay(own, "streamingllm", budgets=[40])
+    assert reference(own) is reference(own) and reference(replace(own)) is not reference(own)
+    kept = weakref.ref(reference(own))
+    del own
+    gc.collect()
+    assert kept() is None

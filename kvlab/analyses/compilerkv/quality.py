@@ -97,10 +97,8 @@ def sweep(traces: Sequence[Trace], settings: Sequence[tuple[str, Policy]]) -> pd
 
 def _by_head(trace: Trace, method: Policy) -> pd.DataFrame:
     """A replay's rows of `sweep`, kept with the trace: tables 1 and 2 share some of their settings."""
-    known = trace.__dict__.setdefault("_by_head", {})
-    # As numbers, one entry and the whole prompt are equal budgets.
-    key = method, str(getattr(method, "budget", None))
-    if key not in known:
+
+    def measured() -> pd.DataFrame:
         replay = replayed(trace, method)
         group = trace.heads // trace.kv_heads
         stored = torch.stack([(replay.kept(layer) != EMPTY).sum(-1) for layer in range(trace.n_layers)])
@@ -111,9 +109,11 @@ def _by_head(trace: Trace, method: Policy) -> pd.DataFrame:
             "stored": stored.repeat_interleave(group, 1),
         }
         places = pd.MultiIndex.from_product([range(trace.n_layers), range(trace.heads)], names=["layer", "head"])
-        frame = pd.DataFrame({name: value.flatten().double().numpy() for name, value in of_heads.items()}, index=places)
-        known[key] = frame.reset_index().assign(entries=replay.budget)
-    return known[key]
+        frame = pd.DataFrame({key: value.flatten().double().numpy() for key, value in of_heads.items()}, index=places)
+        return frame.reset_index().assign(entries=replay.budget)
+
+    # As numbers, one entry and the whole prompt are equal budgets.
+    return trace.share(("by head", method, str(getattr(method, "budget", None))), measured)
 
 
 def replayed(trace: Trace, method: Policy) -> Replay:
