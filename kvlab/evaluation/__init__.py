@@ -1,8 +1,9 @@
 """Tasks x policies x budgets on a live model: one prefill serves all, and every answer is on disk at once."""
 
-from kvlab.evaluation.answering import answers, feed, run
+from kvlab.evaluation.answering import answers, feed
 from kvlab.evaluation.planning import Plan, plan
 from kvlab.evaluation.records import Answer, read
 from kvlab.evaluation.results import summary, table
+from kvlab.evaluation.running import run
 
 __all__ = ["Answer", "Plan", "answers", "feed", "plan", "read", "run", "summary", "table"]

@@ -33,12 +33,12 @@ class Plan:
     compress_at: CompressAt = "prompt"
     limit: int | None = None
 
-    def signature(self, lm: LM, one: Policy) -> str:
+    def signature(self, lm: LM, policy: Policy) -> str:
         """`model@sha dtype|task(params)|policy(params)|compress-at|kvlab version`: the prompt format is the task's."""
         from kvlab import __version__
 
         dtype = str(lm.dtype).removeprefix("torch.")
-        return f"{lm.signature} {dtype}|{self.task}|{one}|compress at {self.compress_at}|kvlab {__version__}"
+        return f"{lm.signature} {dtype}|{self.task}|{policy}|compress at {self.compress_at}|kvlab {__version__}"
 
 
 def plan(
@@ -56,13 +56,13 @@ def plan(
     if compress_at not in ("prompt", "context"):
         raise KvlabError(f"compress_at={compress_at!r} is neither 'prompt' nor 'context'")
     found: list[Policy] = [Full()]
-    for one in policies:
-        if isinstance(one, Policy) and not budgets:
-            found.append(one)
-        elif one == FULL or isinstance(one, Full):
+    for wanted in policies:
+        if isinstance(wanted, Policy) and not budgets:
+            found.append(wanted)
+        elif wanted == FULL or isinstance(wanted, Full):
             continue
         elif not budgets:
-            raise KvlabError(f"{one} needs a budget: entries for each head (256), or a share of the prompt (0.2)")
+            raise KvlabError(f"{wanted} needs a budget: entries for each head (256), or a share of the prompt (0.2)")
         else:
-            found += [policy(one, budget=budget) for budget in budgets]
+            found += [policy(wanted, budget=budget) for budget in budgets]
     return Plan(task, tuple(dict.fromkeys(found)), compress_at, limit)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import parsed, why
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass

@@ -11,12 +11,7 @@ from kvlab.lib.bootstrap import summarise
 if TYPE_CHECKING:
     import pandas as pd
 
-
-if TYPE_CHECKING:
     from kvlab.evaluation.records import Answer
-
-
-# ---------------------------------------------------------------------------------------------------- what came out
 
 
 def table(found: Sequence[Answer]) -> pd.DataFrame:

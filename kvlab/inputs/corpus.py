@@ -1,4 +1,4 @@
-"""Documents and questions: the text packs, the standard library's source, LongBench-format JSONL, any text file.
+"""Documents and questions: the text packs, the standard library's source, any text file.
 
 Names: `sotu/1962`, `sotu/1961-Kennedy-1`, `squad/Oxygen`, `chitchat/17`, `code/argparse`, or the path of a text file.
 A pack that is not there yet is pulled when one of its documents is asked for.
@@ -17,12 +17,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from kvlab.errors import KvlabError, nearest, whole
 from kvlab.inputs import packs
-from kvlab.lib.files import expanded, jsonl, parsed, read_text, writable
+from kvlab.lib.files import expanded, read_text, writable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvlab.inputs.models import LM
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,11 @@ class Document:
         """`name@sha`, the first eight digits of it."""
         return f"{self.name}@{self.sha256[:8]}"
 
-    def tokens(self, tokenizer: object) -> int:
+    def tokens(self, tokenizer: LM | PreTrainedTokenizerBase | None) -> int:
         """The number of tokens, without any chat template; `tokenizer` may be an LM too."""
         return len(_spans(tokenizer, self.text))
 
-    def window(self, tokenizer: object, tokens: int, start: int = 0) -> Document:
+    def window(self, tokenizer: LM | PreTrainedTokenizerBase | None, tokens: int, start: int = 0) -> Document:
         """The part of `tokens` tokens from token `start` on, as a document named like `sotu/1962[0:4000]`.
 
         The text is cut where the tokens end; tokenised anew, a cut within a run of spaces or a word may count one token
@@ -74,21 +80,6 @@ class Question:
     answers: tuple[str, ...]
     document: str
     paragraph: str
-
-
-@dataclass(frozen=True)
-class Record:
-    """One example in LongBench's format; `prompt` is the whole prompt where the file has it, else None."""
-
-    task: str
-    id: str
-    prompt: str | None
-    context: str
-    input: str
-    answers: tuple[str, ...]
-    all_classes: tuple[str, ...] | None
-    length: int | None
-    line: int
 
 
 @dataclass(frozen=True)
@@ -154,7 +145,12 @@ def names(source: str | None = None) -> list[str]:
 
 
 def documents_between(
-    tokenizer: object, low: int, high: int, source: str = "sotu", limit: int | None = None, seed: int | None = None
+    tokenizer: LM | PreTrainedTokenizerBase | None,
+    low: int,
+    high: int,
+    source: str = "sotu",
+    limit: int | None = None,
+    seed: int | None = None,
 ) -> Iterator[Document]:
     """Documents of `source` that have low <= tokens <= high, at most `limit`, in a fixed order.
 
@@ -199,72 +195,11 @@ def questions(name: str) -> list[Question]:
     ]
 
 
-def longbench(path: str | os.PathLike) -> Iterator[Record]:
-    """The records of a LongBench-format JSONL file, or of all `*.jsonl` files of a folder in order of name.
-
-    Fields: task or dataset, id or _id, prompt and/or (context, input), answers, all_classes, length; others are let
-    through. Raises KvlabError, with file and line number, for a line that is not such a record.
-    """
-    path = expanded(path)
-    files = sorted(path.glob("*.jsonl")) if os.path.isdir(path) else [path]
-    if not files:
-        raise KvlabError(f"the folder {path} has no .jsonl files")
-    for file in files:
-        for number, line in jsonl(file):
-            yield _record(line, number, file)
-
-
-def _record(line: str, number: int, file: Path) -> Record:
-    def refuse(why: str) -> KvlabError:
-        return KvlabError(f"{file}, line {number}: {why}")
-
-    try:
-        fields = parsed(line)
-    except json.JSONDecodeError as error:
-        raise refuse(f"not valid JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(fields, dict):
-        raise refuse(f"a record is a JSON object, not a {type(fields).__name__}")
-
-    def text(*keys: str) -> str | None:
-        for key in keys:
-            if fields.get(key) is not None:
-                if not isinstance(fields[key], str):
-                    raise refuse(f"{key!r} must be text, not {json.dumps(fields[key])[:40]}")
-                return fields[key]
-        return None
-
-    def texts(key: str) -> tuple[str, ...] | None:
-        if fields.get(key) is None:
-            return None
-        if not isinstance(fields[key], list) or not all(isinstance(item, str) for item in fields[key]):
-            raise refuse(f"{key!r} must be a list of texts, not {json.dumps(fields[key])[:40]}")
-        return tuple(fields[key])
-
-    prompt, context, answers, length = text("prompt"), text("context"), texts("answers"), fields.get("length")
-    if not (prompt or context or "").strip():
-        raise refuse("a record needs a 'prompt' or a 'context' that is not empty")
-    if answers is None:
-        raise refuse("a record needs 'answers', a list of texts")
-    if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
-        raise refuse(f"'length' must be a whole number, not {json.dumps(length)[:40]}")
-    return Record(
-        task=text("task", "dataset") or file.stem,
-        id=text("id", "_id") or f"{file.stem}-{number}",
-        prompt=prompt,
-        context=context or "",
-        input=text("input") or "",
-        answers=answers,
-        all_classes=texts("all_classes"),
-        length=length,
-        line=number,
-    )
-
-
-def _spans(tokenizer: object, text: str) -> list[tuple[int, int]]:
+def _spans(tokenizer: LM | PreTrainedTokenizerBase | None, text: str) -> list[tuple[int, int]]:
     """Where each token begins and ends in `text`; the tokenizer may be an LM."""
     if hasattr(tokenizer, "require_tokenizer"):
-        tokenizer.require_tokenizer("the tokens of a text cannot be counted")
-        tokenizer = tokenizer.tokenizer
+        tokenizer = cast("LM", tokenizer).require_tokenizer("the tokens of a text cannot be counted")
+    tokenizer = cast("PreTrainedTokenizerBase | None", tokenizer)
     if tokenizer is None:
         raise KvlabError("there is no tokenizer to count tokens with; give one, or a model that has one")
     if not getattr(tokenizer, "is_fast", False):
@@ -272,7 +207,8 @@ def _spans(tokenizer: object, text: str) -> list[tuple[int, int]]:
             f"{type(tokenizer).__name__} does not tell where its tokens lie; a fast tokenizer "
             "(tokenizer.json) is needed"
         )
-    return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return cast("list[tuple[int, int]]", encoded["offset_mapping"])
 
 
 # --- the packs: names when they are pulled, and one text by its name ---

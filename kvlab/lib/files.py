@@ -62,8 +62,9 @@ def why(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its kind where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of what an error says, with the next one where it ends in a colon; its kind if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1]) or type(error).__name__
 
 
 def parsed(text: str) -> Any:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import yamls
-from kvlab.papers.conditions import AllOf, Condition, Covers, Within
+from kvlab.papers.conditions import Combination, Condition, Covers, Within
 
 if TYPE_CHECKING:
     import pandas
@@ -73,7 +73,7 @@ class Claim(BaseModel):
 
 
 def _needs_paper_value(test: Condition) -> bool:
-    if isinstance(test, AllOf):
+    if isinstance(test, Combination):
         return any(_needs_paper_value(part) for part in test.tests)
     return isinstance(test, Within | Covers) and test.to is None
 

@@ -11,8 +11,9 @@ Reference = float | str
 Lookup = Callable[[str], float]
 
 
-def _number(reference: Reference, value_of: Lookup) -> tuple[float, str]:
+def _number(reference: Reference | None, value_of: Lookup) -> tuple[float, str]:
     """The number behind a reference, and how to print it."""
+    assert reference is not None, "a claim that asks for the paper's value has one"
     if isinstance(reference, str):
         found = value_of(reference)
         return found, f"{reference} ({found:.4g})"
@@ -70,13 +71,23 @@ class Within(_Test):
         return passed, f"{name} = {value:.4g}, asked to be {how} {label}"
 
 
-class Greater(_Test):
-    """Above factor x `than` + margin, strictly."""
+class _Comparison(_Test):
+    """With factor x `than`, some `margin` away from it."""
 
-    kind: Literal["greater"]
     than: Reference
     margin: float = Field(0.0, ge=0)
     factor: float = Field(1.0, gt=0)
+
+    def _limit(self, value_of: Lookup, sign: str) -> str:
+        label = _number(self.than, value_of)[1]
+        times = f"{self.factor:g} x " if self.factor != 1 else ""
+        return f"{times}{label}" + (f" {sign} {self.margin:g}" if self.margin else "")
+
+
+class Greater(_Comparison):
+    """Above factor x `than` + margin, strictly."""
+
+    kind: Literal["greater"]
 
     def threshold(self, value_of: Lookup, paper_value: float | None) -> float:
         return _number(self.than, value_of)[0] * self.factor + self.margin
@@ -86,13 +97,8 @@ class Greater(_Test):
         value, limit = value_of(name), self.threshold(value_of, paper_value)
         return value > limit, f"{name} = {value:.4g}, asked to exceed {self._limit(value_of, '+')}"
 
-    def _limit(self, value_of: Lookup, sign: str) -> str:
-        label = _number(self.than, value_of)[1]
-        times = f"{self.factor:g} x " if self.factor != 1 else ""
-        return f"{times}{label}" + (f" {sign} {self.margin:g}" if self.margin else "")
 
-
-class Less(Greater):
+class Less(_Comparison):
     """Below factor x `than` - margin, strictly."""
 
     kind: Literal["less"]
@@ -106,14 +112,19 @@ class Less(Greater):
         return value < limit, f"{name} = {value:.4g}, asked to lie below {self._limit(value_of, '-')}"
 
 
-class AtLeast(_Test):
-    """At or above a number."""
+class _Bound(_Test):
+    """A number that the metric may reach, and not pass."""
 
-    kind: Literal["at_least"]
     value: float
 
     def threshold(self, value_of: Lookup, paper_value: float | None) -> float:
         return self.value
+
+
+class AtLeast(_Bound):
+    """At or above a number."""
+
+    kind: Literal["at_least"]
 
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
         name = self.metric or own
@@ -121,7 +132,7 @@ class AtLeast(_Test):
         return value >= self.value, f"{name} = {value:.4g}, asked to be at least {self.value:g}"
 
 
-class AtMost(AtLeast):
+class AtMost(_Bound):
     """At or below a number."""
 
     kind: Literal["at_most"]
@@ -216,14 +227,19 @@ class Covers(_OfInterval):
         return low <= target <= high, f"{interval}, asked to contain {label}"
 
 
-class AllOf(_Test):
-    """Every one of several tests."""
+class Combination(_Test):
+    """Of several tests."""
 
-    kind: Literal["all_of"]
     tests: list[Condition] = Field(min_length=1)
 
     def needs(self, own: str) -> set[str]:
         return set().union(*(test.needs(self.metric or own) for test in self.tests))
+
+
+class AllOf(Combination):
+    """Every one of several tests."""
+
+    kind: Literal["all_of"]
 
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
         results = [test.check(self.metric or own, value_of, paper_value) for test in self.tests]
@@ -231,7 +247,7 @@ class AllOf(_Test):
         return not missed, "; ".join(missed or [why for _, why in results])
 
 
-class AnyOf(AllOf):
+class AnyOf(Combination):
     """At least one of several tests."""
 
     kind: Literal["any_of"]
@@ -246,5 +262,6 @@ Condition = Annotated[
     Within | Greater | Less | ClearlyGreater | ClearlyLess | AtLeast | AtMost | Monotone | Covers | AllOf | AnyOf,
     Field(discriminator="kind"),
 ]
+Combination.model_rebuild()
 AllOf.model_rebuild()
 AnyOf.model_rebuild()

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 _OPENING = "The values of these variables are:\n\n"
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
-_NOT_NAMES = frozenset(
+_WORDS = (
     "bad bed big bit but did dog fan fat fit for fun get god got lab led let lot man map men met "
-    "net not pet put ran red run set sit son sum tap tax ten top van vet".split()
+    "net not pet put ran red run set sit son sum tap tax ten top van vet"
 )
+_NOT_NAMES = frozenset(_WORDS.split())
 _HIGHEST = 199
 
 
@@ -130,10 +131,8 @@ def _chain(draw: Random, names: Iterator[str], difficulty: int) -> list[_Line]:
         for name, place in zip(own[1:], places[1:], strict=True):
             lines.append(_hanging(draw, name, place, lines[-1]))
         answer = lines[-1].value
-        if (
-            not difficulty
-            or not any(answer in (line.value, line.number) for line in lines[:-1])
-            and (lines[-1].number != answer)
+        if not difficulty or (
+            not any(answer in (line.value, line.number) for line in lines[:-1]) and lines[-1].number != answer
         ):
             return lines
 

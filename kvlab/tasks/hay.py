@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvlab.inputs.corpus import Document
 from kvlab.tasks.making import require_tokenizer
@@ -74,11 +74,12 @@ class Hay:
     """A document's sentences for one tokenizer. A cut longer than the document starts over at its beginning."""
 
     def __init__(self, lm: LM, document: Document):
-        require_tokenizer(lm)
+        tokenizer = require_tokenizer(lm)
         self.sentences = sentences(document.text)
         text = " ".join(self.sentences)
-        ids = lm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        self._text, self._ends = text, [end for _, end in ids["offset_mapping"]]
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        self._text = text
+        self._ends = [end for _, end in cast("list[tuple[int, int]]", encoded["offset_mapping"])]
         places, end = [], -1
         for sentence in self.sentences:
             end += 1 + len(sentence)

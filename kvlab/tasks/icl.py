@@ -24,7 +24,7 @@ _TRAITS = {
     "place": ("Rome", "Oslo", "Lima", "Cairo", "Kyoto", "Perth"),
 }
 _EXTRAS = ("old", "new", "heavy", "light", "plain", "clean", "strong", "soft")  # they decide nothing
-_NAMES = ("dax", "wug", "fep", "zim", "blick", "tova", "kern", "mool")
+_NAMES: tuple[str, ...] = ("dax", "wug", "fep", "zim", "blick", "tova", "kern", "mool")
 _SOURCES = {"speech": "sotu", "encyclopedia": "squad", "chat": "chitchat"}
 _WORDS = 8, 30  # how long a sentence may be
 
@@ -99,7 +99,8 @@ class ManyShot(Task):
         telling = dict(zip(names, draw.sample(_TRAITS[deciding], self.classes), strict=True))
 
         def item(name: str) -> str:
-            traits = {trait: draw.choice(values) for trait, values in _TRAITS.items()} | {deciding: telling[name]}
+            traits = {trait: draw.choice(values) for trait, values in _TRAITS.items()}
+            traits[deciding] = telling[name]
             extras = "".join(f"{word}, " for word in draw.sample(_EXTRAS, draw.randrange(4)))
             return f"a {extras}{traits['size']} {traits['colour']} {draw.choice(_THINGS)} from {traits['place']}"
 

@@ -7,13 +7,13 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator
 
 from kvlab import scores
 from kvlab.errors import KvlabError
-from kvlab.inputs import corpus, packs
+from kvlab.inputs import longbench_records, packs
 from kvlab.lib.files import first_line
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.longbench_prompts import PROMPTS
@@ -92,7 +92,7 @@ class LongBench(Task):
             "score": scores.score(example.marks["kind"], prediction, example.answers, example.marks.get("all_classes"))
         }
 
-    def _records(self) -> dict[str, list[corpus.Record]]:
+    def _records(self) -> dict[str, list[longbench_records.Record]]:
         """The records of each wanted task, in LongBench's order of tasks."""
         for task in self.tasks:
             scores.convention(task)
@@ -101,8 +101,8 @@ class LongBench(Task):
                 "longbench needs data: folder=... names JSONL files in LongBench's format, and hub=true "
                 "fetches LongBench from the hub"
             )
-        found: dict[str, list[corpus.Record]] = {}
-        for record in corpus.longbench(self.folder if self.folder is not None else fetch()):
+        found: dict[str, list[longbench_records.Record]] = {}
+        for record in longbench_records.read(self.folder if self.folder is not None else fetch()):
             scores.convention(record.task)
             found.setdefault(record.task, []).append(record)
         missing = [task for task in self.tasks if task not in found]
@@ -110,7 +110,7 @@ class LongBench(Task):
             raise KvlabError(f"longbench: there are no records of {missing[0]}, only of {', '.join(sorted(found))}")
         return {task: found[task] for task in PROMPTS if task in found and (not self.tasks or task in self.tasks)}
 
-    def _made(self, lm: LM, task: str, records: list[corpus.Record]) -> Iterator[Example]:
+    def _made(self, lm: LM, task: str, records: list[longbench_records.Record]) -> Iterator[Example]:
         rule, seen = scores.convention(task), set()
         room = min(self.length or lm.context_length, lm.context_length - rule.new_tokens)
         if room < LEAST:
@@ -134,7 +134,7 @@ class LongBench(Task):
             yield Example(name, context, question, record.answers, rule.new_tokens, rule.chat, until=until, marks=marks)
 
 
-def parts(record: corpus.Record) -> tuple[str, str]:
+def parts(record: longbench_records.Record) -> tuple[str, str]:
     """The context and the question of a record's prompt, which joined are the prompt.
 
     Of a ready prompt the question is what follows the last place where LongBench's prompts of that task begin it, and
@@ -201,9 +201,11 @@ def _cut(lm: LM, context: str, question: str, chat: bool, tokens: int, room: int
 
 def _spans(lm: LM, text: str) -> list[tuple[int, int]]:
     """Where each token begins and ends in the text."""
-    if not getattr(lm.tokenizer, "is_fast", False):
+    tokenizer = lm.require_tokenizer("no prompt can be cut for it")
+    if not getattr(tokenizer, "is_fast", False):
         raise KvlabError(
-            f"{type(lm.tokenizer).__name__} does not tell where its tokens lie; longer='skip' leaves out "
+            f"{type(tokenizer).__name__} does not tell where its tokens lie; longer='skip' leaves out "
             "the prompts that would have to be cut"
         )
-    return lm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return cast("list[tuple[int, int]]", encoded["offset_mapping"])

@@ -15,13 +15,15 @@ from kvlab.errors import KvlabError
 from kvlab.lib.files import expanded, jsonl, parsed
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.longgen_prompts import SHORT
+from kvlab.tasks.making import piece_tokens
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
 CHECKS = ("once", "range", "periodic")
 SEPARATOR, END = "#*#", "*** finished"
-_FILLER = frozenset("a an the and or of in on at to for with by from my your his her our their featuring".split())
+_FILLERS = "a an the and or of in on at to for with by from my your his her our their featuring"
+_FILLER = frozenset(_FILLERS.split())
 
 
 class LongGen(Task):
@@ -79,7 +81,7 @@ class LongGen(Task):
         longest = self.new_tokens or (8192 if self.file else 50 + self.entries * (12 + 2 * self.words))
         for example in found[:limit]:
             tokens = lm.encode(example.prompt, chat="auto" if self.chat else False).shape[1]
-            tokens += len(lm.tokenizer(example.prefix, add_special_tokens=False)["input_ids"]) if example.prefix else 0
+            tokens += len(piece_tokens(lm, [example.prefix])[0]) if example.prefix else 0
             if tokens >= lm.context_length:
                 raise KvlabError(
                     f"{example.id} has {tokens} tokens, and {lm.name} takes {lm.context_length}: no room for an answer"
@@ -222,7 +224,9 @@ def _in_turn(examples: list[Example]) -> list[Example]:
 
 
 def _check(answer: str) -> tuple[str, int, str]:
-    kind, number, phrase = re.fullmatch(r"(\w+) (\d+): (.*)", answer, re.DOTALL).groups()
+    parts = re.fullmatch(r"(\w+) (\d+): (.*)", answer, re.DOTALL)
+    assert parts is not None, "answers are made by this module"
+    kind, number, phrase = parts.groups()
     return kind, int(number), phrase
 
 

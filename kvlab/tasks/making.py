@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib.resources import files
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 from pydantic import AfterValidator, Field
 
@@ -18,6 +18,8 @@ from kvlab.errors import KvlabError
 from kvlab.tasks.base import Example
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from kvlab.inputs.models import LM
 
 SLACK = 0.02
@@ -41,8 +43,9 @@ Lengths = Several[Annotated[int, Field(ge=64)]]
 """Wanted lengths in tokens."""
 
 
-def require_tokenizer(lm: LM) -> None:
-    lm.require_tokenizer("no task can make its texts for it")
+def require_tokenizer(lm: LM) -> PreTrainedTokenizerBase:
+    """The tokenizer that a task makes its texts with; KvlabError for a model that has none."""
+    return lm.require_tokenizer("no task can make its texts for it")
 
 
 def tokens(lm: LM, example: Example) -> int:
@@ -53,7 +56,10 @@ def tokens(lm: LM, example: Example) -> int:
 
 def piece_tokens(lm: LM, pieces: Sequence[str]) -> list[list[int]]:
     """The ids of each piece by itself, without special tokens."""
-    return lm.tokenizer(list(pieces), add_special_tokens=False, verbose=False)["input_ids"] if pieces else []
+    if not pieces:
+        return []
+    encoded = require_tokenizer(lm)(list(pieces), add_special_tokens=False, verbose=False)
+    return cast("list[list[int]]", encoded["input_ids"])
 
 
 def piece_lengths(lm: LM, pieces: Sequence[str]) -> list[int]:

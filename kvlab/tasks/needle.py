@@ -34,7 +34,8 @@ _DEEDS = (
     "sketch the harbour",
 )
 _WHENS = ("on a rainy morning", "at low tide", "before the market opens", "in the first snow", "after the last bell")
-_SMALL = frozenset("a an and at before after in of on the to first".split())
+_SMALL_WORDS = "a an and at before after in of on the to first"
+_SMALL = frozenset(_SMALL_WORDS.split())
 
 
 class Needle(Task):

@@ -21,7 +21,7 @@ from support.replaying import tensors
 import kvlab
 from kvlab import KvlabError, evaluation
 from kvlab.compile import log
-from kvlab.inputs import corpus, models, packs
+from kvlab.inputs import corpus, longbench_records, models, packs
 from kvlab.inputs.models import conversion
 from kvlab.lib import files, yamls
 from kvlab.methods import lookup
@@ -57,7 +57,7 @@ def test_json_that_python_has_other_errors_for(text, tmp_path):
     path = tmp_path / "a.json"
     path.write_text(text + "\n")
     for load in (
-        lambda: list(corpus.longbench(path)),
+        lambda: list(longbench_records.read(path)),
         lambda: predictions.read_predictions(path),
         lambda: evaluation.read(path),
         lambda: log.Journal.open(path).__enter__(),
@@ -106,7 +106,7 @@ def test_an_answer_of_wrong_types_is_refused(change, tmp_path):
 @pytest.mark.parametrize("name", ["a\0b.json", "x" * 5000, "~no-such-user/x.json", "."])
 def test_names_that_no_file_has(name, tmp_path):
     for load in (
-        lambda: list(corpus.longbench(name)),
+        lambda: list(longbench_records.read(name)),
         lambda: lookup.HeadScores.load(name),
         lambda: lookup.DecisionTables.load(name),
         lambda: log.load(name),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvlab.errors import KvlabError
-from kvlab.inputs import corpus, packs
+from kvlab.inputs import corpus, longbench_records, packs
 
 MINILONGBENCH = Path(__file__).parents[3] / "shared" / "data" / "minilongbench"
 
@@ -211,7 +211,7 @@ def test_longbench_reads_both_dialects(tmp_path):
         "_id": "x1",
     }
     ours = {"task": "trec", "id": "trec-0", "prompt": "Type?", "answers": ["Date"], "all_classes": ["Date", "City"]}
-    first, second = corpus.longbench(write_lines(tmp_path / "mixed.jsonl", theirs, "", ours))
+    first, second = longbench_records.read(write_lines(tmp_path / "mixed.jsonl", theirs, "", ours))
     assert (first.task, first.id, first.prompt, first.input) == ("qasper", "x1", None, "Who?")
     assert (first.length, first.line) == (4, 1)
     assert (first.context, first.answers, first.all_classes) == ("Long ago\u2028and far", ("He",), None)
@@ -236,19 +236,19 @@ def test_longbench_reads_both_dialects(tmp_path):
 def test_longbench_errors_name_file_and_line(tmp_path, line, told):
     path = write_lines(tmp_path / "bad.jsonl", {"prompt": "a", "answers": ["b"]}, line)
     with pytest.raises(KvlabError, match=rf"bad\.jsonl, line 2: .*{told}"):
-        list(corpus.longbench(path))
+        list(longbench_records.read(path))
 
 
 def test_longbench_of_nothing(tmp_path):
     with pytest.raises(KvlabError, match="has no .jsonl files"):
-        list(corpus.longbench(tmp_path))
+        list(longbench_records.read(tmp_path))
     with pytest.raises(KvlabError, match="cannot read .*absent.jsonl: no such file"):
-        list(corpus.longbench(tmp_path / "absent.jsonl"))
+        list(longbench_records.read(tmp_path / "absent.jsonl"))
 
 
 @pytest.mark.skipif(not MINILONGBENCH.is_dir(), reason="the examples of MiniLongBench lie beside some checkouts only")
 def test_longbench_reads_real_examples():
-    records = list(corpus.longbench(MINILONGBENCH))
+    records = list(longbench_records.read(MINILONGBENCH))
     assert len(records) == 133 and len({record.task for record in records}) == 21
     assert all(record.prompt and record.answers for record in records)
     assert {record.task for record in records if record.all_classes} == {"trec", "lsht"}

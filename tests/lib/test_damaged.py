@@ -13,7 +13,7 @@ from support.replaying import trace
 
 import kvlab
 from kvlab import KvlabError, evaluation, papers
-from kvlab.inputs import corpus, models
+from kvlab.inputs import longbench_records, models
 from kvlab.methods import lookup
 from kvlab.scores import predictions
 from kvlab.workbench.jobs import experiments
@@ -122,7 +122,7 @@ LOADERS = {
     "trace.safetensors": kvlab.Trace.load,
     "heads.json": lambda path: lookup.read(path, lookup.HeadScores),
     "decisions.json": lambda path: lookup.read(path, lookup.DecisionTables),
-    "records.jsonl": lambda path: list(corpus.longbench(path)),
+    "records.jsonl": lambda path: list(longbench_records.read(path)),
     "predictions.jsonl": predictions.read_predictions,
     "paper.yaml": papers.load_file,
     "experiment.yaml": load_experiment,

@@ -226,9 +226,9 @@ def test_the_sample_of_all_21_tasks_loads(lm):
 
 @needs_data
 def test_ready_prompts_are_left_as_they_are(lm):
-    from kvlab.inputs import corpus
+    from kvlab.inputs import longbench_records
 
-    for record in corpus.longbench(MINILONGBENCH):
+    for record in longbench_records.read(MINILONGBENCH):
         context, question = parts(record)
         assert context + question == record.prompt and 0 < len(question)
     assert list(LongBench(folder=MINILONGBENCH, length=4000, longer="skip", tasks="qasper").examples(lm))

@@ -7,15 +7,16 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from kvlab.errors import KvlabError
 from kvlab.inputs.models.catalogue import RANDOM_PREFIX
+from kvlab.lib.files import first_line
 
 if TYPE_CHECKING:
-    pass
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(repr=False)
@@ -25,8 +26,8 @@ class LM:
     `sha256` is that of its weight files, or of the recipe where the weights are random.
     """
 
-    model: torch.nn.Module
-    tokenizer: object | None
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
     name: str
     sha256: str
 
@@ -62,23 +63,24 @@ class LM:
         chat="auto" makes it a user message where the tokenizer has a chat template, True insists on that, False takes
         the text as it stands. Raises KvlabError for an empty text, or where there is no tokenizer or no template.
         """
-        self.require_tokenizer("it takes token ids instead of text")
+        tokenizer = self.require_tokenizer("it takes token ids instead of text")
         if not text.strip():
             raise KvlabError("the text is empty: there is nothing to read")
-        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        has_template = bool(getattr(tokenizer, "chat_template", None))
         if chat is True and not has_template:
             raise KvlabError(f"{self.name} has no chat template: use chat=False or chat='auto'")
         if chat and has_template:
-            text = self._templated(text)
-        ids = self.tokenizer(text, add_special_tokens=not (chat and has_template), verbose=False)["input_ids"]
+            text = self._templated(tokenizer, text)
+        ids = tokenizer(text, add_special_tokens=not (chat and has_template), verbose=False)["input_ids"]
         if not ids:
             raise KvlabError(f"{self.name}'s tokenizer finds no token in this text: there is nothing to read")
         return torch.tensor([ids], dtype=torch.int64, device=self.device)
 
-    def require_tokenizer(self, so: str) -> None:
-        """Raise KvlabError where there is no tokenizer, saying what follows from that."""
+    def require_tokenizer(self, so: str) -> PreTrainedTokenizerBase:
+        """The tokenizer; where there is none a KvlabError, which says with `so` what follows from that."""
         if self.tokenizer is None:
             raise KvlabError(f"{self.name} has no tokenizer, so {so}; {self._remedy}")
+        return self.tokenizer
 
     @property
     def _remedy(self) -> str:
@@ -86,12 +88,12 @@ class LM:
             return "kvlab.random_lm(..., tokenizer=NAME) makes it with one"
         return "to give it one, put its tokenizer.json beside the weights"
 
-    def _templated(self, text: str) -> str:
+    def _templated(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         import jinja2
 
         message = [{"role": "user", "content": text}]
         try:
-            return self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
         # A template is a program of the model's makers, run in a sandbox: it can fail in any way.
         except (
             jinja2.TemplateError,
@@ -103,24 +105,25 @@ class LM:
             RecursionError,
             MemoryError,
         ) as error:
-            why = _first_line(error).rstrip(".")
+            why = first_line(error).rstrip(".")
             raise KvlabError(f"the chat template of {self.name} fails ({why}); use chat=False") from error
 
     def decode(self, ids: torch.Tensor | list[int]) -> str:
         """The text of one sequence of ids ([tokens] or [1, tokens]), without special tokens."""
-        self.require_tokenizer("its ids have no text")
-        return self.tokenizer.decode(torch.as_tensor(ids).reshape(-1).tolist(), skip_special_tokens=True)
+        tokenizer = self.require_tokenizer("its ids have no text")
+        return str(tokenizer.decode(torch.as_tensor(ids).reshape(-1).tolist(), skip_special_tokens=True))
 
 
 class _Bare(LM):
     """A transformers model that came alone: without tokenizer, and with the hash of what its weights are now."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: PreTrainedModel):
         self.model, self.tokenizer = model, None
         self.name = Path(getattr(model.config, "name_or_path", "") or type(model).__name__).name
 
+    # Read from the weights, so that nobody who asks for something else waits for it.
     @functools.cached_property
-    def sha256(self) -> str:
+    def sha256(self) -> str:  # type: ignore[reportIncompatibleVariableOverride]
         config = self.model.config.to_dict()
         own = {name: config[name] for name in sorted(config) if name not in ("_name_or_path", "transformers_version")}
         digest = hashlib.sha256(json.dumps(own, default=str).encode())
@@ -143,15 +146,9 @@ def lm_of(given: LM | torch.nn.Module) -> LM:
     """
     if isinstance(given, LM):
         return given
-    whole = isinstance(given, torch.nn.Module) and hasattr(given, "config") and hasattr(given, "get_output_embeddings")
-    if whole and given.get_output_embeddings() is not None:
-        return _Bare(given)
-    if whole:
+    if isinstance(given, torch.nn.Module) and hasattr(given, "config") and hasattr(given, "get_output_embeddings"):
+        model = cast("PreTrainedModel", given)
+        if model.get_output_embeddings() is not None:
+            return _Bare(model)
         raise KvlabError(f"a {type(given).__name__} gives no logits: it is a part of a model; give the whole")
     raise KvlabError(f"a model is what kvlab.load gives, or a transformers model, and not {given!r:.60}")
-
-
-def _first_line(error: Exception) -> str:
-    """What an error of another library says, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1]) or type(error).__name__

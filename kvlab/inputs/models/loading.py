@@ -14,6 +14,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,12 +22,16 @@ from kvlab.core import hookable
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs, shapes
 from kvlab.inputs.models.catalogue import DEFAULT, MODELS, RANDOM_PREFIX
-from kvlab.inputs.models.conversion import _quiet, _tokenizer, _weight_files, pull
-from kvlab.inputs.models.lm import LM, _first_line
+from kvlab.inputs.models.conversion import pull
+from kvlab.inputs.models.folder import quietly, read_tokenizer, weight_files
+from kvlab.inputs.models.lm import LM
 from kvlab.inputs.packs import home
 from kvlab.lib import bars
 from kvlab.lib.devices import resolved
-from kvlab.lib.files import expanded
+from kvlab.lib.files import expanded, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEEPEST = 10_000  # layers that any model has
 
@@ -61,7 +66,7 @@ def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype:
     raise KvlabError(f"{nearest(name, MODELS, 'model')} ({_what_exists()})")
 
 
-def tokenizer(name: str) -> object | None:
+def tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a pulled model, or of a folder of that name here; None where there is neither. Fetches nothing.
 
     The name may come from a trace, and a trace leads nowhere else.
@@ -69,7 +74,7 @@ def tokenizer(name: str) -> object | None:
     folder = MODELS[name].folder if name in MODELS else Path(name)
     if folder.name in ("", "..") or (name not in MODELS and folder.name != name):
         return None
-    return _tokenizer(folder) if os.path.isfile(folder / "tokenizer_config.json") else None
+    return read_tokenizer(folder) if os.path.isfile(folder / "tokenizer_config.json") else None
 
 
 def random_lm(
@@ -78,7 +83,7 @@ def random_lm(
     seed: int = 0,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
-    tokenizer: str | object | None = None,
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
     **changes: object,
 ) -> LM:
     """A model of a known shape (`kvlab.inputs.shapes`) with random weights: for plumbing, tests and speed, not
@@ -93,7 +98,7 @@ def random_lm(
 
     place = resolved(device)
     if isinstance(tokenizer, str):
-        tokenizer = _tokenizer(pull(tokenizer))
+        tokenizer = read_tokenizer(pull(tokenizer))
     config = shapes.config(shape, layers, **changes)
     if tokenizer is not None:
         config.vocab_size = max(config.vocab_size, len(tokenizer))
@@ -107,8 +112,9 @@ def random_lm(
     return _finish(model.to(place), tokenizer, name, hashlib.sha256(recipe.encode()).hexdigest())
 
 
-def _finish(model: torch.nn.Module, tokenizer: object | None, name: str, sha256: str) -> LM:
-    return LM(model.eval().requires_grad_(False), tokenizer, name, sha256)
+def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, sha256: str) -> LM:
+    model.eval().requires_grad_(False)
+    return LM(model, tokenizer, name, sha256)
 
 
 def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype, gguf_file: str | None = None) -> LM:
@@ -117,14 +123,14 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
     place = resolved(device)
     source = {"gguf_file": gguf_file} if gguf_file else {}
     local = {"local_files_only": True, "trust_remote_code": False} | source
-    weights = [folder / gguf_file] if gguf_file else _weight_files(folder)
+    weights = [folder / gguf_file] if gguf_file else weight_files(folder)
     # What a folder says of itself is believed of those alone that were checked when they were pulled.
     ours = not gguf_file and folder in [entry.folder for entry in MODELS.values()]
     sha256 = (packs.read_provenance(folder).get("weights_sha256") if ours else None) or _cached_sha256(weights)
     shown = folder / gguf_file if gguf_file else folder
     try:
         # What it says goes to the stderr of before.
-        with bars.waiting(f"loading {name}"), _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        with bars.waiting(f"loading {name}"), quietly(), contextlib.redirect_stderr(io.StringIO()):
             config = AutoConfig.from_pretrained(folder, **local)
             own = getattr(config, "dtype", None) or torch.float32
             if not 0 < (layers := config.get_text_config().num_hidden_layers) <= DEEPEST:
@@ -141,12 +147,12 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
                 **local,
                 **given,
             )
-            tokenizer = _tokenizer(folder, **source)
+            tokenizer = read_tokenizer(folder, gguf_file)
     except KvlabError:
         raise
     # These readers trust every number in a file, so that a damaged one can raise anything.
     except Exception as error:
-        raise KvlabError(f"cannot load a model from {shown}: {_first_line(error)}") from error
+        raise KvlabError(f"cannot load a model from {shown}: {first_line(error)}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         lacking = sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]}))
         raise KvlabError(
@@ -161,7 +167,7 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
     return lm
 
 
-def _check_layers(config: object) -> None:
+def _check_layers(config: PreTrainedConfig) -> None:
     """Raise KvlabError for a model that kvlab cannot look into, before its weights are read: its skeleton tells."""
     from transformers import AutoModelForCausalLM
 
@@ -180,7 +186,7 @@ def _from_hub(repository: str) -> Path:
     except Exception as error:  # the hub's client raises a dozen unrelated kinds, all of which mean "cannot be had"
         with contextlib.suppress(Exception):
             return Path(snapshot_download(repository, allow_patterns=wanted, local_files_only=True))
-        why = _first_line(error).rstrip(".")
+        why = first_line(error).rstrip(".")
         raise KvlabError(f"cannot get {repository} from the hub ({why}); {_what_exists()}") from error
 
 

@@ -34,10 +34,10 @@ Kind = Literal[
     "qa_1",
     "qa_2",
 ]
-KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _MAKERS = {
-    **{name: niah.make for name in niah.SPECS},
+    **dict.fromkeys(niah.SPECS, niah.make),
     "vt": tracing.make,
     "cwe": wordlists.common,
     "fwe": wordlists.frequent,

@@ -63,6 +63,7 @@ def _questions(material: Material, count: int, length: int, draw: Random) -> lis
             shortest = (taken, asked)
         if taken <= length // 2:
             break
+    assert shortest is not None, "there was at least one draw"
     return shortest[1]
 
 

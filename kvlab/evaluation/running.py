@@ -1,0 +1,105 @@
+"""A whole evaluation: every answer of a plan, on disk as soon as it is there.
+
+Results are a JSONL file with one line for each example, policy and budget. A run that was cut off goes on where it
+stopped: a line is recognised by its key, and half a line at the end of the file is written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import KvlabError
+from kvlab.evaluation.answering import answers
+from kvlab.evaluation.planning import Plan
+from kvlab.evaluation.records import Answer, read
+from kvlab.lib.files import why
+from kvlab.methods import Policy
+from kvlab.tasks.base import Example
+from kvlab.tasks.making import require_tokenizer
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+
+Advance = Callable[[str, int, int], None]
+"""Called with a label, how many answers are done and how many there will be."""
+
+
+def run(lm: LM, wanted: Plan, path: str | Path, advance: Advance = lambda *_: None) -> list[Answer]:
+    """Evaluate, appending every answer to the JSONL at `path` as soon as it is there; what is in it is not run again.
+
+    Returns:
+        The answers of this plan, in the order of examples and policies.
+
+    Raises:
+        KvlabError: a model without tokenizer, or a file that cannot be written; nothing has run by then.
+    """
+    from filelock import FileLock, Timeout
+
+    path = Path(path)
+    if os.path.isdir(path):
+        raise KvlabError(f"{path} is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KvlabError(f"cannot write {path}: {why(error)}") from None
+    require_tokenizer(lm)
+    try:
+        with FileLock(path.with_name(f".{path.name}.lock"), timeout=0):
+            return _complete(lm, wanted, path, advance)
+    except Timeout:
+        raise KvlabError(f"another evaluation is writing {path}; wait for it, or name another file") from None
+
+
+def _complete(lm: LM, wanted: Plan, path: Path, advance: Advance) -> list[Answer]:
+    """All answers of the plan: those in the file as they are, and each that is missing run and appended to it."""
+    known = {answer.key: answer for answer in read(path, mend=True)}
+    examples = list(wanted.task.examples(lm, wanted.limit))
+    total, done = len(examples) * len(wanted.policies), 0
+    signatures = {policy: wanted.signature(lm, policy) for policy in wanted.policies}
+    found: list[Answer] = []
+    with path.open("a", encoding="utf-8") as file:
+        for example in examples:
+            keys = {policy: _key(signatures[policy], example) for policy in wanted.policies}
+            missing = [policy for policy in wanted.policies if keys[policy] not in known]
+            produced = zip(missing, answers(lm, example, missing, wanted.compress_at), strict=True) if missing else ()
+            for policy, made in produced:
+                answer = _answer(wanted, example, policy, keys[policy], signatures[policy], made)
+                known[answer.key] = answer
+                file.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+                advance(f"{example.id}, {policy.name}", done + missing.index(policy) + 1, total)
+            found += [known[keys[policy]] for policy in wanted.policies]
+            done += len(wanted.policies)
+            advance(example.id, done, total)
+    return found
+
+
+def _answer(wanted: Plan, example: Example, policy: Policy, key: str, signature: str, made: dict[str, Any]) -> Answer:
+    return Answer(
+        key=key,
+        task=wanted.task.name,
+        example=example.id,
+        policy=policy.name,
+        budget=getattr(policy, "budget", None),
+        compress_at=wanted.compress_at,
+        answers=list(example.answers),
+        scores=wanted.task.score(example, made["prediction"]),
+        metric=wanted.task.metric,
+        marks=dict(example.marks),
+        signature=signature,
+        **made,
+    )
+
+
+def _key(signature: str, example: Example) -> str:
+    text = json.dumps(
+        [signature, example.id, example.prompt, example.prefix, example.chat, example.max_new_tokens, example.until]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
