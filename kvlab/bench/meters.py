@@ -1,29 +1,27 @@
-"""What a benchmark feeds and measures with: prompts, seconds, peak memory, and how fast a device reads its memory."""
+"""What a benchmark feeds a model, what it was measured on, and what a cache holds."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import platform
-import resource
-import sys
-import time
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import psutil
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 import kvlab
+from kvlab.bench import clock
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus, packs
 from kvlab.inputs.models import LM
 from kvlab.lib import devices
 from kvlab.live.session import Session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
@@ -47,58 +45,6 @@ def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
     return ids[:needed].view(batch, context).to(lm.device), source
 
 
-def clock(device: torch.device) -> float:
-    """Seconds on a clock that starts anywhere, once everything queued on `device` is done."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
-
-
-def tidy() -> None:
-    """Give freed memory back, so that the next peak is not hidden in it."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.get_device_module().empty_cache()
-    with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-class Peak:
-    """`with Peak(device) as peak: ...` -> `peak.bytes`: the most memory in use at once, above what was at the start.
-
-    On a GPU that is torch's own count, which some have (`devices.counts_peak`). On a CPU it is resident memory: Linux
-    keeps a high-water mark that can be set back; where it cannot be, the process's highest mark counts, which only a
-    fresh process keeps meaningful.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device, self.bytes = device, 0
-        self._gpu = torch.get_device_module(device)
-
-    def __enter__(self) -> Peak:
-        tidy()
-        if self.device.type != "cpu":
-            self._gpu.reset_peak_memory_stats(self.device)
-            self._start = self._gpu.memory_allocated(self.device)
-            return self
-        self._start = psutil.Process().memory_info().rss
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        on_gpu = self.device.type != "cpu"
-        highest = self._gpu.max_memory_allocated(self.device) if on_gpu else _high_water_mark()
-        self.bytes = max(highest - self._start, 0)
-
-
-def _high_water_mark() -> int:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def bandwidth(device: torch.device, size: int | None = None, repeats: int = 7) -> float:
     """Bytes per second that `device` reads, the best of several sums and copies of `size` bytes.
 
@@ -111,18 +57,18 @@ def bandwidth(device: torch.device, size: int | None = None, repeats: int = 7) -
     for run, moved in ((source.sum, source.nbytes), (lambda: target.copy_(source), 2 * source.nbytes)):
         run()
         for _ in range(repeats):
-            start = clock(device)
+            start = clock.wall(device)
             run()
-            best = max(best, moved / (clock(device) - start))
+            best = max(best, moved / (clock.wall(device) - start))
     return best
 
 
-def weight_bytes(model: nn.Module) -> int:
+def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights that a decoding step must read: all of them, but only rows of an embedding of its own."""
     total = sum(weight.nbytes for weight in model.parameters())
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
-    return total if tied else total - table.weight.nbytes
+    return total if tied else total - cast(Tensor, table.weight).nbytes
 
 
 def facts(lm: LM) -> dict[str, Any]:

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
@@ -28,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 import kvlab
-from kvlab.bench import meters
+from kvlab.bench import clock, memory, meters
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import models
 from kvlab.instruments.probes import probe
@@ -126,14 +124,14 @@ def generate(lm: models.LM, ids: Tensor, steps: int, contender: Contender) -> di
     """One run: the prompt, the step that ends it, and `steps` decoding steps; every metric that it yields."""
     device = lm.device
     with torch.inference_mode(), contender.session(lm) as session:
-        times = [meters.clock(device)]
+        times = [clock.wall(device)]
         out = lm.model(ids, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         for _ in range(1 + steps):
             token = out.logits[:, -1:].argmax(-1)
-            times.append(meters.clock(device))
+            times.append(clock.wall(device))
             out = lm.model(token, past_key_values=cache, use_cache=True)
-        times.append(meters.clock(device))
+        times.append(clock.wall(device))
         held = meters.stored(cache, session)
     prefill, first, *decoding = [after - before for before, after in zip(times, times[1:], strict=False)]
     found = {"time_to_first_token": prefill + first, "prompt_time": prefill, "first_step": first}
@@ -162,22 +160,14 @@ def peak_bytes(lm: models.LM, subject: Subject, contender: Contender, context: i
         return _peak_here(lm, contender, context, batch, steps)
     chosen = None if contender.policy is None else [contender.policy.name, dict(contender.policy)]
     order = json.dumps([asdict(subject), chosen, contender.probes, context, batch, steps])
-    # Left to itself, glibc keeps freed blocks for later, and the same run peaks at once or twice its need.
-    variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-m", "kvlab.bench.timing", order], capture_output=True, text=True, env=variables
-    )
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        why = "it was killed, perhaps for want of memory" if done.returncode < 0 else last
-        raise KvlabError(f"measuring the memory of {contender.name} at {context} tokens failed: {why}")
-    return int(done.stdout.split()[-1])
+    what = f"{contender.name} at {context} tokens"
+    return int(memory.in_fresh_process(["-m", "kvlab.bench.timing", order], what))
 
 
 def _peak_here(lm: models.LM, contender: Contender, context: int, batch: int, steps: int) -> int:
     ids, _ = meters.prompt(lm, context, batch)
     generate(lm, ids[:, :32], 1, contender)  # what is set up once is not the prompt's
-    with meters.Peak(lm.device) as peak:
+    with memory.Peak(lm.device) as peak:
         generate(lm, ids, steps, contender)
     return peak.bytes
 
@@ -250,7 +240,7 @@ def measure(
             }
             rows += [marks | row for row in _summary(samples, one)]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
-    table.attrs = facts
+    table.attrs.update(facts)
     return table
 
 
@@ -268,12 +258,11 @@ def _runs(
     warm = ids if lm.device.type != "cpu" and task != "memory" else ids[:, :128]
     for one in chosen:
         _or_nan(generate, lm, warm, 2, one)
-    for turn in range(1 if task == "memory" else repeats):
-        for one in chosen if turn % 2 == 0 else chosen[::-1]:
-            meters.tidy()
-            found = _or_nan(generate, lm, ids, steps, one)
-            yield one, found if isinstance(found, dict) else defaultdict(lambda: math.nan)
-            advance(f"{one.name}, {ids.shape[1]} tokens", ids.numel())
+    for _, contender in clock.rounds(chosen, 1 if task == "memory" else repeats):
+        memory.tidy()
+        found = _or_nan(generate, lm, ids, steps, contender)
+        yield contender, found if isinstance(found, dict) else defaultdict(lambda: math.nan)
+        advance(f"{contender.name}, {ids.shape[1]} tokens", ids.numel())
 
 
 def _or_nan(run: Callable, *arguments: Any) -> Any:
@@ -287,7 +276,7 @@ def _summary(samples: dict[Contender, Samples], one: Contender) -> Iterator[dict
     for metric, values in samples[one].items():
         reference = samples[one.against][metric]
         middle, base = statistics.median(values), statistics.median(reference)
-        ratios = [value / other if other else math.nan for value, other in zip(values, reference, strict=True)]
+        ratios = clock.ratios(values, reference)
         yield {
             "metric": metric,
             "value": middle,
@@ -303,7 +292,7 @@ def _summary(samples: dict[Contender, Samples], one: Contender) -> Iterator[dict
 def write_csv(table: pd.DataFrame, path: Path) -> None:
     """The table, with what it was measured on in columns of its own; a file that is half written is never there."""
     with replacing(path) as part:
-        table.assign(**table.attrs).to_csv(part, index=False)
+        table.assign(**{str(name): value for name, value in table.attrs.items()}).to_csv(part, index=False)
 
 
 SHOWN = {
@@ -329,8 +318,9 @@ def show(table: pd.DataFrame, console: Console) -> None:
     measured = [metric for metric in METRICS[task] if metric in set(table["metric"])]
     for metric in measured:
         grid.add_column(SHOWN[metric][0], justify="right", no_wrap=True)
-    for (context, name, budget), rows in table.groupby(["context", "policy", "budget"], sort=False, dropna=False):
-        cells = {row.metric: _cell(row) for row in rows.itertuples()}
+    for key, rows in table.groupby(["context", "policy", "budget"], sort=False, dropna=False):
+        context, name, budget = cast("tuple[int, str, float]", key)
+        cells = {row["metric"]: _cell(row) for row in rows.to_dict("records")}
         grid.add_row(str(context), name, "" if budget != budget else f"{budget:g}", *cells.values())
     console.print(grid, highlight=False)
     if "bandwidth" in facts:
@@ -344,15 +334,16 @@ def show(table: pd.DataFrame, console: Console) -> None:
     console.print("x: ratio to transformers' full cache; with probes, to the same policy without.", style="dim")
 
 
-def _cell(row: Any) -> str:
-    _, factor, digits = SHOWN[row.metric]
-    if math.isnan(row.value):
+def _cell(row: dict[Any, Any]) -> str:
+    """One row of the table as a cell to print: the median and its extremes, and below it the ratio with its own."""
+    _, factor, digits = SHOWN[row["metric"]]
+    if math.isnan(row["value"]):
         return "out of memory"
-    value, low, high = (f"{number * factor:.{digits}f}" for number in (row.value, row.low, row.high))
+    value, low, high = (f"{row[name] * factor:.{digits}f}" for name in ("value", "low", "high"))
     text = value if low == high else f"{value} ({low}-{high})"
-    if row.against == row.policy or math.isnan(row.ratio):
+    if row["against"] == row["policy"] or math.isnan(row["ratio"]):
         return text
-    ratio, low, high = (f"{number:.2f}" for number in (row.ratio, row.ratio_low, row.ratio_high))
+    ratio, low, high = (f"{row[name]:.2f}" for name in ("ratio", "ratio_low", "ratio_high"))
     return f"{text}\n{ratio}x" + ("" if low == high else f" ({low}-{high})")
 
 

@@ -11,7 +11,7 @@ import torch
 from support.commands import call
 
 import kvlab
-from kvlab.bench import meters, timing
+from kvlab.bench import memory, meters, timing
 from kvlab.errors import KvlabError
 from kvlab.instruments import probes
 from kvlab.workbench import listing
@@ -76,7 +76,7 @@ def test_the_lower_bound_is_bytes_over_bandwidth(monkeypatch):
 
 
 def test_peak_memory_is_that_of_the_block():
-    with meters.Peak(torch.device("cpu")) as peak:
+    with memory.Peak(torch.device("cpu")) as peak:
         block = torch.ones(2**24)
         del block
     assert 60 * 2**20 < peak.bytes < 120 * 2**20

@@ -23,7 +23,7 @@ import kvlab
 from kvlab import compile, evaluation
 from kvlab.analyses import exploring, first_look
 from kvlab.analyses.rocketkv import budgets
-from kvlab.bench import meters, timing
+from kvlab.bench import memory, meters, timing
 from kvlab.inputs import models
 from kvlab.inputs.models import loading
 from kvlab.instruments.probes import QuerySimilarity
@@ -411,7 +411,7 @@ def test_peak_memory_is_the_gpus_own_count(monkeypatch):
         module = torch.get_device_module(device)
         for name, value in dict(reset_peak_memory_stats=None, memory_allocated=100, max_memory_allocated=350).items():
             monkeypatch.setattr(module, name, lambda place, value=value: value, raising=False)
-        with meters.Peak(device) as peak:
+        with memory.Peak(device) as peak:
             pass
         assert peak.bytes == 250
         table = timing.measure("memory", timing.Subject(device="auto", **TINY), timing.contenders([]), [64], 2, 1)

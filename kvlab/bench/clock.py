@@ -1,0 +1,61 @@
+"""Clocks that wait for the device, and rounds in which what is compared takes turns.
+
+All timings of kvlab are taken with these: `kvlab bench`, the notebook on speed, and the scripts in benchmarks/.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+Thing = TypeVar("Thing")
+
+
+def wall(device: torch.device) -> float:
+    """Seconds of the wall's clock, which starts anywhere, once everything queued on `device` is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def busy(device: torch.device) -> float:
+    """Seconds that start anywhere: the processor's own on a CPU, which leave out other processes; else `wall`."""
+    return time.process_time() if device.type == "cpu" else wall(device)
+
+
+def seconds(device: torch.device, run: Callable[..., object], *arguments: object) -> float:
+    """Seconds of one call by the wall's clock, until `device` has done all that the call gave it to do."""
+    gc.collect()
+    start = wall(device)
+    run(*arguments)
+    return wall(device) - start
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """While the block runs, torch uses one thread where `device` is a CPU, as `busy` needs it."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def rounds(things: Sequence[Thing], repeats: int) -> list[tuple[int, Thing]]:
+    """Everything once in each round (counted from 0), each round the other way round than the last, so that a drifting
+    clock speed cancels.
+    """
+    return [(turn, thing) for turn in range(repeats) for thing in (things if turn % 2 == 0 else things[::-1])]
+
+
+def ratios(values: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Each value over the reference's in the same round; nan where that is 0."""
+    return [value / base if base else math.nan for value, base in zip(values, reference, strict=True)]

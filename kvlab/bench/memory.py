@@ -1,0 +1,83 @@
+"""Peak memory: of a block in this process, and of a whole run in a fresh one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from kvlab.errors import KvlabError
+
+
+def tidy() -> None:
+    """Give freed memory back, so that the next peak is not hidden in it."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.get_device_module().empty_cache()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class Peak:
+    """`with Peak(device) as peak: ...` -> `peak.bytes`: the most memory in use at once, above what was at the start.
+
+    On a GPU that is torch's own count, which some have (`devices.counts_peak`). On a CPU it is resident memory: Linux
+    keeps a high-water mark that can be set back; where it cannot be, the process's highest mark counts, which only a
+    fresh process keeps meaningful.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.bytes = device, 0
+        self._gpu = torch.get_device_module(device)
+
+    def __enter__(self) -> Peak:
+        tidy()
+        if self.device.type != "cpu":
+            self._gpu.reset_peak_memory_stats(self.device)
+            self._start = self._gpu.memory_allocated(self.device)
+            return self
+        self._start = psutil.Process().memory_info().rss
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        on_gpu = self.device.type != "cpu"
+        highest = self._gpu.max_memory_allocated(self.device) if on_gpu else _high_water_mark()
+        self.bytes = max(highest - self._start, 0)
+
+
+def _high_water_mark() -> int:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def in_fresh_process(arguments: Sequence[str], what: str) -> str:
+    """The last line that a Python process of its own prints: there no earlier run has left memory behind.
+
+    Args:
+        arguments: of Python: a module after "-m", or a script, and its own arguments.
+        what: is measured, for the error.
+
+    Raises:
+        KvlabError: the process failed.
+    """
+    # Left to itself, glibc keeps freed blocks for later, and the same run peaks at once or twice its need.
+    variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=variables)
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2] or f"it ended with {done.returncode}"
+        why = "it was killed, perhaps for want of memory" if done.returncode < 0 else last
+        raise KvlabError(f"measuring the memory of {what} failed: {why}")
+    return done.stdout.splitlines()[-1]
