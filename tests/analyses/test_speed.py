@@ -14,7 +14,7 @@ from transformers import DynamicCache
 import kvlab
 from kvlab import papers
 from kvlab.analyses.speed import footprint, ratios, timings
-from kvlab.bench import meters
+from kvlab.bench import clock, meters
 from kvlab.errors import KvlabError
 from kvlab.live.gather import gather
 
@@ -44,7 +44,7 @@ def test_every_setting_has_every_contender_in_every_round(decoded):
 
 
 def test_rounds_alternate_their_order(chosen):
-    rounds = timings._rounds(chosen, 2)
+    rounds = clock.rounds(list(chosen), 2)
     assert [name for turn, name in rounds if turn == 0] == list(chosen)
     assert [name for turn, name in rounds if turn == 1] == list(chosen)[::-1]
 
@@ -251,7 +251,7 @@ def test_an_answer_is_that_after_the_longest_prompt_timed_both_ways():
 
 def test_first_tokens_are_timed_by_the_clock(tiny, chosen, monkeypatch):
     ticks = itertools.count()
-    monkeypatch.setattr(timings, "clock", lambda device: float(next(ticks)))
+    monkeypatch.setattr(clock, "busy", lambda device: float(next(ticks)))
     table = timings.first_tokens(tiny(), {name: chosen[name] for name in ("full", "zsmerge")}, [32, 64], repeats=2)
     assert len(table) == 2 * 2 * 2 and table["seconds"].eq(2.0).all()
     assert table["prompt_seconds"].eq(1.0).all() and table["step_seconds"].eq(1.0).all()

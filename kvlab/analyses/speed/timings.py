@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
@@ -25,7 +24,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
-from kvlab.bench import meters
+from kvlab.bench import clock, memory, meters
 from kvlab.errors import KvlabError
 from kvlab.lib import devices
 from kvlab.live.gather import gather
@@ -64,26 +63,16 @@ def plain_cache(prefilled: LiveCache) -> DynamicCache:
     return cache
 
 
-def clock(device: torch.device) -> float:
-    """Seconds on a clock that starts anywhere: the wall's once a GPU is done, the processor's on a CPU."""
-    return time.process_time() if device.type == "cpu" else meters.clock(device)
-
-
 @contextmanager
 def _measuring(lm: LM, chosen: dict[str, Policy | None]) -> Iterator[None]:
     """One thread on a CPU; everything has run once before anything is timed."""
-    threads = torch.get_num_threads()
-    if lm.device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
+    with clock.one_thread(lm.device):
         ids, _ = meters.prompt(lm, min(64, lm.context_length // 2))
         for policy in chosen.values():
             with _session(lm, policy, 2):
                 out = lm.model(ids, use_cache=True, logits_to_keep=1)
                 _steps(lm, out.past_key_values, out.logits[:, -1:].argmax(-1), 2)
         yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _session(lm: LM, policy: Policy | None, steps: int) -> Any:
@@ -94,17 +83,12 @@ def _session(lm: LM, policy: Policy | None, steps: int) -> Any:
 
 def _steps(lm: LM, cache: Any, token: Tensor, steps: int) -> list[float]:
     """Seconds of each of `steps` greedy single-token passes."""
-    times = [clock(lm.device)]
+    times = [clock.busy(lm.device)]
     for _ in range(steps):
         out = lm.model(token, past_key_values=cache, use_cache=True)
         token = out.logits[:, -1:].argmax(-1)
-        times.append(clock(lm.device))
+        times.append(clock.busy(lm.device))
     return [after - before for before, after in pairwise(times)]
-
-
-def _rounds(chosen: dict[str, Policy | None], repeats: int) -> list[tuple[int, str]]:
-    names = list(chosen)
-    return [(turn, name) for turn in range(repeats) for name in (names if turn % 2 == 0 else names[::-1])]
 
 
 def _check(lm: LM, lengths: Sequence[int], batches: Sequence[int], steps: int, repeats: int) -> None:
@@ -171,10 +155,12 @@ def _decode_setting(
         with gather(lm.model, [policy for policy in chosen.values() if policy is not None]):
             out = lm.model(ids, use_cache=True, logits_to_keep=1)
     except torch.OutOfMemoryError:
-        return [marks | {"policy": name, "round": turn} | _nothing() for turn, name in _rounds(chosen, repeats)]
+        return [
+            marks | {"policy": name, "round": turn} | _nothing() for turn, name in clock.rounds(list(chosen), repeats)
+        ]
     prefilled, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
     rows = []
-    for turn, name in _rounds(chosen, repeats):
+    for turn, name in clock.rounds(list(chosen), repeats):
         try:
             measured = _decode(lm, chosen[name], prefilled, token, steps)
         except torch.OutOfMemoryError:
@@ -186,7 +172,7 @@ def _decode_setting(
 def _decode(lm: LM, policy: Policy | None, prefilled: LiveCache, token: Tensor, steps: int) -> dict[str, float]:
     counted = lm.device.type != "cpu" and devices.counts_peak(lm.device)
     with ExitStack() as opened:
-        peak = opened.enter_context(meters.Peak(lm.device)) if counted else None
+        peak = opened.enter_context(memory.Peak(lm.device)) if counted else None
         session = opened.enter_context(_session(lm, policy, steps + 1))
         cache = plain_cache(prefilled) if session is None else session.branch(prefilled)
         first, *times = _steps(lm, cache, token, 1 + steps)
@@ -215,11 +201,11 @@ def first_tokens(lm: LM, chosen: dict[str, Policy | None], lengths: Sequence[int
     """
     _check(lm, lengths, [1], 1, repeats)
     rows = []
-    jobs = [(length, turn, name) for length in sorted(lengths) for turn, name in _rounds(chosen, repeats)]
+    jobs = [(length, turn, name) for length in sorted(lengths) for turn, name in clock.rounds(list(chosen), repeats)]
     with _measuring(lm, chosen):
         for length, turn, name in tqdm(jobs, desc="to first token", unit="run", leave=False):
             ids, _ = meters.prompt(lm, length)
-            meters.tidy()
+            memory.tidy()
             try:
                 if turn == 0 and lm.device.type != "cpu":
                     # A GPU chooses its kernels by shape, when it first meets one.
@@ -242,9 +228,9 @@ def first_tokens(lm: LM, chosen: dict[str, Policy | None], lengths: Sequence[int
 
 def _first_token(lm: LM, policy: Policy | None, ids: Tensor) -> tuple[float, float]:
     with _session(lm, policy, 1):
-        start = clock(lm.device)
+        start = clock.busy(lm.device)
         out = lm.model(ids, use_cache=True, logits_to_keep=1)
         token = out.logits[:, -1:].argmax(-1)
-        prompt_seconds = clock(lm.device) - start
+        prompt_seconds = clock.busy(lm.device) - start
         (step,) = _steps(lm, out.past_key_values, token, 1)
     return prompt_seconds, step
