@@ -21,7 +21,7 @@ from kvlab.lib.bootstrap import summarise
 from kvlab.live.session import compress
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import replay
-from kvlab.traces.plans import prompt_ids, several
+from kvlab.traces.recording import prompt_ids, several
 from kvlab.traces.run import capture
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
 from kvlab.methods import Policy
-from kvlab.traces.plans import Options, Plan, check_keep, planned, several
+from kvlab.traces.recording import Options, Recording, check_keep, planned, several
 from kvlab.traces.trace import Keep, Trace
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
-    from kvlab.traces.plans import OnePrompt, SeveralPrompts
+    from kvlab.traces.recording import OnePrompt, SeveralPrompts
 
 
 class _Recorder:
@@ -184,13 +184,13 @@ def capture(
     return _recorded(lm, plan, chat, keep, progress)
 
 
-def _recorded(lm: LM, plan: Plan, chat: str | bool, keep: Keep, progress: bool | None) -> Trace:
+def _recorded(lm: LM, plan: Recording, chat: str | bool, keep: Keep, progress: bool | None) -> Trace:
     """The trace of a plan: prefill, pseudo-queries on top of it, and the response token by token."""
     with bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress):
         return placed(_run(lm, plan, chat), keep, lm.device)
 
 
-def _run(lm: LM, plan: Plan, chat: str | bool) -> Trace:
+def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
     ids, window, new_tokens, response, extra = plan.ids, plan.window, plan.new_tokens, plan.response, plan.pseudo
     length = len(ids)
 

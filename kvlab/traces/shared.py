@@ -21,7 +21,7 @@ from kvlab.inputs import packs
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
 from kvlab.lib.files import why
-from kvlab.traces.plans import Options, Plan, check_keep, planned, several
+from kvlab.traces.recording import Options, Recording, check_keep, planned, several
 from kvlab.traces.run import capture, placed
 from kvlab.traces.trace import FORMAT, Trace
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvlab.inputs.models import LM
-    from kvlab.traces.plans import OnePrompt, SeveralPrompts
+    from kvlab.traces.recording import OnePrompt, SeveralPrompts
 
 # What a trace's numbers can depend on besides the weights and the plan; a change of any of these captures anew.
 CODE = (
@@ -42,7 +42,7 @@ CODE = (
     "inputs/models/lm.py",
     "inputs/models/loading.py",
     "inputs/shapes.py",
-    "traces/plans.py",
+    "traces/recording.py",
     "traces/run.py",
     "traces/trace.py",
 )
@@ -207,7 +207,7 @@ def _locked(path: Path, wait: float) -> Iterator[None]:
         lock.release()
 
 
-def _key(lm: LM, plan: Plan, chat: str) -> str:
+def _key(lm: LM, plan: Recording, chat: str) -> str:
     """A name for what `plan` records of a model. `chat` changes no number, but belongs to a trace's signature."""
     about = {
         "format": FORMAT,

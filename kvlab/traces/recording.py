@@ -48,7 +48,7 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Recording:
     """What one capture runs and records: with the weights and the code, all that its numbers depend on.
 
     Attributes:
@@ -88,7 +88,7 @@ def planned(
     pseudo: Sequence[Policy | str],
     policies: Sequence[Policy | str],
     response: Tensor | Sequence[int] | None,
-) -> Plan:
+) -> Recording:
     """What `capture` does with these arguments, checked; nothing runs. Raises KvlabError as `capture` does."""
     new_tokens, window = whole("new_tokens", new_tokens), whole("window", window)
     if new_tokens < 0 or window < 0:
@@ -119,7 +119,7 @@ def planned(
     hooks.check_length(lm.model, longest)
     window = length if queries == "all" else min(window, length)
     known = min(window, length - 1, max([NLL_TOKENS, *(each.reads_perplexity for each in served)]))
-    return Plan(ids, document, new_tokens, window, accumulate, known, extra, response)
+    return Recording(ids, document, new_tokens, window, accumulate, known, extra, response)
 
 
 def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Tensor, str]:
