@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from transformers import DynamicCache
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from kvlab.inputs.models import LM
 from kvlab.lib.files import replacing

@@ -34,7 +34,7 @@ BODY = (
     "run = tracking.start('short', {'number': number})\n"
     "run.log({'number': number})\nrun.finish()\n"
 )
-VICTIMS = {"driver": None, "worker": r"kvlab\.workbench\.worker", "kernel": r"ipykernel"}
+VICTIMS = {"driver": None, "worker": r"kvlab\.workbench\.jobs\.worker", "kernel": r"ipykernel"}
 
 
 def make_project(folder: Path, jobs: int) -> None:
@@ -122,9 +122,9 @@ def strike(process: subprocess.Popen, victim: str) -> bool:
 
 def torment(folder: Path, kills: int, seed: int, console: Console) -> tuple[int, int]:
     """Kill the sweep `kills` times, starting it again whenever it has ended; how often it was started."""
-    draw, struck, starts, process = random.Random(seed), 0, 0, None
+    draw, struck, starts, process = random.Random(seed), 0, 1, begin(folder, 2)
     while struck < kills:
-        if process is None or process.poll() is not None:
+        if process.poll() is not None:
             process, starts = begin(folder, 2), starts + 1
         time.sleep(draw.uniform(1, 12))
         victim = draw.choice(list(VICTIMS))

@@ -46,15 +46,16 @@ class Learnt:
     def told(self) -> list[str]:
         """What came out, in a few lines."""
         tables, lines = self.tables, []
+        about = tables.model_extra or {}
         if tables.heads is not None:
             changed = sum(w != 1 for row in tables.heads for w in row)
             heads = sum(map(len, tables.heads))
-            tried = tables.samples["heads"]
+            tried = about["samples"]["heads"]
             lines.append(f"{tried} joint actions on the heads: {changed} of {heads} weigh other than 1")
         if tables.risk is not None:
-            cells = [count > 0 for row in tables.visited for count in row]
-            seen = f"{sum(cells)} of {len(cells)} cells of risk seen in {tables.contexts} contexts"
-            lines.append(f"{tables.samples['risk']} joint actions on the thresholds: {seen}")
+            cells = [count > 0 for row in about["visited"] for count in row]
+            seen = f"{sum(cells)} of {len(cells)} cells of risk seen in {about['contexts']} contexts"
+            lines.append(f"{about['samples']['risk']} joint actions on the thresholds: {seen}")
         return lines
 
     def save(self, path: str | Path) -> list[Path]:
@@ -117,13 +118,14 @@ class _Run:
     def learn(self, documents: Sequence[Document]) -> Learnt:
         settings = self.settings
         contexts = pool(self.lm, documents, settings)
-        each = sum(len(one.ids) for one in contexts) / len(contexts)
+        each = sum(len(context.ids) for context in contexts) / len(contexts)
         trials = settings.samples + settings.risk_samples
         phases = (settings.samples > 0) + (settings.risk_samples > 0)
         n = min(settings.contexts, len(contexts))
         self.todo = int(each * len(contexts) + n * (phases * each + trials * settings.continuation))
         measured = [self._measured(context) for context in contexts]
-        chosen = stratified(cells(*zip(*measured, strict=True), settings), settings.contexts, settings.seed)
+        entropy, perplexity = zip(*measured, strict=True)
+        chosen = stratified(cells(entropy, perplexity, settings), settings.contexts, settings.seed)
         contexts = [contexts[i] for i in chosen]
 
         lines: dict[str, list[dict[str, Any]]] = {}

@@ -144,7 +144,9 @@ def pool(lm: LM, documents: Sequence[Document], settings: Settings) -> list[Cont
     return list(found.values())
 
 
-def cells(entropy: Sequence[float], perplexity: Sequence[float], settings: Settings) -> np.ndarray:
+def cells(
+    entropy: np.ndarray | Sequence[float], perplexity: np.ndarray | Sequence[float], settings: Settings
+) -> np.ndarray:
     """Which cell of the risk grid contexts fall into, entropy bin x perplexity bins + perplexity bin, int `[n]`."""
     rows, columns = bins(
         torch.tensor(entropy, dtype=torch.float64),

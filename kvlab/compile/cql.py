@@ -89,7 +89,7 @@ def _newton(shares: np.ndarray, means: np.ndarray, behaviour: np.ndarray, alpha:
         curvature[:, places, places] += 2 * shares + alpha * chosen
         step = np.linalg.solve(curvature, gradient[..., None])[..., 0]
         slope = (gradient * step).sum(1)
-        length = np.ones(len(q))
+        length, moved, reached = np.ones(len(q)), q, value
         for _ in range(60):
             moved = q - length[:, None] * step
             reached = _objective(moved, shares, means, behaviour, alpha)

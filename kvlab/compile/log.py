@@ -170,7 +170,7 @@ def load(path_or_name: str | Path) -> dict[str, Samples]:
         raise KvlabError(f"cannot read {path}: no such file")
     try:
         table = pd.read_parquet(path)
-        found = {phase: Samples.of(_lines(rows)) for phase, rows in table.groupby("phase", sort=False)}
+        found = {str(phase): Samples.of(_lines(rows)) for phase, rows in table.groupby("phase", sort=False)}
     except Exception as error:
         raise KvlabError(f"{path} is no log of `kvlab compile`: {first_line(error)}") from None
     if not found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -160,7 +160,7 @@ def prefilled(lm: LM, context: Context, settings: Settings) -> Iterator[Prefille
         yield Prefilled(lm, context, cache, prompts, float(entropy), float(perplexity))
 
 
-def _policy(settings: Settings) -> dict[str, int]:
+def _policy(settings: Settings) -> dict[str, Any]:
     names = ("budget", "window", "utility_window", "kernel")
     return {name: getattr(settings, name) for name in names}
 
@@ -170,19 +170,19 @@ def neutral(settings: Settings) -> CompilerKV:
     return CompilerKV(**_policy(settings))
 
 
-def with_weights(settings: Settings, weights: Sequence[Sequence[float]], group: int) -> CompilerKV:
+def with_weights(settings: Settings, weights: np.ndarray | Sequence[Sequence[float]], group: int) -> CompilerKV:
     """The policy with a weight for each layer and KV head, which its `group` query heads share."""
     heads = [[float(w) for w in layer for _ in range(group)] for layer in weights]
     return neutral(settings).using(DecisionTables(heads=heads, risk=None))
 
 
-def with_thresholds(one: CompilerKV, thresholds: Sequence[float]) -> CompilerKV:
+def with_thresholds(one: CompilerKV, thresholds: np.ndarray | Sequence[float]) -> CompilerKV:
     """A policy's head table with one threshold for each layer, whatever the risk."""
     tables = DecisionTables(heads=one.tables_in_use.heads, risk=[[[float(tau)]] for tau in thresholds])
     return one.using(tables)
 
 
-def candidates(one: CompilerKV, found: Prefilled, thresholds: Sequence[float]) -> np.ndarray:
+def candidates(one: CompilerKV, found: Prefilled, thresholds: np.ndarray | Sequence[float]) -> np.ndarray:
     """How many tokens reach each threshold in each layer, `[layers, thresholds]` (eq. 15)."""
     layers = len(found.prompts)
     columns = []

@@ -309,7 +309,7 @@ def test_mapping_by_depth():
     assert two.mapped(2, 4).heads == [[1, 1, 2, 2], [0.5, 0.5, 1, 1]] and two.mapped(1, 1).heads == [[1.5]]
     with pytest.raises(KvlabError, match="at least 1 layer"):
         two.mapped(0, 4)
-    with pytest.raises(KvlabError, match="nothing|neither"):
+    with pytest.raises(KvlabError, match=r"nothing|neither"):
         DecisionTables(heads=None, risk=None).mapped(4, 4)
 
 
@@ -423,7 +423,7 @@ def test_the_command_writes_what_learn_finds(capsys, monkeypatch, tmp_path, lm, 
     monkeypatch.setattr("kvlab.compile.compiler.checked", lambda documents: documents)
     monkeypatch.chdir(tmp_path)
     # What the file says about itself is the command that makes it.
-    code, out, err = call(capsys, *shlex.split(learnt.tables.command)[2:], "--out", "mine.json")
+    code, out, _err = call(capsys, *shlex.split(learnt.tables.command)[2:], "--out", "mine.json")
     assert code == 0 and out.splitlines()[-2:] == ["mine.json", "mine-log.parquet"]
     assert (tmp_path / "mine.json").read_bytes() == written(tmp_path / "a", learnt)[0]
     assert out.startswith("32 joint actions on the heads") and (tmp_path / "mine.jsonl").exists()

@@ -150,7 +150,7 @@ def test_a_sample_of_thresholds_learnt_again(shipped, settings, log):
 
 
 def context_of(lm, name, continuation) -> Context:
-    place, _, sha = name.rpartition("@")
+    place, _, _sha = name.rpartition("@")
     document, _, span = place.rpartition("[")
     start, end = map(int, span[:-1].split(":"))
     ids = lm.encode(corpus.document(document).text, chat=False)[0]

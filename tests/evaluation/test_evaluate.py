@@ -18,6 +18,7 @@ from support.live_runs import SMALL
 import kvlab
 from kvlab import evaluation
 from kvlab.errors import KvlabError
+from kvlab.live.gather import gather
 from kvlab.methods.lookup import HeadScores
 from kvlab.tasks.base import Example
 
@@ -69,12 +70,12 @@ def test_compressed_at_the_context_nothing_is_known_of_the_question(words, examp
     for one in (example, other):
         fed = evaluation.feed(words, one, "context")
         assert fed.context == 60 and fed.ids.shape == (1, 65)
-        with kvlab.live.gather.gather.gather(words.model, [POLICIES[1]]), torch.inference_mode():
+        with gather(words.model, [POLICIES[1]]), torch.inference_mode():
             prefilled = words.model(fed.ids[:, :60]).past_key_values
-        with kvlab.compress(words.model, kvlab.policy("snapkv", budget=14, window=6), turns="leave") as session:
-            with pytest.raises(KvlabError, match="last 6 queries"):
-                session.branch(prefilled)
-                session.end_prompt()
+        session = kvlab.compress(words.model, kvlab.policy("snapkv", budget=14, window=6), turns="leave")
+        with session, pytest.raises(KvlabError, match="last 6 queries"):
+            session.branch(prefilled)
+            session.end_prompt()
         with kvlab.compress(words.model, POLICIES[1], turns="leave") as session, torch.inference_mode():
             past = session.branch(prefilled)
             session.end_prompt()

@@ -109,7 +109,7 @@ def test_a_damaged_pack_says_what_to_do(own_home):
     folder = packs.PACKS["squad"].folder
     folder.mkdir(parents=True)
     (folder / "squad.json").write_text("{")
-    with pytest.raises(KvlabError, match="damaged.*remove that folder and pull it again"):
+    with pytest.raises(KvlabError, match=r"damaged.*remove that folder and pull it again"):
         corpus.document("squad/Oxygen")
 
 
@@ -240,9 +240,9 @@ def test_longbench_errors_name_file_and_line(tmp_path, line, told):
 
 
 def test_longbench_of_nothing(tmp_path):
-    with pytest.raises(KvlabError, match="has no .jsonl files"):
+    with pytest.raises(KvlabError, match=r"has no .jsonl files"):
         list(longbench_records.read(tmp_path))
-    with pytest.raises(KvlabError, match="cannot read .*absent.jsonl: no such file"):
+    with pytest.raises(KvlabError, match=r"cannot read .*absent.jsonl: no such file"):
         list(longbench_records.read(tmp_path / "absent.jsonl"))
 
 

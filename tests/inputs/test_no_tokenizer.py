@@ -126,7 +126,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_way_to_give_it_text_is_one_sentence(bare, name):
-    with pytest.raises(KvlabError, match="^tiny-qwen20 has no tokenizer, so .*; to give it one, put its") as caught:
+    with pytest.raises(KvlabError, match=r"^tiny-qwen20 has no tokenizer, so .*; to give it one, put its") as caught:
         CALLS[name](bare)
     assert "\n" not in str(caught.value)
 

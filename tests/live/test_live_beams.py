@@ -49,8 +49,8 @@ def steps_after(model, name, prompts, orders, again=True):
     with kvlab.compress(model, small(name)) as session, torch.no_grad():
         past, new = model(prompts).past_key_values, prompt(60, seed=4)[0]
         for round_, order in enumerate([*orders, None]):
-            for token in new[10 * round_ : 10 * round_ + (1 if order is None else 10)]:
-                found.append(model(token.expand(past.batch, 1), past_key_values=past).logits[:, -1])
+            fed = new[10 * round_ : 10 * round_ + (1 if order is None else 10)]
+            found.extend(model(token.expand(past.batch, 1), past_key_values=past).logits[:, -1] for token in fed)
             if order is not None:
                 past.reorder_cache(torch.tensor(order))
         if not again:

@@ -218,7 +218,7 @@ def test_another_policy_may_take_over(tiny):
 # --- chunks ---
 
 
-@pytest.mark.parametrize("name", list(SMALL) + ["full"])
+@pytest.mark.parametrize("name", [*list(SMALL), "full"])
 def test_a_prompt_in_pieces_is_one_prompt(tiny, name):
     model = tiny().model
     ids, mask = left_padded(prompt(60, seed=1)[0], prompt(33, seed=2)[0])
@@ -259,7 +259,7 @@ def test_arguments_may_be_positional_and_gradients_on(tiny):
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     with kvlab.compress(model, small("streamingllm")) as session:
         past = model(ids, mask, positions).past_key_values
-        for step in range(3):
+        for _step in range(3):
             mask = torch.cat([mask, mask[:, :1] | 1], 1)
             out = model(prompt(1, rows=2), mask, mask.sum(1, keepdim=True) - 1, past)
     assert [session.kept(0, row).max() for row in range(2)] == [42, 22]

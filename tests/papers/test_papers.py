@@ -139,7 +139,7 @@ def test_a_test_of_an_interval_needs_both_ends(test):
     assert tested.metrics == {"m", "m/low", "m/high"}
     for known in ({}, {"m/low": 0.5}, {"m/high": 0.7}, {"m/low": 0.5, "m/high": math.nan}):
         verdict = judge(tested, {"m": 0.6, **known})
-        assert verdict.verdict == "not measured" and "m/high" in verdict.why or "m/low" in verdict.why
+        assert (verdict.verdict == "not measured" and "m/high" in verdict.why) or "m/low" in verdict.why
     assert judge(tested, {"m": 0.6, "m/low": 0.5, "m/high": 0.7}).verdict == "holds"
 
 

@@ -224,7 +224,9 @@ def test_and_so_do_those_of_retrieval_and_classes(prediction, number, classes):
 
 
 WORDS = st.lists(
-    st.sampled_from("ferry piano harbour 北京 大学 fog storm ledger 7 12".split()), min_size=1, max_size=12
+    st.sampled_from(["ferry", "piano", "harbour", "北京", "大学", "fog", "storm", "ledger", "7", "12"]),
+    min_size=1,
+    max_size=12,
 )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 from weakref import WeakSet
 
@@ -38,7 +38,7 @@ class Here:
     registered = False
     present = False
     device: torch.device
-    locked: WeakSet[torch.UntypedStorage] = WeakSet()  # storages in page-locked memory
+    locked: ClassVar[WeakSet[torch.UntypedStorage]] = WeakSet()  # storages in page-locked memory
 
 
 class Far(Tensor):

@@ -70,7 +70,7 @@ def evaluate(text):
     values, uses = {}, {}
     for name, right in re.findall(r"(\w+) = (.+?)\.(?= |\n)", text):
         assert name not in values
-        uses[name] = [part for part in re.findall(r"[a-z]\w*", right)]
+        uses[name] = re.findall(r"[a-z]\w*", right)
         values[name] = sum(
             (-1 if sign == "-" else 1) * (values[part] if part in uses and part in values else int(part))
             for sign, part in re.findall(r"(?:^|([+-]) )(\w+)", right)

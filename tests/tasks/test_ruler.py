@@ -177,13 +177,13 @@ def test_short_prompts_where_the_kind_has_room(lm, size):
 
 
 def test_mistakes_are_one_sentence(lm):
-    with pytest.raises(KvlabError, match="ruler: kinds.0: .*'niah_single_1'"):
+    with pytest.raises(KvlabError, match=r"ruler: kinds.0: .*'niah_single_1'"):
         Ruler(kinds=("niah",))
     with pytest.raises(KvlabError, match="ruler's cwe: 256 tokens are too few, since the shortest prompt"):
         next(Ruler(kinds=("cwe",), lengths=(256,)).examples(lm))
     with pytest.raises(KvlabError, match="more than the 8192"):
         next(Ruler(kinds=("niah_single_1",), lengths=(8100,)).examples(lm))
-    with pytest.raises(KvlabError, match="ruler's fwe: .*100 tokens"):
+    with pytest.raises(KvlabError, match=r"ruler's fwe: .*100 tokens"):
         next(Ruler(kinds=("fwe",), lengths=(100,)).examples(lm))
 
 

@@ -8,7 +8,7 @@ import io
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -19,6 +19,8 @@ from kvlab.inputs.models.folder import quietly, read_tokenizer, weight_files
 from kvlab.lib.files import allowed
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from kvlab.inputs.models.catalogue import PackedModel
 
 
@@ -61,8 +63,7 @@ def _convert(gguf: Path, folder: Path, single_digits: bool) -> None:
             weights.pop("lm_head.weight", None)
         # A model that came from GGUF calls itself quantised, and as such could not be loaded again as plain weights.
         for config in (model.config, model.generation_config):
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config
+            vars(config).pop("quantization_config", None)
         model.config.dtype = torch.float16
         model.config.architectures = [type(model).__name__]
         try:
@@ -73,7 +74,7 @@ def _convert(gguf: Path, folder: Path, single_digits: bool) -> None:
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         if single_digits:
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            cast("Tokenizer", tokenizer.backend_tokenizer).pre_tokenizer = pre_tokenizers.Sequence(
                 [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
             )
         tokenizer.model_max_length = model.config.max_position_embeddings

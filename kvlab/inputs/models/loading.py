@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -139,7 +139,7 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
             config._attn_implementation, config.transformers_weights = "sdpa", None
             given = {} if gguf_file else {"config": config, "use_safetensors": True}
             _check_layers(config)
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded = AutoModelForCausalLM.from_pretrained(
                 folder,
                 output_loading_info=True,
                 dtype=_dtype(dtype, place, own),
@@ -147,6 +147,7 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
                 **local,
                 **given,
             )
+            model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
             tokenizer = read_tokenizer(folder, gguf_file)
     except KvlabError:
         raise

@@ -317,7 +317,7 @@ def oracle_zsmerge(
             loser = contenders[lowest([s.score for s in contenders])]
             context = [s for s in context if s is not loser]
             if len(fused) + 1 <= share_r:
-                fused = fused + [loser]
+                fused = [*fused, loser]
                 residual_positions[group].add(loser.position)
             elif share_r:
                 best = most_similar(fused, loser)
