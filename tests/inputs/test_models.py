@@ -134,14 +134,15 @@ def test_a_disk_that_fills_up_while_the_weights_are_written(entry, monkeypatch):
 
 KILLED = textwrap.dedent("""
     import time
-    from kvlab import models
-    models.MODELS["tiny"] = models.PackedModel("tiny", models.packs.Pack(**PACK), "", True)
-    convert = models._convert
+    from kvlab.inputs import models, packs
+    from kvlab.inputs.models import conversion
+    models.MODELS["tiny"] = models.PackedModel("tiny", packs.Pack(**PACK), "", True)
+    convert = conversion._convert
     def slow(*arguments):
         convert(*arguments)
         print("converted", flush=True)
         time.sleep(600)
-    models._convert = slow
+    conversion._convert = slow
     models.pull("tiny")
 """)
 

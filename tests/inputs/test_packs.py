@@ -127,7 +127,7 @@ def test_a_home_that_is_a_file_is_one_sentence(parcel, own_home):
 BUILDER = textwrap.dedent("""
     import sys, time
     from pathlib import Path
-    from kvlab import packs
+    from kvlab.inputs import packs
     target, log, hold = (Path(a) for a in sys.argv[1:])
     def build(stage):
         with log.open("a") as stream:
