@@ -30,7 +30,7 @@ from rich.table import Table
 
 PARAMETERS = "number = 0\n"
 BODY = (
-    "from kvlab.workbench import tracking\n"
+    "from kvlab.workbench.store import tracking\n"
     "run = tracking.start('short', {'number': number})\n"
     "run.log({'number': number})\nrun.finish()\n"
 )

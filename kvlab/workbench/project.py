@@ -11,9 +11,11 @@ from pathlib import Path
 from kvlab.errors import KvlabError
 from kvlab.lib.files import expanded
 
+# Files and folders of the package that only show results and cannot change a number: no part of a content key.
 PRESENTATION = (
-    "cli.py",
     "__main__.py",
+    "cli.py",
+    "papers",
     "workbench/report/ledger.py",
     "workbench/report/page.py",
     "workbench/jobs/progress.py",
@@ -77,11 +79,11 @@ def commit(folder: Path | None = None) -> str | None:
 
 @functools.cache
 def code_hash() -> str:
-    """sha256 over the package's Python source, less the files that only present results and cannot change a number."""
+    """sha256 over the package's Python source, less what only shows results (`PRESENTATION`)."""
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
-        if name not in PRESENTATION and not name.startswith("papers/"):
+        if not any(path.is_relative_to(package / shown) for shown in PRESENTATION):
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -34,7 +34,7 @@ WRITER = textwrap.dedent("""
     import sys
     import mlflow
     import pandas
-    from kvlab.workbench import tracking
+    from kvlab.workbench.store import tracking
 
     writers, runs, metrics = map(int, sys.argv[1:])
 
@@ -251,7 +251,7 @@ def find(process, victim):
     """A process of a sweep: its driver, or one of its workers or kernels; None where there is none just now."""
     if victim == "driver":
         return psutil.Process(process.pid) if process.poll() is None else None
-    wanted = {"worker": r"kvlab\.workbench\.worker", "kernel": r"ipykernel"}[victim]
+    wanted = {"worker": r"kvlab\.workbench\.jobs\.worker", "kernel": r"ipykernel"}[victim]
     try:
         family = psutil.Process(process.pid).children(recursive=True)
         return next((one for one in family if re.search(wanted, " ".join(one.cmdline()))), None)

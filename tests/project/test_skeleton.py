@@ -181,7 +181,7 @@ def test_no_file_knows_one_machine_or_registry():
 
 
 def test_long_lines_and_pickles_are_not_ours():
-    files = [*sources(), *sorted((ROOT / "tests").glob("*.py"))]
+    files = [*sources(), *sorted((ROOT / "tests").rglob("*.py"))]
     assert not [
         f"{path.name}:{number}"
         for path in files

@@ -17,7 +17,7 @@ EXPERIMENT = "zsmerge_error_curves"  # a name that claims belong to, so that the
 PARAMETERS = "seed = 0\nreduction = 0.6\nboom = False\nnames = ['a', 'b']\nscale = 0.5\n"
 BODY = """import pandas
 from matplotlib.figure import Figure
-from kvlab.workbench import tracking
+from kvlab.workbench.store import tracking
 run = tracking.start("zsmerge_error_curves", {"seed": seed}, signature=f"toy@0|seed {seed}", model="toy")
 run.log({"reduction/0.20": reduction}, {"reduction/0.20": (reduction - 0.05, reduction + 0.05)})
 run.table("errors", pandas.DataFrame({"ratio": [0.2], "reduction": [reduction]}))

@@ -13,7 +13,7 @@ WRITER = textwrap.dedent("""
     import sys
     import mlflow
     import pandas
-    from kvlab.workbench import tracking
+    from kvlab.workbench.store import tracking
 
     writers, runs, metrics = map(int, sys.argv[1:])
 

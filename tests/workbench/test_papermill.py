@@ -246,7 +246,7 @@ def shell():
 
 
 def test_a_cell_mended_by_hand_leaves_a_finished_run(project, shell, capsys):  # noqa: F811
-    begun = "from kvlab.workbench import tracking; run = tracking.start('toy', {'seed': 0})"
+    begun = "from kvlab.workbench.store import tracking; run = tracking.start('toy', {'seed': 0})"
     assert shell.run_cell(begun).success
     run = shell.user_ns["run"]
 
