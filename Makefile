@@ -55,7 +55,7 @@ test-unit: pull browser
 test-notebooks: pull
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && \
 	export MLFLOW_TRACKING_URI="sqlite:///$$store/mlflow.db" $(ONE_THREAD) && \
-	notebooks=$$($(BIN)/python -c 'from kvlab.workbench.jobs import experiments; print(*experiments.longest_first())') && \
+	notebooks=$$($(BIN)/python -c 'from kvlab.workbench import experiments; print(*experiments.longest_first())') && \
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
 	  -n $(JOBS) --dist loadfile --no-loadscope-reorder -p no:cacheprovider $$notebooks && \
 	$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider tests/after_notebooks.py

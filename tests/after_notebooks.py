@@ -12,7 +12,7 @@ import os
 import pytest
 
 from kvlab import papers
-from kvlab.workbench.jobs import experiments
+from kvlab.workbench import experiments
 from kvlab.workbench.store import database
 from kvlab.workbench.store.tracking import file_name
 

@@ -101,7 +101,7 @@ def versions() -> Finding:
 
 def experiments() -> Finding:
     """The project: without its experiments kvlab can neither run nor reproduce any; all else works anywhere."""
-    from kvlab.workbench.jobs import experiments as files
+    from kvlab.workbench import experiments as files
 
     try:
         return Finding("project", GOOD, f"{len(files.names())} experiments in {project.root()}")

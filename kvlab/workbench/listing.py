@@ -24,7 +24,7 @@ def _policies() -> list[dict[str, Any]]:
 
 
 def _experiments() -> list[dict[str, Any]]:
-    from kvlab.workbench.jobs import experiments
+    from kvlab.workbench import experiments
 
     loaded = [experiments.load(name) for name in experiments.names()]
     return [

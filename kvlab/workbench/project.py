@@ -15,6 +15,7 @@ from kvlab.lib.files import expanded
 PRESENTATION = (
     "__main__.py",
     "cli.py",
+    "commands",
     "papers",
     "workbench/report/ledger.py",
     "workbench/report/page.py",

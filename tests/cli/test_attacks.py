@@ -26,8 +26,9 @@ from kvlab.inputs.models import conversion
 from kvlab.lib import files, yamls
 from kvlab.methods import lookup
 from kvlab.scores import predictions
-from kvlab.workbench.jobs import content, experiments, inputs
-from kvlab.workbench.jobs.notebooks import parameters_of
+from kvlab.workbench import experiments
+from kvlab.workbench.experiments import content, inputs
+from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.report import page
 from kvlab.workbench.store import database, tracking
 

@@ -7,9 +7,10 @@ import json
 import pytest
 from support.commands import call, shell
 from support.projects import EXPERIMENT, experiment, project  # noqa: F401
-from test_report import job
+from support.runs import job
 
-from kvlab import cli, papers
+from kvlab import papers
+from kvlab.commands import options, stock
 from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import driver
 from kvlab.workbench.report import page
@@ -84,7 +85,7 @@ def test_an_unforeseen_error_is_a_sentence_as_well(project, capsys, monkeypatch)
     assert code == 1 and err == "kvlab: RuntimeError: first line (KVLAB_DEBUG=1 shows where)\n"
 
 
-@pytest.mark.parametrize("what", cli.LISTS)
+@pytest.mark.parametrize("what", stock.LISTS)
 def test_lists_are_objects_with_name_and_summary(capsys, what):
     code, out, _ = call(capsys, "list", what, "--json")
     found = json.loads(out)
@@ -125,7 +126,7 @@ def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monke
 def test_files_and_folders_named_from_the_shell_are_found_from_the_notebook(project, monkeypatch):  # noqa: F811
     (project / "mine.txt").write_text("a text")
     (project / "benchmarks" / "long").mkdir(parents=True)
-    found = cli._overrides(
+    found = options.overrides(
         [
             "names=mine.txt",
             "seed=3",

@@ -16,7 +16,7 @@ from kvlab import KvlabError, evaluation, papers
 from kvlab.inputs import longbench_records, models
 from kvlab.methods import lookup
 from kvlab.scores import predictions
-from kvlab.workbench.jobs import experiments
+from kvlab.workbench import experiments
 
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 # A GGUF file is converted by another library on every try.

@@ -93,7 +93,7 @@ def test_the_first_lines_print_the_table_that_stands_below_them(monkeypatch, cap
     monkeypatch.setenv("COLUMNS", "80")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.search(r"^ +policy .*?(?=^```)", text, re.MULTILINE | re.DOTALL)[0].splitlines()
-    exec(blocks(ROOT / "README.md", "python")[0], {})  # noqa: S102
+    exec(blocks(ROOT / "README.md", "python")[0], {})
     printed = capsys.readouterr().out.splitlines()[-len(shown) :]
     assert [printed[0], printed[-1]] == [shown[0], shown[-1]]
     for ours, theirs in zip(printed[1:-1], shown[1:-1], strict=True):
@@ -106,7 +106,7 @@ def test_the_first_lines_print_the_table_that_stands_below_them(monkeypatch, cap
 def test_the_policy_of_ones_own_works_as_shown():
     (example,) = blocks(ROOT / "CONTRIBUTING.md", "python")
     shown: dict = {}
-    exec(compile(example, "CONTRIBUTING.md", "exec", dont_inherit=True), shown)  # noqa: S102
+    exec(compile(example, "CONTRIBUTING.md", "exec", dont_inherit=True), shown)
     lm = kvlab.random_lm("tiny-llama-gqa")
     ids = torch.arange(3, 43)
     replayed = kvlab.replay(kvlab.capture(lm, ids, new_tokens=3, pseudo=()), shown["Ends"](budget=10))
@@ -134,7 +134,7 @@ def desk(tmp_path, monkeypatch):
 
 def run(page: Path, example: str) -> dict:
     names: dict = {"__name__": "__main__"}
-    exec(compile(example, page.name, "exec", dont_inherit=True), names)  # noqa: S102
+    exec(compile(example, page.name, "exec", dont_inherit=True), names)
     return names
 
 

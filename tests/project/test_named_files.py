@@ -60,8 +60,10 @@ def test_imports_in_texts_and_in_programs_within_strings_lead_somewhere():
 
 
 def test_modules_named_by_strings_are_there():
-    """Places that a test replaces, loaders of templates, modules that doctest reads. Two dots or more: tags of runs, such
-    as `kvlab.kind`, have one."""
+    """What a test replaces, loaders of templates, modules that a process starts.
+
+    Names with two dots or more are looked at: the tags of runs, such as `kvlab.kind`, have one.
+    """
     named = set()
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -101,7 +103,7 @@ def copy(tmp_path_factory):
     shutil.copytree(
         PACKAGE,
         folder,
-        ignore=lambda _, names: [n for n in names if n == "__pycache__" or "." in n[1:] and not n.endswith(".py")],
+        ignore=lambda _, names: [n for n in names if n == "__pycache__" or ("." in n[1:] and not n.endswith(".py"))],
     )
     return folder
 

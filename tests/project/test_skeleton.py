@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.metadata
 import inspect
 import pkgutil
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -21,11 +23,11 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What is imported under another name than that of its distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
-# Each layer may import only those that stand before it.
-LAYERS = (
-    "version errors lib core inputs methods traces instruments replays live scores tasks evaluation bench compile "
-    "papers analyses workbench cli"
-).split()
+# Each may import only from those that stand before it, and from its own: the folders and files of the package ...
+LAYERS = """version errors lib core inputs methods traces instruments replays live scores tasks evaluation bench compile
+    papers analyses workbench commands cli __main__""".split()  # noqa: SIM905
+# ... and those of `workbench`.
+SHELVES = "project experiments store jobs figures explorer report mlflow_app ui doctor listing lab".split()  # noqa: SIM905
 
 
 def canonical(name: str) -> str:
@@ -61,7 +63,7 @@ def test_everything_is_pinned_to_one_version():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "a pin is NAME==VERSION without local part"
     assert len(CONSTRAINTS) == len(lines)
-    assert DIRECT <= CONSTRAINTS.keys()
+    assert CONSTRAINTS.keys() >= DIRECT
     assert CONSTRAINTS["torch"] == "2.13.0"
 
 
@@ -109,17 +111,66 @@ def test_every_import_is_a_declared_dependency():
     assert not undeclared
 
 
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def behind(name: str, files: Collection[str]) -> str | None:
+    """The file of the package that a full name comes from; of a public name of `kvlab`, the file that it is made in."""
+    parts = name.split(".")
+    if parts[0] != "kvlab" or len(parts) == 1:
+        return None
+    if parts[1] == "__version__":
+        return "kvlab.version"
+    home = next((home for home, names in kvlab._HOMES.items() if parts[1] in names), None)
+    if home:
+        return f"kvlab.{home}"
+    return next(name for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in files)
+
+
+def arrows() -> dict[str, set[str]]:
+    """File -> the files that it imports from anywhere in it, also for a type checker alone; without `kvlab` itself."""
+    files = {module(path): path for path in sources()}
+    found = {}
+    for name, path in files.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        # After `import kvlab`, what is written as `kvlab.replay` comes from somewhere, too.
+        used = {
+            f"kvlab.{node.attr}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvlab"
+        }
+        found[name] = {file for each in imports(path) | used if (file := behind(each, files))} - {name}
+    del found["kvlab"]
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle():
+    try:
+        graphlib.TopologicalSorter(arrows()).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_a_circle_would_be_seen():
+    drawn = {**arrows(), "kvlab.errors": {"kvlab.cli"}}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(drawn).prepare()
+
+
 def test_layers_import_only_what_stands_above_them():
-    wrong = []
-    for path in sources():
-        parts = path.relative_to(ROOT / "kvlab").with_suffix("").parts
-        if len(parts) == 1 and parts[0] in ("__init__", "__main__"):
-            continue
-        assert parts[0] in LAYERS, f"{path.name} belongs to no layer"
-        for name in imports(path):
-            if name.startswith("kvlab.") and (other := name.split(".")[1]) in LAYERS:
-                if LAYERS.index(other) > LAYERS.index(parts[0]):
-                    wrong.append(f"{'/'.join(parts)} imports {name}")
+    def level(name: str) -> tuple[int, int]:
+        parts = name.split(".")
+        assert parts[1] in LAYERS, f"{name} belongs to no layer"
+        if parts[1] != "workbench" or len(parts) == 2:
+            return LAYERS.index(parts[1]), -1
+        assert parts[2] in SHELVES, f"{name} belongs to no shelf"
+        return LAYERS.index(parts[1]), SHELVES.index(parts[2])
+
+    drawn = arrows()
+    assert len(drawn) > 100 and "kvlab.methods.base" in drawn["kvlab.methods.snapkv"]
+    wrong = [f"{name} imports {other}" for name in drawn for other in drawn[name] if level(other) > level(name)]
     assert not wrong
 
 

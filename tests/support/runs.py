@@ -1,8 +1,8 @@
-"""What a sweep left in the store."""
+"""Runs in the store: what a sweep left there, and one logged by hand."""
 
 from __future__ import annotations
 
-from kvlab.workbench.store import database
+from kvlab.workbench.store import database, tracking
 from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook, project  # noqa: F401
 
 
@@ -20,3 +20,30 @@ def artifacts(run) -> set[str]:
         for folder in client.list_artifacts(run.info.run_id)
         for file in (client.list_artifacts(run.info.run_id, folder.path) if folder.is_dir else [folder])
     }
+
+
+def job(
+    value: float,
+    status: str = "FINISHED",
+    kind: str = "job",
+    profile: str = "quick",
+    model: str = "toy@0",
+    metric: str = "reduction/0.20",
+    figure: bool = False,
+) -> str:
+    """Log a run as the driver would; returns its id."""
+    run = tracking.create_run(
+        database.client(),
+        EXPERIMENT,
+        {"seed": 0},
+        {"kvlab.kind": kind, "kvlab.profile": profile, "model": model},
+        "toy",
+    )
+    run.log({metric: value}, {metric: (value - 0.1, value + 0.1)})
+    run.tag("signature", f"{model}|<script>alert(1)</script>")
+    if figure:
+        picture = Figure(figsize=(3, 2))
+        picture.subplots().plot([1, 2, 3])
+        run.figure("error_curves", picture)
+    run.finish(status)
+    return run.id

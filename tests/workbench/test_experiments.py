@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from support.projects import PARAMETERS, cell, experiment, notebook, project  # noqa: F401
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import experiments, inputs
-from kvlab.workbench.jobs.notebooks import parameters_of
+from kvlab.workbench import experiments
+from kvlab.workbench.experiments import inputs
+from kvlab.workbench.experiments.notebooks import parameters_of
 
 NAME = "zsmerge_error_curves"
 

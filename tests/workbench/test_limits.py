@@ -13,7 +13,8 @@ from support.projects import EXPERIMENT, experiment, project  # noqa: F401
 
 from kvlab.errors import KvlabError
 from kvlab.methods import policy, registry
-from kvlab.workbench.jobs import content, experiments, limits, notebooks
+from kvlab.workbench import experiments
+from kvlab.workbench.experiments import content, limits, notebooks
 
 ROOT = Path(__file__).parents[2]
 WRONG = [

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvlab import papers
-from kvlab.workbench.jobs import experiments, notebooks
+from kvlab.workbench import experiments
+from kvlab.workbench.experiments import notebooks
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -19,8 +19,10 @@ from test_notebooks import NOTEBOOKS
 from traitlets.config import Config
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import driver, experiments, notebooks
-from kvlab.workbench.jobs.given import parameters, typed
+from kvlab.workbench import experiments
+from kvlab.workbench.experiments import notebooks
+from kvlab.workbench.experiments.given import parameters, typed
+from kvlab.workbench.jobs import driver
 from kvlab.workbench.store import database
 
 ROOT = Path(__file__).parents[2]

@@ -69,7 +69,7 @@ def test_a_call_is_sent_again_when_the_store_is_back(health, capsys, code):
     health.code = code
     sender = Sender(health, failures=1)
     back_after(health, 0.2)
-    assert patience.Patient(sender).log_batch("run", metrics=[1]) == ("run", [1])
+    assert patience.Patient(sender, database.silence).log_batch("run", metrics=[1]) == ("run", [1])
     assert sender.calls == 2
     said = capsys.readouterr().err
     assert "is away" in said and "at most 20 s" in said and "is back" in said
@@ -80,13 +80,13 @@ def test_what_the_store_refuses_is_not_sent_again(health, capsys, code):
     health.code = code
     sender = Sender(health, failures=1)
     with pytest.raises(MlflowException):
-        patience.Patient(sender).log_batch("run")
+        patience.Patient(sender, database.silence).log_batch("run")
     assert sender.calls == 1 and not capsys.readouterr().err
 
 
 def test_a_server_that_hangs_but_says_it_is_well_is_waited_for(health):
     sender = Sender(health, failures=3, cause=requests.Timeout("read timed out"))
-    assert patience.Patient(sender).log_batch("run") == ("run", ())
+    assert patience.Patient(sender, database.silence).log_batch("run") == ("run", ())
     assert sender.calls == 4
 
 
@@ -94,7 +94,7 @@ def test_patience_runs_out_once_and_not_for_every_call(health, monkeypatch):
     monkeypatch.setenv("KVLAB_PATIENCE", "0.5")
     health.code = 503
     sender = Sender(health, failures=10)
-    client = patience.Patient(sender)
+    client = patience.Patient(sender, database.silence)
     begun = time.monotonic()
     with pytest.raises(KvlabError, match="cannot be reached"):
         client.log_batch("run")
@@ -116,7 +116,7 @@ def test_patience_runs_out_once_and_not_for_every_call(health, monkeypatch):
 
 def test_whoever_gives_up_does_not_wait(health):
     health.code = 503
-    client = patience.Patient(Sender(health, failures=10))
+    client = patience.Patient(Sender(health, failures=10), database.silence)
     client.give_up.set()
     with pytest.raises(KvlabError, match="cannot be reached"):
         client.log_batch("run")

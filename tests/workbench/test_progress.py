@@ -9,7 +9,8 @@ from rich.console import Console
 from support.projects import experiment, project  # noqa: F401
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import driver, experiments, progress
+from kvlab.workbench import experiments
+from kvlab.workbench.jobs import driver, progress
 from kvlab.workbench.jobs.progress import Progress
 
 

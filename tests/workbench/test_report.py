@@ -9,6 +9,7 @@ import pandas
 import pytest
 from matplotlib.figure import Figure
 from support.projects import EXPERIMENT, project  # noqa: F401
+from support.runs import job
 
 from kvlab import papers
 from kvlab.errors import KvlabError
@@ -16,35 +17,21 @@ from kvlab.workbench.report import ledger
 from kvlab.workbench.report import page as report
 from kvlab.workbench.store import database, tracking
 
-COLUMNS = "id paper where claim metric paper_value value low high verdict model run_id".split()
+COLUMNS = [
+    "id",
+    "paper",
+    "where",
+    "claim",
+    "metric",
+    "paper_value",
+    "value",
+    "low",
+    "high",
+    "verdict",
+    "model",
+    "run_id",
+]
 CLAIM = "zsmerge.figure4.reduction_20"
-
-
-def job(
-    value: float,
-    status: str = "FINISHED",
-    kind: str = "job",
-    profile: str = "quick",
-    model: str = "toy@0",
-    metric: str = "reduction/0.20",
-    figure: bool = False,
-) -> str:
-    """Log a run as the driver would; returns its id."""
-    run = tracking.create_run(
-        database.client(),
-        EXPERIMENT,
-        {"seed": 0},
-        {"kvlab.kind": kind, "kvlab.profile": profile, "model": model},
-        "toy",
-    )
-    run.log({metric: value}, {metric: (value - 0.1, value + 0.1)})
-    run.tag("signature", f"{model}|<script>alert(1)</script>")
-    if figure:
-        picture = Figure(figsize=(3, 2))
-        picture.subplots().plot([1, 2, 3])
-        run.figure("error_curves", picture)
-    run.finish(status)
-    return run.id
 
 
 def entry(**narrow) -> pandas.Series:

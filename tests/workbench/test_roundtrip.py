@@ -21,6 +21,7 @@ from support.runs import artifacts, runs
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import driver
+from kvlab.workbench.jobs.sweep import TRIES
 from kvlab.workbench.report import page as report
 from kvlab.workbench.store import database
 
@@ -111,8 +112,8 @@ def test_dead_kernels_and_slow_notebooks_fail(project, console):  # noqa: F811
     dead, slow = driver.run([EXPERIMENT, "slow"], workers=2, console=console)
     assert (dead.state, slow.state) == ("failed", "failed")
     assert "DeadKernelError" in dead.error and slow.error == "took longer than its limit of 8 s"
-    assert dead.error.endswith(f"(tried {driver.TRIES} times)")
-    assert [run.info.status for run in runs("job")] == ["KILLED"] * (driver.TRIES - 1) + ["FAILED"]
+    assert dead.error.endswith(f"(tried {TRIES} times)")
+    assert [run.info.status for run in runs("job")] == ["KILLED"] * (TRIES - 1) + ["FAILED"]
     assert [run.info.status for run in runs("job", "slow")] == ["FAILED"]
 
 

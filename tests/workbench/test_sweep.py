@@ -20,7 +20,7 @@ from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, no
 from support.runs import runs
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import driver, places, worker
+from kvlab.workbench.jobs import driver, places, running, stopping, worker
 from kvlab.workbench.jobs.progress import Progress, Screen
 from kvlab.workbench.store import database, earlier, patience, tracking
 
@@ -144,7 +144,7 @@ def test_files_are_on_the_disk_before_a_run_counts_as_finished(sweep, project, m
     assert [run.info.status for run in runs("job")] == ["FINISHED"]
 
 
-@pytest.mark.parametrize("asked", driver.ASKING)
+@pytest.mark.parametrize("asked", stopping.ASKING)
 def test_signals_stop_a_sweep_between_jobs(sweep, project, asked):  # noqa: F811
     """A closed terminal hangs up twice, and a sweep that is ending has to end all the same."""
     experiment(project, grid={"reduction": [0.5, 0.6]})
@@ -191,9 +191,9 @@ def test_a_half_written_notebook_says_nothing_yet(tmp_path):
     path = tmp_path / "toy.ipynb"
     whole = json.dumps({"cells": [cell("'×'")]}, ensure_ascii=False).encode()
     path.write_bytes(whole[: whole.index("×".encode()) + 1])
-    assert driver._cells_done(path) == ""
+    assert running.cells_done(path) == ""
     path.write_bytes(whole)
-    assert driver._cells_done(path) == "cell 1 of 1"
+    assert running.cells_done(path) == "cell 1 of 1"
 
 
 # ---------------------------------------------------------------- leavings
@@ -207,17 +207,17 @@ def test_what_the_dead_left_on_the_disk_is_cleared_and_what_lives_is_left(projec
         for kind in ("interactive", "interactive")
     )
     ended.finish("FAILED")
-    held = earlier.claim("b", "0")
+    held = earlier.take("b", "0")
     for name in (ended.id, running.id, "0" * 32):
         (earlier.work() / name).mkdir()
     (earlier.work() / ".a-0.lock").touch()
     earlier.tidy(client, ids)
     assert {path.name for path in earlier.work().iterdir()} == {running.id, "0" * 32, ".b-0.lock"}
-    assert earlier.claim("b", "0") is None
+    assert earlier.take("b", "0") is None
     earlier.release(held)
 
 
-def test_a_run_whose_job_is_claimed_lives_whatever_the_clock_says(project):  # noqa: F811
+def test_a_run_whose_job_is_locked_lives_whatever_the_clock_says(project):  # noqa: F811
     """A clock that was set makes the start of a living process look wrong."""
     client = database.client()
     key = "c" * 64
@@ -225,7 +225,7 @@ def test_a_run_whose_job_is_claimed_lives_whatever_the_clock_says(project):  # n
         client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.key": key, "kvlab.pid": 1, "kvlab.pid_started": 0}, "far"
     )
     ids = {EXPERIMENT: database.experiment_id(client, EXPERIMENT)}
-    held = earlier.claim(EXPERIMENT, key)
+    held = earlier.take(EXPERIMENT, key)
     earlier.tidy(client, ids)
     assert client.get_run(run.id).info.status == "RUNNING"
     earlier.release(held)

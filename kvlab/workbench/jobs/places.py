@@ -22,8 +22,8 @@ import psutil
 
 from kvlab.errors import KvlabError
 from kvlab.lib import yamls
+from kvlab.lib.durations import duration
 from kvlab.workbench import project
-from kvlab.workbench.jobs.progress import duration
 from kvlab.workbench.store import database
 
 if TYPE_CHECKING:

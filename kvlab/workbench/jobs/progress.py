@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvlab.lib.durations import duration
+
 if TYPE_CHECKING:
-    from kvlab.workbench.jobs.experiments import Job
+    from kvlab.workbench.experiments import Job
 
 MARKS = {
     "waiting": ("·", "dim"),
@@ -25,16 +26,6 @@ MARKS = {
     "failed": ("✗", "bold red"),
     "killed": ("✗", "red"),
 }
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words that fit a table: "8 s", "3 min 05 s", "2 h 10 min"."""
-    seconds = math.ceil(seconds)
-    if seconds < 60:
-        return f"{seconds} s"
-    if seconds < 3600:
-        return f"{seconds // 60} min {seconds % 60:02d} s"
-    return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 
 class Screen(Console):

@@ -11,17 +11,13 @@ import urllib.error
 import urllib.request
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line, why
-from kvlab.workbench import project
-from kvlab.workbench.jobs import experiments
-
-if TYPE_CHECKING:
-    from kvlab.workbench.store.patience import Patient
+from kvlab.workbench import experiments, project
+from kvlab.workbench.store.patience import Patient
 
 SQLITE = "sqlite:///"
 KIND = "mlflow.experimentKind"
@@ -186,9 +182,7 @@ def client(uri: str | None = None) -> Patient:
     uri = uri or ensure_store()
     from mlflow.tracking import MlflowClient
 
-    from kvlab.workbench.store.patience import Patient
-
-    return Patient(MlflowClient(tracking_uri=uri))
+    return Patient(MlflowClient(tracking_uri=uri), silence)
 
 
 def write_through(connection: Patient, run_id: str) -> None:

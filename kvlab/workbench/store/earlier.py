@@ -1,4 +1,4 @@
-"""What earlier sweeps left: finished runs, which need no repetition, and the leavings of processes that died."""
+"""What earlier sweeps left: finished runs, which are not repeated, and what processes that died left half done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from kvlab.workbench.store.patience import Patient
 
-EDITED = "edited while it ran"  # in place of the key of a job whose numbers may be of two versions of the code
+# Replaces the key of a job during which the code was edited: its numbers may come from both versions of the code.
+EDITED = "edited while it ran"
 FINISHED_JOB = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
 PAGE = 1000
 
@@ -44,7 +45,7 @@ def newest(connection: Patient, experiment: str, **tags: str) -> Run | None:
     return next(finished(connection, experiment, page_size=1, **tags), None)
 
 
-# ---------------------------------------------------------------- claims
+# ---------------------------------------------------------------- locks
 
 
 def work() -> Path:
@@ -52,8 +53,11 @@ def work() -> Path:
     return project.root() / "mlruns" / "work"
 
 
-def claim(experiment: str, key: str) -> FileLock | None:
-    """Take a job for this process, until `release` or its end; None while another one is at it."""
+def take(experiment: str, key: str) -> FileLock | None:
+    """Lock a job for this process; None while another process has it.
+
+    The lock ends with `release`, or with the process.
+    """
     work().mkdir(parents=True, exist_ok=True)
     return _held(work() / f".{experiment}-{key}.lock")
 
@@ -68,13 +72,17 @@ def _held(path: Path) -> FileLock | None:
 
 
 def release(lock: FileLock) -> None:
-    """Give a claim back. Its file goes first: who opens it anew finds another, and filelock sees to the rest."""
+    """Give a job back, so that another process may take it, and remove the lock's file.
+
+    The file is removed while it is still locked. A process that waits for this very file gets a lock on a file without
+    a name; filelock notices that, and tries again with a new file.
+    """
     with contextlib.suppress(OSError):
         Path(lock.lock_file).unlink()
     lock.release()
 
 
-# ---------------------------------------------------------------- leavings
+# ---------------------------------------------------------------- after processes that died
 
 
 def tidy(connection: Patient, experiments: Mapping[str, str]) -> None:
@@ -98,13 +106,13 @@ def _is_left(run: Run) -> bool:
     tags = run.data.tags
     ours = tags.get("kvlab.kind") in ("job", "sweep") and tags.get("kvlab.host") == socket.gethostname()
     pid = int(tags.get("kvlab.pid", 0))
-    # A process sweeps once at a time, so what it left running itself is left over, too.
+    # This process runs one sweep at a time. What an earlier sweep of its own left RUNNING is left over, too.
     if not ours or (pid != os.getpid() and _lives(pid, float(tags.get("kvlab.pid_started", 0)))):
         return False
-    # A clock that was set makes a living process look like another one; its claim tells.
+    # If the clock was set, a living process seems to be another one: but then it still holds the lock of its job.
     if not tags.get("kvlab.key") or not tags.get("kvlab.experiment"):
         return True
-    if lock := claim(tags["kvlab.experiment"], tags["kvlab.key"]):
+    if lock := take(tags["kvlab.experiment"], tags["kvlab.key"]):
         release(lock)
     return lock is not None
 

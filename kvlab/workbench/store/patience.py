@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs.progress import duration
+from kvlab.lib.durations import duration
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -47,10 +47,12 @@ class Patient:
     All that kvlab logs may be sent twice without harm (metrics with their time, tags, files), but for a run that was
     created while its answer was lost: it stays empty, and the next sweep marks it KILLED. Once patience has run out,
     nothing waits any more until a call has succeeded, so that a command ends soon; its calls raise KvlabError.
+
+    silence: why the store at an address does not answer, None where it does (`database.silence`).
     """
 
-    def __init__(self, client: MlflowClient) -> None:
-        self._client = client
+    def __init__(self, client: MlflowClient, silence: Callable[[str], str | None]) -> None:
+        self._client, self._silence = client, silence
         self._lost = False
         self.give_up = Flag()  # set by whoever must not wait any longer
 
@@ -94,9 +96,7 @@ class Patient:
         return cut_off or "database is locked" in str(error) or not self._answers()
 
     def _answers(self) -> bool:
-        from kvlab.workbench.store import database
-
-        return database.silence(self._client.tracking_uri) is None
+        return self._silence(self._client.tracking_uri) is None
 
     @staticmethod
     def _begin_to_wait() -> float:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line, why
-from kvlab.workbench import project
-from kvlab.workbench.jobs import content, experiments
-from kvlab.workbench.jobs.given import parameters as read_parameters
-from kvlab.workbench.jobs.notebooks import parameters_of
+from kvlab.workbench import experiments, project
+from kvlab.workbench.experiments import content
+from kvlab.workbench.experiments.given import parameters as read_parameters
+from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.store.database import client, ensure_store, experiment_id, store_uri
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import expanded
-from kvlab.workbench.jobs import content
+from kvlab.workbench.experiments import content
 
 
 def prepare(parameters: Iterable[Mapping[str, Any]]) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvlab.inputs import packs
 from kvlab.lib.files import expanded, parsed
 from kvlab.workbench import project
-from kvlab.workbench.jobs import notebooks
+from kvlab.workbench.experiments import notebooks
 
 LIBRARIES = ("torch", "transformers", "numpy")
 
@@ -83,14 +83,6 @@ def _file_hash(path: Path, size: int, changed: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def cache_folder() -> Path:
-    """The user's cache, as `kvlab.inputs.packs.home` has it, without the import of a model library."""
-    import platformdirs
-
-    named = os.environ.get("KVLAB_HOME")
-    return expanded(named).absolute() if named else platformdirs.user_cache_path("kvlab")
-
-
 def model_hash(name: str) -> str | None:
     """The sha256 of the weights of a model that was pulled; None where there is none of that name."""
     for note in _notes(name):
@@ -105,7 +97,7 @@ def _notes(name: str) -> list[Path]:
     """What is noted beside a pulled model of that name, the newest version first."""
     if not name or "/" in name or any(sign in name for sign in "*?["):
         return []
-    return sorted((cache_folder() / "models").glob(f"{name}-*/PROVENANCE.json"), reverse=True)
+    return sorted((packs.home() / "models").glob(f"{name}-*/PROVENANCE.json"), reverse=True)
 
 
 def model_folder(name: str) -> Path | None:

@@ -11,7 +11,7 @@ from typing import Any
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib.files import parsed
-from kvlab.workbench.jobs import content
+from kvlab.workbench.experiments import content
 
 # Parameters that say how many tokens a prompt has, alone or in a mapping with `new_tokens` beside.
 PROMPTS = ("tokens", "length", "shorter", "longest")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -25,26 +24,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvlab.errors import KvlabError, nearest
+from kvlab.inputs import packs
 from kvlab.lib import yamls
-from kvlab.lib.files import expanded, located, writable
 from kvlab.workbench import project
-from kvlab.workbench.jobs import content
-from kvlab.workbench.jobs.notebooks import parameters_of
-
-__all__ = [
-    "Experiment",
-    "Job",
-    "Profile",
-    "checked",
-    "jobs",
-    "load",
-    "longest_first",
-    "names",
-    "plain",
-    "read",
-    "run_name",
-]
-
+from kvlab.workbench.experiments import content
+from kvlab.workbench.experiments.notebooks import parameters_of
+from kvlab.workbench.experiments.values import checked, read, short
 
 MOST = 10_000  # jobs of an experiment
 
@@ -170,7 +155,7 @@ def _leads_out(folder: Path, text: str) -> bool:
     path = os.path.join(folder, text)
     if len(text) > 500 or not os.path.lexists(path):
         return False
-    homes = project.root().resolve(), content.cache_folder().resolve()
+    homes = project.root().resolve(), packs.home().resolve()
     return not any(Path(os.path.realpath(path)).is_relative_to(home) for home in homes)
 
 
@@ -265,7 +250,7 @@ def _within(name: str, value: Any, default: Any, experiment: Experiment) -> None
             (most is not None and each > most, f"at most {most}"),
         ):
             if beyond:
-                raise KvlabError(f"parameter {name!r} of {experiment.name} must be {bound}, and is {_short(each)}")
+                raise KvlabError(f"parameter {name!r} of {experiment.name} must be {bound}, and is {short(each)}")
 
 
 def _is_number(value: Any) -> bool:
@@ -284,101 +269,3 @@ def run_name(parameters: Mapping[str, Any]) -> str:
         for name, value in parameters.items()
     ]
     return " ".join(" ".join(shown).split())[:120]
-
-
-def read(text: str, default: Any) -> Any:
-    """The value that a command line's text stands for, where the notebook's default has the type of `default`: a list
-    may be given as JSON, with commas, or as its only entry."""
-    if isinstance(default, str):
-        return text
-    if isinstance(default, list) and all(isinstance(entry, str) for entry in default) and _is_file(text):
-        return [located(text)]  # its name may hold a comma
-    if isinstance(default, float):
-        try:
-            return float(text)
-        except ValueError:
-            pass
-    if isinstance(default, list) and not text.lstrip().startswith("["):
-        text = f"[{text}]"
-    try:
-        value = yamls.value(text)
-    except ValueError:
-        return text
-    if isinstance(default, list) and isinstance(value, list) and default and isinstance(default[0], str):
-        return [located(str(entry)) for entry in value]
-    return value
-
-
-def _is_file(text: str) -> bool:
-    return len(text) < 500 and "\0" not in text and os.path.isfile(expanded(text))
-
-
-def checked(name: str, value: Any, default: Any, where: str) -> Any:
-    """`value` as plain JSON, if it is of the type of the notebook's default, or null for a text; else KvlabError."""
-    value = plain(value, f"parameter {name!r} of {where}")
-    if default is None or (value is None and isinstance(default, str)):  # a text may be left out
-        return value
-    if not _fits(value, default):
-        raise KvlabError(
-            f"parameter {name!r} of {where} must be {_type_name(default)}, such as {default!r}; got {_short(value)}"
-        )
-    return float(value) if isinstance(default, float) else value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def _fits(value: Any, default: Any) -> bool:
-    if isinstance(default, bool):
-        return isinstance(value, bool)
-    if isinstance(default, (int, float)):
-        kinds = (int, float) if isinstance(default, float) else int
-        right = isinstance(value, kinds) and not isinstance(value, bool)
-        return right and (isinstance(default, int) or abs(value) <= sys.float_info.max)
-    if isinstance(default, list):
-        if not isinstance(value, list):
-            return False
-        numeric = any(isinstance(entry, float) for entry in default)
-        return not default or all(_fits(entry, 0.5 if numeric else default[0]) for entry in value)
-    return isinstance(value, type(default))
-
-
-def _type_name(default: Any) -> str:
-    if isinstance(default, list):
-        kinds = {"texts": str, "whole numbers": int, "numbers": (int, float)}
-        named = next((word for word, kind in kinds.items() if all(isinstance(entry, kind) for entry in default)), "")
-        return f"a list of {named}" if default else "a list"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
-    return names.get(type(default), type(default).__name__)
-
-
-def plain(value: Any, what: str = "value") -> Any:
-    """`value` in plain JSON types: papermill turns tuples into strings and refuses numpy numbers and paths."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        if not writable(value):
-            raise KvlabError(f"{what} holds half a character (a lone surrogate), which no file can")
-        return value
-    if isinstance(value, int):
-        if value.bit_length() > yamls.BITS:
-            raise KvlabError(f"{what} is a number of thousands of digits")
-        return value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise KvlabError(f"{what} is {value}, which is no plain number")
-        return value
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise KvlabError(f"{what} has the key {_short(key)}, and a key is a text: put it in quotes")
-        return {plain(key, what): plain(entry, what) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(entry, what) for entry in value]
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "tolist"):  # numpy and torch, neither of which is imported for this
-        return plain(value.tolist(), what)
-    raise KvlabError(f"{what} has the type {type(value).__name__}, which does not fit into JSON")

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import experiments, notebooks
+from kvlab.workbench.experiments import notebooks, values
 
 
 def parameters() -> dict[str, Any]:
@@ -31,8 +31,8 @@ def parameters() -> dict[str, Any]:
     for source in shell.user_ns["In"][:-1]:
         if "tracking.start(" in source:
             wanted = True
-        elif wanted and (values := notebooks.plain_values(source)):
-            declared, wanted = values, False
+        elif wanted and (assigned := notebooks.plain_values(source)):
+            declared, wanted = assigned, False
     if declared is None:
         raise KvlabError("no parameters cell has run: run the notebook from its first cell")
     return typed(shell.user_ns, declared)
@@ -47,6 +47,6 @@ def typed(namespace: MutableMapping[str, Any], declared: dict[str, Any]) -> dict
     for name, default in declared.items():
         value = namespace[name]
         if isinstance(default, (list, dict)) and isinstance(value, (str, int, float)):
-            value = experiments.read(str(value), default)
-        namespace[name] = experiments.checked(name, value, default, "this notebook")
+            value = values.read(str(value), default)
+        namespace[name] = values.checked(name, value, default, "this notebook")
     return {name: namespace[name] for name in declared}

@@ -1,0 +1,116 @@
+"""Experiments: run, reproduce, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvlab.commands import claims, options
+from kvlab.errors import KvlabError
+
+if TYPE_CHECKING:
+    from kvlab.workbench.jobs.running import Result
+
+PROFILES = "quick: minutes on two cores; full: hours on a CPU; gpu: an 8B model"
+
+
+Profile = Annotated[str, typer.Option("--profile", help=PROFILES + ".")]
+Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Jobs at once (default: 2).", show_default=False)]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="ADDRESS",
+        show_default=False,
+        help="Hand the jobs to a Dask scheduler (tcp://HOST:8786), or to Slurm (`slurm`, set up by slurm.yaml).",
+    ),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Run again what has finished before.")]
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Examples:   kvlab run quickstart   |   kvlab run zsmerge_error_curves --profile full --jobs 4   "
+    "|   kvlab run morphkv_window_ablation -p documents=my.txt -p windows=8,32"
+)
+def run(
+    experiment: Annotated[str, typer.Argument(help="Its name, as in `kvlab list experiments`.")],
+    profile: Profile = "quick",
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parameter", "-p", metavar="KEY=VALUE", help="Set a parameter of the notebook; may be repeated."
+        ),
+    ] = None,
+    jobs: Jobs = None,
+    fresh: Fresh = False,
+    cluster: Cluster = None,
+) -> None:
+    """Run one experiment through papermill, logged to MLflow. What has finished before is not run again."""
+    from kvlab.workbench import ui
+    from kvlab.workbench.jobs import driver
+
+    results = driver.run(experiment, profile, options.overrides(parameters or []), jobs, fresh, cluster=cluster)
+    try:
+        _finish(results)
+    finally:
+        typer.echo(f"MLflow UI: {ui.told([experiment])}")
+
+
+@app.command(epilog="Example:   kvlab reproduce --profile quick --jobs 2")
+def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = False, cluster: Cluster = None) -> None:
+    """Run all experiments, write the report and print the claims with their verdicts."""
+    from kvlab.workbench import experiments
+    from kvlab.workbench.jobs import driver
+    from kvlab.workbench.report import page as report
+
+    names = experiments.names()
+    if not names:
+        experiments.load("")  # says where experiments would have to be
+    results = driver.run(names, profile, None, jobs, fresh, cluster=cluster)
+    found = report.entries()
+    page = report.save(found)
+    claims.show(found)
+    _places(page, names)
+    _finish(results, quiet=True)
+
+
+@app.command(epilog="Examples:   kvlab report   |   kvlab report --out /tmp/report --model smollm2-135m")
+def report(
+    out: Annotated[Path | None, typer.Option("--out", help="Folder (default: report).", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Only runs of this model.")] = None,
+    profile: Annotated[str | None, typer.Option("--profile", help="Only runs of this profile.")] = None,
+) -> None:
+    """Write the claims ledger as one HTML page with figures (report.html) and as data (claims.csv)."""
+    from kvlab.workbench.report import page as ledger
+
+    page = ledger.write(out, model, profile)
+    typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
+
+
+def _finish(results: list[Result], quiet: bool = False) -> None:
+    """Say how the jobs ended; raises KvlabError if one failed."""
+    failed = [result for result in results if result.state != "finished" and result.state != "done earlier"]
+    if failed:
+        told = [
+            f"{result.job.experiment} ({result.job.name}): {result.error}"
+            + (f" [executed copy: {result.copy}]" if result.copy else "")
+            for result in failed
+        ]
+        raise KvlabError(f"{len(failed)} of {len(results)} jobs failed: " + "; ".join(told))
+    if not quiet:
+        earlier = sum(result.state == "done earlier" for result in results)
+        ran = len(results) - earlier
+        typer.echo(
+            f"{ran} {'job' if ran == 1 else 'jobs'} finished"
+            + (f", {earlier} done earlier (--fresh runs them again)" if earlier else "")
+        )
+
+
+def _places(page: Path, names: list[str]) -> None:
+    from kvlab.workbench import ui
+    from kvlab.workbench.store.database import store_uri
+
+    typer.echo(f"\nReport:       {page}\nMLflow store: {store_uri()}\nMLflow UI:    {ui.told(names)}")

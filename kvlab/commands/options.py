@@ -1,0 +1,68 @@
+"""Options that several commands have, and how their texts are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from kvlab.errors import KvlabError
+from kvlab.lib.files import located
+
+Number = TypeVar("Number")
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
+Model = Annotated[str, typer.Option("--model", help="As for kvlab.load.")]
+AsJson = Annotated[bool, typer.Option("--json", help="A JSON list of objects.")]
+
+
+def names(text: str) -> list[str]:
+    """The parts of a text between its commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def entries(text: str) -> int | float:
+    """A budget: whole numbers are entries, numbers with a point are fractions of the prompt."""
+    return float(text) if "." in text else int(text)
+
+
+def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Number]:
+    """The numbers between the commas of an option's text, each read by `kind`."""
+    try:
+        return [kind(part) for part in names(text)]
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes numbers with commas between them, not {text!r}") from None
+
+
+def overrides(pairs: Iterable[str]) -> dict[str, str]:
+    """Texts like KEY=VALUE as a mapping; a value that names a file is made a path from the root of the disk."""
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise typer.BadParameter(f"a parameter is given as key=value, not {pair!r}")
+        found[key.strip()] = located(value)
+    return found
+
+
+def task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
+    """KEY=VALUE as a mapping, with the values read as YAML: numbers, tuples, true and false, or texts."""
+    from kvlab.lib import yamls
+
+    found = {}
+    for key, value in overrides(pairs).items():
+        try:
+            found[key] = yamls.value(value)
+        except ValueError:
+            raise typer.BadParameter(f"the value of {key} is no YAML: {value[:80]!r}") from None
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+
+
+def check_out(out: Path | None) -> None:
+    """Raise KvlabError, before a command's work is done, where its `--out` is not a file that could be written."""
+    if out is not None and out.is_dir():
+        raise KvlabError(f"--out {out} is a folder; name a file in it")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise KvlabError(f"there is no folder {out.absolute().parent} to write {out.name} into")

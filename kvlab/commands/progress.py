@@ -1,0 +1,35 @@
+"""Bars of commands that take long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+
+@contextmanager
+def bar(label: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, with the time left; yields rich's `update` of it."""
+    from rich.console import Console
+    from rich.progress import Progress, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = *Progress.get_default_columns(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        yield partial(shown.update, shown.add_task(label, total=total))
+
+
+@contextmanager
+def counting(label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar that is moved by (what, done, total): how many of the answers there are."""
+    with bar(label) as update:
+        yield lambda what, done, total: update(
+            description=f"{label}, {done} of {total}: {what}"[:60], completed=done, total=total
+        )
+
+
+@contextmanager
+def feeding(tokens: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar that is moved by (what, fed): so many more tokens have gone into the model."""
+    with bar("loading the model", tokens) as update:
+        yield lambda what, fed: update(description=what, advance=fed)

@@ -1,0 +1,138 @@
+"""Tasks: eval, score."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlab.commands import options, progress
+from kvlab.commands.options import Device, Dtype, Model
+
+app = typer.Typer()
+
+
+@app.command(
+    "eval",
+    epilog="Examples:   kvlab eval needle --policies snapkv,streamingllm --budgets 64,256   |   "
+    "kvlab eval ruler --limit 13 -p 'lengths=[1000]'   |   "
+    "kvlab eval longbench -p folder=data --policies all --budgets 0.2 --compress-at context",
+)
+def eval_(
+    names: Annotated[
+        str,
+        typer.Argument(
+            metavar="TASK",
+            help="Or several with commas between them: needle, ruler, longbench, longgen, icl, arithmetic.",
+        ),
+    ],
+    policies: Annotated[
+        str, typer.Option("--policies", help="Names between commas, or all; the full cache is always there.")
+    ] = "streamingllm,snapkv,dapq",
+    budgets: Annotated[str, typer.Option("--budgets", help="Entries, or fractions of the prompt (0.2).")] = "64,256",
+    model: Model = "smollm2-135m",
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Examples of each task (default: all).", show_default=False)
+    ] = None,
+    compress_at: Annotated[
+        str, typer.Option("--compress-at", help="prompt: after the question; context: before it is known.")
+    ] = "prompt",
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("--parameter", "-p", metavar="KEY=VALUE", help="Set a parameter of the task; may be repeated."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="The JSONL file of answers (default: eval/TASK.jsonl in the project).", show_default=False
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    log: Annotated[bool, typer.Option("--log/--no-log", help="Log a run to MLflow.")] = True,
+) -> None:
+    """Run tasks with policies and budgets on a live model; a run that was cut off goes on where it stopped."""
+    from rich.console import Console
+
+    from kvlab import evaluation as evaluate
+    from kvlab import tasks
+    from kvlab.inputs import models
+    from kvlab.methods import registry
+    from kvlab.workbench import project
+    from kvlab.workbench.figures import evaluation
+
+    chosen = (
+        [one for one in registry() if one not in ("full", "random")] if policies == "all" else options.names(policies)
+    )
+    given = options.task_parameters(parameters or [])
+    plans = [
+        evaluate.plan(
+            tasks.task(name, **given),
+            chosen,
+            options.numbers(budgets, "--budgets", options.entries),
+            compress_at,
+            limit,
+        )
+        for name in dict.fromkeys(options.names(names))
+    ]
+    if not plans:
+        raise typer.BadParameter("name at least one task")
+    lm, found = models.load(model, device, dtype), []
+    for plan in plans:
+        path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
+        with progress.counting(plan.task.name) as advance:
+            answered = evaluate.run(lm, plan, path, advance)
+        found += answered
+        typer.echo(path, err=True)
+        if figure := evaluation.draw(answered, path.with_name(f"{path.stem}-{plan.task.name}") if out else path):
+            typer.echo(figure, err=True)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    evaluation.show(evaluate.summary(found), console)
+    if len({answer.marks.get("kind") for answer in found}) > 1:
+        evaluation.show_kinds(evaluate.summary(found, by="kind"), console)
+    if log:
+        kept = {
+            "tasks": names,
+            "policies": chosen,
+            "budgets": budgets,
+            "model": lm.signature,
+            "limit": limit,
+            "compress_at": compress_at,
+            **given,
+        }
+        typer.echo(f"MLflow run {evaluation.log(found, kept)}", err=True)
+
+
+@app.command("score", epilog="Example:   kvlab score qasper predictions/qasper.jsonl")
+def score_(
+    task: Annotated[str, typer.Argument(help="A LongBench task, such as qasper or trec.")],
+    file: Annotated[Path, typer.Argument(help='JSONL with {"pred", "answers", "all_classes"} on each line.')],
+) -> None:
+    """Score anybody's LongBench predictions with LongBench's metric; JSON on stdout, scores in percent."""
+    from kvlab import scores
+
+    rule = scores.convention(task)
+    found = scores.score_each(task, scores.read_predictions(file))
+    from kvlab import __version__
+    from kvlab.lib.bootstrap import interval
+
+    low, high = (round(100 * end, 2) for end in interval(found))
+    typer.echo(
+        json.dumps(
+            {
+                "task": task,
+                "score": scores.percent(found),
+                "n": len(found),
+                "low": low,
+                "high": high,
+                "metric": rule.metric.__name__,
+                "first_line": rule.first_line,
+                "file": str(file),
+                "kvlab": __version__,
+            },
+            ensure_ascii=False,
+        )
+    )

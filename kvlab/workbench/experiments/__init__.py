@@ -1,0 +1,27 @@
+"""What shall be run: experiments as YAML files, held to their notebooks, and the jobs that they stand for."""
+
+from kvlab.workbench.experiments.experiment import (
+    Experiment,
+    Job,
+    Profile,
+    jobs,
+    load,
+    longest_first,
+    names,
+    run_name,
+)
+from kvlab.workbench.experiments.values import checked, plain, read
+
+__all__ = [
+    "Experiment",
+    "Job",
+    "Profile",
+    "checked",
+    "jobs",
+    "load",
+    "longest_first",
+    "names",
+    "plain",
+    "read",
+    "run_name",
+]

@@ -1,0 +1,333 @@
+"""A sweep: a queue of jobs, each a papermill process and an MLflow run under the run of its experiment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import KvlabError
+from kvlab.lib.files import first_line, why
+from kvlab.workbench import project
+from kvlab.workbench.experiments import Job, content
+from kvlab.workbench.jobs import places
+from kvlab.workbench.jobs.places import LOG, RESULT, Place
+from kvlab.workbench.jobs.progress import Progress
+from kvlab.workbench.jobs.running import Result, Running, cells_done, keep_copy, last_words
+from kvlab.workbench.jobs.stopping import asked_to_stop
+from kvlab.workbench.store import database, earlier, tracking
+
+if TYPE_CHECKING:
+    from filelock import FileLock
+    from rich.console import Console
+
+    from kvlab.workbench.store.patience import Patient
+
+POLL = 0.05  # seconds between looks at the running processes
+GLANCE = 1.0  # seconds between looks at how far their notebooks are, which grow
+TRIES = 3  # how often a job is begun whose process dies, as by want of memory or a lost machine
+
+
+class Sweep:
+    """A queue of jobs, the processes that work on it, and their runs."""
+
+    def __init__(
+        self,
+        connection: Patient,
+        queue: list[Job],
+        ids: Mapping[str, str],
+        descriptions: Mapping[str, str],
+        place: Place,
+        fresh: bool,
+        console: Console | None,
+    ) -> None:
+        self.client, self.queue, self.ids, self.descriptions = connection, queue, ids, descriptions
+        self.place, self.fresh = place, fresh
+        self.progress = Progress(queue, place.workers, console)
+        self.waiting: list[int] = []
+        self.tries: Counter[int] = Counter()
+        self.parents: dict[str, tracking.Run] = {}
+        self.running: list[Running] = []
+        self.results: dict[int, Result] = {}
+        self.locks: dict[int, FileLock] = {}
+        self.elsewhere: set[int] = set()
+        self.looked = 0.0  # when those were last asked for
+
+    def go(self) -> list[Result]:
+        """Work through the queue. Whatever stops it early, its processes are ended and their runs marked KILLED, as far
+        as the store can still be reached; what has finished stays finished."""
+        from mlflow.exceptions import MlflowException
+
+        interrupted = True
+        with self.progress, asked_to_stop() as asked:
+            self.client.give_up = asked
+            try:
+                self._look_back()
+                # A long job that begins last would run alone at the end.
+                self.waiting.sort(key=self.progress.expected, reverse=True)
+                self.progress.announce()
+                while self.waiting or self.running:
+                    self._begin_some()
+                    if asked.wait(POLL):
+                        raise KeyboardInterrupt
+                    for job in [job for job in self.running if self._ended(job)]:
+                        self._end(job)
+                        self.running.remove(job)
+                interrupted = False
+            except MlflowException as error:
+                raise self._stopped(f"the MLflow store went away ({first_line(error)[:300]})") from error
+            except OSError as error:
+                raise self._stopped(why(error), error.filename) from error
+            except KvlabError as error:
+                raise self._stopped(first_line(error)[:300]) from error
+            except KeyboardInterrupt:
+                self.progress.say(f"stopped; {self._how_to_go_on()}")
+                raise
+            finally:
+                self._settle(interrupted)
+        return [self.results[number] for number in sorted(self.results)]
+
+    def _stopped(self, reason: str, file: str | None = None) -> KvlabError:
+        return KvlabError(f"{reason}{f' ({file})' if file else ''}; {self._how_to_go_on()}")
+
+    def _how_to_go_on(self) -> str:
+        done = sum(result.state in ("finished", "done earlier") for result in self.results.values())
+        return f"{done} of {len(self.queue)} jobs are done and kept, and the same command goes on with the others"
+
+    def _settle(self, interrupted: bool) -> None:
+        """End what is still running, then the parent runs. A store that is gone must not hide why we are here."""
+        from mlflow.exceptions import MlflowException
+
+        lost = (KvlabError, MlflowException, OSError) if interrupted else ()
+        for job in self.running:
+            job.task.stop()
+            with contextlib.suppress(*lost):
+                self._close(job, "killed", "interrupted")
+        for name, parent in self.parents.items():
+            mine = [result for result in self.results.values() if result.job.experiment == name]
+            failed = any(result.state == "failed" for result in mine)
+            with contextlib.suppress(*lost):
+                parent.finish("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
+        for number in list(self.locks):
+            self._release(number)
+
+    def _look_back(self) -> None:
+        """What has finished before is done; the others will take what the last of their kind took."""
+        kinds = {(job.experiment, job.profile): job.seconds for job in self.queue}
+        for (experiment, profile), job_seconds in kinds.items():
+            if last := earlier.newest(self.client, self.ids[experiment], profile=profile):
+                kinds[experiment, profile] = float(last.data.tags.get("kvlab.seconds", 0)) or job_seconds
+        done: dict[tuple[str, str], str] = {}
+        for name, one in () if self.fresh else self.ids.items():
+            for run in earlier.finished(self.client, one, code=project.code_hash()[:16]):
+                done.setdefault((name, run.data.tags.get("kvlab.key", "")), run.info.run_id)
+        for number, job in enumerate(self.queue):
+            self.progress.expect(number, kinds[job.experiment, job.profile])
+            if run_id := done.get((job.experiment, job.key)):
+                self._is_done(number, run_id)
+            else:
+                self.waiting.append(number)
+
+    def _is_done(self, number: int, run_id: str) -> None:
+        self.results[number] = Result(self.queue[number], "done earlier", run_id)
+        self.progress.set(number, "done earlier", f"run {run_id}")
+
+    def _begin_some(self) -> None:
+        """Begin the next jobs, as far as there is room for them and nobody else is at them."""
+        look_again = time.monotonic() - self.looked > GLANCE
+        if look_again:
+            self.looked = time.monotonic()
+        for number in list(self.waiting):
+            if len(self.running) == self.place.workers:
+                return
+            if number in self.elsewhere and not look_again:
+                continue
+            job = self.queue[number]
+            if not (lock := earlier.take(job.experiment, job.key)):
+                self._leave_to_others(number)
+                continue
+            self.locks[number] = lock
+            if not self._is_as_it_was(number):
+                self._release(number)
+                continue
+            self.waiting.remove(number)
+            # Another sweep may have finished it since ours began.
+            if not self.fresh and (found := earlier.newest(self.client, self.ids[job.experiment], key=job.key)):
+                self._is_done(number, found.info.run_id)
+                self._release(number)
+            else:
+                self._begin(number)
+
+    def _is_as_it_was(self, number: int) -> bool:
+        """Whether notebook, inputs and code still are those of the job's key; if not, the job gets the key of what it
+        would run now, or fails where that cannot be read any more."""
+        job = self.queue[number]
+        try:
+            key = content.key_now(job.notebook, job.parameters)
+        except (KvlabError, OSError) as error:
+            self.waiting.remove(number)
+            self.results[number] = Result(job, "failed", "", error=str(error))
+            self.progress.set(number, "failed", str(error))
+            return False
+        if key != job.key:
+            self.queue[number] = replace(job, key=key)
+            self.progress.set(number, "waiting", "edited since the sweep began; it will run as it is now")
+        return key == job.key
+
+    def _leave_to_others(self, number: int) -> None:
+        if number not in self.elsewhere:
+            self.elsewhere.add(number)
+            same = any(running.job == self.queue[number] for running in self.running)
+            self.progress.set(number, "waiting", "the same job is running" if same else "another sweep is at it")
+
+    def _release(self, number: int) -> None:
+        if lock := self.locks.pop(number, None):
+            earlier.release(lock)
+
+    def _begin(self, number: int) -> None:
+        job = self.queue[number]
+        run = tracking.create_run(
+            self.client,
+            job.experiment,
+            job.parameters,
+            {
+                "kvlab.kind": "job",
+                "kvlab.profile": job.profile,
+                "kvlab.key": job.key,
+                "kvlab.job": job.name,
+                "mlflow.parentRunId": self._parent(job).id,
+                **_model_tags(job.parameters),
+            },
+            name=job.name,
+        )
+        try:
+            self.running.append(self._launch(number, job, run))
+        except BaseException:
+            shutil.rmtree(earlier.work() / run.id, ignore_errors=True)
+            with contextlib.suppress(KvlabError):  # which would hide why
+                run.finish("KILLED")
+            raise
+        self.progress.set(number, "running")
+
+    def _launch(self, number: int, job: Job, run: tracking.Run) -> Running:
+        folder = earlier.work() / run.id
+        folder.mkdir(parents=True, exist_ok=True)
+        spec = {
+            "notebook": str(job.notebook),
+            "output": str(folder / job.notebook.name),
+            "result": str(folder / RESULT),
+            "parameters": job.parameters,
+            "cwd": str(job.notebook.parent),
+            "limit": job.timeout,
+        }
+        environment = {
+            "MLFLOW_RUN_ID": run.id,
+            "MLFLOW_TRACKING_URI": database.store_uri(),
+            "KVLAB_ROOT": str(project.root()),
+        }
+        return Running(job, number, run, self.place.start(spec, folder, environment), folder)
+
+    def _parent(self, job: Job) -> tracking.Run:
+        if job.experiment not in self.parents:
+            mine = [one.name for one in self.queue if one.experiment == job.experiment]
+            told = f", {len(mine)} jobs" if len(mine) > 1 else f" {job.name}" if job.name != job.profile else ""
+            self.parents[job.experiment] = tracking.create_run(
+                self.client,
+                job.experiment,
+                {},
+                {
+                    "kvlab.kind": "sweep",
+                    "kvlab.profile": job.profile,
+                    "mlflow.note.content": self.descriptions[job.experiment],
+                },
+                name=f"sweep {job.profile}{told}",
+            )
+        return self.parents[job.experiment]
+
+    def _ended(self, running: Running) -> bool:
+        if running.task.code() is not None:
+            return True
+        elapsed = time.monotonic() - running.begun
+        if running.job.timeout and not self.place.limits and elapsed > running.job.timeout:
+            running.task.stop()
+            places.note_late(running.folder, running.job.timeout)
+            return True
+        if elapsed - running.glanced > GLANCE:
+            running.glanced = elapsed
+            self.progress.note(running.number, cells_done(running.output))
+        return False
+
+    def _end(self, running: Running) -> None:
+        try:
+            result = json.loads((running.folder / RESULT).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            code = running.task.code() or 0
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._died(running, f"its process died ({how}); {last_words(running.folder / LOG)}")
+            return
+        if result.get("died"):
+            self._died(running, result["error"])
+            return
+        if not result["ok"]:
+            self._close(running, "failed", result.get("error") or "")
+        elif _is_key(running.job):
+            self._close(running, "finished", "")
+        else:
+            running.run.tag("kvlab.key", earlier.EDITED)
+            self._close(running, "finished", "edited while it ran, so it will be run again next time")
+
+    def _died(self, running: Running, why: str) -> None:
+        """Begin a job anew whose process or kernel died, unless it has done so often enough."""
+        self.tries[running.number] += 1
+        tries = self.tries[running.number]
+        if tries >= TRIES:
+            self._close(running, "failed", f"{why} (tried {tries} times)")
+            return
+        self._close(running, "killed", why)
+        del self.results[running.number]
+        self.progress.set(running.number, "waiting", f"{why}; beginning anew, try {tries + 1} of {TRIES}")
+        self.waiting.insert(0, running.number)
+
+    def _close(self, running: Running, state: str, error: str) -> None:
+        """Keep the artifacts, set the run's status, drop the work folder. A run that cannot be kept has failed."""
+        seconds = time.monotonic() - running.begun
+        kept = None
+        try:
+            for path in (running.output, running.output.with_suffix(".html")):
+                if path.exists():
+                    self.client.log_artifact(running.run.id, str(path), "notebook")
+            running.run.tag("kvlab.seconds", f"{seconds:.1f}")
+        except Exception as failure:
+            state, error = "failed", f"its artifacts could not be kept: {first_line(failure)[:300]}"
+        try:
+            if state == "failed":
+                with contextlib.suppress(OSError):
+                    kept = keep_copy(running)
+                running.run.tag(tracking.ERROR, error)
+                if (running.folder / LOG).exists() and (running.folder / LOG).stat().st_size:
+                    self.client.log_artifact(running.run.id, str(running.folder / LOG), "notebook")
+            if state == "finished":
+                database.write_through(self.client, running.run.id)
+            running.run.finish({"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}[state])
+        finally:
+            shutil.rmtree(running.folder, ignore_errors=True)
+            self._release(running.number)
+        self.results[running.number] = Result(running.job, state, running.run.id, seconds, error, kept)
+        self.progress.set(running.number, state, error, seconds)
+
+
+def _is_key(job: Job) -> bool:
+    try:
+        return content.key_now(job.notebook, job.parameters) == job.key
+    except (KvlabError, OSError):
+        return False
+
+
+def _model_tags(parameters: Mapping[str, Any]) -> dict[str, str]:
+    found = content.model_hash(str(parameters.get("model", "")))
+    return {"model_sha256": found} if found else {}
