@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from kvlab.commands import experiments, learning, measuring, stock, tasks
@@ -59,13 +60,13 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         code = app(arguments, prog_name="kvlab", standalone_mode=False)
-        sys.stdout.flush()  # a full disk or a closed pipe is told here, or nowhere
+        sys.stdout.flush()  # so that a full disk or a closed pipe raises its error here
     except KvlabError as error:
         _leave(str(error), 1, debug)
     except KeyboardInterrupt:
         _leave("interrupted", 130, debug)
     except BrokenPipeError:
-        _drop_output()  # the reader of a pipe has seen enough
+        _drop_output()  # the reader of a pipe is gone, as `head` is after ten lines
         code = 0
     except Exception as error:
         if type(error).__name__ == "Abort":
@@ -75,13 +76,13 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(error, OSError):
             _drop_output()
         _leave(_unforeseen(error), 1, debug)
-    if code == 130:  # typer has already caught the interrupt and made an exit code of it
+    if code == 130:  # typer has caught the interrupt itself, and returns this code
         print("kvlab: interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _drop_output() -> None:
-    """Let what is left of stdout go nowhere: the interpreter would stumble over it once more at its end."""
+    """Throw away what stdout still holds: otherwise the interpreter raises the same error once more as it ends."""
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -90,7 +91,9 @@ def _usage(error: Any) -> str:
     message = " ".join(str(error.format_message()).split())
     if message.startswith("No such command"):
         wanted = message.split("'")[1]
-        message = nearest(wanted, get_command(app).commands, "command")
+        group = get_command(app)
+        assert isinstance(group, TyperGroup)
+        message = nearest(wanted, group.commands, "command")
     command = getattr(getattr(error, "ctx", None), "command_path", None) or "kvlab"
     return message.removeprefix("Invalid value: ").rstrip(".") + f"; see {command} --help"
 
@@ -102,12 +105,12 @@ def _unforeseen(error: Exception) -> str:
     return f"{type(error).__name__}: {first} (KVLAB_DEBUG=1 shows where)"
 
 
-def _leave(sentence: str, code: int, debug: bool) -> None:
+def _leave(sentence: str, code: int, debug: bool) -> NoReturn:
     if debug:
         raise
-    # A name in it may hold anything, and neither break the line nor tell a terminal what to do.
+    # A file's name in it may hold line breaks or a terminal's control codes; these are written as escapes.
     told = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in " ".join(sentence.split()))
-    # There may be nobody to hear it.
+    # stderr may be closed.
     with suppress(OSError, ValueError, AttributeError):
         print(f"kvlab: {told}", file=sys.stderr)
     sys.exit(code)

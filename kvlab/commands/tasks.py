@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from kvlab.commands import options, progress
 from kvlab.commands.options import Device, Dtype, Model
+
+if TYPE_CHECKING:
+    from kvlab.evaluation.planning import CompressAt
+
+if TYPE_CHECKING:
+    pass
 
 app = typer.Typer()
 
@@ -64,18 +70,12 @@ def eval_(
     from kvlab.workbench import project
     from kvlab.workbench.figures import evaluation
 
-    chosen = (
-        [one for one in registry() if one not in ("full", "random")] if policies == "all" else options.names(policies)
-    )
+    every = [name for name in registry() if name not in ("full", "random")]
+    chosen = every if policies == "all" else options.names(policies)
+    sizes, moment = options.numbers(budgets, "--budgets", options.entries), cast("CompressAt", compress_at)
     given = options.task_parameters(parameters or [])
     plans = [
-        evaluate.plan(
-            tasks.task(name, **given),
-            chosen,
-            options.numbers(budgets, "--budgets", options.entries),
-            compress_at,
-            limit,
-        )
+        evaluate.plan(tasks.task(name, **given), chosen, sizes, moment, limit)
         for name in dict.fromkeys(options.names(names))
     ]
     if not plans:

@@ -1,4 +1,4 @@
-"""`kvlab doctor`: is everything here that kvlab needs? Each check ends well or names the mend."""
+"""`kvlab doctor`: checks of everything that kvlab needs; a check that is not well says what mends it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """All checks, one after the other; a check that breaks is a finding, too."""
+    """All checks, one after the other; an error within a check is a finding, too."""
     for check in (python, versions, experiments, model, texts, store, disk, machine, gpu, jupyter):
         try:
             yield check()
         except KvlabError as error:
             yield Finding(_name(check), BAD, str(error))
-        except Exception as error:  # whatever breaks a check is what the user came to hear
+        except Exception as error:  # any error here is what the user wants to know
             yield Finding(_name(check), BAD, f"{type(error).__name__}: {first_line(error)}")
 
 
@@ -100,7 +100,7 @@ def versions() -> Finding:
 
 
 def experiments() -> Finding:
-    """The project: without its experiments kvlab can neither run nor reproduce any; all else works anywhere."""
+    """The project's experiments: `kvlab run` and `kvlab reproduce` need them, all other commands work without."""
     from kvlab.workbench import experiments as files
 
     try:
@@ -114,7 +114,7 @@ def _missing() -> list[str]:
     """What kvlab itself requires and is not installed."""
     absent = []
     for line in importlib.metadata.requires("kvlab") or []:
-        name = re.match(r"[\w.\-]+", line)[0]
+        name = re.split(r"[^\w.\-]", line, maxsplit=1)[0]
         if "extra ==" not in line:
             try:
                 importlib.metadata.version(name)
@@ -150,8 +150,9 @@ def store() -> Finding:
     from kvlab.workbench.store import database as mlflow_store
 
     if not mlflow_store.exists():
-        folder = mlflow_store.database_path(mlflow_store.store_uri()).parent
-        _writable(folder)
+        path = mlflow_store.database_path(mlflow_store.store_uri())
+        assert path is not None, "only a file can be missing"
+        _writable(path.parent)
         return Finding("store", GOOD, f"none yet; the first run makes {mlflow_store.store_uri()}")
     connection = mlflow_store.client()
     runs = [experiment.name for experiment in connection.search_experiments()]

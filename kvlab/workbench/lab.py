@@ -1,4 +1,4 @@
-"""`make lab`: JupyterLab on copies of the notebooks, with the MLflow UI beside it, which ends with it."""
+"""`make lab`: starts JupyterLab on copies of the notebooks, and the MLflow UI, which ends when JupyterLab ends."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ HANGING_UP = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr
 def copies(source: Path, target: Path) -> list[Path]:
     """Copy the notebooks of a folder into another, where JupyterLab may save whatever they show.
 
-    A copy that was changed since is left alone; one that was not follows its original. Returns the changed copies whose
-    originals have changed, too.
+    A copy that its user has changed is left alone; any other is replaced if its original has changed. Returns the
+    copies that were left alone although their originals have changed, too.
     """
     made = _made(target)
     behind = []
@@ -58,7 +58,7 @@ def _made(target: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _mlflow(uri: str, port: int) -> Iterator[str]:
-    """The MLflow UI on a sqlite store; yields its address. Another store has its own server."""
+    """Run the MLflow UI on a sqlite store; yields its address. Any other store is a server, with a UI of its own."""
     if database.database_path(uri) is None:
         yield uri
         return
@@ -72,7 +72,7 @@ def _mlflow(uri: str, port: int) -> Iterator[str]:
             ) from None
     note = ui.note()
     with (note.parent / "server.log").open("wb") as log:
-        # A session of its own: Ctrl-C is JupyterLab's, and this ends when that has ended.
+        # In a session of its own, so that Ctrl-C reaches only JupyterLab; this server is ended after JupyterLab.
         server = subprocess.Popen(
             ui.command(uri, port),
             stdout=log,
@@ -90,7 +90,10 @@ def _mlflow(uri: str, port: int) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run both until JupyterLab ends, by Ctrl-C or from its menu; the exit code is 0 where it was asked to."""
+    """Run both until JupyterLab ends, by Ctrl-C or from its menu.
+
+    Returns JupyterLab's exit code, or 0 where a signal has ended it.
+    """
     parser = argparse.ArgumentParser(prog="make lab")
     parser.add_argument("--port", type=int, default=ui.PORT)
     port = parser.parse_args(arguments).port
@@ -110,8 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"--LabApp.default_url=/lab/tree/{FOLDER}/00_quickstart.ipynb",
     ]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
-        command.append("--allow-root")  # it refuses to start for root (as in a container) without
-    # Ctrl-C reaches JupyterLab, too, which ends by it.
+        command.append("--allow-root")  # without it JupyterLab refuses to start for root, as in a container
+    # JupyterLab gets Ctrl-C as well, and ends; here it is only noted.
     signal.signal(signal.SIGINT, lambda *_: asked.append(signal.SIGINT))
     with _mlflow(database.ensure_store(), port) as address:
         print(

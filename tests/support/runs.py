@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from matplotlib.figure import Figure
+
 from kvlab.workbench.store import database, tracking
-from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook, project  # noqa: F401
+from support.projects import EXPERIMENT
 
 
 def runs(kind: str, name: str = EXPERIMENT) -> list:

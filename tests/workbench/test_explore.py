@@ -23,11 +23,13 @@ from kvlab import KvlabError, Trace
 from kvlab.analyses import exploring
 from kvlab.methods.streamingllm import StreamingLLM
 from kvlab.replays.run import Replay
-from kvlab.workbench.explorer import explore as module
-from kvlab.workbench.explorer import picture
-from kvlab.workbench.explorer.picture import LIVE, STATIC, Look, Place, text
+from kvlab.workbench.explorer import choices, drawings, medium, painting, picture, texts
+from kvlab.workbench.explorer import explorer as module
+from kvlab.workbench.explorer.look import Look, Spot
+from kvlab.workbench.explorer.medium import LIVE, STATIC
+from kvlab.workbench.explorer.painting import text
 
-PLACE = Place(layer=1, head=4, step=7)
+PLACE = Spot(layer=1, head=4, step=7)
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +102,11 @@ def test_every_token_is_shown_once_and_in_order_and_red_where_attention_is_lost(
     # Four sinks, the six most recent entries that were stored, and its own.
     read = {*range(4), *range(PROMPT + PLACE.step - 7, PROMPT + PLACE.step)}
     assert numbers_in(piece for piece in pieces if piece[0] == "mark") == read
-    lost = {p: weight for p, weight in enumerate(weights) if p not in read and weight >= picture.WEAK}
+    lost = {p: weight for p, weight in enumerate(weights) if p not in read and weight >= painting.WEAK}
     assert lost, "the example loses something"
     assert numbers_in(piece for piece in pieces if piece[0] in ("span", "ins")) == set(lost)
     # The more is lost, the darker; and much of it is underlined, for who cannot tell the colours.
-    much = {p for p, weight in lost.items() if weight > picture.STRONG * (2 / picture.LEVELS) ** 2}
+    much = {p for p, weight in lost.items() if weight > painting.STRONG * (2 / medium.LEVELS) ** 2}
     assert numbers_in(piece for piece in pieces if piece[0] == "ins") == much and len(much) < len(lost)
     most = max(lost, key=lost.get)
     darkness = {p: sum(channels(piece[1])) for piece in pieces for p in numbers_in([piece]) if p in lost}
@@ -122,7 +124,7 @@ def test_a_head_with_a_set_of_its_own_is_shown_with_that_set(trace):
     assert len(result.kept(1, 7)) == HEADS
     shown = []
     for head in range(HEADS):
-        look = Look(result, Place(1, head, 7))
+        look = Look(result, Spot(1, head, 7))
         own = {p for p in result.kept(1, 7)[head].tolist() if p >= 0}
         assert set(look.read.nonzero()[:, 0].tolist()) == own
         weights = attention_by_hand(1, head, 7)
@@ -221,14 +223,14 @@ def test_two_tokens_say_more_than_nine_hundred():
     try:
         diffuse, pointed = explorer.replay("streamingllm", 100).mass_lost[0, :, 0].tolist()
         assert diffuse == pytest.approx(900 / 1600, abs=0.01) and pointed == pytest.approx(2 / 3, abs=0.02)
-        assert explorer.place == Place(0, 1, 1)
+        assert explorer.place == Spot(0, 1, 1)
         # Half of the second head's attention, which is then less than the first one's, still says more.
         queries[0, 1, -1, 2] = 2 * np.log(150_000)
         weaker = kvlab.explore(Trace.from_tensors(queries, keys, keys, prompt), "streamingllm", "full", budgets=[100])
         try:
             diffuse, pointed = weaker.replay("streamingllm", 100).mass_lost[0, :, 0].tolist()
             assert pointed == pytest.approx(0.4, abs=0.02) and diffuse > pointed
-            assert weaker.place == Place(0, 1, 1) == weaker.most_different()
+            assert weaker.place == Spot(0, 1, 1) == weaker.most_different()
             assert "2 tokens" in words(weaker.html())
         finally:
             weaker.close()
@@ -454,14 +456,14 @@ def test_what_fails_within_a_users_policy_is_said_and_goes_to_the_log(trace):
 
 
 def test_a_named_policy_that_needs_more_than_a_budget_is_not_offered(trace, monkeypatch):
-    made = module._made
+    made = choices.made
 
     def refuse(name, budget):
         if name == "quest":
             raise KvlabError("quest: parameter 'page' is missing")
         return made(name, budget)
 
-    monkeypatch.setattr(module, "_made", refuse)
+    monkeypatch.setattr(choices, "made", refuse)
     names = kvlab.explore(trace, "snapkv", "full", budgets=[36]).names
     assert "quest" not in names and "sparq" in names
 
@@ -489,7 +491,7 @@ def test_what_has_no_shape_is_seen(trace):
     for html in (text(look, tokens, STATIC), text(look, tokens, LIVE)):
         assert words(html).startswith('a↵\n↵\n⇥\t⟨U+0000⟩⟨U+202E⟩⟨U+200B⟩éשלום👩\u200d🚀<b>&amp;"')
         assert "\u202e" not in html and "<b>" not in html
-    assert picture.shown(tokens, 1) == "'\\n'"
+    assert painting.shown(tokens, 1) == "'\\n'"
 
 
 def test_tokens_keep_their_spaces_and_cut_characters_are_whole(trace):
@@ -502,9 +504,9 @@ def test_tokens_keep_their_spaces_and_cut_characters_are_whole(trace):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
     ids = [1, 2, 3, *(4 + byte for byte in "🙂é".encode()), 2, 4 + 0xF0]
     cut = SimpleNamespace(ids=torch.tensor(ids), meta={})
-    found = module.texts(cut, SimpleNamespace(tokenizer=tokenizer))
+    found = texts.texts(cut, SimpleNamespace(tokenizer=tokenizer))
     assert found == ["the", " cat", "s", "🙂", "", "", "", "é", "", " cat", "�"]
-    assert picture.shown(found, 5) == "🙂 (part 3)" and picture.shown(found, 3) == "🙂"
+    assert painting.shown(found, 5) == "🙂 (part 3)" and painting.shown(found, 3) == "🙂"
 
 
 def test_the_tokens_that_lost_the_most_lead_to_their_places(trace):
@@ -552,14 +554,14 @@ def unfolded(html):
 
 
 def test_a_long_text_is_opened_at_what_was_lost(far):
-    assert far.place == Place(0, 0, 1)
+    assert far.place == Spot(0, 0, 1)
     looks = far.looks()
-    opened = picture.passages(looks, len(far.tokens))
+    opened = painting.passages(looks, len(far.tokens))
     for look in looks:
         html = text(look, far.tokens, STATIC, opened=opened)
         seen, folds = unfolded(html)
         assert {400, 1200, 1600} <= seen and len(seen) < 300
-        assert all(set(range(p - picture.AROUND, p + picture.AROUND + 1)) <= seen for p in (400, 1200, 1600))
+        assert all(set(range(p - painting.AROUND, p + painting.AROUND + 1)) <= seen for p in (400, 1200, 1600))
         # Nothing is left out, nothing comes twice, and what the folds and the open passages lost is all.
         whole = re.sub(r"<summary.*?</summary>", "", html)
         assert "".join(words(whole).split()) == "".join("".join(far.tokens).split())
@@ -580,7 +582,7 @@ def test_both_sides_open_the_same_passages(far):
 
 
 def test_a_text_of_which_nothing_is_lost_is_whole(long):
-    whole = Look(kvlab.replay(long, kvlab.policy("full")), Place(0, 0, 1))
+    whole = Look(kvlab.replay(long, kvlab.policy("full")), Spot(0, 0, 1))
     assert "<details" not in text(whole, [f"<{p}>" for p in range(long.length)])
 
 
@@ -609,7 +611,7 @@ def test_the_tokens_that_lost_the_most_are_seen_at_once(far, tmp_path, size):
 
 def test_a_map_shades_every_cell_and_frames_the_chosen_one(trace):
     look = Look(kvlab.replay(trace, kvlab.policy("streamingllm", budget=10)), PLACE)
-    lost, recall = re.findall("<svg.*?</svg>", picture.maps(look, LIVE))
+    lost, recall = re.findall("<svg.*?</svg>", drawings.maps(look, LIVE))
     for drawing, values, column in (
         (lost, look.result.mass_lost[:, :, PLACE.step - 1], PLACE.head),
         (recall, look.result.recall, PLACE.head * KV_HEADS // HEADS),
@@ -623,14 +625,14 @@ def test_a_map_shades_every_cell_and_frames_the_chosen_one(trace):
         assert (np.diff(shades.flatten()[order]) <= 0).all() and shades.min() < shades.max(), "more is darker"
         x, y = map(float, re.search(r'class="kvlab-chosen" d="M([\d.]+) ([\d.]+)', drawing).groups())
         width = float(re.search(r"scale\(([\d.]+)", drawing).group(1))
-        assert (round((x - picture.MARGIN) / width), y / picture.CELL) == (column, PLACE.layer)
+        assert (round((x - drawings.MARGIN) / width), y / drawings.CELL) == (column, PLACE.layer)
     assert ">query head<" in lost and ">KV head<" in recall
     assert f"here {look.mass_lost:.1%}" in lost
 
 
 def test_the_steps_of_a_head_are_drawn_with_the_chosen_one_framed(trace):
     look = Look(kvlab.replay(trace, kvlab.policy("streamingllm", budget=10)), PLACE)
-    drawing = re.search("<svg.*?</svg>", picture.steps(look, LIVE, 102)).group()
+    drawing = re.search("<svg.*?</svg>", drawings.steps(look, LIVE, 102)).group()
     path, width = re.search(r'd="M0 102([^"]*)V102z" transform="scale\(([\d.]+)', drawing).groups()
     heights, height = [], 0
     for verb, number in re.findall(r"([hv])(-?\d+)", path):

@@ -84,7 +84,7 @@ def test_a_cluster_that_cannot_be_used_is_one_sentence(project, monkeypatch, clu
     monkeypatch.setattr(places, "CONNECT_S", 1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        with pytest.raises(KvlabError, match="no Dask scheduler answers at tcp://127.0.0.1"):
+        with pytest.raises(KvlabError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1"):
             places.connect(f"tcp://127.0.0.1:{taken.getsockname()[1]}")
     monkeypatch.setattr(places.project, "code_hash", lambda: "another")
     with pytest.raises(KvlabError, match="another version of kvlab's code"):

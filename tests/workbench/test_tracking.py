@@ -236,7 +236,10 @@ def test_runs_of_a_dead_driver_are_killed_and_others_left(project):  # noqa: F81
 def test_many_processes_may_make_the_store_at_once(tmp_path):
     """The first use of a fresh database: two processes, one schema, no run lost."""
     (tmp_path / "experiments").mkdir()
-    code = "from kvlab.workbench.store import tracking; run = tracking.start('e', {'seed': 0}); run.log({'a': 1}); run.finish()"
+    code = (
+        "from kvlab.workbench.store import tracking; "
+        "run = tracking.start('e', {'seed': 0}); run.log({'a': 1}); run.finish()"
+    )
     with ThreadPoolExecutor(2) as pool:
         ended = list(
             pool.map(

@@ -31,7 +31,7 @@ def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
 
 
 def key_now(notebook: Path, parameters: Mapping[str, Any]) -> str:
-    """`key` as it is now: in a sweep of hours somebody may have edited the code."""
+    """`key` with the code read again: somebody may have edited it since the sweep began."""
     project.code_hash.cache_clear()
     return key(notebook, parameters)
 
@@ -78,7 +78,7 @@ def _fingerprint(text: str) -> str | None:
 
 @functools.cache
 def _file_hash(path: Path, size: int, changed: int) -> str:
-    """Of one version of a file, since a sweep asks again for every job."""
+    """The sha256 of a file; kept for this size and time of change, since a sweep asks again for every job."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -94,14 +94,14 @@ def model_hash(name: str) -> str | None:
 
 
 def _notes(name: str) -> list[Path]:
-    """What is noted beside a pulled model of that name, the newest version first."""
+    """The notes (PROVENANCE.json) of the pulled models of that name, the newest version first."""
     if not name or "/" in name or any(sign in name for sign in "*?["):
         return []
     return sorted((packs.home() / "models").glob(f"{name}-*/PROVENANCE.json"), reverse=True)
 
 
 def model_folder(name: str) -> Path | None:
-    """Where a model lies that was pulled, or that is a folder itself; None for any other."""
+    """The folder of a model that was pulled, or the folder that `name` itself is; None for any other name."""
     if pulled := _notes(name):
         return pulled[0].parent
     path = expanded(name)

@@ -37,15 +37,15 @@ MOST = 10_000  # jobs of an experiment
 class Profile(BaseModel):
     """What a profile changes: parameters by name, grid axes by name.
 
-    seconds: what a job takes, roughly; the longest begin first, and a run that has finished knows better.
+    seconds: what a job takes, roughly, until a run has finished and shows it; the longest jobs begin first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     parameters: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, list[Any]] = Field(default_factory=dict)
-    timeout: int | None = Field(None, gt=0)
-    seconds: int | None = Field(None, gt=0)
+    timeout: int | None = Field(default=None, gt=0)
+    seconds: int | None = Field(default=None, gt=0)
 
 
 class Experiment(BaseModel):
@@ -59,7 +59,7 @@ class Experiment(BaseModel):
     parameters: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, list[Any]] = Field(default_factory=dict)
     limits: dict[str, tuple[int | float | None, int | float | None]] = Field(default_factory=dict)
-    timeout: int | None = Field(None, gt=0)
+    timeout: int | None = Field(default=None, gt=0)
     profiles: dict[str, Profile] = Field(default_factory=dict)
 
     @property
@@ -74,7 +74,7 @@ class Experiment(BaseModel):
 
 @dataclass(frozen=True)
 class Job:
-    """One grid point: a notebook with plain JSON parameters. `key` changes whenever its numbers could."""
+    """One grid point: a notebook with plain JSON parameters. `key` changes with all that its numbers depend on."""
 
     experiment: str
     name: str
@@ -132,7 +132,7 @@ def load(name: str) -> Experiment:
 
 
 def _texts(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """The texts of an experiment that may name a file, and where they stand: all but the description."""
+    """Every text of an experiment but its description, with its place in the YAML: each may name a file."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def _leaves_the_project(text: str) -> bool:
 
 
 def _leads_out(folder: Path, text: str) -> bool:
-    """Whether a path that lies in the project leads out of it and of the cache, by a link."""
+    """Whether a path in the project is a link to a file that lies neither in the project nor in the cache."""
     path = os.path.join(folder, text)
     if len(text) > 500 or not os.path.lexists(path):
         return False
@@ -207,7 +207,7 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
         single.pop(axis, None)
         if not values:
             raise KvlabError(f"the grid of {experiment.name} has no values for {axis!r}")
-    # What tells the jobs apart, from each other and from those of another command.
+    # The parameters that a job's name shows: by these it differs from the other jobs, and from those of other commands.
     told = [axis for axis, values in grid.items() if any(value != values[0] for value in values)]
     usual = {**declared, **experiment.parameters, **changes.parameters}
     told += [name for name in overrides or {} if name not in grid and single[name] != usual[name]]

@@ -1,4 +1,4 @@
-"""What jobs will read - models and documents - fetched and looked at before the first of them starts."""
+"""The models and documents of jobs: fetched and checked before the first job starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvlab.errors import KvlabError
+from kvlab.errors import KvlabError, nearest
 from kvlab.lib.files import expanded
 from kvlab.workbench.experiments import content
 
@@ -14,7 +14,7 @@ from kvlab.workbench.experiments import content
 def prepare(parameters: Iterable[Mapping[str, Any]]) -> None:
     """Pull the models and check the documents that the parameters `model`, `document` and `documents` name.
 
-    Raises KvlabError for one that does not exist or cannot be had, while nothing has been written yet.
+    Raises KvlabError for one that does not exist or cannot be fetched; nothing has been written by then.
     """
     models: set[str] = set()
     documents: set[str] = set()
@@ -35,13 +35,12 @@ def _texts(value: Any) -> list[str]:
 def _model(name: str) -> None:
     if content.model_hash(name) or name.startswith("random:") or os.path.exists(expanded(name)):
         return
-    from kvlab.errors import nearest
-    from kvlab.inputs import models as models_models
+    from kvlab.inputs import models
 
-    if name in models_models.MODELS:
-        models_models.pull(name)
+    if name in models.MODELS:
+        models.pull(name)
     elif "/" not in name:
-        raise KvlabError(nearest(name, models_models.MODELS, "model"))
+        raise KvlabError(nearest(name, models.MODELS, "model"))
 
 
 def _document(name: str) -> None:

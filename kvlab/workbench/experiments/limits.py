@@ -1,4 +1,4 @@
-"""What a job's parameters cannot be, told before a model is loaded: without torch, from what is on the disk."""
+"""Prompts that are too long are refused before a model is loaded: without torch, by the files on the disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
@@ -15,7 +15,7 @@ from kvlab.workbench.experiments import content
 
 # Parameters that say how many tokens a prompt has, alone or in a mapping with `new_tokens` beside.
 PROMPTS = ("tokens", "length", "shorter", "longest")
-# Those that are cut out of every document.
+# Those that say how much is cut out of every document.
 CUTS = ("tokens", "shorter")
 # A prompt may hold so many tokens more than the part of a document that is in it: the request and the chat template.
 AROUND = 128
@@ -24,7 +24,7 @@ AROUND = 128
 def check(parameters: Mapping[str, Any], where: str) -> None:
     """Raise KvlabError for prompts that are longer than the model's context, or than a document that they are cut from.
 
-    Only what is certain is refused: where a context or a tokenizer is not at hand, the job itself will tell.
+    Only what is certain is refused. Where the context or the tokenizer is not on the disk, the job itself will fail.
     """
     folder = content.model_folder(str(parameters.get("model", "")))
     most = _context(folder) if folder else None
@@ -44,7 +44,7 @@ def check(parameters: Mapping[str, Any], where: str) -> None:
             raise KvlabError(f"{where} asks for prompts of {wanted:,} tokens, and the document {name} has {held:,}")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -70,7 +70,7 @@ def _context(folder: Path) -> int | None:
 
 @functools.lru_cache(maxsize=256)
 def _tokens(document: str, folder: Path | None) -> int:
-    """Tokens of a document; without the model's tokenizer its bytes, which are never fewer."""
+    """Tokens of a document; without the model's tokenizer its bytes, which are at least as many."""
     text = corpus.document(document).text
     file = folder / "tokenizer.json" if folder else None
     if file is None or not file.is_file():
@@ -79,5 +79,5 @@ def _tokens(document: str, folder: Path | None) -> int:
 
     try:
         return len(Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids)
-    except Exception:  # the reader raises nothing narrower
+    except Exception:  # the reader of tokenizers raises no narrower class
         return len(text.encode())

@@ -90,9 +90,14 @@ def _assigned(tree: ast.Module) -> dict[str, Any]:
     return values
 
 
+def _is_dict_by_names(call: ast.Call) -> bool:
+    """Whether a call is like `dict(tokens=24)`."""
+    is_dict = isinstance(call.func, ast.Name) and call.func.id == "dict"
+    return is_dict and not call.args and all(keyword.arg for keyword in call.keywords)
+
+
 def _literal(node: ast.expr) -> Any:
-    by_name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict"
-    if by_name and not node.args and all(keyword.arg for keyword in node.keywords):
+    if isinstance(node, ast.Call) and _is_dict_by_names(node):
         return {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
     try:
         value = ast.literal_eval(node)

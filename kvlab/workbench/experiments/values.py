@@ -20,7 +20,7 @@ def read(text: str, default: Any) -> Any:
     if isinstance(default, str):
         return text
     if isinstance(default, list) and all(isinstance(entry, str) for entry in default) and _is_file(text):
-        return [located(text)]  # its name may hold a comma
+        return [located(text)]  # one file, whose name may hold a comma
     if isinstance(default, float):
         try:
             return float(text)
@@ -50,7 +50,7 @@ def checked(name: str, value: Any, default: Any, where: str) -> Any:
         raise KvlabError(
             f"parameter {name!r} of {where} must be {_type_name(default)}, such as {default!r}; got {short(value)}"
         )
-    return float(value) if isinstance(default, float) else value
+    return float(value) if isinstance(default, float) and isinstance(value, int | float) else value
 
 
 def _fits(value: Any, default: Any) -> bool:

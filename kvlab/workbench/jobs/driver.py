@@ -36,9 +36,9 @@ def run(
 
     Everything is checked before anything runs: names, parameters, notebooks, documents, the store. A finished job with
     the same content key is not run again unless `fresh`. A job that fails does not stop the others; its executed copy
-    stays in mlruns/failed and with its run. A job whose process dies is begun anew, `TRIES` times in all. `cluster` is
-    a Dask scheduler's address, or "slurm"; all its workers are used by default. Raises KvlabError for what is wrong
-    beforehand.
+    is kept in mlruns/failed and with its run. A job whose process dies is begun again, `sweep.TRIES` times in all.
+    `cluster` is a Dask scheduler's address, or "slurm"; all its workers are used by default. Raises KvlabError if one
+    of these checks fails.
     """
     names = [names] if isinstance(names, str) else list(names)
     loaded = [experiments.load(name) for name in names]
@@ -49,7 +49,7 @@ def run(
     inputs.prepare([job.parameters for job in queue])
     for job in queue:
         limits.check(job.parameters, job.experiment)
-    # A model pulled just now belongs into the keys.
+    # Once more, since `prepare` may have pulled a model, whose hash belongs into the keys.
     queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
     connection = database.client()
     ids = _known(connection, [experiment.name for experiment in loaded])
@@ -62,7 +62,7 @@ def run(
 
 
 def _known(connection: Patient, names: Sequence[str]) -> dict[str, str]:
-    """name -> id of MLflow's experiments, which are made where missing, and tidied up after those who died."""
+    """Name -> id of MLflow's experiments; makes those that are missing, and tidies up after processes that died."""
     from mlflow.exceptions import MlflowException
 
     try:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import psutil
 
@@ -29,7 +29,7 @@ from kvlab.workbench.store import database
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-# What a job leaves behind, whatever machine it ran on.
+# Files that a job leaves in its folder, on whatever machine it ran: the worker's note, and its output.
 RESULT, LOG = "result.json", "log.txt"
 CONNECT_S = 15
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -40,7 +40,7 @@ class Task(Protocol):
     """A job under way."""
 
     def code(self) -> int | None:
-        """The exit code of its process, None while it runs; what it left lies in its folder by then."""
+        """The exit code of its process, and None while it runs. Once there is a code, all files are in its folder."""
 
     def stop(self) -> None:
         """End it, with the kernel it started."""
@@ -50,13 +50,14 @@ class Place(Protocol):
     """Where jobs run, `workers` at once."""
 
     workers: int
-    limits: bool  # whether it keeps the time limits of jobs itself, since they may queue there
+    limits: bool  # whether the place itself stops jobs at their time limit (they may wait there before they run)
 
     def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Task:
-        """Begin a job; its notebook, its note and its log come into `folder`."""
+        """Begin a job, which leaves its notebook, its note and its log in `folder`."""
+        ...
 
     def close(self) -> None:
-        """Let go of what was taken for the jobs."""
+        """Close connections, and end what was started for the jobs."""
 
 
 def cores() -> int:
@@ -70,7 +71,7 @@ def cores() -> int:
 
 
 def threads(at_once: int) -> dict[str, str]:
-    """Environment that shares the cores among jobs, so that they do not fight over them."""
+    """Variables that give each of the jobs its share of the cores: with more threads than cores all become slow."""
     each = str(max(1, cores() // max(1, at_once)))
     return {
         "OMP_NUM_THREADS": each,
@@ -99,7 +100,7 @@ class Here:
 
 
 class Process:
-    """A job in a process of this machine."""
+    """A job in a process of this machine, which runs `worker.py`."""
 
     def __init__(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> None:
         written = folder / "spec.json"
@@ -124,7 +125,7 @@ class Process:
 def stop(process: subprocess.Popen[bytes]) -> None:
     """End a worker and its kernel, which lives in a session of its own."""
     if process.poll() is not None:
-        return  # its number may be somebody else's by now
+        return  # its process number may belong to another process by now
     try:
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     except psutil.NoSuchProcess:
@@ -143,9 +144,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 class Cluster:
-    """The workers of a Dask scheduler. The notebook travels to them, and what it left comes back.
+    """The workers of a Dask scheduler. The notebook is sent to them, and the job's files are sent back.
 
-    A scheduler runs whatever its clients send: connect to your own only.
+    A scheduler runs any code that its clients send: connect only to one of your own.
     """
 
     limits = True
@@ -163,7 +164,7 @@ class Cluster:
 
         at_once = max(self.shares.values(), default=1)
         try:
-            # A job is no pure function: the same notebook run again is another run.
+            # pure=False: Dask must not answer a second call with the result of the first.
             future = self.client.submit(
                 work,
                 {**spec, "code": project.code_hash()},
@@ -195,16 +196,16 @@ class Remote:
         if self._code is None and self.future.done():
             try:
                 self._code, files = self.future.result()
-            except CancelledError as error:  # nobody here cancels what it still waits for
+            except CancelledError as error:  # not by us: we never wait for a job that we have cancelled
                 raise KvlabError("the Dask scheduler went away") from error
-            except Exception as error:  # a lost worker, or whatever the cluster raises for it
+            except Exception as error:  # a lost worker; Dask has many errors for that
                 self._code, files = 1, {LOG: f"{type(error).__name__}: {error}".encode()}
             for name, content in files.items():
                 (self.folder / Path(name).name).write_bytes(content)
         return self._code
 
     def stop(self) -> None:
-        # A cluster that is gone has nothing to stop.
+        # If the cluster is gone, so is the job.
         with contextlib.suppress(Exception):
             self.future.cancel(force=True)
 
@@ -244,18 +245,21 @@ def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_
 
 
 def note_late(folder: Path, limit: float) -> None:
-    """The note of a job that was stopped at its time limit, in its worker's place."""
+    """Write the note of a job that was stopped at its time limit, since its worker can write none any more."""
     (folder / RESULT).write_text(_failed(f"took longer than its limit of {duration(limit)}"), encoding="utf-8")
 
 
 def _failed(error: str) -> str:
-    """The note of a job that failed before, or without, a word of its worker's."""
+    """The text of a note that says that a job failed, where its worker has written none."""
     return json.dumps({"ok": False, "error": error, "html": None})
 
 
 def _begun_elsewhere(environment: Mapping[str, str]) -> bool:
-    """Whether another worker began this very run: Dask hands a lost worker's tasks on by itself, but only the driver
-    may begin a job anew, under a run of its own."""
+    """Whether another worker has begun this very run.
+
+    Dask gives the tasks of a lost worker to another one by itself. That must not happen here: what the first one logged
+    stands in the run already, and only the sweep may begin a job again, with a new run.
+    """
     client, run = database.client(environment["MLFLOW_TRACKING_URI"]), environment["MLFLOW_RUN_ID"]
     if "kvlab.worker" in client.get_run(run).data.tags:
         return True
@@ -264,9 +268,9 @@ def _begun_elsewhere(environment: Mapping[str, str]) -> bool:
 
 
 def _cancelled() -> bool:
-    """Whether the driver has given the job up, or is gone: nobody would take what it leaves."""
+    """Whether the sweep has cancelled the job, or is gone: then nobody waits for its files."""
+    from dask.context import thread_state
     from distributed import get_worker
-    from distributed.worker import thread_state
 
     state = get_worker().state.tasks.get(thread_state.key)
     return state is None or state.state in ("cancelled", "released", "forgotten")
@@ -300,7 +304,7 @@ def connect(address: str, workers: int | None = None) -> Cluster:
 
 
 def _on_slurm(workers: int | None) -> Cluster:
-    """Slurm jobs with one worker each; they join as Slurm starts them, the first of which is waited for."""
+    """Start Slurm jobs with one worker each. Waits for the first worker; the others join when Slurm starts them."""
     from distributed import Client
 
     owned, jobs = _slurm(workers)
@@ -316,7 +320,8 @@ def _on_slurm(workers: int | None) -> Cluster:
 
 
 def _check(client: Client, address: str) -> None:
-    found = client.run(about)
+    # A client that is no coroutine itself returns the workers' answers.
+    found = cast("dict[str, tuple[str, str]]", client.run(about))
     if not found:
         raise KvlabError(
             f"the scheduler at {address} has no workers; start some with `dask worker {address} --nthreads 1`"
@@ -336,17 +341,19 @@ def _check(client: Client, address: str) -> None:
 
 
 def about() -> tuple[str, str]:
-    """Host and code of a worker, which may have been edited since it began."""
+    """Name of this host, and hash of the code as it is now: it may have been edited since this worker began."""
     project.code_hash.cache_clear()
     return socket.gethostname(), project.code_hash()
 
 
 def _slurm(workers: int | None) -> tuple[Any, int]:
-    """A cluster of Slurm jobs, and how many there are: by the settings of `slurm.yaml` in the project, the keywords of
-    `dask_jobqueue.SLURMCluster` (queue, account, walltime, memory, ...) and `jobs`, how many to start.
+    """A cluster of Slurm jobs, and how many jobs.
+
+    Its settings are those of `slurm.yaml` in the project: keywords of `dask_jobqueue.SLURMCluster` (queue, account,
+    walltime, memory, ...), and `jobs`, the number of jobs to start.
     """
     try:
-        from dask_jobqueue import SLURMCluster
+        from dask_jobqueue.slurm import SLURMCluster
     except ImportError:
         raise KvlabError("--cluster slurm needs dask-jobqueue: pip install 'kvlab[cluster]'") from None
     path = project.root() / "slurm.yaml"
@@ -366,7 +373,7 @@ def _slurm(workers: int | None) -> tuple[Any, int]:
     jobs = settings.pop("jobs", None) or workers or 1
     if not isinstance(jobs, int) or jobs < 1:
         raise KvlabError(f"{path.name}: jobs must be a whole number from 1 on, not {jobs!r}")
-    # The scheduler has to be reached from the nodes; its dashboard has not.
+    # Defaults, which slurm.yaml may replace. Nobody looks at the scheduler's dashboard.
     usual = {
         "cores": 1,
         "processes": 1,

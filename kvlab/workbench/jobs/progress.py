@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -29,7 +30,7 @@ MARKS = {
 
 
 class Screen(Console):
-    """A console that falls silent when its reader is gone, instead of ending the process."""
+    """A console that stops printing when its reader is gone; rich's own would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -62,30 +63,33 @@ class Progress:
             self._live.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self._live:
             with contextlib.suppress(OSError):
-                self._live.__exit__(*error)
+                self._live.__exit__(kind, error, traceback)
             self._live = None
 
     def say(self, text: str) -> None:
-        """One line for the person, if anybody still listens: a terminal that was closed must not end a sweep."""
+        """Print one line. If the terminal was closed, nothing happens: that must not end a sweep."""
         with contextlib.suppress(OSError):
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def expect(self, number: int, seconds: float | None) -> None:
-        """How long a job took when it last ran, or is said to take; None where nobody knows."""
+        """Set how many seconds a job is expected to take; None if that is not known."""
         self.rows[number].expected = seconds
 
     def expected(self, number: int) -> float:
-        """Seconds that a job will take, as far as is known: its own, else what jobs usually take here."""
+        """The seconds that a job is expected to take: set by `expect`, else the mean of the other jobs."""
         return self.rows[number].expected or self._usual() or 0.0
 
     def announce(self) -> None:
-        """Say what lies ahead, in a log; a live table says it all the time."""
+        """Print how many jobs wait and how long they may take; a live table shows that anyway."""
         waiting = sum(row.state == "waiting" for row in self.rows)
         if not self._live and waiting > 1:
-            left = f", about {duration(self.remaining())}" if self.remaining() else ""
+            remaining = self.remaining()
+            left = f", about {duration(remaining)}" if remaining else ""
             self.say(f"{waiting} jobs, {self.workers} at once{left}")
 
     def set(self, number: int, state: str, why: str = "", seconds: float | None = None) -> None:
@@ -106,7 +110,7 @@ class Progress:
             )
 
     def note(self, number: int, cells: str) -> None:
-        """How far a running notebook is."""
+        """Show how far a running notebook is."""
         self.rows[number].cells = cells
 
     def _usual(self) -> float | None:
@@ -127,7 +131,7 @@ class Progress:
         return max([sum(left) / self.workers, *left])
 
     def _shown(self) -> tuple[list[Row], list[Row]]:
-        """The rows that fit on the screen, and those that do not: what waits gives way first, then what is done."""
+        """The rows that fit on the screen, and those that do not: of these first what waits, then what is done."""
         room = max(self.console.height - 4, 5)
         order = {"running": 0, "failed": 1, "killed": 1, "finished": 2, "done earlier": 3, "waiting": 4}
         kept = {id(row) for row in sorted(self.rows, key=lambda row: order[row.state])[:room]}

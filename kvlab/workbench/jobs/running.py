@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended: "finished", "done earlier", "failed" or "killed"; for a failure why, and where its copy lies."""
+    """How a job ended: `state` is "finished", "done earlier", "failed" or "killed".
+
+    For a failure, `error` says why, and `copy` is the path of the executed notebook.
+    """
 
     job: Job
     state: str
@@ -31,7 +34,13 @@ class Result:
 
 @dataclass
 class Running:
-    """A job under way."""
+    """A job under way.
+
+    Attributes:
+        number: its place in the queue.
+        folder: where its notebook, its note and its log are written.
+        begun, glanced: when it began, and when its notebook was last looked at (time.monotonic).
+    """
 
     job: Job
     number: int
@@ -47,7 +56,7 @@ class Running:
 
 
 def keep_copy(running: Running) -> Path | None:
-    """The executed copy of a failed notebook, with its error, where a person finds it."""
+    """Copy a failed notebook, executed as far as it went, into mlruns/failed; None where there is none."""
     if not running.output.exists():
         return None
     folder = project.root() / "mlruns" / "failed" / running.job.experiment
@@ -56,6 +65,7 @@ def keep_copy(running: Running) -> Path | None:
 
 
 def cells_done(path: Path) -> str:
+    """Which cell of a notebook under way is running: "cell 3 of 12"; empty while its file cannot be read."""
     try:
         cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     except (OSError, ValueError, KeyError):  # papermill is writing it
@@ -65,6 +75,7 @@ def cells_done(path: Path) -> str:
 
 
 def last_words(log: Path) -> str:
+    """The last line of a log, in words, for a process that died."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError:

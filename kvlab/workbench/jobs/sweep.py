@@ -29,12 +29,22 @@ if TYPE_CHECKING:
     from kvlab.workbench.store.patience import Patient
 
 POLL = 0.05  # seconds between looks at the running processes
-GLANCE = 1.0  # seconds between looks at how far their notebooks are, which grow
-TRIES = 3  # how often a job is begun whose process dies, as by want of memory or a lost machine
+GLANCE = 1.0  # seconds between looks at larger things: the notebooks under way, and the jobs of other sweeps
+TRIES = 3  # how often a job is begun whose process dies, because memory ran out or a machine was lost
 
 
 class Sweep:
-    """A queue of jobs, the processes that work on it, and their runs."""
+    """A queue of jobs, the processes that work on it, and their runs. A job's number is its place in the queue.
+
+    Attributes:
+        waiting: numbers of the jobs that are still to begin, in the order in which they shall.
+        running: the jobs under way.
+        results: number -> how a job ended.
+        tries: number -> how often its process has died.
+        locks: number -> the lock that keeps other processes from running the same job.
+        elsewhere: numbers of waiting jobs that another process has locked.
+        parents: experiment -> the run that stands above the runs of its jobs.
+    """
 
     def __init__(
         self,
@@ -56,11 +66,14 @@ class Sweep:
         self.results: dict[int, Result] = {}
         self.locks: dict[int, FileLock] = {}
         self.elsewhere: set[int] = set()
-        self.looked = 0.0  # when those were last asked for
+        self.looked = 0.0  # when the locks of `elsewhere` were last tried
 
     def go(self) -> list[Result]:
-        """Work through the queue. Whatever stops it early, its processes are ended and their runs marked KILLED, as far
-        as the store can still be reached; what has finished stays finished."""
+        """Run the jobs of the queue; returns how each ended, in the order of the queue.
+
+        If anything stops this early, the processes are ended, and their runs are marked KILLED if the store can still
+        be reached. Runs that have finished stay finished.
+        """
         from mlflow.exceptions import MlflowException
 
         interrupted = True
@@ -68,7 +81,7 @@ class Sweep:
             self.client.give_up = asked
             try:
                 self._look_back()
-                # A long job that begins last would run alone at the end.
+                # The longest first: a long job that begins last would run alone at the end.
                 self.waiting.sort(key=self.progress.expected, reverse=True)
                 self.progress.announce()
                 while self.waiting or self.running:
@@ -100,7 +113,10 @@ class Sweep:
         return f"{done} of {len(self.queue)} jobs are done and kept, and the same command goes on with the others"
 
     def _settle(self, interrupted: bool) -> None:
-        """End what is still running, then the parent runs. A store that is gone must not hide why we are here."""
+        """End what is still running, then the parent runs, then give back all locks.
+
+        After an interruption, errors of the store are dropped: they would hide the error that is under way.
+        """
         from mlflow.exceptions import MlflowException
 
         lost = (KvlabError, MlflowException, OSError) if interrupted else ()
@@ -117,14 +133,17 @@ class Sweep:
             self._release(number)
 
     def _look_back(self) -> None:
-        """What has finished before is done; the others will take what the last of their kind took."""
-        kinds = {(job.experiment, job.profile): job.seconds for job in self.queue}
+        """Sort the queue into jobs that an earlier sweep has finished and jobs that wait.
+
+        A job is expected to take as long as the last one of the same experiment and profile took.
+        """
+        kinds: dict[tuple[str, str], float | None] = {(job.experiment, job.profile): job.seconds for job in self.queue}
         for (experiment, profile), job_seconds in kinds.items():
             if last := earlier.newest(self.client, self.ids[experiment], profile=profile):
                 kinds[experiment, profile] = float(last.data.tags.get("kvlab.seconds", 0)) or job_seconds
         done: dict[tuple[str, str], str] = {}
-        for name, one in () if self.fresh else self.ids.items():
-            for run in earlier.finished(self.client, one, code=project.code_hash()[:16]):
+        for name, experiment_id in () if self.fresh else self.ids.items():
+            for run in earlier.finished(self.client, experiment_id, code=project.code_hash()[:16]):
                 done.setdefault((name, run.data.tags.get("kvlab.key", "")), run.info.run_id)
         for number, job in enumerate(self.queue):
             self.progress.expect(number, kinds[job.experiment, job.profile])
@@ -138,7 +157,7 @@ class Sweep:
         self.progress.set(number, "done earlier", f"run {run_id}")
 
     def _begin_some(self) -> None:
-        """Begin the next jobs, as far as there is room for them and nobody else is at them."""
+        """Begin the next jobs: as many as the place has room for, and only those that no other process has locked."""
         look_again = time.monotonic() - self.looked > GLANCE
         if look_again:
             self.looked = time.monotonic()
@@ -164,8 +183,10 @@ class Sweep:
                 self._begin(number)
 
     def _is_as_it_was(self, number: int) -> bool:
-        """Whether notebook, inputs and code still are those of the job's key; if not, the job gets the key of what it
-        would run now, or fails where that cannot be read any more."""
+        """Whether notebook, inputs and code are still those of the job's key.
+
+        If not, the job stays in the queue under the key of what it would run now; it fails if that cannot be read.
+        """
         job = self.queue[number]
         try:
             key = content.key_now(job.notebook, job.parameters)
@@ -209,7 +230,7 @@ class Sweep:
             self.running.append(self._launch(number, job, run))
         except BaseException:
             shutil.rmtree(earlier.work() / run.id, ignore_errors=True)
-            with contextlib.suppress(KvlabError):  # which would hide why
+            with contextlib.suppress(KvlabError):  # a second error would hide the first
                 run.finish("KILLED")
             raise
         self.progress.set(number, "running")
@@ -282,7 +303,7 @@ class Sweep:
             self._close(running, "finished", "edited while it ran, so it will be run again next time")
 
     def _died(self, running: Running, why: str) -> None:
-        """Begin a job anew whose process or kernel died, unless it has done so often enough."""
+        """Put a job whose process or kernel died back into the queue, or let it fail after `TRIES` tries."""
         self.tries[running.number] += 1
         tries = self.tries[running.number]
         if tries >= TRIES:
@@ -294,7 +315,10 @@ class Sweep:
         self.waiting.insert(0, running.number)
 
     def _close(self, running: Running, state: str, error: str) -> None:
-        """Keep the artifacts, set the run's status, drop the work folder. A run that cannot be kept has failed."""
+        """Log the artifacts, set the run's status, remove the work folder, give back the lock.
+
+        If the artifacts cannot be logged, the job has failed.
+        """
         seconds = time.monotonic() - running.begun
         kept = None
         try:

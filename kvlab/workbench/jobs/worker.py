@@ -1,7 +1,7 @@
-"""One job in a process of its own: execute a notebook, and leave a note of how it ended.
+"""One job in a process of its own: executes a notebook, and writes a note of how it ended.
 
-Started by the driver as `python -m kvlab.workbench.jobs.worker SPEC.json`. Whatever happens, the executed notebook
-stays on disk; the note is missing only if this process died.
+Started by `places.Process` as `python -m kvlab.workbench.jobs.worker SPEC.json`. Whatever happens, the
+executed notebook stays on disk; the note is missing only if this process died.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-START_S = 300  # for a kernel to start: many at once on a slow disk take long
+START_S = 300  # seconds for a kernel to start: many that start at once from a slow disk need long
 
 
 def main(spec_path: str) -> int:
@@ -35,8 +35,8 @@ def main(spec_path: str) -> int:
 def execute(spec: dict[str, Any]) -> dict[str, Any]:
     """Execute the notebook of `spec` and export it as HTML; returns {"ok", "error", "html", "died"}.
 
-    Trusts the exception, not the notebook's metadata, which says nothing of a dead kernel; that is told apart as
-    "died", since another try may go well.
+    Whether it failed is read from the exception: the notebook's metadata do not show that its kernel died. "died" is
+    true in that case, since another try may succeed.
     """
     warnings.filterwarnings("ignore")
     logging.getLogger("papermill").setLevel(logging.ERROR)
@@ -62,7 +62,7 @@ def execute(spec: dict[str, Any]) -> dict[str, Any]:
     except Exception as failure:
         sentence = (str(failure).strip().splitlines() or [""])[0]
         error = f"{type(failure).__name__}: {sentence}"[:1000]
-        # A kernel that dies while it starts, or starts too slowly, is told by its words alone.
+        # A kernel that dies while it starts, or starts too slowly, raises a plain RuntimeError with these words.
         died = isinstance(failure, DeadKernelError) or (
             type(failure) is RuntimeError and sentence.startswith(("Kernel died", "Kernel didn't respond"))
         )
@@ -71,7 +71,7 @@ def execute(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _literally(path: str) -> str:
-    """papermill formats paths with the parameters; braces in a folder's name must survive that."""
+    """A path with its braces doubled: papermill fills parameters into paths by str.format."""
     return path.replace("{", "{{").replace("}", "}}")
 
 
@@ -97,7 +97,7 @@ def to_html(path: Path) -> Path | None:
             setattr(exporter, address, "")
     try:
         content = nbformat.read(path, as_version=4)
-        # Without scripts a widget shows nothing; without its state its output's HTML or text is shown instead.
+        # The page has no scripts, so widgets would be empty. Without their state nbconvert shows HTML or text instead.
         content.metadata.pop("widgets", None)
         body, _ = exporter.from_notebook_node(content, {"metadata": {"name": path.stem}})
         html = path.with_suffix(".html")
@@ -110,16 +110,19 @@ def to_html(path: Path) -> Path | None:
 
 
 def _end_with(parent: int) -> None:
-    """Leave, and take along whatever was started, when the process that began this one is gone, even if it is gone by
-    now: without it nobody would say how this run ended."""
+    """End this process and its children as soon as its parent (the sweep, or a Dask worker) is gone.
+
+    Nobody would mark its run then, and another sweep may begin the same job. The parent may be gone already, so its
+    process number is given, and not asked for here.
+    """
     import psutil
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1)
-        for one in psutil.Process().children(recursive=True):
+        for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                one.kill()
+                child.kill()
         os._exit(3)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -34,12 +34,12 @@ COLUMNS = [
 ]
 UNTESTED = "cannot be tested here"
 STATES = (*papers.VERDICTS, UNTESTED)
-"""A finding's verdict, where what no experiment can measure is told from what merely was not run."""
+"""The states of a claim: its verdict, or UNTESTED where no experiment here can measure it."""
 
 
 @dataclass
 class Entry:
-    """A claim, what our numbers say to it, and the run that they come from (None if there is none)."""
+    """A claim, the verdict of our numbers on it, and the run that they come from (None if there is none)."""
 
     claim: papers.Claim
     verdict: papers.Verdict
@@ -81,7 +81,7 @@ class Entry:
 
 @dataclass
 class Tally:
-    """How many claims stand where, by state, in each group."""
+    """How many claims of each group have which state."""
 
     findings: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
@@ -96,18 +96,18 @@ class Tally:
         return counted
 
     def met(self, group: str) -> str:
-        """What holds of a group, of all that there is: "3 of 4"; empty where there is nothing."""
+        """How many of a group's claims hold: "3 of 4"; empty for a group without claims."""
         counted = getattr(self, group)
         return f"{counted['holds']} of {counted.total()}" if counted else ""
 
     @property
     def checks_missed(self) -> int:
-        """The checks that do not hold: an instrument that is off, or a paper's accounting that is."""
+        """How many checks do not hold: either our instrument is wrong there, or the paper's accounting."""
         return self.checks["fails"] + self.checks["holds in direction only"]
 
 
 def by_paper(found: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """The entries of each paper, by the label that people know it under."""
+    """Label of a paper -> its entries."""
     sorted_out: dict[str, list[Entry]] = {paper.label: [] for paper in papers.papers()}
     labels = {paper.name: paper.label for paper in papers.papers()}
     for entry in found:
@@ -141,7 +141,8 @@ def _finished(connection: Patient, experiment: str, model: str | None, profile: 
     known = connection.get_experiment_by_name(experiment)
     if known is None:
         return []
-    found = earlier.finished(connection, known.experiment_id, **({"profile": _quotable(profile)} if profile else {}))
+    tags = {"profile": _quotable(profile)} if profile else {}
+    found = earlier.finished(connection, known.experiment_id, earlier.PAGE, **tags)
     wanted = model.split("@")[0] if model else None
     return [run for run in found if wanted is None or run.data.tags.get("model", "").split("@")[0] == wanted]
 
@@ -179,7 +180,7 @@ def ledger(model: str | None = None, profile: str | None = None) -> pandas.DataF
 
 
 def frame(found: Iterable[Entry]) -> pandas.DataFrame:
-    """The same of entries that are at hand."""
+    """The table of these entries."""
     import pandas
 
     table = pandas.DataFrame([entry.row for entry in found], columns=COLUMNS)

@@ -16,8 +16,8 @@ from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.lib.files import replacing
 from kvlab.workbench import project
+from kvlab.workbench.report.ledger import STATES, UNTESTED, Entry, Tally, entries, frame, ledger, number, refuse
 from kvlab.workbench.store import database
-from kvlab.workbench.report.ledger import Entry, STATES, Tally, UNTESTED, entries, frame, ledger, number, refuse
 from kvlab.workbench.store.tracking import file_name
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _folder(out: str | Path | None) -> Path:
 
 
 def save(found: list[Entry], out: str | Path | None = None) -> Path:
-    """Write the same of entries that are at hand, measured or not."""
+    """Write report.html and claims.csv of these entries, measured or not; returns the page."""
     folder = _folder(out)
     page = render(found, evidence(found))
     with replacing(folder / "claims.csv") as path:
@@ -95,7 +95,7 @@ def save(found: list[Entry], out: str | Path | None = None) -> Path:
 
 
 def evidence(found: Iterable[Entry]) -> dict[str, Evidence]:
-    """Run id -> what is shown of it, of the runs that the entries rest on, by experiment."""
+    """Run id -> what is shown of that run, for the runs that the entries rest on, sorted by experiment."""
     shown: dict[str, Evidence] = {}
     for entry in found:
         if entry.run:
@@ -109,7 +109,7 @@ def evidence(found: Iterable[Entry]) -> dict[str, Evidence]:
 
 
 def signature(run: Run) -> str:
-    """The line without which no number travels: the run's own, else what its tags say."""
+    """The line that stands with every number of a run: its tag `signature`, else put together from other tags."""
     tags = run.data.tags
     if "signature" in tags:
         return tags["signature"]
@@ -133,11 +133,11 @@ def _pictures(connection: Patient, run_id: str) -> Iterable[Picture]:
             try:
                 with Image.open(path) as image:
                     plain = image.convert("RGB")
-            # Whatever is wrong with a picture, pillow has an error of its own for it.
+            # Pillow raises all of these for a damaged picture.
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
                 mend = "run its experiment again with --fresh, or delete the run"
                 raise KvlabError(f"the figure {artifact.path} of run {run_id} is damaged: {mend}") from None
-            # Without loss: the colours of a heatmap are data.
+            # Lossless, since the colours of a heatmap are data.
             yield Picture(
                 f"{run_id[:8]}-{_slug(path.stem)}",
                 path.stem,
@@ -206,7 +206,7 @@ def _thumbnail(entry: Entry, shown: Mapping[str, Evidence]) -> Picture | None:
 
 
 def _beside_claims(found: Iterable[Entry], shown: Mapping[str, Evidence]) -> list[Picture]:
-    """The pictures whose small copies the page needs, each once."""
+    """The pictures that stand as small copies beside claims, each once."""
     named = {picture.anchor: picture for entry in found if (picture := _thumbnail(entry, shown))}
     return list(named.values())
 
@@ -214,15 +214,15 @@ def _beside_claims(found: Iterable[Entry], shown: Mapping[str, Evidence]) -> lis
 def run_link(run: Run) -> str:
     """The address of a run in the MLflow UI: that of the tracking server, else where `make lab` starts one."""
     where = urlsplit(database.store_uri())
-    # Whoever reads the page shall not learn a password that stands in the address.
+    # An address may hold a password, which must not get into the page.
     server = f"{where.scheme}://{where.netloc.rpartition('@')[2]}" if where.scheme in ("http", "https") else UI
     return f"{server}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
 
 
 def scale(entry: Entry) -> dict[str, Any] | None:
-    """Where our value, its interval, the paper's value and the turn of the direction lie on a common axis, as 0 to 100.
+    """Positions from 0 to 100 on a common axis: of our value, its interval's ends, the paper's value, and the turn.
 
-    None where there is nothing to compare our value with.
+    The turn is the value at which the claim's direction changes. None where there is nothing to compare our value with.
     """
     verdict, claim = entry.verdict, entry.claim
     marks = {
@@ -240,7 +240,7 @@ def scale(entry: Entry) -> dict[str, Any] | None:
 
 
 def _turn(claim: papers.Claim) -> float | None:
-    """Where the direction of a claim turns, if that is a number and its own metric is asked."""
+    """The value at which the direction of a claim changes, if that is a number and the claim tests its own metric."""
     test = claim.direction
     than = getattr(test, "than", None)
     if test.metric is not None or isinstance(than, str):
@@ -254,4 +254,5 @@ def _slug(text: str) -> str:
 
 
 def _when(run: Run) -> str:
+    assert run.info.end_time is not None, "claims rest on finished runs"
     return datetime.datetime.fromtimestamp(run.info.end_time / 1000, datetime.UTC).strftime("%Y-%m-%d %H:%M")

@@ -1,4 +1,4 @@
-"""The MLflow store: where it is, made once and safely, and reached with one clear error if it cannot be."""
+"""The MLflow store: where it is, how it is made once and safely, and one clear error where it cannot be reached."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def artifact_location(experiment: str, uri: str) -> str | None:
 
 
 def quiet() -> None:
-    """Before mlflow is imported: no advertisement, no migration chatter."""
+    """Keep MLflow from printing advertisements and each step of a migration; to be called before it is imported."""
     for name, value in {
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -59,7 +59,7 @@ def quiet() -> None:
         os.environ.setdefault(name, value)
     for name in ("mlflow", "alembic", "alembic.runtime.migration"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # It logs hundreds of lines for what it raises, too.
+    # It logs hundreds of lines about errors that it also raises.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", module=r"mlflow\..*")
 
@@ -80,7 +80,7 @@ def silence(uri: str) -> str | None:
     try:
         urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=10).close()
     except urllib.error.HTTPError as error:
-        # Other codes are an answer, if not the hoped-for one: the server is there, and its own error will say more.
+        # Any other code shows that the server is there; the call that follows gets its own error, which says more.
         return str(error) if error.code in PROXY_WITHOUT_SERVER else None
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
@@ -97,7 +97,7 @@ def _ready_server(uri: str) -> None:
 
 
 def _ready_database(path: Path) -> None:
-    """Create or upgrade the sqlite schema under a lock: a first use by several processes at once breaks it."""
+    """Create or upgrade the sqlite schema under a lock: two processes that do so at once would break it."""
     from filelock import FileLock
 
     quiet()
@@ -186,15 +186,17 @@ def client(uri: str | None = None) -> Patient:
 
 
 def write_through(connection: Patient, run_id: str) -> None:
-    """Bring a run's artifacts from the system's memory to the disk, where they lie on this machine: the database does
-    so itself, and a power cut must not leave a finished run without its files."""
+    """Write a run's artifacts from the system's memory to the disk, if they lie on this machine.
+
+    The database does so by itself. Without this, a power cut could leave a finished run whose files are gone.
+    """
     place = urlsplit(connection.get_run(run_id).info.artifact_uri)
     if place.scheme not in ("", "file"):
         return
     folder = Path(url2pathname(place.path))
-    # Files need their folders' entries, up to the experiment's.
+    # A file is only safe when the folders that list it are, too, up to the folder of the experiment.
     for path in (*folder.rglob("*"), folder, *folder.parents[:2]):
-        # Not every system opens or syncs folders.
+        # Some systems cannot open or sync a folder.
         with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
             handle = os.open(path, os.O_RDONLY)
             try:
@@ -212,7 +214,7 @@ def exists() -> bool:
 def experiment_id(connection: Patient, name: str) -> str:
     """The id of the MLflow experiment `name`, created with an artifact folder of its own if it is not there.
 
-    Without its kind MLflow's UI would show it as an application of a language model, with no table of runs.
+    Its tag KIND tells MLflow's UI to show a table of runs, and not the page of an application of a language model.
     """
     from mlflow.exceptions import MlflowException
 
@@ -231,7 +233,7 @@ def experiment_id(connection: Patient, name: str) -> str:
             f"--experiment-id {found.experiment_id}`"
         )
     for tag, value in tags.items():
-        if tag not in found.tags:  # a text that was changed in the UI stays
+        if tag not in found.tags:  # a description that was changed in the UI stays
             connection.set_experiment_tag(found.experiment_id, tag, value)
     return found.experiment_id
 

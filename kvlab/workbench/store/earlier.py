@@ -49,7 +49,7 @@ def newest(connection: Patient, experiment: str, **tags: str) -> Run | None:
 
 
 def work() -> Path:
-    """Where jobs that are under way lie."""
+    """The folder with the files of jobs that are under way, and with their locks."""
     return project.root() / "mlruns" / "work"
 
 
@@ -86,7 +86,7 @@ def release(lock: FileLock) -> None:
 
 
 def tidy(connection: Patient, experiments: Mapping[str, str]) -> None:
-    """Mark the runs that a dead process on this host left RUNNING as KILLED, and clear what it left on the disk.
+    """Mark the runs as KILLED that a dead process on this host left RUNNING, and remove its files in `work()`.
 
     experiments: name -> id of those to look at.
     """

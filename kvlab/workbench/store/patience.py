@@ -1,4 +1,4 @@
-"""A store that is away for a while: what shall be logged waits in memory, and is sent when the store is back."""
+"""A store that is away for a while: calls wait, and are sent again when the store is back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SLICE = 0.05  # seconds in which a flag that is set is noticed
 
 
 class Flag:
-    """A threading.Event that a signal's handler may set while it is waited for: an Event's lock would hang there."""
+    """Like threading.Event, but a signal's handler may set it while the same thread waits for it.
+
+    An Event could hang there: the waiting thread may hold its lock when the handler wants it.
+    """
 
     def __init__(self) -> None:
         self._set = False
@@ -34,7 +37,7 @@ class Flag:
         return self._set
 
     def wait(self, seconds: float) -> bool:
-        """Until it is set, or the seconds are over; whether it is set."""
+        """Wait until it is set, or the seconds are over; returns whether it is set."""
         deadline = time.monotonic() + seconds
         while not self._set and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, SLICE))
@@ -44,9 +47,11 @@ class Flag:
 class Patient:
     """An MlflowClient whose calls outlast an absence of the store of up to KVLAB_PATIENCE seconds (600 by default).
 
-    All that kvlab logs may be sent twice without harm (metrics with their time, tags, files), but for a run that was
-    created while its answer was lost: it stays empty, and the next sweep marks it KILLED. Once patience has run out,
-    nothing waits any more until a call has succeeded, so that a command ends soon; its calls raise KvlabError.
+    A call that fails because the store is away is sent again. Almost nothing that kvlab logs is harmed by being sent
+    twice (metrics carry their time; tags and files replace themselves). Only a run may be created twice, if the answer
+    to the first call was lost: the first one stays empty, and the next sweep marks it KILLED.
+
+    Once a call has waited in vain, later calls raise KvlabError at once, until one succeeds: so a command ends soon.
 
     silence: why the store at an address does not answer, None where it does (`database.silence`).
     """
@@ -54,7 +59,7 @@ class Patient:
     def __init__(self, client: MlflowClient, silence: Callable[[str], str | None]) -> None:
         self._client, self._silence = client, silence
         self._lost = False
-        self.give_up = Flag()  # set by whoever must not wait any longer
+        self.give_up = Flag()  # once it is set, no call waits any longer
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._client, name)
@@ -88,7 +93,7 @@ class Patient:
         return wrapped
 
     def _away(self, error: Exception) -> bool:
-        """Whether a call failed since the store was away or busy, and not since it refused."""
+        """Whether a call failed because the store was away or busy, and not because the store refused it."""
         from requests import ConnectionError, Timeout
 
         causes = (error, error.__cause__, error.__context__)
@@ -106,7 +111,7 @@ class Patient:
         return time.monotonic() + seconds
 
     def _wait(self, deadline: float) -> bool:
-        """Until the store answers; False where patience runs out before."""
+        """Wait until the store answers; False where it has not by the deadline."""
         while time.monotonic() < deadline and not self.give_up.wait(PAUSE):
             if self._answers():
                 return True
@@ -114,7 +119,7 @@ class Patient:
 
 
 def _tell(text: str) -> None:
-    # Whoever listened may be gone, which must not fail what waits.
+    # The terminal may be closed by now. That must not break the call that waits.
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr)
 

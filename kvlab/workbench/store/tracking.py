@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line, why
@@ -37,7 +37,7 @@ __all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "star
 BATCH = 1000  # what MLflow's log_batch takes at once
 ERROR = "kvlab.error"
 IDENTITY = ("model", "document", "documents", "seed")  # what a signature says of its own
-LONGEST = 5000  # longer parameters are cut by MLflow without a word
+LONGEST = 5000  # characters; MLflow cuts longer parameters without saying so
 SHOWN = 1000  # rows; the page of a run fetches them all
 LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
 NAME = re.compile(r"[\w\-. /]{1,240}")
@@ -54,7 +54,7 @@ def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
 
         try:
             return method(*args, **kwargs)
-        except (MlflowException, RequestException) as error:  # the latter are OSErrors, too
+        except (MlflowException, RequestException) as error:  # before OSError, since RequestException is one
             raise KvlabError(f"the MLflow store failed: {first_line(error)}") from error
         except OSError as error:
             raise KvlabError(f"cannot write an artifact: {why(error)}") from error
@@ -63,7 +63,7 @@ def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Run:
-    """One MLflow run. `attached`: it belongs to a driver, which sets the final status itself.
+    """One MLflow run. `attached`: it belongs to a sweep, which sets the final status itself.
 
     Also a context manager: the run ends FINISHED, or FAILED if the block raises.
     """
@@ -120,7 +120,7 @@ class Run:
         """Keep a tidy table as tables/NAME.parquet, and for MLflow's UI as NAME.json; of a table with more than SHOWN
         rows the first ones, as NAME_first_1000_rows.json.
 
-        Not by MLflow's log_table, which appends to what a cell that ran before has logged.
+        MLflow's own log_table is not used: if a cell is run again, it appends the rows once more.
         """
         cut = f"_first_{SHOWN}_rows" if len(frame) > SHOWN else ""
         shown = f"tables/{file_name(name)}{cut}.json"
@@ -195,16 +195,17 @@ class Run:
         )
         frame = pandas.DataFrame(rows, columns=["where", "claim", "paper", "here", "low", "high", "verdict"])
         numbers = dict.fromkeys(("paper", "here", "low", "high"), "{:.3g}")
-        styler = frame.style.format(numbers, na_rep="–").hide(axis="index").set_uuid(f"claims-{file_name(named)}")
+        styler = frame.style.hide(axis="index").set_uuid(f"claims-{file_name(named)}")
+        styler.format(numbers, na_rep="–")
         return styler.map(
             lambda verdict: f"background-color: {COLOURS[verdict]}; color: #1c2430", subset=["verdict"]
         ).set_properties(**{"text-align": "left", "vertical-align": "top"})
 
     @_one_sentence
     def finish(self, status: str = "FINISHED") -> None:
-        """End the run. A run that a driver owns is left to it: only the driver knows how the notebook ended."""
+        """End the run. The run of a sweep's job is left open: only the sweep knows how the notebook ended."""
         if not self.attached:
-            if self._error and status == "FINISHED":  # mended by hand, in a notebook that went on
+            if self._error and status == "FINISHED":  # a cell failed, was mended by hand, and the notebook went on
                 self.client.delete_tag(self.id, ERROR)
             self.client.set_terminated(self.id, status)
         self._unwatch()
@@ -216,15 +217,18 @@ class Run:
         self.client.set_terminated(self.id, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
 
     def watch(self) -> None:
-        """Until it is finished, a notebook's cell that fails makes this run FAILED (one that is interrupted, KILLED):
-        plain papermill ends the kernel there, and nobody else would say so. Outside IPython nothing is watched."""
+        """From now to `finish`, a cell that fails marks this run FAILED, and a cell that is interrupted KILLED.
+
+        Plain papermill ends the kernel after a cell that failed, so nothing later could mark the run. Outside IPython
+        this does nothing.
+        """
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
         if shell is None:
             return
 
         def ended(result: Any) -> None:
             if error := result.error_before_exec or result.error_in_exec:
-                # The cell tells what failed; a store that is away must not hide it.
+                # The notebook shows the cell's error. A store that is away must not replace it by its own.
                 with contextlib.suppress(KvlabError):
                     self._stopped_by(error)
 
@@ -235,10 +239,10 @@ class Run:
 
 
 def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: object) -> Run:
-    """The run to log into: the driver's, if one set MLFLOW_RUN_ID, else a new one marked as interactive.
+    """The run to log into: that of the sweep's job, if MLFLOW_RUN_ID names it, else a new one marked as interactive.
 
     In a notebook, the parameters are read from its parameters cell; texts that papermill handed over for lists become
-    lists there. The run makes its own signature (`Run.signature`). Interactive runs are kept, but never enter the
+    lists there. The run makes its own signature. Interactive runs are kept, but never enter the
     ledger.
 
     Args:
@@ -294,7 +298,7 @@ def _documents(names: object) -> str:
 
 
 def _name(experiment: str, parameters: Mapping[str, Any]) -> str:
-    """Of a run that no driver began: what is not as the notebook has it, where the project knows that."""
+    """The name of an interactive run: the parameters that differ from the defaults of the experiment's notebook."""
     told = ""
     with contextlib.suppress(KvlabError):
         usual = parameters_of(experiments.load(experiment).path)
@@ -328,7 +332,7 @@ def create_run(
 
 
 def origin() -> dict[str, str]:
-    """Who and what makes the numbers: version, code, commit, and the process that would have to be alive."""
+    """Tags that say what makes the numbers: version, code, commit, and the process, which `earlier.tidy` looks for."""
     import psutil
 
     tags = {
@@ -357,7 +361,7 @@ def _identity(parameters: Mapping[str, Any]) -> dict[str, str]:
 
 def _finite(name: str, value: object) -> float:
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(cast("SupportsFloat", value))
     except (TypeError, ValueError):
         raise KvlabError(f"metric {name!r} must be one number, not {type(value).__name__}") from None
     if not math.isfinite(number):
