@@ -15,9 +15,6 @@ from kvlab.commands.options import Device, Dtype, Model
 if TYPE_CHECKING:
     from kvlab.evaluation.planning import CompressAt
 
-if TYPE_CHECKING:
-    pass
-
 app = typer.Typer()
 
 
