@@ -145,6 +145,8 @@ def test_contenders_get_what_they_need_and_come_once():
 
 
 def test_every_policy_has_a_family():
+    from kvlab.workbench.figures import comparing
+
     assert "other" not in {equal_bytes.family(name) for name in policies()}
     assert {comparing.colour(name) for name in policies()}.isdisjoint({comparing.OTHER})
     assert equal_bytes.family("mine") == "other" and comparing.colour("mine") == comparing.OTHER

@@ -145,7 +145,7 @@ def test_every_generated_token_stays():
     tensors = model(6, new=4)
     with pytest.warns(UserWarning, match="neutral"):
         result = kvlab.replay(trace_of(tensors, 60), kvlab.policy("compilerkv", budget=20, **SMALL))
-    assert kept_sets(result, 4) == [[kept + [60, 61, 62, 63] for kept in heads] for heads in kept_sets(result)]
+    assert kept_sets(result, 4) == [[[*kept, 60, 61, 62, 63] for kept in heads] for heads in kept_sets(result)]
 
 
 def test_measures_of_a_replay(tmp_path):

@@ -1,7 +1,8 @@
 """`make check`: run the tests of what has changed since the last commit, those that take long left to `make test`.
 
 A changed file of `kvlab/FOLDER/` brings the tests of `tests/FOLDER/`, a changed test file itself, a changed notebook or
-experiment the tests that read notebooks without running them. Anything else brings the tests of the project's own files.
+experiment the tests that read notebooks without running them. Anything else brings the tests of the project's
+own files.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def test_the_command_writes_what_measure_finds(capsys, monkeypatch, tmp_path, re
     monkeypatch.setattr("kvlab.inputs.models.loading.load", lambda name: reader)
     monkeypatch.setattr("kvlab.inputs.corpus.documents_between", lambda *_, **__: iter(HAY))
     monkeypatch.chdir(tmp_path)
-    code, out, err = call(capsys, "any", "--context", "64", "--needles", "3", "--seed", "1")
+    code, out, _ = call(capsys, "any", "--context", "64", "--needles", "3", "--seed", "1")
     assert code == 0 and out.splitlines()[-1] == "random-tiny-llama-gqa-heads.json"
     assert HeadScores.load(tmp_path / "random-tiny-llama-gqa-heads.json") == scores
     layer, head, best = scores.best(1)[0]

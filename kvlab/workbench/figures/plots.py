@@ -338,7 +338,7 @@ def needle_heatmap(
     table = table[table["policy"].isin(order)]
     if table.empty:
         raise KvlabError("there are no scores of these policies to draw a needle heatmap of")
-    parts = {key: part for key, part in table.groupby(["policy", "budget"], sort=False, dropna=False)}
+    parts = dict(list(table.groupby(["policy", "budget"], sort=False, dropna=False)))
     groups = [(policy, budget, part) for policy in order for (of, budget), part in parts.items() if of == policy]
     across = min(columns, len(groups))
     down = -(-len(groups) // across)
