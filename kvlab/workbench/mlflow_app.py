@@ -1,8 +1,8 @@
 """MLflow's own server, whose pages open on training runs: `mlflow server --app-name kvlab` (`make lab` starts it so).
 
-What MLflow 3.17 shows first is a choice that a browser keeps, not a setting of the server: its pages for applications
-of language models, an assistant that wants a provider or a key, and a note on telemetry. A browser that has not chosen yet
-is given other choices here; the tag `mlflow.experimentKind` alone does not do it.
+What MLflow 3.17 shows first is a choice that a browser keeps, not a setting of the server: its pages for
+applications of language models, an assistant that wants a provider or a key, and a note on telemetry. A browser that
+has not chosen yet is given other choices here; the tag `mlflow.experimentKind` alone does not do it.
 """
 
 from __future__ import annotations
