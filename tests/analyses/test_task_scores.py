@@ -6,11 +6,12 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
+from support.texts import FERRY
 from torch.nn import functional as F
 
 import kvlab
 from kvlab import evaluation
-from kvlab.analyses.tasks import contenders, examples, gains, scores
+from kvlab.analyses.tasks import contenders, examples, gains, longbench, planning, scores
 from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
 from kvlab.tasks import Example
@@ -153,6 +154,53 @@ def test_a_grid_has_a_needle_for_each_cell(lm):
         (300, 0.1),
         (300, 0.9),
     ]
+
+
+def test_a_plan_asks_each_document_and_article_and_says_where_policies_compress(tiny):
+    lm = tiny("tiny-llama-gqa", tokenizer="smollm2-135m")
+    plan = planning.plan(
+        lm,
+        ["sotu/1962", "sotu/1975"],
+        ["squad/Oxygen"],
+        length=700,
+        seed=0,
+        needle={"snapkv": [64, 128]},
+        ruler={"h2o": [64]},
+        qa={"dapq": [64]},
+        held_back={"snapkv": [64]},
+    )
+    met = [[(policy.name, getattr(policy, "budget", None), place) for policy, place in pairs] for _, pairs in plan]
+    needle = [("snapkv", 64, "prompt"), ("snapkv", 128, "prompt"), ("snapkv", 64, "context")]
+    assert met == [needle, [("h2o", 64, "prompt")], [("dapq", 64, "prompt")]]
+    asked = planning.asked(plan)
+    assert asked["task"].tolist() == ["needle"] * 2 + ["ruler"] * 2 + ["qa"]
+    assert asked["document"].tolist() == ["sotu/1962", "sotu/1975"] * 2 + ["squad/Oxygen"]
+    assert asked["asked"].str.endswith("?").sum() >= 3 and "Answer:" not in set(asked["asked"])
+    assert asked["right answer"].tolist() == [item.answer.strip() for items, _ in plan for item in items]
+
+
+def test_longbench_meets_its_policies_at_every_budget(tiny, tmp_path, monkeypatch):
+    record = {
+        "_id": "1",
+        "context": FERRY,
+        "input": "Who owned the piano?",
+        "answers": ["Ilse Brandt"],
+        "all_classes": None,
+        "length": 300,
+        "language": "en",
+    }
+    for name in longbench.TASKS:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"dataset": name, **record}) + "\n")
+    monkeypatch.setattr(longbench, "POLICIES", ("snapkv", "h2o"))
+    scored = longbench.scored(tiny("tiny-llama-gqa", tokenizer="smollm2-135m"), tmp_path, length=300, limit=1)
+    met = set(zip(scored["policy"], scored["budget"].fillna(0), strict=True))
+    assert met == {("full", 0), ("snapkv", 64), ("snapkv", 256), ("h2o", 64), ("h2o", 256)} and len(scored) == 5
+    assert (scored["n"] == 1).all() and {"score", "low", "high", "difference"} <= set(scored)
+
+
+def test_what_came_out_is_said_in_words():
+    said = gains.in_words(gains.findings(TABLE))
+    assert said == "16 answers from 4 prefills; NLL under the full cache: needle 0.20, qa 0.50"
 
 
 # ---------------------------------------------------------------------------------------------------- paired gains

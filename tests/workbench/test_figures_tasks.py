@@ -75,6 +75,7 @@ def test_losses_by_budget_stand_above_dapqs_tables(found):
         printed = printed[printed["budget"].between(64, top)].sort_values("budget")
         assert figures.curves(ax)["DapQ"] == (printed["budget"].tolist(), printed[column].tolist())
         assert "full cache" in figures.texts(ax) and figures.ticks(ax)[0] == "64"
+        assert figures.legend(ax) == ["DapQ", "SnapKV", "PyramidKV", "H2O"]
 
 
 def test_zsmerges_gains_stand_beside_its_table_2(found):

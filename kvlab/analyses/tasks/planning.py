@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 Budgets = Mapping[str, Sequence[int | float]]
 """Policies as a notebook names them: {"snapkv": [64, 128]}."""
 Plan = list[tuple[list[Item], list[tuple[Policy, str]]]]
-"""As `scores.measure` takes it: examples, and the policies they meet, each with "prompt" or "context" for
-where it compresses."""
+"""As `scores.measure` takes it: examples, and the policies they meet with where each compresses (prompt or context)."""
 
 
 def plan(

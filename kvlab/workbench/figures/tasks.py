@@ -63,8 +63,8 @@ def _printed_needles() -> pandas.DataFrame:
         rocketkv.assign(policy=rocketkv["method"] + " (RocketKV)", value=rocketkv["needle"] / 100),
         dapq.assign(policy=dapq["method"].str.lower() + " (DapQ)", value=dapq["accuracy"] / 100),
     ]
-    found = pd.concat(both).dropna(subset="value").sort_values("value", ascending=False)
-    return found.filter(["policy", "value"])
+    accuracies = pd.concat(both).dropna(subset="value").sort_values("value", ascending=False)
+    return accuracies.filter(["policy", "value"])
 
 
 # ------------------------------------------------------------------------------------------------- against the budget
@@ -102,12 +102,11 @@ def _printed_scores(ax: Axes, table: str, column: str, span: tuple[int, int], ti
         ax.axhline(full, color=FAINT, linestyle=":", linewidth=1)
         ax.annotate("full cache", (span[0], full), xytext=(0, 3), textcoords="offset points", fontsize=9, color=FAINT)
     scores = scores.loc[scores["budget"].between(*span)].sort_values("budget")
-    for method in scores["method"].unique():
-        if (policy := method.lower()) in COMPARED:
-            part = at(scores, method=method)
+    for policy, name in COMPARED.items():
+        part = at(scores, method=name)
+        if len(part):
             ax.plot(part["budget"], part[column], color=plots.PAPER, linestyle="--", zorder=2)
-            tint, label = COLOURS[policy], COMPARED[policy]
-            ax.plot(part["budget"], part[column], "D", color=tint, markersize=6, label=label, zorder=3)
+            ax.plot(part["budget"], part[column], "D", color=COLOURS[policy], markersize=6, label=name, zorder=3)
     ax.legend()
     ax.set(xlabel="budget, entries", ylabel="score, %")
     ax.set_title(title)
