@@ -75,6 +75,7 @@ def running() -> Iterator[Callable[..., subprocess.Popen]]:
             stdout=subprocess.PIPE,
         )
         begun.append(process)
+        assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise SystemExit("a process did not start; its message stands above")
         return process
@@ -88,7 +89,7 @@ def running() -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 def main(
-    beside: Annotated[list[int], typer.Option(min=0, help="Busy processes of one thread beside it.")] = (0, 4),
+    beside: Annotated[list[int] | None, typer.Option(min=0, help="Busy processes beside it (0 and 4).")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each setting.")] = 7,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prefill.")] = 128,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded after it.")] = 8,
@@ -98,7 +99,7 @@ def main(
     with running() as start:
         for name, settings in SETTINGS.items():
             workers[name] = start(WORKER, settings, prompt, tokens)
-        for count in beside:
+        for count in beside or (0, 4):
             with running() as start_beside:
                 for _ in range(count):
                     start_beside(NEIGHBOUR, {"OMP_NUM_THREADS": "1"})
@@ -109,6 +110,7 @@ def measured(workers: dict[str, subprocess.Popen], repeats: int, title: str) -> 
     taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in workers}
     for _ in range(repeats):
         for name, worker in workers.items():
+            assert worker.stdin is not None and worker.stdout is not None
             worker.stdin.write("\n")
             worker.stdin.flush()
             taken[name].append(tuple(map(float, worker.stdout.readline().split())))

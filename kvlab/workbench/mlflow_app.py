@@ -30,7 +30,7 @@ for (const [name, choice] of Object.entries({json.dumps(CHOICES)}))
 
 def page() -> Any:
     """MLflow's only page, with the choices made before its program begins."""
-    html = (Path(pages.static_folder) / "index.html").read_text(encoding="utf-8")
+    html = (Path(pages.static_folder or "") / "index.html").read_text(encoding="utf-8")
     # A page that was cached from a plain MLflow server must not come back.
     return pages.response_class(
         html.replace("<head>", f"<head>{SCRIPT}", 1), mimetype="text/html", headers={"Cache-Control": "no-store"}

@@ -104,8 +104,8 @@ def ids_of(trace: Trace) -> Tensor:
 
 def nonsense(lm: LM, n: int) -> Tensor:
     """`n` tokens of the paper's fixed sentence, repeated."""
-    lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
-    ids = torch.tensor(lm.tokenizer(SENTENCE * n, add_special_tokens=False).input_ids)
+    tokenizer = lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
+    ids = torch.tensor(tokenizer(SENTENCE * n, add_special_tokens=False).input_ids)
     return ids[:n]
 
 

@@ -46,8 +46,8 @@ def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | Non
     prompt, cache = ids_of(trace)[: trace.prompt_length], prefilled(trace)
 
     def encode(text: str) -> torch.Tensor:
-        lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
-        return torch.tensor(lm.tokenizer(text, add_special_tokens=False).input_ids)
+        tokenizer = lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
+        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
 
     tokens = {one.pseudo_key: one.pseudo_tokens(prompt, vocabulary, encode) for one in policies}
     found = {key: pseudo_queries(lm, cache, ids, torch.arange(here, here + len(ids)))[0] for key, ids in tokens.items()}

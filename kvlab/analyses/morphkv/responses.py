@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pandas as pd
 import torch
@@ -187,7 +187,9 @@ def fading(table: pd.DataFrame, measures: Sequence[str]) -> Findings:
             findings.add(SLOPE, slopes[name], **at)
             findings.add(MEAN, means[name], **at)
             if name != "morphkv":
-                findings.add_difference(STEEPER, slopes[name], slopes["morphkv"], **at)
+                findings.add_difference(
+                    STEEPER, cast(pd.Series, slopes[name]), cast(pd.Series, slopes["morphkv"]), **at
+                )
                 findings.add_difference(BEHIND, means[name], means["morphkv"], **at)
     return findings
 

@@ -109,7 +109,7 @@ def questions(lm: LM, articles: Sequence[str] = ARTICLES, length: int = 1280, se
 
 
 def _tokens(lm: LM, text: str) -> int:
-    return len(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return len(lm.require_tokenizer("texts cannot be counted")(text, add_special_tokens=False)["input_ids"])
 
 
 def _paragraphs(lm: LM, name: str, wanted: str, room: int, draw: Random) -> str:

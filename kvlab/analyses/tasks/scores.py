@@ -95,7 +95,8 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
     """
     at_context = any(at == "context" for _, at in wanted)
     fed = evaluation.feed(lm, item.example, "context" if at_context else "prompt")
-    answer = torch.tensor(lm.tokenizer(item.answer, add_special_tokens=False)["input_ids"])
+    tokenizer = lm.require_tokenizer("answers cannot be scored")
+    answer = torch.tensor(tokenizer(item.answer, add_special_tokens=False)["input_ids"])
     if len(answer) <= SCORED_FROM:
         raise KvlabError(
             f"{item.example.id}: the answer {item.answer!r} has {len(answer)} of the {SCORED_FROM + 1} tokens that it "

@@ -160,7 +160,8 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
             f"the weights in {shown} do not fit its config.json: {len(lacking)} are missing or of another "
             f"size, such as {lacking[0]}"
         )
-    lm = _finish(model.to(place), tokenizer, name, sha256)
+    # transformers wraps Module.to so that a checker sees no self.
+    lm = _finish(model.to(place), tokenizer, name, sha256)  # pyright: ignore[reportArgumentType]
     if min(lm.n_layers, lm.context_length) < 1:
         raise KvlabError(
             f"cannot load a model from {shown}: it has {lm.n_layers} layers and takes {lm.context_length} tokens"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import matplotlib.pyplot as plt
 import seaborn
+from matplotlib.patches import Rectangle
 
 from kvlab.errors import KvlabError
 
@@ -124,12 +125,12 @@ def paper_beside_ours(
     ax = axes(ax)
     keys, width = list(ours), 0.38
     for place, key in enumerate(keys):
-        if paper.get(key) is not None:
-            _bar(ax, place - width / 2, float(paper[key]), width, PAPER, value_format)
+        if (printed := paper.get(key)) is not None:
+            _bar(ax, place - width / 2, float(printed), width, PAPER, value_format)
         _bar(ax, place + width / 2, float(ours[key]), width, COLOURS[0], value_format, (intervals or {}).get(key))
     ax.set_xticks(range(len(keys)), [(labels or {}).get(key, key) for key in keys])
     ax.tick_params(axis="x", length=0)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (PAPER, COLOURS[0])]
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in (PAPER, COLOURS[0])]
     ax.margins(y=0.14)
     ax.legend(handles, [paper_label, ours_label], ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     return _finish(ax, "", ylabel, title)
@@ -187,7 +188,7 @@ def boxes(
         linewidth=1.1,
         fliersize=2.5,
         ax=ax,
-        palette=COLOURS[: frame[hue or x].nunique()],
+        palette=COLOURS[: len(frame[hue or x].unique())],
         legend=bool(hue),
         hue_order=None if hue else order,
     )
@@ -220,8 +221,8 @@ def lines(
     groups = [(None, frame)] if hue is None else list(frame.groupby(hue, sort=False, observed=True))
     for number, (value, part) in enumerate(groups):
         part = part.sort_values(x)
-        colour = (colours or {}).get(value, COLOURS[number % len(COLOURS)])
-        label = None if value is None else (names or {}).get(value, str(value))
+        colour = (colours or {}).get(cast(str, value), COLOURS[number % len(COLOURS)])
+        label = None if value is None else (names or {}).get(cast(str, value), str(value))
         ax.plot(part[x], part[y], color=colour, label=label, marker=marker, zorder=3)
         if low and high:
             ax.fill_between(part[x], part[low], part[high], color=colour, alpha=0.18, linewidth=0, zorder=2)
@@ -335,11 +336,14 @@ def needle_heatmap(
     if lacking:
         raise KvlabError(f"a needle heatmap needs the columns {', '.join(sorted(lacking))}, which the table lacks")
     order = list(policies) if policies is not None else list(table["policy"].unique())
-    table = table[table["policy"].isin(order)]
+    table = table.loc[table["policy"].isin(order)]
     if table.empty:
         raise KvlabError("there are no scores of these policies to draw a needle heatmap of")
-    parts = dict(list(table.groupby(["policy", "budget"], sort=False, dropna=False)))
-    groups = [(policy, budget, part) for policy in order for (of, budget), part in parts.items() if of == policy]
+    groups = [
+        (policy, budget, part)
+        for policy in order
+        for budget, part in table[table["policy"] == policy].groupby("budget", sort=False, dropna=False)
+    ]
     across = min(columns, len(groups))
     down = -(-len(groups) // across)
     figure, grid = plt.subplots(
@@ -349,7 +353,7 @@ def needle_heatmap(
     drawn = list(grid.flat)[: len(groups)]
     for number, (ax, (policy, budget, part)) in enumerate(zip(drawn, groups, strict=True)):
         cells = part.pivot_table(index="depth", columns="length", values="score").reindex(index=depths, columns=lengths)
-        image = ax.imshow(cells.to_numpy(dtype=float), cmap=MAP, vmin=0, vmax=1, aspect="auto")
+        ax.imshow(cells.to_numpy(dtype=float), cmap=MAP, vmin=0, vmax=1, aspect="auto")
         ax.grid(False)
         ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize="x-small")
         ax.set_yticks(range(len(depths)), [f"{100 * depth:g}" for depth in depths])
@@ -362,7 +366,7 @@ def needle_heatmap(
         ax.tick_params(labelbottom=number + across >= len(groups))
     for ax in list(grid.flat)[len(groups) :]:
         ax.set_visible(False)
-    figure.colorbar(image, ax=drawn, label="score (1: found)", shrink=0.9)
+    figure.colorbar(drawn[0].images[0], ax=drawn, label="score (1: found)", shrink=0.9)
     if title:
         figure.suptitle(title, x=0.01, ha="left")
     return drawn

@@ -291,7 +291,7 @@ def _documents(names: object) -> str:
     shown = []
     for name in names if isinstance(names, (list, tuple)) else [names]:
         try:
-            shown.append(corpus.document(name).signature)
+            shown.append(corpus.document(str(name)).signature)
         except KvlabError:
             shown.append(str(name))
     return " ".join(shown) if names else ""
