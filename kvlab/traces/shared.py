@@ -37,6 +37,7 @@ CODE = (
     "core/attention.py",
     "core/hookable.py",
     "core/hooks.py",
+    "core/slots.py",
     "core/store.py",
     "inputs/models/conversion.py",
     "inputs/models/lm.py",
