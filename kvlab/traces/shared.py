@@ -40,6 +40,7 @@ CODE = (
     "core/slots.py",
     "core/store.py",
     "inputs/models/conversion.py",
+    "inputs/models/folder.py",
     "inputs/models/lm.py",
     "inputs/models/loading.py",
     "inputs/shapes.py",
