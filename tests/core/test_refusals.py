@@ -7,7 +7,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlab import KvlabError
-from kvlab.core.hookable import layers_of
+from kvlab.core import hookable
 from kvlab.inputs import models
 
 SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2)
@@ -87,7 +87,7 @@ def test_it_is_refused_before_its_weights_are_read(tmp_path, monkeypatch, name):
         models.load(folder, device="cpu")
     assert str(caught.value) == sentence
     with pytest.raises(KvlabError) as caught:  # and when it comes as an object
-        layers_of(made)
+        hookable.layers_of(made)
     assert str(caught.value) == sentence
 
 
@@ -96,4 +96,4 @@ def test_what_is_hooked_loads_from_a_folder(tmp_path):
     for kind in ("olmo2", "starcoder2"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **HEADED))
         model.save_pretrained(tmp_path / kind)
-        assert len(layers_of(models.load(tmp_path / kind, device="cpu").model)) == 2
+        assert len(hookable.layers_of(models.load(tmp_path / kind, device="cpu").model)) == 2

@@ -152,21 +152,22 @@ def test_two_processes_wait_for_one_capture(own_home, tmp_path):
     """Both begin together and find nothing; only one runs the model, and both have the same trace."""
     script = f"""
 import multiprocessing, pathlib, time
-from kvlab import captures, models, trace
+from kvlab.inputs import models
+from kvlab.traces import run, shared
 folder = pathlib.Path({str(tmp_path)!r})
 def slow(*args, **options):
     with open(folder / "ran", "a") as log:
         log.write("x")
     time.sleep(1.5)
-    return trace.capture(*args, **options)
-slow.__wrapped__ = trace.capture
-captures.capture = slow
+    return run.capture(*args, **options)
+slow.__wrapped__ = run.capture
+shared.capture = slow
 lm = models.random_lm("tiny-llama-gqa", device="cpu", dtype="float32")
 def one(name):
     (folder / name).touch()
     while not all((folder / name).exists() for name in "ab"):
         time.sleep(0.02)
-    return captures.shared(lm, list(range(3, 43)), 5, 8).keys.sum().item()
+    return shared.shared(lm, list(range(3, 43)), 5, 8).keys.sum().item()
 with multiprocessing.get_context("fork").Pool(2) as pool:
     print(*pool.map(one, "ab", chunksize=1))
 """

@@ -225,7 +225,7 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_the_command_writes_what_measure_finds(capsys, monkeypatch, tmp_path, reader, scores):
-    monkeypatch.setattr("kvlab.inputs.models.loading.load", lambda name: reader)
+    monkeypatch.setattr("kvlab.inputs.models.load", lambda name: reader)
     monkeypatch.setattr("kvlab.inputs.corpus.documents_between", lambda *_, **__: iter(HAY))
     monkeypatch.chdir(tmp_path)
     code, out, _ = call(capsys, "any", "--context", "64", "--needles", "3", "--seed", "1")

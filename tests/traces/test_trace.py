@@ -252,7 +252,7 @@ def test_the_model_is_as_it_was_after_a_failure(tiny, monkeypatch, call, error):
     lm, calls = tiny(), []
     expected = kvlab.capture(lm, prompt(), STEPS)
     before, logits = state(lm.model), lm.model(prompt()[None]).logits
-    plain = attention.attend
+    plain = hooks.attend
 
     def fails(*args):
         calls.append(args)
@@ -261,7 +261,7 @@ def test_the_model_is_as_it_was_after_a_failure(tiny, monkeypatch, call, error):
         return plain(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "attend", fails)
+        patch.setattr(hooks, "attend", fails)
         with pytest.raises(error, match="out of luck"):
             kvlab.capture(lm, prompt(), STEPS)
     assert state(lm.model) == before and torch.equal(lm.model(prompt()[None]).logits, logits)
@@ -270,7 +270,7 @@ def test_the_model_is_as_it_was_after_a_failure(tiny, monkeypatch, call, error):
 
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_failure_among_pseudo_queries_leaves_the_cache_cropped(tiny, monkeypatch, call):
-    lm, calls, plain = tiny(), [], attention.attend
+    lm, calls, plain = tiny(), [], hooks.attend
     cache = prefilled(kvlab.capture(lm, prompt(), 0))
     expected = pseudo_queries(lm, cache, prompt(4), torch.arange(4))
 
@@ -281,7 +281,7 @@ def test_a_failure_among_pseudo_queries_leaves_the_cache_cropped(tiny, monkeypat
         return plain(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "attend", fails)
+        patch.setattr(hooks, "attend", fails)
         with pytest.raises(RuntimeError, match="out of luck"):
             pseudo_queries(lm, cache, prompt(4), torch.arange(4))
     assert {layer.store.length for layer in cache.layers} == {layer.store.seen for layer in cache.layers} == {PROMPT}

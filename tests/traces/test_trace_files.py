@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 import kvlab
 from kvlab.errors import KvlabError
 from kvlab.inputs import models
-from kvlab.traces import run as module
+from kvlab.traces import trace as module
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -263,7 +263,7 @@ def test_tensors_that_do_not_fit_together(change, message):
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_files_are_as_private_as_the_umask_says(tmp_path, mask, mode):
     code = (
-        "from kvlab import files\nimport sys\nwith files.replacing(sys.argv[1]) as path:\n    path.write_text('kept')"
+        "from kvlab.lib import files\nimport sys\nwith files.replacing(sys.argv[1]) as path:\n    path.write_text('kept')"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "trace")], check=True, umask=mask)
     assert (tmp_path / "trace").stat().st_mode & 0o777 == mode
