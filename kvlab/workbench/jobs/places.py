@@ -269,8 +269,10 @@ def _begun_elsewhere(environment: Mapping[str, str]) -> bool:
 
 def _cancelled() -> bool:
     """Whether the sweep has cancelled the job, or is gone: then nobody waits for its files."""
-    from dask.context import thread_state
     from distributed import get_worker
+
+    # It is made in dask.context, but we depend on distributed, not on dask itself.
+    from distributed.worker import thread_state  # pyright: ignore[reportPrivateImportUsage]
 
     state = get_worker().state.tasks.get(thread_state.key)
     return state is None or state.state in ("cancelled", "released", "forgotten")
