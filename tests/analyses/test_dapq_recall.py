@@ -8,7 +8,6 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from kvlab.workbench.jobs.experiments import jobs
 from support.dapq import random_traces
 
 import kvlab
@@ -16,6 +15,7 @@ from kvlab import papers
 from kvlab.analyses.dapq import recall
 from kvlab.analyses.findings import Findings
 from kvlab.methods import policy
+from kvlab.workbench.experiments import jobs
 
 POLICIES = ("dapq", *recall.OTHERS)
 

@@ -42,8 +42,12 @@ def test_everything_takes_a_model_or_its_lm(tiny, trace, own_home):
 
 def test_an_lm_brings_its_tokenizer_into_a_session(lm):
     sentence = kvlab.policy("dapq", budget=64, content="sentence")
-    assert kvlab.compress(lm, sentence)._encode("one word").tolist() == lm.tokenizer("one word").input_ids
-    assert kvlab.compress(lm.model, sentence)._encode is None
+    ids = lm.encode("a few words", chat=False)
+    with kvlab.compress(lm, sentence) as session:
+        lm.model.generate(ids.repeat(1, 40), max_new_tokens=2, do_sample=False)
+    assert session.kept(layer=0).shape[1] <= 64 + 2
+    with kvlab.compress(lm.model, sentence), pytest.raises(KvlabError, match="need a tokenizer"):
+        lm.model.generate(ids.repeat(1, 40), max_new_tokens=2, do_sample=False)
 
 
 def test_a_model_alone_has_no_tokenizer(tiny):

@@ -11,8 +11,8 @@ from support.commands import call
 from support.projects import EXPERIMENT, experiment, project  # noqa: F401
 from test_patience import health  # noqa: F401
 
-from kvlab.workbench import ui
-from kvlab.workbench.jobs import driver, experiments
+from kvlab.workbench import experiments, ui
+from kvlab.workbench.jobs import driver
 from kvlab.workbench.store import database
 
 
