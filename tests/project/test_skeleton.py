@@ -24,9 +24,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What is imported under another name than that of its distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each may import only from those that stand before it, and from its own: the folders and files of the package ...
-LAYERS = ["version", "errors", "lib", "core", "inputs", "methods", "traces", "instruments", "replays", "live", "scores", "tasks", "evaluation", "bench", "compile", "papers", "analyses", "workbench", "commands", "cli", "__main__"]
+LAYERS = (
+    "version errors lib core inputs methods traces instruments replays live scores tasks evaluation bench compile "
+    "papers analyses workbench commands cli __main__"
+).split()  # noqa: SIM905
 # ... and those of `workbench`.
-SHELVES = ["project", "experiments", "store", "jobs", "figures", "explorer", "report", "mlflow_app", "ui", "doctor", "listing", "lab"]
+SHELVES = "project experiments store jobs figures explorer report mlflow_app ui doctor listing lab".split()  # noqa: SIM905
 
 
 def canonical(name: str) -> str:

@@ -262,6 +262,7 @@ def test_tensors_that_do_not_fit_together(change, message):
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_files_are_as_private_as_the_umask_says(tmp_path, mask, mode):
-    code = "from kvlab.lib import files\nimport sys\nwith files.replacing(sys.argv[1]) as path:\n    path.write_text('kept')"
+    code = "from kvlab.lib import files\nimport sys\n"
+    code += "with files.replacing(sys.argv[1]) as path:\n    path.write_text('kept')"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "trace")], check=True, umask=mask)
     assert (tmp_path / "trace").stat().st_mode & 0o777 == mode
