@@ -8,28 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvlab.core import hookable, hooks
 from kvlab.errors import KvlabError, whole
+from kvlab.inputs.corpus import Document
 from kvlab.lib import bars
 from kvlab.methods import Policy, listed, policy, registry
 from kvlab.traces.trace import Keep
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from kvlab.inputs.corpus import Document
     from kvlab.inputs.models import LM
 
-    OnePrompt: TypeAlias = str | Document | Tensor | np.ndarray | Sequence[int]
-    # Lists by what they hold: a str is itself a sequence of str, and must not count as several prompts.
-    SeveralPrompts: TypeAlias = (
-        list[str] | list[Document] | list[str | Document] | list[Tensor] | list[list[int]] | tuple[OnePrompt, ...]
-    )
-
+OnePrompt: TypeAlias = str | Document | Tensor | np.ndarray | Sequence[int]
+# Lists by what they hold: a str is itself a sequence of str, and must not count as several prompts.
+SeveralPrompts: TypeAlias = (
+    list[str] | list[Document] | list[str | Document] | list[Tensor] | list[list[int]] | tuple[OnePrompt, ...]
+)
 # Logits are wide; the likelihoods of more tokens than this are not recorded, even where all queries are.
 NLL_TOKENS = 256
 

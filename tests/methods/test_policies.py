@@ -213,10 +213,10 @@ def test_a_policy_is_found_by_its_file_alone(tmp_path, monkeypatch):
         patch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
         registry.cache_clear()
         assert kvlab.policies() == sorted([*own, "mine"]), "what has no name, or came by an import, is not one of its"
-        assert type(kvlab.policy("mine", budget=3)).__module__ == "kvlab.methods.added"
+        assert type(kvlab.policy("mine", budget=3)).__module__ == f"{methods.__name__}.added"
         assert kvlab.policy("mine", budget=3).family == "other"
     registry.cache_clear()
-    sys.modules.pop("kvlab.methods.added", None)
+    sys.modules.pop(f"{methods.__name__}.added", None)
     assert kvlab.policies() == own == sorted(own)
 
 

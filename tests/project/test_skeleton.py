@@ -27,9 +27,9 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 LAYERS = (
     "version errors lib core inputs methods traces instruments replays live scores tasks evaluation bench compile "
     "papers analyses workbench commands cli __main__"
-).split()  # noqa: SIM905
+).split()
 # ... and those of `workbench`.
-SHELVES = "project experiments store jobs figures explorer report mlflow_app ui doctor listing lab".split()  # noqa: SIM905
+SHELVES = "project experiments store jobs figures explorer report mlflow_app ui doctor listing lab".split()
 
 
 def canonical(name: str) -> str:
