@@ -8,7 +8,6 @@ from support.commands import call
 from support.projects import project  # noqa: F401
 
 from kvlab import evaluation
-from kvlab.inputs.models import loading
 from kvlab.workbench.store import tracking
 
 NEEDLE = ["eval", "needle", "-p", "lengths=[144]", "-p", "depths=[0.0, 0.5, 1.0]", "--limit", "2"]
@@ -16,7 +15,7 @@ NEEDLE = ["eval", "needle", "-p", "lengths=[144]", "-p", "depths=[0.0, 0.5, 1.0]
 
 @pytest.fixture
 def loaded(lm, monkeypatch):
-    monkeypatch.setattr(loading, "load", lambda *_: lm)
+    monkeypatch.setattr("kvlab.inputs.models.load", lambda *_: lm)
 
 
 def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):  # noqa: F811

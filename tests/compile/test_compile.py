@@ -417,7 +417,7 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_the_command_writes_what_learn_finds(capsys, monkeypatch, tmp_path, lm, learnt):
-    monkeypatch.setattr("kvlab.inputs.models.loading.load", lambda *_: lm)
+    monkeypatch.setattr("kvlab.inputs.models.load", lambda *_: lm)
     monkeypatch.setattr("kvlab.inputs.corpus.document", lambda name: next(d for d in DOCUMENTS if d.name == name))
     monkeypatch.setattr("kvlab.compile.contexts.HELD_APART", ())
     monkeypatch.setattr("kvlab.compile.compiler.checked", lambda documents: documents)

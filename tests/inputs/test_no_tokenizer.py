@@ -20,7 +20,6 @@ from kvlab import compile as compiling
 from kvlab.analyses.dapq import position, recall
 from kvlab.bench import meters
 from kvlab.inputs import corpus, models
-from kvlab.inputs.models import loading
 from kvlab.traces import retrieval_heads
 
 IDS = list(range(3, 43))
@@ -144,7 +143,7 @@ def test_ids_do_everywhere(bare):
 @pytest.mark.parametrize("task", tasks.tasks())
 def test_eval_refuses_at_once(bare, project, capsys, monkeypatch, task):  # noqa: F811
     """With a tokenizer that finds no token in any text, the search for an example of the wanted length never ended."""
-    monkeypatch.setattr(loading, "load", lambda *_: bare)
+    monkeypatch.setattr("kvlab.inputs.models.load", lambda *_: bare)
     monkeypatch.setattr(corpus.packs, "pull", lambda *_a, **_k: pytest.fail("texts were pulled"))
     more = ["-p", f"folder={project}"] if task == "longbench" else []
     code, out, err = call(capsys, "eval", task, "--policies", "snapkv", "--budgets", "64", "--limit", "1", *more)

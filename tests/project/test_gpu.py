@@ -25,7 +25,6 @@ from kvlab.analyses import exploring, first_look
 from kvlab.analyses.rocketkv import budgets
 from kvlab.bench import memory, meters, timing
 from kvlab.inputs import models
-from kvlab.inputs.models import loading
 from kvlab.instruments.probes import QuerySimilarity
 from kvlab.live.gather import gather
 from kvlab.methods import registry
@@ -359,7 +358,7 @@ def test_eval_takes_the_gpu(readers, monkeypatch, capsys, tmp_path):
     ]
     lines = {}
     for name, lm in zip(("here", "there"), readers, strict=True):
-        monkeypatch.setattr(loading, "load", lambda *_, lm=lm: lm)
+        monkeypatch.setattr("kvlab.inputs.models.load", lambda *_, lm=lm: lm)
         with pretend_gpu.present():
             code, _, err = call(capsys, *asked, "--out", str(tmp_path / f"{name}.jsonl"))
         assert code == 0, err
