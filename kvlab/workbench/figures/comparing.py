@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-INK, FAINT, AXIS = "#1c2430", "#7a8594", "#566173"
+INK, FAINT, AXIS = plots.INK, "#7a8594", plots.EDGE
 BETTER, WORSE = plots.COLOURS[0], plots.COLOURS[1]
 OTHER = plots.COLOURS[-1]
 FAMILY_COLOURS = {
@@ -90,7 +90,7 @@ def whisker_lengths(table: pandas.DataFrame, scale: float = 1.0) -> list[Any]:
 
     table: value, low, high.
     """
-    return [scale * (table["value"] - table["low"]), scale * (table["high"] - table["value"])]
+    return [scale * side for side in plots.spread(table)]
 
 
 def beside_paper(
@@ -101,9 +101,7 @@ def beside_paper(
     table: the column `key`, which says what stands in the paper for a row, and value, low, high.
     scale: factor of our numbers; the options are those of `plots.paper_beside_ours`.
     """
-    rows = table.to_dict("records")
-    ours = {row[key]: scale * row["value"] for row in rows}
-    intervals = {row[key]: (scale * row["low"], scale * row["high"]) for row in rows}
+    ours, intervals = plots.by_key(table, key, scale)
     return plots.paper_beside_ours(paper, ours, intervals, **options)
 
 

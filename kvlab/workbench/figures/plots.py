@@ -276,7 +276,7 @@ def doublings(ax: Axes, places: Sequence[float]) -> Axes:
 
 def paper_points(ax: Axes, x: Sequence[float], y: Sequence[float], label: str = "paper") -> Axes:
     """Add the numbers that the paper prints to an existing figure, as grey diamonds."""
-    ax.scatter(x, y, marker="D", s=44, color=PAPER, edgecolor="#566173", linewidth=0.8, zorder=4, label=label)
+    ax.scatter(x, y, marker="D", s=44, color=PAPER, edgecolor=EDGE, linewidth=0.8, zorder=4, label=label)
     ax.legend()
     return ax
 
