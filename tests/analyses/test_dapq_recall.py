@@ -137,10 +137,10 @@ def test_the_frame_has_every_policy_at_every_window_and_budget(figure_3):
     recalls = figure_3.frame(recall.RECALL).query("measure == 'window_recall'")
     points = recalls.query("window == 32")
     assert set(points["policy"]) == set(POLICIES)
-    assert points[points["policy"] == "h2o"]["budget"].tolist() == [64, 128, 256, 512]
+    assert sorted(points[points["policy"] == "h2o"]["budget"]) == [64, 128, 256, 512]
     assert (points["low"] <= points["value"]).all() and (points["value"] <= points["high"]).all()
     flat = recalls.query("policy == 'streamingllm' and budget == 256")
-    assert flat["window"].tolist() == [8, 16, 32, 64, 128] and flat["value"].nunique() == 1
+    assert sorted(flat["window"]) == [8, 16, 32, 64, 128] and flat["value"].nunique() == 1
     row = points.query("policy == 'snapkv' and budget == 128").iloc[0]
     assert row["value"] == figure_3.metrics["window_recall/snapkv/w32/b128"]
     assert (row["low"], row["high"]) == figure_3.intervals["window_recall/snapkv/w32/b128"]
