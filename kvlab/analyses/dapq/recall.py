@@ -116,7 +116,7 @@ def figure_3(
             ]
     findings = Findings(pd.DataFrame(rows))
     settings = ["measure", "window", "budget"]
-    values = findings.table.pivot(index="document", columns=[*settings, "policy"], values="value")
+    values = findings.table.pivot(index="document", columns=[*settings, "policy"], values="value").sort_index(axis=1)
     for setting in values.columns.droplevel("policy").unique():
         wide, at = values.loc[:, setting], dict(zip(settings, setting, strict=True))
         for name in wide:
