@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 
 def wall(device: torch.device) -> float:
@@ -49,11 +49,11 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def rounds(things: Sequence[Thing], repeats: int) -> list[tuple[int, Thing]]:
+def rounds(items: Sequence[Item], repeats: int) -> list[tuple[int, Item]]:
     """Everything once in each round (counted from 0), each round the other way round than the last, so that a drifting
     clock speed cancels.
     """
-    return [(turn, thing) for turn in range(repeats) for thing in (things if turn % 2 == 0 else things[::-1])]
+    return [(turn, item) for turn in range(repeats) for item in (items if turn % 2 == 0 else items[::-1])]
 
 
 def ratios(values: Sequence[float], reference: Sequence[float]) -> list[float]:

@@ -70,9 +70,9 @@ def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = Fals
     if not names:
         experiments.load("")  # says where experiments would have to be
     results = driver.run(names, profile, None, jobs, fresh, cluster=cluster)
-    found = report.entries()
-    page = report.save(found)
-    claims.show(found)
+    ledger = report.entries()
+    page = report.save(ledger)
+    claims.show(ledger)
     _places(page, names)
     _finish(results, quiet=True)
 
@@ -94,12 +94,12 @@ def _finish(results: list[Result], quiet: bool = False) -> None:
     """Say how the jobs ended; raises KvlabError if one failed."""
     failed = [result for result in results if result.state != "finished" and result.state != "done earlier"]
     if failed:
-        told = [
+        causes = [
             f"{result.job.experiment} ({result.job.name}): {result.error}"
             + (f" [executed copy: {result.copy}]" if result.copy else "")
             for result in failed
         ]
-        raise KvlabError(f"{len(failed)} of {len(results)} jobs failed: " + "; ".join(told))
+        raise KvlabError(f"{len(failed)} of {len(results)} jobs failed: " + "; ".join(causes))
     if not quiet:
         earlier = sum(result.state == "done earlier" for result in results)
         ran = len(results) - earlier

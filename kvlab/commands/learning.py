@@ -84,14 +84,14 @@ def compile_(
         typer.echo(compiling.write(compiling.mapped(known, lm), path))
         return
     with progress.bar("learning") as update:
-        found = compiling.learn(
+        learnt = compiling.learn(
             lm,
             settings,
             texts,
             log or path.with_suffix(".jsonl"),
-            lambda what, done, total: update(description=what, completed=done, total=total),
+            lambda phase, done, total: update(description=phase, completed=done, total=total),
         )
-    for line in found.told():
+    for line in learnt.told():
         typer.echo(line)
-    for written in found.save(path):
+    for written in learnt.save(path):
         typer.echo(written)

@@ -38,26 +38,26 @@ def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Numbe
 
 def overrides(pairs: Iterable[str]) -> dict[str, str]:
     """Texts like KEY=VALUE as a mapping; a value that names a file is made a path from the root of the disk."""
-    found = {}
+    values = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise typer.BadParameter(f"a parameter is given as key=value, not {pair!r}")
-        found[key.strip()] = located(value)
-    return found
+        values[key.strip()] = located(value)
+    return values
 
 
 def task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     """KEY=VALUE as a mapping, with the values read as YAML: numbers, tuples, true and false, or texts."""
     from kvlab.lib import yamls
 
-    found = {}
+    parameters = {}
     for key, value in overrides(pairs).items():
         try:
-            found[key] = yamls.value(value)
+            parameters[key] = yamls.value(value)
         except ValueError:
             raise typer.BadParameter(f"the value of {key} is no YAML: {value[:80]!r}") from None
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
 
 
 def check_out(out: Path | None) -> None:

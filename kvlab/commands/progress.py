@@ -23,8 +23,8 @@ def bar(label: str, total: int | None = None) -> Iterator[Callable[..., None]]:
 def counting(label: str) -> Iterator[Callable[[str, int, int], None]]:
     """A bar that is moved by (what, done, total): how many of the answers there are."""
     with bar(label) as update:
-        yield lambda what, done, total: update(
-            description=f"{label}, {done} of {total}: {what}"[:60], completed=done, total=total
+        yield lambda phase, done, total: update(
+            description=f"{label}, {done} of {total}: {phase}"[:60], completed=done, total=total
         )
 
 
@@ -32,4 +32,4 @@ def counting(label: str) -> Iterator[Callable[[str, int, int], None]]:
 def feeding(tokens: int) -> Iterator[Callable[[str, int], None]]:
     """A bar that is moved by (what, fed): so many more tokens have gone into the model."""
     with bar("loading the model", tokens) as update:
-        yield lambda what, fed: update(description=what, advance=fed)
+        yield lambda phase, fed: update(description=phase, advance=fed)

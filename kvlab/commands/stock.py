@@ -49,16 +49,16 @@ def list_(
         raise KvlabError(nearest(what, LISTS, "list"))
     from kvlab.workbench.listing import entries
 
-    found = entries(what)
+    rows = entries(what)
     if as_json:
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
-    elif not found:
+        typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+    elif not rows:
         typer.echo(f"There are no {what} yet.")
     else:
-        _print_list(found)
+        _print_list(rows)
 
 
-def _print_list(found: list[dict[str, Any]]) -> None:
+def _print_list(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -66,7 +66,7 @@ def _print_list(found: list[dict[str, Any]]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for entry in found:
+    for entry in rows:
         paper = f"[{entry['where']}] " if "where" in entry else ""
         table.add_row(Text(entry["name"]), Text(paper + entry["summary"]))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
@@ -80,9 +80,9 @@ def doctor(as_json: AsJson = False) -> None:
     from kvlab.workbench import doctor as checks
 
     if as_json:
-        found = checks.as_json()
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
-        well = all(one["state"] != checks.BAD for one in found)
+        findings = checks.as_json()
+        typer.echo(json.dumps(findings, indent=1, ensure_ascii=False))
+        well = all(finding["state"] != checks.BAD for finding in findings)
     else:
         well = checks.show(Console())
     if not well:

@@ -77,19 +77,19 @@ def eval_(
     ]
     if not plans:
         raise typer.BadParameter("name at least one task")
-    lm, found = models.load(model, device, dtype), []
+    lm, answers = models.load(model, device, dtype), []
     for plan in plans:
         path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
         with progress.counting(plan.task.name) as advance:
             answered = evaluate.run(lm, plan, path, advance)
-        found += answered
+        answers += answered
         typer.echo(path, err=True)
         if figure := evaluation.draw(answered, path.with_name(f"{path.stem}-{plan.task.name}") if out else path):
             typer.echo(figure, err=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    evaluation.show(evaluate.summary(found), console)
-    if len({answer.marks.get("kind") for answer in found}) > 1:
-        evaluation.show_kinds(evaluate.summary(found, by="kind"), console)
+    evaluation.show(evaluate.summary(answers), console)
+    if len({answer.marks.get("kind") for answer in answers}) > 1:
+        evaluation.show_kinds(evaluate.summary(answers, by="kind"), console)
     if log:
         kept = {
             "tasks": names,
@@ -100,7 +100,7 @@ def eval_(
             "compress_at": compress_at,
             **given,
         }
-        typer.echo(f"MLflow run {evaluation.log(found, kept)}", err=True)
+        typer.echo(f"MLflow run {evaluation.log(answers, kept)}", err=True)
 
 
 @app.command("score", epilog="Example:   kvlab score qasper predictions/qasper.jsonl")
@@ -112,17 +112,17 @@ def score_(
     from kvlab import scores
 
     rule = scores.convention(task)
-    found = scores.score_each(task, scores.read_predictions(file))
+    points = scores.score_each(task, scores.read_predictions(file))
     from kvlab import __version__
     from kvlab.lib.bootstrap import interval
 
-    low, high = (round(100 * end, 2) for end in interval(found))
+    low, high = (round(100 * end, 2) for end in interval(points))
     typer.echo(
         json.dumps(
             {
                 "task": task,
-                "score": scores.percent(found),
-                "n": len(found),
+                "score": scores.percent(points),
+                "n": len(points),
                 "low": low,
                 "high": high,
                 "metric": rule.metric.__name__,

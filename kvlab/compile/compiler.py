@@ -118,11 +118,11 @@ class _Run:
     def learn(self, documents: Sequence[Document]) -> Learnt:
         settings = self.settings
         contexts = pool(self.lm, documents, settings)
-        each = sum(len(context.ids) for context in contexts) / len(contexts)
+        mean_length = sum(len(context.ids) for context in contexts) / len(contexts)
         trials = settings.samples + settings.risk_samples
         phases = (settings.samples > 0) + (settings.risk_samples > 0)
         n = min(settings.contexts, len(contexts))
-        self.todo = int(each * len(contexts) + n * (phases * each + trials * settings.continuation))
+        self.todo = int(mean_length * len(contexts) + n * (phases * mean_length + trials * settings.continuation))
         measured = [self._measured(context) for context in contexts]
         entropy, perplexity = zip(*measured, strict=True)
         chosen = stratified(cells(entropy, perplexity, settings), settings.contexts, settings.seed)
@@ -147,9 +147,9 @@ class _Run:
         name = log.key("context", self.about, context.name)
         line = self.journal.get(name)
         if line is None:
-            with prefilled(self.lm, context, self.settings) as found:
-                told = {"entropy": round(found.entropy, 6), "perplexity": round(found.perplexity, 6)}
-            line = self.journal.add(name, {"kind": "context", "context": context.name, **told})
+            with prefilled(self.lm, context, self.settings) as prefill:
+                measured = {"entropy": round(prefill.entropy, 6), "perplexity": round(prefill.perplexity, 6)}
+            line = self.journal.add(name, {"kind": "context", "context": context.name, **measured})
         self._step("measuring contexts", len(context.ids))
         return line["entropy"], line["perplexity"]
 
@@ -163,9 +163,9 @@ class _Run:
         states = self.lm.n_layers * (text.num_key_value_heads if phase == "heads" else 1)
         seed = [settings.seed, 3, len(phase), *context.name.encode()]
         actions = draw(np.random.default_rng(seed), samples, states, propensities)
-        told = ["".join(DIGITS[a] for a in row) for row in actions]
+        written = ["".join(DIGITS[a] for a in row) for row in actions]
         tried = None if weights is None else weights.tolist()
-        name = log.key(phase, self.about, context.name, settings.actions(phase), told, tried)
+        name = log.key(phase, self.about, context.name, settings.actions(phase), written, tried)
         line = self.journal.get(name)
         if line is None:
             line = self.journal.add(
@@ -175,7 +175,7 @@ class _Run:
                     "context": context.name,
                     "propensities": propensities,
                     **self._tried(phase, context, weights, actions),
-                    "actions": told,
+                    "actions": written,
                 },
             )
         self._step(label, len(context.ids) + samples * settings.continuation)
@@ -183,21 +183,21 @@ class _Run:
 
     def _tried(self, phase: str, context: Context, weights: np.ndarray | None, actions: np.ndarray) -> dict[str, Any]:
         settings, values = self.settings, np.array(self.settings.actions(phase))
-        with prefilled(self.lm, context, settings) as found:
+        with prefilled(self.lm, context, settings) as prefill:
             kept, retained = [], []
-            group = found.prompts[0].queries.shape[1] // found.kv_heads
+            group = prefill.prompts[0].queries.shape[1] // prefill.kv_heads
             if phase == "heads":
                 for row in actions:
-                    grid = values[row].reshape(-1, found.kv_heads)
-                    kept.append(found.kept(with_weights(settings, grid, group)))
+                    grid = values[row].reshape(-1, prefill.kv_heads)
+                    kept.append(prefill.kept(with_weights(settings, grid, group)))
             else:
                 base = neutral(settings) if weights is None else with_weights(settings, weights, group)
-                counts = candidates(base, found, settings.thresholds)
+                counts = candidates(base, prefill, settings.thresholds)
                 for row in actions:
-                    kept.append(found.kept(with_thresholds(base, values[row])))
+                    kept.append(prefill.kept(with_thresholds(base, values[row])))
                     retained.append(counts[np.arange(len(row)), row].tolist())
-            losses, full = found.losses(kept).tolist(), found.full_loss()
-            line = {"entropy": round(found.entropy, 6), "perplexity": round(found.perplexity, 6)}
+            losses, full = prefill.losses(kept).tolist(), prefill.full_loss()
+            line = {"entropy": round(prefill.entropy, 6), "perplexity": round(prefill.perplexity, 6)}
         line |= {"full": round(full, 6), "nll": [round(loss, 6) for loss in losses]}
         return line | ({"retained": retained} if phase == "risk" else {})
 
@@ -224,7 +224,7 @@ class _Run:
             "settings": settings.model_dump(mode="json"),
             "propensities": {phase: settings.propensities(phase) for phase in lines},
             "documents": [document.signature for document in documents],
-            "samples": {phase: sum(len(line["nll"]) for line in found) for phase, found in lines.items()},
+            "samples": {phase: sum(len(line["nll"]) for line in trials) for phase, trials in lines.items()},
             "contexts": len(next(iter(lines.values()))),
             "visited": visited,
         }

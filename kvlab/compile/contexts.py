@@ -130,7 +130,7 @@ def pool(lm: LM, documents: Sequence[Document], settings: Settings) -> list[Cont
         raise KvlabError(
             f"no document has the {min(settings.lengths) + after} tokens that a context and what follows it take"
         )
-    found: dict[str, Context] = {}
+    contexts: dict[str, Context] = {}
     rng = np.random.default_rng([settings.seed, 1])
     for number in range(settings.pool):
         document, ids, fitting = texts[number % len(texts)]
@@ -139,9 +139,9 @@ def pool(lm: LM, documents: Sequence[Document], settings: Settings) -> list[Cont
         start = int(rng.integers(len(ids) - tokens - after + 1))
         part = ids[start : start + tokens + after]
         sha = hashlib.sha256(np.ascontiguousarray(part.numpy()).tobytes()).hexdigest()[:8]
-        one = Context(f"{document.name}[{start}:{start + tokens}]@{sha}", part[:tokens], part[tokens:])
-        found.setdefault(one.name, one)
-    return list(found.values())
+        context = Context(f"{document.name}[{start}:{start + tokens}]@{sha}", part[:tokens], part[tokens:])
+        contexts.setdefault(context.name, context)
+    return list(contexts.values())
 
 
 def cells(

@@ -66,14 +66,14 @@ def solve(evidence: Evidence, propensities: np.ndarray, alpha: float) -> np.ndar
     behaviour = np.asarray(propensities, dtype=np.float64)
     if behaviour.min() <= 0 or abs(behaviour.sum() - 1) > 1e-9:
         raise KvlabError("every action needs a propensity above 0, and together they must be 1")
-    found = np.full(evidence.counts.shape, np.nan)
+    values = np.full(evidence.counts.shape, np.nan)
     known = evidence.counts.sum(1) > 0
     counts, means = evidence.counts[known].astype(np.float64), evidence.means[known]
     if alpha == 0:
-        found[known] = np.where(counts > 0, means, np.nan)
+        values[known] = np.where(counts > 0, means, np.nan)
     elif len(counts):
-        found[known] = _newton(counts / counts.sum(1, keepdims=True), means, behaviour, alpha)
-    return found
+        values[known] = _newton(counts / counts.sum(1, keepdims=True), means, behaviour, alpha)
+    return values
 
 
 def _newton(shares: np.ndarray, means: np.ndarray, behaviour: np.ndarray, alpha: float) -> np.ndarray:

@@ -37,7 +37,7 @@ def precision(samples: Samples) -> np.ndarray:
 def head_evidence(samples: Samples, settings: Settings) -> Evidence:
     """Of each (layer, KV head), over all contexts: `[layers x kv_heads, actions]` (section 4.3, lambda = 0)."""
     states = samples.actions.shape[1]
-    rewards, weights = (np.repeat(each, states) for each in (centred(samples), precision(samples)))
+    rewards, weights = (np.repeat(numbers, states) for numbers in (centred(samples), precision(samples)))
     where = np.tile(np.arange(states), len(samples))
     return Evidence.of(where, samples.actions.ravel(), rewards, (states, len(settings.weights)), weights)
 

@@ -82,20 +82,20 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
-    found = {}
+    lines = {}
     for number, line in enumerate(content[:whole].decode("utf-8", "replace").split("\n")[:-1], 1):
         try:
             fields = parsed(line)
-            found[fields["key"]] = fields
+            lines[fields["key"]] = fields
         except (json.JSONDecodeError, TypeError, KeyError):
             raise KvlabError(f"{path}, line {number} is no line of a log of `kvlab compile`; name another") from None
     if whole < len(content):
         # Half a line of a run that was killed; but not the only line of somebody else's file.
-        if not found and not content.startswith(b'{"key": "'):
+        if not lines and not content.startswith(b'{"key": "'):
             raise KvlabError(f"{path} is no log of `kvlab compile`; name another")
         with path.open("r+b") as file:
             file.truncate(whole)
-    return found
+    return lines
 
 
 @dataclass(frozen=True)
@@ -170,20 +170,20 @@ def load(path_or_name: str | Path) -> dict[str, Samples]:
         raise KvlabError(f"cannot read {path}: no such file")
     try:
         table = pd.read_parquet(path)
-        found = {str(phase): Samples.of(_lines(rows)) for phase, rows in table.groupby("phase", sort=False)}
+        samples = {str(phase): Samples.of(_lines(rows)) for phase, rows in table.groupby("phase", sort=False)}
     except Exception as error:
         raise KvlabError(f"{path} is no log of `kvlab compile`: {first_line(error)}") from None
-    if not found:
+    if not samples:
         raise KvlabError(f"{path} is no log of `kvlab compile`: there is nothing in it")
-    return found
+    return samples
 
 
 def _lines(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    found = []
+    lines = []
     for name, part in rows.groupby("context", sort=False):
         first = part.iloc[0]
         line = {"context": name, "nll": part["nll"].tolist(), "actions": part["actions"].tolist()}
         line |= {key: float(first[key]) for key in ("entropy", "perplexity", "full")}
         retained = [list(map(int, row)) for row in part["retained"]]
-        found.append(line | ({"retained": retained} if retained[0] else {}))
-    return found
+        lines.append(line | ({"retained": retained} if retained[0] else {}))
+    return lines

@@ -68,9 +68,9 @@ class Kept(Policy):
 
     @classmethod
     def of(cls, positions: list[Tensor]) -> Kept:
-        one = cls(budget=max(layer.shape[-1] for layer in positions))
-        one._positions = positions
-        return one
+        kept = cls(budget=max(layer.shape[-1] for layer in positions))
+        kept._positions = positions
+        return kept
 
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         store.budget = self.budget
@@ -99,9 +99,9 @@ class Prefilled:
     def kv_heads(self) -> int:
         return self.prompts[0].kv_heads
 
-    def kept(self, one: CompilerKV) -> list[Tensor]:
+    def kept(self, policy: CompilerKV) -> list[Tensor]:
         """Positions that a policy keeps of each layer, `[1, kv_heads, n]`."""
-        return [one.prefill(prompt) for prompt in self.prompts]
+        return [policy.prefill(prompt) for prompt in self.prompts]
 
     @torch.inference_mode()
     def losses(self, kept: Sequence[list[Tensor]]) -> Tensor:
@@ -110,7 +110,7 @@ class Prefilled:
         The whole continuation goes through the model at once: nothing changes after the prefill, so this is what
         feeding token by token gives.
         """
-        found = []
+        losses = []
         for start in range(0, len(kept), ROWS):
             rows = kept[start : start + ROWS]
             layers = [_stack([row[layer] for row in rows]) for layer in range(len(self.prompts))]
@@ -119,8 +119,8 @@ class Prefilled:
                 if len(rows) > 1:
                     past.batch_repeat_interleave(len(rows))
                 session.end_prompt()
-                found.append(self._losses(past, len(rows)))
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+                losses.append(self._losses(past, len(rows)))
+        return torch.cat(losses) if losses else torch.zeros(0, dtype=torch.float64)
 
     @torch.inference_mode()
     def full_loss(self) -> float:
@@ -133,8 +133,8 @@ class Prefilled:
     def _losses(self, past: LiveCache, rows: int) -> Tensor:
         ids = self.context.continuation.to(self.lm.device)
         logits = self.lm.model(ids[None, :-1].expand(rows, -1), past_key_values=past, use_cache=True).logits
-        told = ids[1:].expand(rows, -1)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), told.flatten(), reduction="none").view(rows, -1)
+        targets = ids[1:].expand(rows, -1)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(rows, -1)
         return loss.cpu().double().mean(1)
 
 
@@ -176,17 +176,17 @@ def with_weights(settings: Settings, weights: np.ndarray | Sequence[Sequence[flo
     return neutral(settings).using(DecisionTables(heads=heads, risk=None))
 
 
-def with_thresholds(one: CompilerKV, thresholds: np.ndarray | Sequence[float]) -> CompilerKV:
+def with_thresholds(policy: CompilerKV, thresholds: np.ndarray | Sequence[float]) -> CompilerKV:
     """A policy's head table with one threshold for each layer, whatever the risk."""
-    tables = DecisionTables(heads=one.tables_in_use.heads, risk=[[[float(tau)]] for tau in thresholds])
-    return one.using(tables)
+    tables = DecisionTables(heads=policy.tables_in_use.heads, risk=[[[float(tau)]] for tau in thresholds])
+    return policy.using(tables)
 
 
-def candidates(one: CompilerKV, found: Prefilled, thresholds: np.ndarray | Sequence[float]) -> np.ndarray:
+def candidates(policy: CompilerKV, prefill: Prefilled, thresholds: np.ndarray | Sequence[float]) -> np.ndarray:
     """How many tokens reach each threshold in each layer, `[layers, thresholds]` (eq. 15)."""
-    layers = len(found.prompts)
+    layers = len(prefill.prompts)
     columns = []
     for tau in thresholds:
-        gated = with_thresholds(one, [tau] * layers)
-        columns.append([int(gated.candidates(prompt)) for prompt in found.prompts])
+        gated = with_thresholds(policy, [tau] * layers)
+        columns.append([int(gated.candidates(prompt)) for prompt in prefill.prompts])
     return np.array(columns).T

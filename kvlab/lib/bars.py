@@ -18,7 +18,7 @@ DELAY = 5.0  # seconds
 # What a forward pass costs besides its tokens, in tokens of a prefill: it reads all weights for one token too.
 PASS = 20
 FORM = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left"
-One = TypeVar("One")
+Item = TypeVar("Item")
 
 
 def front_end() -> bool | None:
@@ -47,9 +47,9 @@ def _bar(what: str, progress: bool | None, **more: Any) -> Any:
     return tqdm(desc=what, disable=quiet, delay=0 if progress else DELAY, leave=False, smoothing=0.1, **more)
 
 
-def each(many: Collection[One], what: str, unit: str, progress: bool | None = None) -> Iterable[One]:
+def each(items: Collection[Item], what: str, unit: str, progress: bool | None = None) -> Iterable[Item]:
     """The same things one by one, counted by a bar."""
-    return _bar(what, progress, iterable=many, unit=unit)
+    return _bar(what, progress, iterable=items, unit=unit)
 
 
 def counting(total: int, what: str, unit: str, progress: bool | None = None) -> Any:

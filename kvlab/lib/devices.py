@@ -15,9 +15,9 @@ def resolved(device: str | torch.device = "auto") -> torch.device:
     Raises:
         KvlabError: no device of that name, or none such on this machine.
     """
-    there = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device == "auto":
-        return there or CPU
+        return accelerator or CPU
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -26,12 +26,12 @@ def resolved(device: str | torch.device = "auto") -> torch.device:
         ) from error
     if place.type == "cpu":
         return place
-    if there is None:
+    if accelerator is None:
         raise KvlabError(f"device {str(device)!r} was asked for, but torch finds no GPU here; use 'auto' or 'cpu'")
     count = torch.accelerator.device_count()
-    if place.type != there.type or (place.index or 0) >= count:
-        found = f"{there.type!r}" if count == 1 else f"'{there.type}:0' .. '{there.type}:{count - 1}'"
-        raise KvlabError(f"device {str(device)!r} was asked for, but torch finds {found} here; use 'auto' or 'cpu'")
+    if place.type != accelerator.type or (place.index or 0) >= count:
+        names = f"{accelerator.type!r}" if count == 1 else f"'{accelerator.type}:0' .. '{accelerator.type}:{count - 1}'"
+        raise KvlabError(f"device {str(device)!r} was asked for, but torch finds {names} here; use 'auto' or 'cpu'")
     return place
 
 

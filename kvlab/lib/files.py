@@ -74,7 +74,7 @@ def parsed(text: str) -> Any:
     for numbers of thousands of digits, and lets half a character pass.
     """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise json.JSONDecodeError("nested too deeply", text, 0) from None
     except json.JSONDecodeError:
@@ -82,9 +82,9 @@ def parsed(text: str) -> Any:
     except ValueError:
         raise json.JSONDecodeError("a number has thousands of digits", text, 0) from None
     half = re.search(r"\\u[dD][89a-fA-F]", text)
-    if half and not writable(json.dumps(found, ensure_ascii=False)):
+    if half and not writable(json.dumps(value, ensure_ascii=False)):
         raise json.JSONDecodeError("half a character (a lone surrogate)", text, half.start())
-    return found
+    return value
 
 
 def jsonl(path: Path) -> Iterator[tuple[int, str]]:

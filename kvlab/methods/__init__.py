@@ -75,8 +75,8 @@ def policy(name: str | Policy, **parameters) -> Policy:
 
 def unknown(name: str) -> str:
     """The sentence for a policy that does not exist: the nearest, and all that there are."""
-    told = nearest(name, registry(), "policy", limit=len(registry()))
-    return told if "known are" in told else f"{told} (known are: {', '.join(sorted(registry()))})"
+    sentence = nearest(name, registry(), "policy", limit=len(registry()))
+    return sentence if "known are" in sentence else f"{sentence} (known are: {', '.join(sorted(registry()))})"
 
 
 def listed(wanted: Any, what: str = "policies") -> list[Any]:

@@ -37,10 +37,10 @@ def share_out(weights: Tensor, total: int, ceiling: int, floor: int = 0) -> Tens
         raise ValueError("weights to share by must be finite and not negative")
     total = min(total, n * ceiling)
     # On the CPU, since not every GPU has float64.
-    there, weights = weights.device, weights.cpu().double()
-    some = weights > 0
-    starved = torch.where(some, ceiling, floor).sum(-1, keepdim=True) < total
-    weights = torch.where(starved, torch.where(some, 1e18, 1.0), weights)
+    device, weights = weights.device, weights.cpu().double()
+    positive = weights > 0
+    starved = torch.where(positive, ceiling, floor).sum(-1, keepdim=True) < total
+    weights = torch.where(starved, torch.where(positive, 1e18, 1.0), weights)
 
     # The sum of clamped shares rises with the level, in straight pieces between the levels where some share leaves the
     # floor or meets the ceiling; the total is met in the piece that begins at the last of these below it.
@@ -61,4 +61,4 @@ def share_out(weights: Tensor, total: int, ceiling: int, floor: int = 0) -> Tens
     missing = total - whole.sum(-1, keepdim=True)
     order = remainders.sort(dim=-1, descending=True, stable=True).indices
     place = torch.empty_like(order).scatter_(-1, order, torch.arange(n, device=order.device).expand_as(order))
-    return (whole + (place < missing)).clamp(floor, ceiling).long().to(there)
+    return (whole + (place < missing)).clamp(floor, ceiling).long().to(device)

@@ -84,13 +84,13 @@ def select(store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor 
     dims = largest_dimensions(grouped, rank)
     part = partial_queries(grouped, dims, scaling)
     if page == 1:
-        found = logits(part, dims, store.keys.transpose(2, 3))
+        approximate = logits(part, dims, store.keys.transpose(2, 3))
     else:
         lowest = grouped.sum(2).gather(-1, dims) < 0
-        found = logits(part, dims + lowest * grouped.shape[-1], pages.summaries(store).flatten(2, 3))
+        approximate = logits(part, dims + lowest * grouped.shape[-1], pages.summaries(store).flatten(2, 3))
     sizes = pages.sizes(store)
     # A page weighs in the softmax as often as it has entries; each of them gets its share.
-    scores = (found + sizes.log()).softmax(-1).mean(2) / sizes
+    scores = (approximate + sizes.log()).softmax(-1).mean(2) / sizes
     return pages.read(store, scores, room(store, pages.number(store), rank), cut=True)
 
 

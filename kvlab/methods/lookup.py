@@ -23,9 +23,9 @@ SHIPPED_TABLES = Path(__file__).parent / "tables"
 
 
 class Measured(BaseModel):
-    """What is in a file: subclasses say in `what` what to call it."""
+    """What is in a file: a subclass gives its `title` for messages."""
 
-    what: ClassVar[str]
+    title: ClassVar[str]
 
 
 T = TypeVar("T", bound=Measured)
@@ -53,12 +53,12 @@ def _read(path: Path, kind: type[T], _changed: int, _size: int) -> T:
         problem = error.errors()[0]
         message = problem["msg"].removeprefix("Value error, ")
         where = ".".join(map(str, problem["loc"]))
-        raise KvlabError(f"{path} is no file of {kind.what}: {f'{where}: ' if where else ''}{message}") from None
+        raise KvlabError(f"{path} is no file of {kind.title}: {f'{where}: ' if where else ''}{message}") from None
     except json.JSONDecodeError as error:
         problem = f"not valid JSON, line {error.lineno}: {error.msg}"
-        raise KvlabError(f"{path} is no file of {kind.what}: {problem}") from None
+        raise KvlabError(f"{path} is no file of {kind.title}: {problem}") from None
     except UnicodeDecodeError:
-        raise KvlabError(f"{path} is no file of {kind.what}: not UTF-8 text") from None
+        raise KvlabError(f"{path} is no file of {kind.title}: not UTF-8 text") from None
     except OSError as error:
         raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
 
@@ -81,7 +81,7 @@ class HeadScores(Measured):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    what: ClassVar[str] = "head scores (kvlab heads makes one)"
+    title: ClassVar[str] = "head scores (kvlab heads makes one)"
 
     format: Literal["kvlab-heads-1"] = "kvlab-heads-1"
     model: str
@@ -110,8 +110,8 @@ class HeadScores(Measured):
 
     def best(self, n: int) -> list[tuple[int, int, float]]:
         """The `n` best (layer, query head, score), best first."""
-        found = [(layer, head, score) for layer, row in enumerate(self.scores) for head, score in enumerate(row)]
-        return sorted(found, key=lambda one: -one[2])[:n]
+        scored = [(layer, head, score) for layer, row in enumerate(self.scores) for head, score in enumerate(row)]
+        return sorted(scored, key=lambda entry: -entry[2])[:n]
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON file; under its name only once it is whole."""
@@ -146,7 +146,7 @@ class DecisionTables(Measured):
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    what: ClassVar[str] = "CompilerKV tables"
+    title: ClassVar[str] = "CompilerKV tables"
 
     model: str = ""
     heads: list[list[Annotated[FiniteFloat, Field(ge=0)]]] | None

@@ -27,9 +27,9 @@ def number(store: LayerStore) -> int:
 
 def sizes(store: LayerStore) -> Tensor:
     """Entries of each page, int64 `[pages]`."""
-    found = torch.full((number(store),), store.numbers["page"], device=store.keys.device)
-    found[-1] -= number(store) * store.numbers["page"] - store.length
-    return found
+    entries = torch.full((number(store),), store.numbers["page"], device=store.keys.device)
+    entries[-1] -= number(store) * store.numbers["page"] - store.length
+    return entries
 
 
 def summaries(store: LayerStore) -> Tensor:
@@ -38,20 +38,20 @@ def summaries(store: LayerStore) -> Tensor:
     if paged == store.length:
         return store.memory["pages"]
     rows, kv_heads, _, head_dim = store.keys.shape
-    found = store.memory.get("pages")
-    if found is None:
-        found = store.keys.new_empty(rows, kv_heads, 2, head_dim, 0)
-    found = store.memory["pages"] = extended(found, number(store))
+    extremes = store.memory.get("pages")
+    if extremes is None:
+        extremes = store.keys.new_empty(rows, kv_heads, 2, head_dim, 0)
+    extremes = store.memory["pages"] = extended(extremes, number(store))
     first = paged // size
     keys = store.keys[:, :, first * size :]
     whole = keys.shape[2] // size
     for start, part in ((first, keys[:, :, : whole * size]), (first + whole, keys[:, :, whole * size :])):
         if part.shape[2]:
             lowest, highest = part.unflatten(2, (-1, min(size, part.shape[2]))).aminmax(dim=3)
-            found[:, :, 0, :, start : start + lowest.shape[2]] = highest.transpose(2, 3)
-            found[:, :, 1, :, start : start + lowest.shape[2]] = lowest.transpose(2, 3)
+            extremes[:, :, 0, :, start : start + lowest.shape[2]] = highest.transpose(2, 3)
+            extremes[:, :, 1, :, start : start + lowest.shape[2]] = lowest.transpose(2, 3)
     store.numbers["paged"] = store.length
-    return found
+    return extremes
 
 
 def extended(tensor: Tensor, n: int) -> Tensor:

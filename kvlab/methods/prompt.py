@@ -126,13 +126,13 @@ class Prompt:
 
     def pseudo(self, policy: Asks) -> Tensor:
         """The pseudo-queries that `policy` asks for, `[rows, heads, m, head_dim]`."""
-        found = self._pseudo(policy) if callable(self._pseudo) else self._pseudo
-        if found is None:
+        queries = self._pseudo(policy) if callable(self._pseudo) else self._pseudo
+        if queries is None:
             raise KvlabError(
                 f"{policy.name} needs pseudo-queries: pass pseudo= to keep(), or capture the trace with "
                 f"pseudo=[{policy}]"
             )
-        return found
+        return queries
 
     def accumulated(self, policy: Asks) -> Tensor:
         """Attention accumulated over all prompt queries, `[rows, heads, length]`."""
@@ -144,11 +144,11 @@ class Prompt:
 
     def perplexity(self, policy: Asks) -> Tensor:
         """Of the model on the prompt's last tokens, as many as `policy` reads: exp of their mean NLL, `[rows]`."""
-        found = self._perplexity
-        found = found(policy.reads_perplexity) if callable(found) else found
-        if found is None:
+        perplexity = self._perplexity
+        perplexity = perplexity(policy.reads_perplexity) if callable(perplexity) else perplexity
+        if perplexity is None:
             raise KvlabError(
                 f"{policy.name} needs the perplexity of the prompt's last {policy.reads_perplexity} tokens, which is "
                 "not known here; a captured trace and a live run have it"
             )
-        return found
+        return perplexity

@@ -57,8 +57,8 @@ class Arithmetic(Task):
 
     def score(self, example: Example, prediction: str) -> dict[str, float]:
         """`score`, see the class."""
-        found = re.search(r"-?\d+", re.sub(r"(?<=\d),(?=\d{3})", "", prediction))
-        return {"score": float(found is not None and found[0] == example.answers[0])}
+        number = re.search(r"-?\d+", re.sub(r"(?<=\d),(?=\d{3})", "", prediction))
+        return {"score": float(number is not None and number[0] == example.answers[0])}
 
     def _example(self, lm: LM, difficulty: int, length: int, trial: int) -> Example:
         draw = Random(f"{self.seed} {difficulty} {length} {trial}")

@@ -27,14 +27,14 @@ def sentences(text: str) -> list[str]:
 
     A blank line ends a sentence too, but not behind a comma, a colon, a semicolon or a dash.
     """
-    found = []
+    parts = []
     for paragraph in re.split(r"(?<=[^\s,;:–—-])[ \t]*\n\s*\n", text):
         paragraph, start = " ".join(paragraph.split()), 0
         for end in _END.finditer(paragraph):
-            found.append(paragraph[start : end.end()].strip())
+            parts.append(paragraph[start : end.end()].strip())
             start = end.end()
-        found.append(paragraph[start:].strip())
-    return [sentence for sentence in found if sentence]
+        parts.append(paragraph[start:].strip())
+    return [sentence for sentence in parts if sentence]
 
 
 @dataclass(frozen=True)

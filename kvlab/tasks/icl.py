@@ -112,23 +112,23 @@ class ManyShot(Task):
         return {title.partition("/")[2].replace("_", " "): self._lines([title], draw, length) for title in titles}
 
     def _source(self, draw: Random, length: int) -> dict[str, list[str]]:
-        found = {}
+        lines = {}
         for label in draw.sample(list(_SOURCES), min(self.classes, len(_SOURCES))):
             packs.pull(_SOURCES[label])
             names = corpus.names(_SOURCES[label])
-            found[label] = self._lines(draw.sample(names, min(40, len(names))), draw, length)
-        return found
+            lines[label] = self._lines(draw.sample(names, min(40, len(names))), draw, length)
+        return lines
 
     def _lines(self, names: list[str], draw: Random, length: int) -> list[str]:
         """Sentences of the documents, each once, shuffled, enough for `length` tokens."""
-        found: dict[str, None] = {}
+        lines: dict[str, None] = {}
         for name in names:
             said = [
                 sentence.removeprefix("A: ").removeprefix("B: ").strip()
                 for line in corpus.document(name).text.split("\n")
                 for sentence in sentences(line)
             ]
-            found |= dict.fromkeys(text for text in said if _WORDS[0] <= len(text.split()) <= _WORDS[1])
-            if len(found) > length // 4:
+            lines |= dict.fromkeys(text for text in said if _WORDS[0] <= len(text.split()) <= _WORDS[1])
+            if len(lines) > length // 4:
                 break
-        return draw.sample(list(found), len(found))
+        return draw.sample(list(lines), len(lines))

@@ -101,14 +101,14 @@ class LongBench(Task):
                 "longbench needs data: folder=... names JSONL files in LongBench's format, and hub=true "
                 "fetches LongBench from the hub"
             )
-        found: dict[str, list[longbench_records.Record]] = {}
+        records: dict[str, list[longbench_records.Record]] = {}
         for record in longbench_records.read(self.folder if self.folder is not None else fetch()):
             scores.convention(record.task)
-            found.setdefault(record.task, []).append(record)
-        missing = [task for task in self.tasks if task not in found]
+            records.setdefault(record.task, []).append(record)
+        missing = [task for task in self.tasks if task not in records]
         if missing:
-            raise KvlabError(f"longbench: there are no records of {missing[0]}, only of {', '.join(sorted(found))}")
-        return {task: found[task] for task in PROMPTS if task in found and (not self.tasks or task in self.tasks)}
+            raise KvlabError(f"longbench: there are no records of {missing[0]}, only of {', '.join(sorted(records))}")
+        return {task: records[task] for task in PROMPTS if task in records and (not self.tasks or task in self.tasks)}
 
     def _made(self, lm: LM, task: str, records: list[longbench_records.Record]) -> Iterator[Example]:
         rule, seen = scores.convention(task), set()

@@ -77,9 +77,9 @@ class LongGen(Task):
 
         Raises KvlabError for a file that is none of LongGenBench's, and a prompt that leaves no room for an answer.
         """
-        found = self._made() if self.file is None else _in_turn(read(self.file, self.chat))
+        examples = self._made() if self.file is None else _in_turn(read(self.file, self.chat))
         longest = self.new_tokens or (8192 if self.file else 50 + self.entries * (12 + 2 * self.words))
-        for example in found[:limit]:
+        for example in examples[:limit]:
             tokens = lm.encode(example.prompt, chat="auto" if self.chat else False).shape[1]
             tokens += len(piece_tokens(lm, [example.prefix])[0]) if example.prefix else 0
             if tokens >= lm.context_length:
@@ -101,7 +101,7 @@ class LongGen(Task):
             entry = written.get(number)
             met.setdefault(kind, []).append(None if entry is None else holds(entry, phrase, self.share))
         shares = {kind: sum(map(bool, met[kind])) / len(met[kind]) for kind in CHECKS if kind in met}
-        judged = [one for kind in met.values() for one in kind if one is not None]
+        judged = [met_check for kind in met.values() for met_check in kind if met_check is not None]
         return {
             "completion": len(written) / example.marks["entries"],
             **shares,
@@ -124,10 +124,10 @@ class LongGen(Task):
         between = range(first, first + span)
         free = [entry for entry in free if entry not in between]
         singles = sorted(rng.sample(free, min(len(free), len(short.once), max(2, self.entries // 5))))
-        things = dict(zip(singles, rng.sample(short.once, len(singles)), strict=True))
+        events = dict(zip(singles, rng.sample(short.once, len(singles)), strict=True))
         over, again = rng.choice(short.range), rng.choice(short.periodic)
         unit = short.type
-        demands = [f"- {unit} {entry}: {thing}." for entry, thing in things.items()]
+        demands = [f"- {unit} {entry}: {event}." for entry, event in events.items()]
         demands.append(f"- From {unit} {first} to {unit} {between[-1]}: {over}.")
         demands.append(f"- Every {period} {short.units}, starting from {unit} {start}: {again}.")
         text = (
@@ -137,7 +137,7 @@ class LongGen(Task):
             f"'{SEPARATOR} {unit} N:', N being its number, and mention in it what is planned for it. After "
             f"{unit} {self.entries} write '{END} ***'."
         )
-        checks = [f"once {entry}: {thing}" for entry, thing in things.items()]
+        checks = [f"once {entry}: {event}" for entry, event in events.items()]
         checks += [f"range {entry}: {over}" for entry in between]
         checks += [f"periodic {entry}: {again}" for entry in periodic]
         return Example(
@@ -158,13 +158,13 @@ def entries(text: str, unit: str, number: int) -> dict[int, str]:
     An entry follows the separator and begins with its unit and number ("Week 3"), which are not part of it, and perhaps
     a bracket; where no words come after these, it is not there.
     """
-    found = {}
+    texts = {}
     heading = re.compile(rf"\s*{re.escape(unit)}\s+(\d{{1,9}})\b\s*(\([^)]*\))?", re.IGNORECASE)
     for block in text.split(END)[0].split(SEPARATOR):
         match = heading.match(block)
         if match and 1 <= int(match[1]) <= number and re.search(r"\w", block[match.end() :]):
-            found[int(match[1])] = block[match.end(1) :].strip()
-    return found
+            texts[int(match[1])] = block[match.end(1) :].strip()
+    return texts
 
 
 def holds(entry: str, phrase: str, share: float = 0.75) -> bool:
@@ -179,16 +179,16 @@ def read(path: str | os.PathLike, chat: bool = True) -> list[Example]:
     Fields: prompt, checks_once, checks_range, checks_periodic (number of an entry -> what it shall hold), type (what
     entries are called), prefix (the first entry's heading, which the prompt ends with) and number (of entries).
     """
-    path, found = expanded(path), []
+    path, examples = expanded(path), []
     for line, text in jsonl(path):
         try:
-            found.append(_example(parsed(text), f"{path.stem}-{line}", chat))
+            examples.append(_example(parsed(text), f"{path.stem}-{line}", chat))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             lacks = f"{error} is missing" if isinstance(error, KeyError) else error
             raise KvlabError(f"{path}, line {line} is no record of LongGenBench: {lacks}") from error
-    if not found:
+    if not examples:
         raise KvlabError(f"{path} is empty: there are no records of LongGenBench in it")
-    return found
+    return examples
 
 
 def _example(record: dict[str, Any], name: str, chat: bool) -> Example:

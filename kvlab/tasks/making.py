@@ -149,9 +149,9 @@ def words(*lists: str) -> tuple[str, ...]:
     """The plain lower-case words of wonderwords' lists "noun", "adjective", "verb", sorted, each once."""
     from wonderwords import filter_profanity
 
-    found = {
+    lowered = {
         line.strip()
         for name in lists
         for line in (files("wonderwords.assets") / f"{name}list.txt").read_text(encoding="utf-8").splitlines()
     }
-    return tuple(sorted(word for word in filter_profanity(found) if re.fullmatch(r"[a-z]{3,}", word)))
+    return tuple(sorted(word for word in filter_profanity(lowered) if re.fullmatch(r"[a-z]{3,}", word)))

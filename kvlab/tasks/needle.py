@@ -120,7 +120,7 @@ def _needle(kind: str, draw: Random) -> tuple[str, str, str, str]:
     if kind == "word":
         answer = draw.choice([word for word in words("noun") if 5 <= len(word) <= 9])
         return _OPENING.format("the secret word"), f"The secret word is {answer}.", "What is the secret word?", answer
-    town, (one, other), when = draw.choice(_TOWNS), draw.sample(_DEEDS, 2), draw.choice(_WHENS)
-    answer = f"{one} and {other} {when}"
+    town, (first, second), when = draw.choice(_TOWNS), draw.sample(_DEEDS, 2), draw.choice(_WHENS)
+    answer = f"{first} and {second} {when}"
     best = f"the best thing to do in {town}"
     return _OPENING.format(best), f"The{best[3:]} is to {answer}.", f"What is {best}?", answer

@@ -77,18 +77,18 @@ def versions() -> Finding:
             "pip install kvlab again" if missing else "",
         )
     pins = dict(re.findall(r"^([\w.\-]+)==(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
-    absent, other = [], []
+    absent, unpinned = [], []
     for name, wanted in pins.items():
         try:
-            found = importlib.metadata.version(name).partition("+")[0]
+            installed = importlib.metadata.version(name).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             absent.append(name)
             continue
-        if found != wanted:
-            other.append(f"{name} {found} (pinned: {wanted})")
+        if installed != wanted:
+            unpinned.append(f"{name} {installed} (pinned: {wanted})")
     needed = [name for name in _missing() if name in absent]
-    if needed or other:
-        wrong = [*(f"{name} is missing" for name in needed), *other]
+    if needed or unpinned:
+        wrong = [*(f"{name} is missing" for name in needed), *unpinned]
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         return Finding(
             "packages",
@@ -106,8 +106,8 @@ def experiments() -> Finding:
     try:
         return Finding("project", GOOD, f"{len(files.names())} experiments in {project.root()}")
     except KvlabError as error:
-        found, _, mend = str(error).partition("; ")
-        return Finding("project", REMARK, found, mend)
+        problem, _, mend = str(error).partition("; ")
+        return Finding("project", REMARK, problem, mend)
 
 
 def _missing() -> list[str]:
@@ -131,8 +131,8 @@ def model() -> Finding:
     if not entry.folder.is_dir():
         return Finding("model", REMARK, f"{entry.name} is not here yet", f"kvlab pull {entry.name}")
     lm = models.load(entry.name)
-    found = f"{lm.signature} ({lm.n_layers} layers, {lm.context_length:,} tokens) in {entry.folder}"
-    return Finding("model", GOOD, found)
+    text = f"{lm.signature} ({lm.n_layers} layers, {lm.context_length:,} tokens) in {entry.folder}"
+    return Finding("model", GOOD, text)
 
 
 def texts() -> Finding:
@@ -160,12 +160,12 @@ def store() -> Finding:
 
 
 def _writable(folder: Path) -> None:
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise KvlabError(f"{there} cannot be written to: {why(error)}") from None
+        raise KvlabError(f"{existing} cannot be written to: {why(error)}") from None
 
 
 def disk() -> Finding:
@@ -179,9 +179,9 @@ def disk() -> Finding:
         places["store"] = database.parent
     free = {}
     for name, folder in places.items():
-        there = next(place for place in (folder, *folder.parents) if place.exists())
-        _writable(there)
-        free[name] = shutil.disk_usage(there).free / 1e9
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        _writable(existing)
+        free[name] = shutil.disk_usage(existing).free / 1e9
     shown = ", ".join(f"{gigabytes:.0f} GB free for the {name} ({places[name]})" for name, gigabytes in free.items())
     if min(free.values()) < DISK_GB:
         return Finding("disk", BAD, shown, f"make {DISK_GB} GB free, or point KVLAB_HOME to a larger disk")
@@ -196,13 +196,13 @@ def machine() -> Finding:
 
     available = psutil.virtual_memory().available / 1e9
     jobs = max(1, min(cores(), int(available // MEMORY_GB)))
-    found = f"{cores()} cores, {available:.0f} GB of memory available: good for --jobs {jobs}"
+    text = f"{cores()} cores, {available:.0f} GB of memory available: good for --jobs {jobs}"
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
-        found += f"; OMP_NUM_THREADS={threads} is set"
+        text += f"; OMP_NUM_THREADS={threads} is set"
     if available < MEMORY_GB:
-        return Finding("machine", BAD, found, f"a job needs about {MEMORY_GB} GB: close something, or use --jobs 1")
-    return Finding("machine", GOOD, found)
+        return Finding("machine", BAD, text, f"a job needs about {MEMORY_GB} GB: close something, or use --jobs 1")
+    return Finding("machine", GOOD, text)
 
 
 def gpu() -> Finding:
@@ -214,10 +214,10 @@ def gpu() -> Finding:
     place = devices.resolved("auto")
     if place.type == "cpu":
         return Finding("gpu", GOOD, "none: everything runs on the CPU; the gpu profiles want one")
-    found, module = f"{devices.name(place)} (device {place.type!r})", torch.get_device_module(place)
+    text, module = f"{devices.name(place)} (device {place.type!r})", torch.get_device_module(place)
     if hasattr(module, "get_device_properties"):
-        found += f", {module.get_device_properties(place).total_memory / 1e9:.0f} GB"
-    return Finding("gpu", GOOD, found)
+        text += f", {module.get_device_properties(place).total_memory / 1e9:.0f} GB"
+    return Finding("gpu", GOOD, text)
 
 
 def jupyter() -> Finding:
@@ -235,16 +235,16 @@ def jupyter() -> Finding:
 def show(console: Console) -> bool:
     """Print each check as it is made; whether nothing is bad."""
     well = True
-    for one in findings():
-        mark, colour = MARKS[one.state]
-        console.print(f"[{colour}]{mark}[/] [bold]{one.what:<9}[/]", end=" ")
-        console.print(one.found, markup=False, highlight=False, soft_wrap=True)
-        if one.mend:
-            console.print(f"            mend: {one.mend}", markup=False, highlight=False, soft_wrap=True)
-        well = well and one.state != BAD
+    for finding in findings():
+        mark, colour = MARKS[finding.state]
+        console.print(f"[{colour}]{mark}[/] [bold]{finding.what:<9}[/]", end=" ")
+        console.print(finding.found, markup=False, highlight=False, soft_wrap=True)
+        if finding.mend:
+            console.print(f"            mend: {finding.mend}", markup=False, highlight=False, soft_wrap=True)
+        well = well and finding.state != BAD
     return well
 
 
 def as_json() -> list[dict[str, Any]]:
     """The checks as plain data."""
-    return [asdict(one) for one in findings()]
+    return [asdict(finding) for finding in findings()]

@@ -50,10 +50,10 @@ def copies(source: Path, target: Path) -> list[Path]:
 def _made(target: Path) -> dict[str, str]:
     """notebook -> sha256 of its copy as it was made."""
     try:
-        found = parsed((target / MADE).read_text(encoding="utf-8"))
+        hashes = parsed((target / MADE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        found = None
-    return found if isinstance(found, dict) else {}
+        hashes = None
+    return hashes if isinstance(hashes, dict) else {}
 
 
 @contextlib.contextmanager

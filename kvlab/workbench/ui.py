@@ -58,8 +58,8 @@ def running() -> str | None:
 def told(names: Iterable[str]) -> str:
     """The link to the table of runs of these experiments, with how to start the UI where none is running."""
     connection = database.client()
-    found = [connection.get_experiment_by_name(name) for name in names]
-    ids = [each.experiment_id for each in found if each]
+    experiments = [connection.get_experiment_by_name(name) for name in names]
+    ids = [experiment.experiment_id for experiment in experiments if experiment]
     place = (
         f"/#/experiments/{ids[0]}/runs?{TRAINING}"
         if len(ids) == 1
@@ -77,6 +77,6 @@ def _typed(uri: str) -> str:
     """A command that starts the UI, as short as this shell takes it."""
     beside = Path(sys.executable).with_name("mlflow")
     known = shutil.which("mlflow")
-    here = known is not None and Path(known).samefile(beside)
-    program = "mlflow" if here else min(os.path.relpath(beside), str(beside), key=len)
+    on_path = known is not None and Path(known).samefile(beside)
+    program = "mlflow" if on_path else min(os.path.relpath(beside), str(beside), key=len)
     return f"MLFLOW_DISABLE_TELEMETRY=true {shlex.join([program, *options(uri)])}"

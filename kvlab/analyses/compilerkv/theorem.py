@@ -58,7 +58,7 @@ def theorem_4_1(
     """
     frames = []
     # Double precision is for the CPU alone: Apple's GPUs have none.
-    for trace in (each.to("cpu") for each in traces):
+    for trace in (captured.to("cpu") for captured in traces):
         visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
         for budget in budgets:
             method = Inspected(budget=budget, tables=tables)

@@ -122,12 +122,16 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
     """
     rows = []
     for trace in tqdm(traces, desc="table 1", unit="doc", disable=len(traces) < 3, leave=False):
-        true, other = response(trace, n), nonsense(lm, n)
-        here, away = torch.arange(n) + trace.prompt_length, torch.arange(n)
-        found = similarities(
-            lm, trace, prefilled(trace), torch.stack([true, other, true, other]), torch.stack([here, here, away, away])
+        true, different = response(trace, n), nonsense(lm, n)
+        right, wrong = torch.arange(n) + trace.prompt_length, torch.arange(n)
+        cosines = similarities(
+            lm,
+            trace,
+            prefilled(trace),
+            torch.stack([true, different, true, different]),
+            torch.stack([right, right, wrong, wrong]),
         )
-        for rope, values in zip(("post", "pre"), found, strict=True):
+        for rope, values in zip(("post", "pre"), cosines, strict=True):
             for condition, row in zip(CONDITIONS, values, strict=True):
                 rows.append(
                     {
@@ -198,13 +202,13 @@ def figure_2a(
             wanted = _random_conditions(trace, trials, n, near, vocabulary, generator)
             cache = prefilled(trace)
             for condition, (ids, positions) in wanted.items():
-                for some in torch.arange(trials).split(TOGETHER):
-                    found = similarities(lm, trace, cache, ids[some], positions[some])
-                    for rope, values in zip(("post", "pre"), found, strict=True):
+                for batch in torch.arange(trials).split(TOGETHER):
+                    cosines = similarities(lm, trace, cache, ids[batch], positions[batch])
+                    for rope, values in zip(("post", "pre"), cosines, strict=True):
                         about = {"document": trace.document, "condition": condition, "rope": rope}
-                        means = zip(some.tolist(), values.mean(-1).tolist(), strict=True)
+                        means = zip(batch.tolist(), values.mean(-1).tolist(), strict=True)
                         rows += [about | {"trial": t, "similarity": v} for t, v in means]
-                    bar.update(len(some))
+                    bar.update(len(batch))
     findings = Findings(pd.DataFrame(rows))
     for rope, part in findings.table.groupby("rope"):
         wide = part.pivot_table(index="document", columns="condition", values="similarity")
@@ -226,7 +230,7 @@ def _random_conditions(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Ids and positions `[trials, n]` of each condition of figure 2a."""
     true = response(trace, n).expand(trials, n)
-    here = (torch.arange(n) + trace.prompt_length).expand(trials, n)
+    right = (torch.arange(n) + trace.prompt_length).expand(trials, n)
 
     def contents() -> Tensor:
         return torch.randint(vocabulary, (trials, n), generator=generator)
@@ -235,7 +239,7 @@ def _random_conditions(
         return torch.randint(max(within - n + 1, 1), (trials, 1), generator=generator) + torch.arange(n)
 
     return {
-        "dc_sp": (contents(), here),
+        "dc_sp": (contents(), right),
         "sc_dp_m": (true, spans(trace.prompt_length)),
         "dc_dp_m": (contents(), spans(trace.prompt_length)),
         f"sc_dp_{near}": (true, spans(near)),
@@ -264,10 +268,10 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
         near = 4 ** torch.arange(1, 8)
         offsets = torch.cat([steps, near[near < length // parts]]).unique()
         true, cache = response(trace, n), prefilled(trace)
-        for some in offsets.split(TOGETHER):
-            positions = (length - some)[:, None] + torch.arange(n)
-            values = similarities(lm, trace, cache, true.expand(len(some), n), positions)[0].mean(-1)
-            for offset, value in zip(some.tolist(), values.tolist(), strict=True):
+        for batch in offsets.split(TOGETHER):
+            positions = (length - batch)[:, None] + torch.arange(n)
+            values = similarities(lm, trace, cache, true.expand(len(batch), n), positions)[0].mean(-1)
+            for offset, value in zip(batch.tolist(), values.tolist(), strict=True):
                 about = {"document": text, "context": context, "start": length - offset, "offset": offset}
                 rows.append(about | {"similarity": value})
         even[text, context] = steps.tolist()

@@ -54,9 +54,9 @@ def contents(
         n: pseudo-queries.
         firsts: m of each FmLn, whose n is the rest.
     """
-    found = {f"F{m}L{n - m}": [{"content": "first_last", "first": m, "window": n}] for m in firsts}
-    found |= {name: [{"content": kind, "seed": s, "window": n} for s in seeds] for name, kind in RANDOM.items()}
-    return found | {FIXED: [{"content": "sentence", "window": n}]}
+    variants = {f"F{m}L{n - m}": [{"content": "first_last", "first": m, "window": n}] for m in firsts}
+    variants |= {name: [{"content": kind, "seed": s, "window": n} for s in seeds] for name, kind in RANDOM.items()}
+    return variants | {FIXED: [{"content": "sentence", "window": n}]}
 
 
 def asked(options: Mapping, budget: float = 1.0) -> DapQ:
@@ -112,15 +112,18 @@ def figure_6a(
     rows, usual, elsewhere = [], USUAL | {"window": n}, f"F4L{n - 4} at 0"
     for number, trace in enumerate(tqdm(traces, desc="figure 6a", unit="doc", leave=False)):
         wanted = contents(n, firsts, range(seed + draws * number, seed + draws * (number + 1)))
-        own = with_pseudo(lm, trace, [asked(one) for many in wanted.values() for one in many])
+        own = with_pseudo(lm, trace, [asked(parameters) for variants in wanted.values() for parameters in variants])
         away = with_pseudo(lm, trace, [asked(usual)], start=0)
         for budget in budgets:
-            sets = {name: [asked(one, budget).prefill(own.prompt) for one in many] for name, many in wanted.items()}
+            sets = {
+                name: [asked(parameters, budget).prefill(own.prompt) for parameters in variants]
+                for name, variants in wanted.items()
+            }
             sets[elsewhere] = [asked(usual, budget).prefill(away.prompt)]
-            for name, several in sets.items():
-                found = [scored(own, kept) for kept in several]
+            for name, retained in sets.items():
+                measured = [scored(own, kept) for kept in retained]
                 about = {"document": trace.document, "content": name, "budget": budget}
-                rows += [about | {"measure": m, "value": float(np.mean([f[m] for f in found]))} for m in MEASURES]
+                rows += [about | {"measure": m, "value": float(np.mean([f[m] for f in measured]))} for m in MEASURES]
     findings = Findings(pd.DataFrame(rows))
     for measure, budget in itertools.product(MEASURES, budgets):
         part = findings.table.query("measure == @measure and budget == @budget")
@@ -139,8 +142,8 @@ def figure_6a(
         )
         spread = right.max(axis=1) - right.min(axis=1)
         findings.add(SPREAD, spread, **at)
-        if (there := f"F4L{n - 4}") in right:
-            worth = sign * (right.loc[:, there] - wide.loc[:, elsewhere])
+        if (published := f"F4L{n - 4}") in right:
+            worth = sign * (right.loc[:, published] - wide.loc[:, elsewhere])
             findings.add(POSITION, worth, **at)
             findings.add_difference(POSITION_LESS_SPREAD, worth, spread, **at)
     return findings
@@ -187,14 +190,14 @@ def figure_6b(
     rows = []
     for trace in tqdm(traces, desc="figure 6b", unit="doc", leave=False):
         options = {n: {"content": "first_last", "first": round(share * n), "window": n} for n in lengths}
-        own = with_pseudo(lm, trace, [asked(one) for one in options.values()])
-        kept = {n: asked(one, budget).prefill(own.prompt) for n, one in options.items()}
+        own = with_pseudo(lm, trace, [asked(parameters) for parameters in options.values()])
+        kept = {n: asked(parameters, budget).prefill(own.prompt) for n, parameters in options.items()}
         parts = {steps: shortened(own, steps) for steps in responses}
         for n, positions in kept.items():
-            found = [(own.steps, name, value) for name, value in scored(own, positions).items()]
-            found += [(steps, "recall", recalled(part, positions)) for steps, part in parts.items()]
+            measured = [(own.steps, name, value) for name, value in scored(own, positions).items()]
+            measured += [(steps, "recall", recalled(part, positions)) for steps, part in parts.items()]
             about = {"document": trace.document, "length": n}
-            rows += [about | {"response": steps, "measure": name, "value": value} for steps, name, value in found]
+            rows += [about | {"response": steps, "measure": name, "value": value} for steps, name, value in measured]
     findings = Findings(pd.DataFrame(rows))
     whole = max(findings.table["response"])
     for measure, of in findings.table.groupby("measure"):

@@ -288,7 +288,7 @@ def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]
                     )
                     for measure, value in values.items()
                 ]
-    table = pd.concat([frame for each in frames.values() for frame in each], ignore_index=True)
+    table = pd.concat([frame for parts in frames.values() for frame in parts], ignore_index=True)
     return replace(fading(_counted(table), ("kl", "nll_gap")), table=table)
 
 

@@ -137,12 +137,12 @@ def two_regimes(
     """
     written = long_responses(lm, documents, writing["tokens"], writing["new_tokens"], response)
     answered = summaries(lm, documents, answering["tokens"], answering["new_tokens"])
-    found = [
+    regimes = [
         fusion_gains(traces, regime["window"], regime["capacity"], name)
         for name, traces, regime in (("writing", written, writing), ("answering", answered, answering))
     ]
-    both = found[0] | found[1]
-    both.table = pd.concat([findings.table for findings in found], ignore_index=True)
+    both = regimes[0] | regimes[1]
+    both.table = pd.concat([findings.table for findings in regimes], ignore_index=True)
     return both
 
 

@@ -80,12 +80,12 @@ def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy
     Args:
         heads: scores that tell DuoAttention's heads apart, as its `heads`.
     """
-    found = {name: policy(name, budget=budget) for name in ("exact_topk", "quest", "sparq", "hybrid", "rocketkv")}
-    found["duoattention"] = policy("duoattention", budget=budget, heads=heads)
-    found["rocketkv_published"] = policy("rocketkv", budget=budget, split="adaptive")
+    methods = {name: policy(name, budget=budget) for name in ("exact_topk", "quest", "sparq", "hybrid", "rocketkv")}
+    methods["duoattention"] = policy("duoattention", budget=budget, heads=heads)
+    methods["rocketkv_published"] = policy("rocketkv", budget=budget, split="adaptive")
     if snapkv := snapkv_as_compared(trace, budget):
-        found["snapkv"] = snapkv
-    return {name: found[name] for name in NAMES if name in found}
+        methods["snapkv"] = snapkv
+    return {name: methods[name] for name in NAMES if name in methods}
 
 
 def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
@@ -95,13 +95,13 @@ def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
     A replay counts with its policy's own budget, and SnapKV's is not what its comparison calls the budget.
     """
     trace, full = result.trace, reference(result.trace)
-    found = torch.empty(full.step_ranks.shape[:3])
+    shares = torch.empty(full.step_ranks.shape[:3])
     for now in range(trace.steps):
         of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in range(trace.n_layers)]
-        widest = max(one.shape[1] for one in of_layer)
-        sets = torch.stack([F.pad(one, (0, widest - one.shape[1]), value=EMPTY) for one in of_layer])
-        found[:, :, now] = full.share_found(full.step_ranks[:, :, now], sets, k)
-    return found
+        widest = max(slots.shape[1] for slots in of_layer)
+        sets = torch.stack([F.pad(slots, (0, widest - slots.shape[1]), value=EMPTY) for slots in of_layer])
+        shares[:, :, now] = full.share_found(full.step_ranks[:, :, now], sets, k)
+    return shares
 
 
 def measured(result: Replay, budget: int) -> dict[str, float]:
@@ -144,14 +144,14 @@ def figure_4(
     rows = []
     for trace, c in tqdm(jobs, desc="figure 4", unit="budget", leave=False):
         budget = budget_at(trace, c)
-        for method, one in contenders(trace, budget, heads).items():
-            numbers = measured(Replay(trace, one), budget)
+        for method, contender in contenders(trace, budget, heads).items():
+            numbers = measured(Replay(trace, contender), budget)
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
     for measure in (*QUALITY, "stored", "read"):
         _compare(findings, measure)
-    there = findings.table.groupby("compression")["method"].unique()
-    findings.set(SHORTFALL, sum("snapkv" not in methods for methods in there), method="snapkv")
+    by_compression = findings.table.groupby("compression")["method"].unique()
+    findings.set(SHORTFALL, sum("snapkv" not in methods for methods in by_compression), method="snapkv")
     return findings
 
 
@@ -162,12 +162,12 @@ def _compare(findings: Findings, measure: str) -> None:
         return
     gains: dict[tuple[str, str], dict[float, pd.Series]] = {}
     for c in sorted(findings.table["compression"].unique()):
-        here = QUALITY[measure] * values.xs(c, axis=1, level="compression")
-        pairs = [(better, other, other) for better, other in PAIRS if other in here]
-        best = _best_rival(here.mean())
+        at_c = QUALITY[measure] * values.xs(c, axis=1, level="compression")
+        pairs = [(better, other, other) for better, other in PAIRS if other in at_c]
+        best = _best_rival(at_c.mean())
         pairs += [("rocketkv", NEXT_BEST, best), ("exact_topk", NEXT_BEST, best)]
         for better, name, other in pairs:
-            gains.setdefault((better, name), {})[c] = here.loc[:, better] - here.loc[:, other]
+            gains.setdefault((better, name), {})[c] = at_c.loc[:, better] - at_c.loc[:, other]
     for (better, other), by_compression in gains.items():
         add_gains(findings, measure, better, other, by_compression)
 
@@ -231,9 +231,9 @@ def next_best(findings: Findings) -> pd.DataFrame:
     rows = []
     for measure, sign in QUALITY.items():
         means = sign * findings.table.pivot_table(index="compression", columns="method", values=measure)
-        for c, here in means.iterrows():
+        for c, at_c in means.iterrows():
             gain = findings.row(GAIN, measure=measure, better="rocketkv", other=NEXT_BEST, compression=c)
-            about = {"measure": measure, "compression": c, "next_best": _best_rival(here)}
+            about = {"measure": measure, "compression": c, "next_best": _best_rival(at_c)}
             rows.append(about | {"value": gain.value, "low": gain.low, "high": gain.high})
     return pd.DataFrame(rows)
 

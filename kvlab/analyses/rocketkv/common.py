@@ -85,9 +85,13 @@ def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Fi
     jobs = [(method, budget) for method in METHODS for budget in budgets]
     for method, budget in tqdm(jobs, desc="table 1", unit="replay", leave=False):
         c = trace.length / budget
-        one = _of_the_table(method, budget, trace)
-        found = {"stored_bytes": math.nan, "read_bytes": math.nan} if one is None else Replay(trace, one).summary
-        storage, traffic = (found[name] / full[name] for name in ("stored_bytes", "read_bytes"))
+        contender = _of_the_table(method, budget, trace)
+        sizes = (
+            {"stored_bytes": math.nan, "read_bytes": math.nan}
+            if contender is None
+            else Replay(trace, contender).summary
+        )
+        storage, traffic = (sizes[name] / full[name] for name in ("stored_bytes", "read_bytes"))
         rows.append(
             {
                 "method": method,

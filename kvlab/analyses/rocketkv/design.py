@@ -63,13 +63,13 @@ AUXILIARY = "auxiliary/{method}/c{compression:g}"
 def ladder(trace: Trace, budget: int) -> dict[str, Policy]:
     """From SnapKV to RocketKV one change at a time, each at a token budget of `budget` as appendix A.3 counts it."""
     left = budget - trace.steps
-    found = {
+    stages = {
         "snapkv": snapkv_as_compared(trace, budget),
         "snapkv_gqa": snapkv_as_compared(trace, budget, "group"),
         "snapkv_pp": policy("snapkv_pp", budget=left) if left > 32 else None,
         "rocketkv": policy("rocketkv", budget=budget),
     }
-    return {name: one for name, one in found.items() if one is not None}
+    return {name: contender for name, contender in stages.items() if contender is not None}
 
 
 def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 12)) -> Findings:
@@ -97,8 +97,8 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
                 f"at a compression of {c:g} the budget of {budget} leaves SnapKV no room beside the response of "
                 f"{trace.steps} tokens and a window for each head"
             )
-        for method, one in ladder(trace, budget).items():
-            numbers = measured(Replay(trace, one), budget)
+        for method, contender in ladder(trace, budget).items():
+            numbers = measured(Replay(trace, contender), budget)
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
         shared[trace.document, c], blind[trace.document, c] = redundancy(trace, snapkv)
     findings = Findings(pd.DataFrame(rows))
@@ -130,8 +130,8 @@ def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32
     for trace, c in [(trace, c) for trace in traces for c in compressions]:
         budget = budget_at(trace, math.sqrt(c))
         for method in FIRST_STAGE:
-            one = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
-            numbers = measured(Replay(trace, one), budget)
+            contender = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
+            numbers = measured(Replay(trace, contender), budget)
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
     _gains(findings, [("snapkv_pp", "snapkv_gqa")], ALONE)
@@ -275,8 +275,8 @@ def splits(
         budget = budget_at(trace, c)
         tried = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
         tried += [(PUBLISHED, math.nan, RocketKV(budget=budget, split="adaptive"))]
-        for method, exponent, one in tried:
-            result = Replay(trace, one)
+        for method, exponent, contender in tried:
+            result = Replay(trace, contender)
             numbers = {m: result.summary[m] for m in QUALITY}
             numbers["survived"] = float(share_of_top(result, budget, stored=True).mean())
             about = {"document": trace.document, "compression": c, "method": method, "exponent": exponent}
@@ -307,8 +307,8 @@ def pages_against_dimensions(
     jobs = [(trace, c) for trace in traces for c in compressions]
     for trace, c in tqdm(jobs, desc="pages", unit="budget", leave=False):
         for e in exponents:
-            one = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
-            own = Replay(trace, one).summary
+            contender = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
+            own = Replay(trace, contender).summary
             about = {"document": trace.document, "compression": c, "method": f"pages{e:g}", "exponent": e}
             rows.append(about | {m: own[m] for m in QUALITY})
     findings = Findings(pd.DataFrame(rows))

@@ -134,8 +134,8 @@ def zsmerge_workloads(printed: pd.DataFrame, table: str = "table4") -> Findings:
         "contradictions": (ratio - 1).abs() > 0.05,
     }
     findings = Findings(rows)
-    for kind, there in kinds.items():
-        findings.set(WORKLOADS, there.to_numpy().sum(), table=table, kind=kind)
+    for kind, table_of_kind in kinds.items():
+        findings.set(WORKLOADS, table_of_kind.to_numpy().sum(), table=table, kind=kind)
     return findings
 
 
@@ -153,9 +153,9 @@ def zsmerge_batches(printed: pd.DataFrame, model: str = "7b") -> pd.DataFrame:
     wide = rows.pivot(index=["prompt", "batch"], columns="method", values="tokens_per_second")
     ratios = wide.filter(["h2o", "zsmerge"]).div(wide["full"], axis="index").reset_index()
     long = ratios.melt(["prompt", "batch"], var_name="method", value_name="speedup").dropna()
-    several = long.groupby(["method", "prompt"]).filter(lambda batches: len(batches) > 1)
+    batched = long.groupby(["method", "prompt"]).filter(lambda batches: len(batches) > 1)
     # In the order of the printed table: by workload, and the methods beside one another.
-    ordered = several.sort_values(["prompt", "batch", "method"], ignore_index=True)
+    ordered = batched.sort_values(["prompt", "batch", "method"], ignore_index=True)
     return ordered.reindex(columns=["method", "prompt", "batch", "speedup"])
 
 

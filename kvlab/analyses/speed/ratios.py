@@ -55,9 +55,9 @@ def speed_findings(decoded: pd.DataFrame) -> Findings:
         _add(findings, GAIN, long, policy=name, where="longest")
         _add(findings, GAIN_GROWTH, long - short, policy=name)
         if largest > 1 and (name, shortest, largest) in speedups:
-            many = speedups[name, shortest, largest] - 1
-            _add(findings, GAIN, many, policy=name, where="largest_batch")
-            _add(findings, BATCH_GAIN, many - short, policy=name)
+            batched = speedups[name, shortest, largest] - 1
+            _add(findings, GAIN, batched, policy=name, where="largest_batch")
+            _add(findings, BATCH_GAIN, batched - short, policy=name)
     if {"h2o", "zsmerge"} <= set(policies):
         ratio = seconds["h2o", longest, 1] / seconds["zsmerge", longest, 1]
         _add(findings, GAIN_OVER_H2O, ratio - 1, policy="zsmerge")

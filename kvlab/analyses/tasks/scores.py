@@ -112,8 +112,8 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
         if at == "prompt" and rest.shape[1]:
             with gathered:
                 out = lm.model(rest, past_key_values=prefilled, use_cache=True, logits_to_keep=1)
-        here = [policy for policy, where in wanted if where == at]
-        for batch, at_once in _batches(here):
+        at_point = [policy for policy, where in wanted if where == at]
+        for batch, at_once in _batches(at_point):
             sessions, firsts = [], []
             for policy in batch:
                 with compress(
@@ -177,14 +177,14 @@ def measure(
         for items, policies in plan:
             wanted = list(dict.fromkeys([(Full(), "prompt"), *policies]))
             for item in items:
-                keys = {each: _key(lm, item, *each) for each in wanted}
-                missing = [each for each in wanted if keys[each] not in known]
-                for each, result in zip(missing, passes(lm, item, missing) if missing else (), strict=True):
-                    known[keys[each]] = result
+                keys = {pair: _key(lm, item, *pair) for pair in wanted}
+                missing = [pair for pair in wanted if keys[pair] not in known]
+                for pair, result in zip(missing, passes(lm, item, missing) if missing else (), strict=True):
+                    known[keys[pair]] = result
                     if file is not None:
-                        file.write(json.dumps({"key": keys[each], **result}) + "\n")
+                        file.write(json.dumps({"key": keys[pair], **result}) + "\n")
                         file.flush()
-                rows += [_row(item, *each, known[keys[each]]) for each in wanted]
+                rows += [_row(item, *pair, known[keys[pair]]) for pair in wanted]
                 bar.update()
     return pd.DataFrame(rows)
 

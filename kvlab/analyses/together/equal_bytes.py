@@ -119,7 +119,7 @@ def interpolate(size: Sequence[float], values: Sequence[float], at: float, verb:
     """
     if len(size) != len(values) or not len(size) or min(size) <= 0 or at <= 0:
         raise KvlabError("a curve needs as many values as sizes, at least one, and sizes above zero")
-    logs, wanted = [math.log(each) for each in size], math.log(at)
+    logs, wanted = [math.log(n) for n in size], math.log(at)
     # From the last point back, each with the part of the curve before it.
     for i in reversed(range(len(logs))):
         if math.isclose(logs[i], wanted, abs_tol=1e-9):
@@ -227,8 +227,8 @@ def findings(table: pd.DataFrame, shares: Mapping[str, Sequence[float]]) -> Find
         error), with intervals over documents; only those that exist.
     """
     findings = Findings(table)
-    for side, several in shares.items():
-        for share in several:
+    for side, of_side in shares.items():
+        for share in of_side:
             equal = at_equal(table, side, share)
             places = (
                 ranks(equal).query("measure == 'output_error'").assign(measure="rank", value=lambda part: part["rank"])

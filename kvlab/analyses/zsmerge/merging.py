@@ -112,7 +112,7 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
     rows = []
     violations = 0
     # Double precision is for the CPU alone: Apple's GPUs have none.
-    for trace in (each.to("cpu") for each in traces):
+    for trace in (captured.to("cpu") for captured in traces):
         store = LayerStore(trace.prompt_keys.double(), trace.prompt_values.double())
         zsmerge = policy("zsmerge", budget=ratio)
         zsmerge.compress(store, trace.prompt)

@@ -38,13 +38,13 @@ def key_now(notebook: Path, parameters: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _libraries() -> list[str]:
-    found = []
+    pins = []
     for name in LIBRARIES:
         try:
-            found.append(f"{name}=={version(name)}")
+            pins.append(f"{name}=={version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} missing")
-    return found
+            pins.append(f"{name} missing")
+    return pins
 
 
 def _texts(values: Iterable[Any]) -> Iterable[str]:
@@ -61,8 +61,8 @@ def _fingerprint(text: str) -> str | None:
     """The hash of what a parameter names: a pulled model, a file, or a model's folder; None for any other text."""
     if not text.strip() or len(text) > 500:
         return None
-    if found := model_hash(text):
-        return found
+    if sha256 := model_hash(text):
+        return sha256
     path = expanded(text)
     path = path if path.is_absolute() else project.root() / "notebooks" / path
     try:

@@ -94,8 +94,8 @@ def names() -> list[str]:
 def longest_first(profile: str = "quick") -> list[str]:
     """The notebooks of all experiments, relative to the project, those first that take longest; each once."""
     loaded = [load(name) for name in names()]
-    seconds = [changes.seconds if (changes := each.profiles.get(profile)) else None for each in loaded]
-    known = [each for each in seconds if each]
+    seconds = [changes.seconds if (changes := experiment.profiles.get(profile)) else None for experiment in loaded]
+    known = [estimate for estimate in seconds if estimate]
     usual = sum(known) / len(known) if known else 0
     order = sorted(range(len(loaded)), key=lambda number: -(seconds[number] or usual))
     return list(dict.fromkeys(loaded[number].notebook for number in order))
@@ -117,18 +117,18 @@ def load(name: str) -> Experiment:
         if raw.get(part, 0) is None:
             del raw[part]
     try:
-        found = Experiment.model_validate({**raw, "name": name})
+        experiment = Experiment.model_validate({**raw, "name": name})
     except ValidationError as error:
         first = error.errors()[0]
         raise KvlabError(f"{path.name}{lines.shown(first['loc'])}: {_sentence(first)}") from None
-    folders = [project.root(), found.path.parent]
+    folders = [project.root(), experiment.path.parent]
     for place, text in _texts(raw):
         if _leaves_the_project(text) or any(_leads_out(folder, text) for folder in folders):
             or_else = "" if place == ("notebook",) else f", or give it on the command line (-p {place[-1]}=...)"
             raise KvlabError(
                 f"{path.name}{lines.shown(place)}: {text!r} leaves the project; name a file inside it{or_else}"
             )
-    return found
+    return experiment
 
 
 def _texts(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -208,9 +208,9 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
         if not values:
             raise KvlabError(f"the grid of {experiment.name} has no values for {axis!r}")
     # The parameters that a job's name shows: by these it differs from the other jobs, and from those of other commands.
-    told = [axis for axis, values in grid.items() if any(value != values[0] for value in values)]
+    shown = [axis for axis, values in grid.items() if any(value != values[0] for value in values)]
     usual = {**declared, **experiment.parameters, **changes.parameters}
-    told += [name for name in overrides or {} if name not in grid and single[name] != usual[name]]
+    shown += [name for name in overrides or {} if name not in grid and single[name] != usual[name]]
     wanted = math.prod(map(len, grid.values()))
     if wanted > MOST:
         raise KvlabError(f"the grid of {experiment.name} stands for {wanted:,} jobs, and {MOST:,} are the most")
@@ -223,7 +223,7 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
         }
         for name, value in parameters.items():
             _within(name, value, declared[name], experiment)
-        name = run_name({name: parameters[name] for name in told}) or profile
+        name = run_name({name: parameters[name] for name in shown}) or profile
         points.append(
             Job(
                 experiment.name,
@@ -241,16 +241,16 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
 
 def _within(name: str, value: Any, default: Any, experiment: Experiment) -> None:
     """Refuse numbers outside the experiment's limits, and whole ones below 0 where the notebook's own are not."""
-    usual = [each for each in (default if isinstance(default, list) else [default]) if _is_number(each)]
-    counts = bool(usual) and all(isinstance(each, int) and each >= 0 for each in usual)
+    usual = [number for number in (default if isinstance(default, list) else [default]) if _is_number(number)]
+    counts = bool(usual) and all(isinstance(number, int) and number >= 0 for number in usual)
     least, most = experiment.limits.get(name, (0 if counts else None, None))
-    for each in filter(_is_number, value if isinstance(value, list) else [value]):
+    for number in filter(_is_number, value if isinstance(value, list) else [value]):
         for beyond, bound in (
-            (least is not None and each < least, f"at least {least}"),
-            (most is not None and each > most, f"at most {most}"),
+            (least is not None and number < least, f"at least {least}"),
+            (most is not None and number > most, f"at most {most}"),
         ):
             if beyond:
-                raise KvlabError(f"parameter {name!r} of {experiment.name} must be {bound}, and is {short(each)}")
+                raise KvlabError(f"parameter {name!r} of {experiment.name} must be {bound}, and is {short(number)}")
 
 
 def _is_number(value: Any) -> bool:

@@ -18,9 +18,9 @@ def prepare(parameters: Iterable[Mapping[str, Any]]) -> None:
     """
     models: set[str] = set()
     documents: set[str] = set()
-    for each in parameters:
-        models.update(_texts(each.get("model")))
-        documents.update(_texts(each.get("document")), _texts(each.get("documents")))
+    for values in parameters:
+        models.update(_texts(values.get("model")))
+        documents.update(_texts(values.get("document")), _texts(values.get("documents")))
     for name in sorted(models):
         _model(name)
     for name in sorted(documents):

@@ -62,10 +62,10 @@ def _context(folder: Path) -> int | None:
     """The longest sequence that the model in a folder takes."""
     try:
         config = parsed((folder / "config.json").read_text(encoding="utf-8"))
-        found = config.get("text_config", config).get("max_position_embeddings")
+        tokens = config.get("text_config", config).get("max_position_embeddings")
     except (OSError, json.JSONDecodeError, AttributeError):
         return None
-    return found if _is_count(found) and found > 0 else None
+    return tokens if _is_count(tokens) and tokens > 0 else None
 
 
 @functools.lru_cache(maxsize=256)

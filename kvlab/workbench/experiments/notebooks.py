@@ -17,12 +17,12 @@ def cells(path: Path) -> list[dict[str, Any]]:
     if not os.path.isfile(path):
         raise KvlabError(f"the notebook {path.name} is missing: there is no file {path}")
     try:
-        found = parsed(read_text(path))["cells"]
+        content = parsed(read_text(path))["cells"]
     except (json.JSONDecodeError, LookupError, TypeError):
-        found = None
-    if not isinstance(found, list) or not all(map(_is_cell, found)):
+        content = None
+    if not isinstance(content, list) or not all(map(_is_cell, content)):
         raise KvlabError(f"{path} is not a notebook (version 4 of the format)")
-    return found
+    return content
 
 
 def _is_cell(cell: Any) -> bool:

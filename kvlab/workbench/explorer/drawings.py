@@ -44,18 +44,18 @@ def strip(look: Look, medium: Medium = STATIC, height: int = 64) -> str:
     """
     n = len(look.weights)
     bins = min(STRIP_BINS, n)
-    which = (torch.arange(n) * bins // n).clamp_max(bins - 1)
+    bin_of = (torch.arange(n) * bins // n).clamp_max(bins - 1)
     parts = look.weights - look.lost, look.lost, look.read, look.stored
-    kept, lost, read, stored = (torch.zeros(bins).index_add_(0, which, part.float()) for part in parts)
+    kept, lost, read, stored = (torch.zeros(bins).index_add_(0, bin_of, part.float()) for part in parts)
     whole = kept + lost
     highest = max(float(whole.max()), 1e-9)
     bars = (whole / highest).sqrt() * height
     share = kept / whole.clamp_min(1e-30)
-    size = torch.zeros(bins).index_add_(0, which, torch.ones(n))
+    size = torch.zeros(bins).index_add_(0, bin_of, torch.ones(n))
     band = height + 2
     rug = [
-        f'<path d="{_rows(some)}" transform="translate(0 {band + 2.5})" stroke="{colour}" stroke-width="5"/>'
-        for some, colour in (
+        f'<path d="{_rows(cells)}" transform="translate(0 {band + 2.5})" stroke="{colour}" stroke-width="5"/>'
+        for cells, colour in (
             ((stored > 0) & (read == 0), "#c3cad2"),
             (read > 0, shade(BLUE, 0.45)),
             (read >= 0.5 * size, f"rgb{BLUE}"),
@@ -95,10 +95,10 @@ def strip(look: Look, medium: Medium = STATIC, height: int = 64) -> str:
 def _rows(cells: Tensor) -> str:
     """A path along the true ones of a row of cells, each one wide."""
     path, start = [], None
-    for x, there in enumerate([*cells.tolist(), False]):
-        if there and start is None:
+    for x, filled in enumerate([*cells.tolist(), False]):
+        if filled and start is None:
             start = x
-        elif not there and start is not None:
+        elif not filled and start is not None:
             path.append(f"M{start} 0h{x - start}")
             start = None
     return "".join(path)
@@ -110,8 +110,8 @@ def steps(look: Look, medium: Medium = STATIC, height: int = 44) -> str:
     values = look.result.mass_lost[spot.layer, spot.head]
     n = len(values)
     width = max(1.0, min(14.0, 190 / n))
-    here = _box((spot.step - 1) * width, 1, width, height - 1)
-    chosen = f'<path class="kvlab-chosen" d="{here}" fill="none" stroke="#000" stroke-width="1.5"/>'
+    outline = _box((spot.step - 1) * width, 1, width, height - 1)
+    chosen = f'<path class="kvlab-chosen" d="{outline}" fill="none" stroke="#000" stroke-width="1.5"/>'
     scaled = (values * (height - 2)).tolist()
     drawing = (
         f'<path d="{_skyline(scaled, height)}" transform="scale({width:.4g} 1)" fill="rgb{RED}"/>'
@@ -170,9 +170,9 @@ def _map(
                 pieces.setdefault(row[start], []).append(f"M{start} {y}h{x - start}")
                 start = x
     cells = "".join(
-        f'<path d="{"".join(some)}" stroke="{shade(colour, level / SHADES)}"/>' for level, some in pieces.items()
+        f'<path d="{"".join(squares)}" stroke="{shade(colour, level / SHADES)}"/>' for level, squares in pieces.items()
     )
-    here = _box(MARGIN + column * width, layer * CELL, width, CELL)
+    outline = _box(MARGIN + column * width, layer * CELL, width, CELL)
     high, wide = layers * CELL, max(MARGIN + columns * width + 2, 78)
     marks = "".join(
         f'<text x="{MARGIN - 3}" y="{y * CELL + 9}" text-anchor="end">{y}</text>'
@@ -195,7 +195,7 @@ def _map(
     drawing = (
         f'<g transform="translate({MARGIN} {CELL / 2}) scale({width:.4g} {CELL})">{cells}</g>'
         f'<path d="{_box(MARGIN, 0, columns * width, high)}" fill="none" stroke="#c3cad2" stroke-width="0.6"/>'
-        f'<path class="kvlab-chosen" d="{here}" fill="none" stroke="#000" stroke-width="1.8"/>{marks}{scale}'
+        f'<path class="kvlab-chosen" d="{outline}" fill="none" stroke="#000" stroke-width="1.8"/>{marks}{scale}'
     )
     mean, value = values.mean(), values[layer, column]
     about = f"{names[0]}: {layers} layers by {columns} {names[1]}s, mean {mean:.1%}, here {value:.1%}"

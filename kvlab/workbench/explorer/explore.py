@@ -55,9 +55,9 @@ def explore(
     trace = opened(trace)
     if not trace.steps:
         raise KvlabError("there is no query to look at: this trace has no response; capture it with new_tokens=32")
-    for one in (left, right):
-        if isinstance(one, str) and one not in policies():
-            raise KvlabError(unknown(one))
+    for choice in (left, right):
+        if isinstance(choice, str) and choice not in policies():
+            raise KvlabError(unknown(choice))
     if choices.label(left) == choices.label(right) and choices.given(left, trace) != choices.given(right, trace):
         raise KvlabError(
             f"both sides are {choices.label(left)}, and the slider gives both the same budget: choose two "
@@ -73,7 +73,7 @@ def explore(
     if not stops or min(stops) < 1:
         raise KvlabError(f"budgets must be whole numbers of entries from 1 on, and are {stops}")
     likely = (budget, choices.given(left, trace), choices.given(right, trace), stops[len(stops) // 2])
-    begin = next(int(one) for one in likely if one in stops)
+    begin = next(int(stop) for stop in likely if stop in stops)
     explorer = Explorer(trace, left, right, stops, begin, Spot(0, 0, 1), texts(trace, lm))
     first = explorer.worst()
     explorer.place = choices.checked(

@@ -71,8 +71,8 @@ class Explorer:
         tokens: Sequence[str],
     ):
         self.trace, self.tokens, self.budgets = trace, list(tokens), list(budgets)
-        self._own = {choices.label(one): one for one in (left, right) if isinstance(one, Policy)}
-        self.chosen = [choices.label(one) for one in (left, right)]
+        self._own = {choices.label(choice): choice for choice in (left, right) if isinstance(choice, Policy)}
+        self.chosen = [choices.label(choice) for choice in (left, right)]
         self.budget, self.place = budget, spot
         self._replays: dict[tuple[str, int], Replay] = {}
         self._locks: dict[tuple[str, int], threading.Lock] = {}
@@ -95,8 +95,8 @@ class Explorer:
         if key not in self._replays:
             # A lock of its own: what is made in the background must not hold up what is looked at.
             with self._lock:
-                mine = self._locks.setdefault(key, threading.Lock())
-            with mine:
+                lock = self._locks.setdefault(key, threading.Lock())
+            with lock:
                 if key not in self._replays:
                     self._replays[key] = Replay(self.trace, self._policy(name, budget))
         return self._replays[key]
@@ -165,8 +165,8 @@ class Explorer:
     def look_ahead(self) -> list[Future]:
         """Make the replays of the chosen policies at the other budgets in the background."""
         # What was queued for other policies would come first.
-        for one in self._queued:
-            one.cancel()
+        for future in self._queued:
+            future.cancel()
         if self._ahead is None:
             self._ahead = ThreadPoolExecutor(1)
         # The nearest budgets are the likeliest to be looked at next.
@@ -255,8 +255,8 @@ class Explorer:
         sides = []
         for side in SIDES:
             self._parts[f"{side} text"].add_class("kvlab-scroll")
-            one = widgets.VBox([self._parts[f"{side} {part}"] for part in ("top", "text", "below")])
-            sides.append(one.add_class("kvlab-side"))
+            column = widgets.VBox([self._parts[f"{side} {part}"] for part in ("top", "text", "below")])
+            sides.append(column.add_class("kvlab-side"))
         # Where the widgets live, the picture that is saved beside them is not seen.
         hidden = f"<style>.{self._mark}-still{{display:none}}</style>"
         legend = widgets.HTML(SHEET + hidden + picture.legend(LIVE))
@@ -339,8 +339,8 @@ def _watched() -> bool:
 def _help(about: Sequence[tuple[str, str]]) -> str:
     """What each control does, folded away."""
     rows = "".join(
-        f'<div style="display:flex;gap:8px"><b style="flex:0 0 120px">{name}</b><span>{what}</span></div>'
-        for name, what in about
+        f'<div style="display:flex;gap:8px"><b style="flex:0 0 120px">{name}</b><span>{meaning}</span></div>'
+        for name, meaning in about
     )
     return (
         '<details style="line-height:1.5;margin:2px"><summary style="cursor:pointer">what the controls do</summary>'

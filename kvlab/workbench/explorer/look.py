@@ -55,9 +55,9 @@ class Look:
 
     def _mask(self, sets: Tensor) -> Tensor:
         """Of the query head's set, bool `[prompt + step]`."""
-        mine = sets[self.spot.head * len(sets) // self.trace.heads]
+        of_head = sets[self.spot.head * len(sets) // self.trace.heads]
         mask = torch.zeros(len(self.weights), dtype=torch.bool)
-        mask[mine[(mine >= 0) & (mine < len(mask))]] = True
+        mask[of_head[(of_head >= 0) & (of_head < len(mask))]] = True
         return mask
 
     @cached_property

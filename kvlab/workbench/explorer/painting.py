@@ -83,14 +83,14 @@ def passages(looks: Sequence[Look], count: int) -> list[range]:
     centres = sorted(p for share, p in zip(best.values.tolist(), best.indices.tolist(), strict=True) if share >= least)
     if length <= SHORT or not centres:
         return [range(length)]
-    found: list[range] = []
+    spans: list[range] = []
     for centre in centres:
         start, stop = max(0, centre - AROUND), min(length, centre + AROUND + 1)
         start = 0 if start < SHORT / 10 else start
-        if found and start - found[-1].stop < SHORT / 10:
-            start = found.pop().start
-        found.append(range(start, length if length - stop < SHORT / 10 else stop))
-    return found
+        if spans and start - spans[-1].stop < SHORT / 10:
+            start = spans.pop().start
+        spans.append(range(start, length if length - stop < SHORT / 10 else stop))
+    return spans
 
 
 def text(
@@ -125,7 +125,7 @@ def _painted(look: Look, tokens: Sequence[str], span: range, linked: set[int], m
     """Some of the text; neighbours that look the same share an element, and a token that attention was lost on says how
     much when pointed at.
     """
-    lost, read, stored = (each[span.start : span.stop].tolist() for each in (look.lost, look.read, look.stored))
+    lost, read, stored = (values[span.start : span.stop].tolist() for values in (look.lost, look.read, look.stored))
     runs: list[tuple[str | int, str, list[str]]] = []
     for position, share, is_read, is_stored in zip(span, lost, read, stored, strict=True):
         state = READ if is_read else STORED if is_stored else GONE
@@ -138,9 +138,9 @@ def _painted(look: Look, tokens: Sequence[str], span: range, linked: set[int], m
         else:
             runs.append((kind, extra, [tokens[position]]))
     parts = []
-    for kind, extra, some in runs:
+    for kind, extra, group in runs:
         tag, end = tag_of(kind, medium)
-        parts.append(f"{tag[:-1]}{extra}>{visible(''.join(some))}{end}" if tag else visible("".join(some)))
+        parts.append(f"{tag[:-1]}{extra}>{visible(''.join(group))}{end}" if tag else visible("".join(group)))
     return "".join(parts)
 
 

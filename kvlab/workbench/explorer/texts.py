@@ -25,16 +25,17 @@ def texts(trace: Trace, lm: LM | None = None) -> list[str]:
     ids = trace.ids.tolist()
     if tokenizer is None:
         return [f"[{number}] " for number in ids]
-    found, before, at = [], 0, 0
+    shown, before, at = [], 0, 0
     while at < len(ids):
         ends = range(at + 1, min(at + CUT, len(ids)) + 1)
         pieces = ((end, _piece(tokenizer, ids[before:at], ids[at:end])) for end in ends)
         end, piece = next(
-            (each for each in pieces if not each[1].endswith("\ufffd")), (at + 1, tokenizer.decode(ids[at : at + 1]))
+            (candidate for candidate in pieces if not candidate[1].endswith("\ufffd")),
+            (at + 1, tokenizer.decode(ids[at : at + 1])),
         )
-        found += [piece, *[""] * (end - at - 1)]
+        shown += [piece, *[""] * (end - at - 1)]
         before, at = at, end
-    return found
+    return shown
 
 
 def _piece(tokenizer: Any, before: list[int], ids: list[int]) -> str:

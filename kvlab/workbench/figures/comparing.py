@@ -173,11 +173,11 @@ def whiskers(table: pandas.DataFrame, *, names: Mapping[str, str], colours: Mapp
 
     table: policy, budget, value, low, high; names: policy -> its name in the legend, which also says in what order.
     """
-    there = [name for name in names if name in set(table["policy"])]
-    for number, name in enumerate(there):
+    present = [name for name in names if name in set(table["policy"])]
+    for number, name in enumerate(present):
         part = at(table, policy=name).sort_values("budget")
         ax.errorbar(
-            part["budget"] * 1.025 ** (number - (len(there) - 1) / 2),
+            part["budget"] * 1.025 ** (number - (len(present) - 1) / 2),
             part["value"],
             yerr=whisker_lengths(part),
             marker="o",

@@ -209,7 +209,7 @@ def table_2(findings: Findings, entries: float) -> Figure:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.6), width_ratios=[4, 4, 5])
     lost = printed.parts(papers.figure("compilerkv", "table2")).to_dict()
     losses = findings.frame(ablation.LOSS)
-    for ax, measure, what in ((left, "kept", "attention kept"), (middle, "recall", "recall")):
+    for ax, measure, label in ((left, "kept", "attention kept"), (middle, "recall", "recall")):
         beside_paper(
             {part: 100 * loss for part, loss in lost.items()},
             _in_order(at(losses, measure=measure), list(PARTS)),
@@ -217,8 +217,8 @@ def table_2(findings: Findings, entries: float) -> Figure:
             scale=100,
             labels=PARTS,
             ylabel="loss without the part, %",
-            title=f"Table 2: {what}",
-            ours_label=f"{what} here",
+            title=f"Table 2: {label}",
+            ours_label=f"{label} here",
             paper_label="paper: LongBench",
             value_format="{:.1f}",
             ax=ax,

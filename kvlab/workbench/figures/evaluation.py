@@ -50,8 +50,8 @@ def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
 def named(parameters: Mapping[str, Any]) -> str:
     """The run's name: tasks, policies and budgets."""
     policies = parameters.get("policies", ())
-    several = policies if len(policies) < 6 else [*policies[:4], f"{len(policies)} policies"]
-    return " ".join([str(parameters.get("tasks", "")), ",".join(several), str(parameters.get("budgets", ""))])[:120]
+    shown = policies if len(policies) < 6 else [*policies[:4], f"{len(policies)} policies"]
+    return " ".join([str(parameters.get("tasks", "")), ",".join(shown), str(parameters.get("budgets", ""))])[:120]
 
 
 def needles(answers: Sequence[Answer]) -> Figure | None:

@@ -70,7 +70,7 @@ def gains(findings: Findings) -> Figure:
     """RocketKV's gain over each of the others by compression, paired by document, in three measures."""
     measures = {"mass_lost": "attention mass", "output_error": "output error", "step_recall": "recall"}
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.8))
-    for ax, (measure, what) in zip(axes, measures.items(), strict=True):
+    for ax, (measure, label) in zip(axes, measures.items(), strict=True):
         points = budgets.gains_of(findings, measure)
         plots.lines(
             points.loc[points["other"].isin(OTHERS)],
@@ -82,8 +82,8 @@ def gains(findings: Findings) -> Figure:
             colours=OTHERS,
             names=NAMES,
             xlabel=COMPRESSION,
-            ylabel=f"gain in {what}",
-            title=f"RocketKV against the others: {what}",
+            ylabel=f"gain in {label}",
+            title=f"RocketKV against the others: {label}",
             ax=ax,
         )
         _by_compression(ax, points)

@@ -69,7 +69,7 @@ def figure_7(findings: Findings) -> Figure:
     mean = best.groupby("length")["kernel"].agg(stats.gmean)
     values, kernels = findings.frame(design.KERNEL), sorted(findings.table["kernel"].unique())
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.8))
-    for ax, (measure, what) in zip(axes, LOSSES.items(), strict=False):
+    for ax, (measure, label) in zip(axes, LOSSES.items(), strict=False):
         plots.lines(
             values.loc[values["measure"] == measure],
             x="kernel",
@@ -79,8 +79,8 @@ def figure_7(findings: Findings) -> Figure:
             high="high",
             names={length: f"{length} tokens" for length in values["length"].unique()},
             xlabel="pooling kernel (tokens)",
-            ylabel=what,
-            title=f"Figure 7: {what}",
+            ylabel=label,
+            title=f"Figure 7: {label}",
             ax=ax,
         )
         plots.doublings(ax, kernels)
@@ -136,9 +136,9 @@ def splits(findings: Findings) -> Figure:
     """What is lost, and what the first stage leaves, by its share of the compression; stars: the published code's."""
     measures = {**LOSSES, "survived": "share of the top t still stored"}
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.8))
-    for ax, (measure, what) in zip(axes, measures.items(), strict=True):
+    for ax, (measure, label) in zip(axes, measures.items(), strict=True):
         points = design.by_exponent(findings, measure)
-        _by_exponent(ax, points, "exponent x of the first stage, S / c^x", what)
+        _by_exponent(ax, points, "exponent x of the first stage, S / c^x", label)
         star = {"marker": "*", "markersize": 13, "linestyle": "none"}
         for c, colour in zip(points["compression"].unique(), plots.COLOURS, strict=False):
             published = findings.row(budgets.VALUE, measure=measure, method=design.PUBLISHED, compression=c)
@@ -155,9 +155,9 @@ def pages(findings: Findings) -> Figure:
     """What is lost by how the search is shared between pages and dimensions."""
     measures = {**LOSSES, "step_recall": "share of the step's top t read"}
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.4))
-    for ax, (measure, what) in zip(axes, measures.items(), strict=True):
+    for ax, (measure, label) in zip(axes, measures.items(), strict=True):
         points = design.by_exponent(findings, measure)
-        _by_exponent(ax, points, "exponent x of the pages, c^x entries", what)
+        _by_exponent(ax, points, "exponent x of the pages, c^x entries", label)
         _even_split(ax)
         ax.legend()
     return figure
@@ -173,7 +173,7 @@ def _losses(
     title: str,
 ) -> None:
     """A panel for each of `LOSSES`: bars for the methods in `names` at the compressions in `labels`."""
-    for ax, (measure, what) in zip(axes, LOSSES.items(), strict=True):
+    for ax, (measure, label) in zip(axes, LOSSES.items(), strict=True):
         plots.bars(
             values.loc[values["measure"] == measure],
             x="compression",
@@ -185,13 +185,13 @@ def _losses(
             labels=labels,
             colours=colours,
             xlabel=xlabel,
-            ylabel=what,
-            title=f"{title}: {what}",
+            ylabel=label,
+            title=f"{title}: {label}",
             ax=ax,
         )
 
 
-def _by_exponent(ax: Axes, points: pandas.DataFrame, xlabel: str, what: str) -> None:
+def _by_exponent(ax: Axes, points: pandas.DataFrame, xlabel: str, label: str) -> None:
     """A measure by the exponent of a split, a curve for each compression."""
     plots.lines(
         points,
@@ -202,8 +202,8 @@ def _by_exponent(ax: Axes, points: pandas.DataFrame, xlabel: str, what: str) -> 
         high="high",
         names={c: f"c = {c:g}" for c in points["compression"].unique()},
         xlabel=xlabel,
-        ylabel=what,
-        title=what.capitalize(),
+        ylabel=label,
+        title=label.capitalize(),
         ax=ax,
     )
 

@@ -134,11 +134,11 @@ def _names_at_the_side(ax: Axes, drawn: pandas.DataFrame) -> None:
 
 
 def _families(ax: Axes, policies: Iterable[str]) -> None:
-    there = {equal_bytes.family(name): colour(name) for name in policies}
+    colours = {equal_bytes.family(name): colour(name) for name in policies}
     handles = [
-        Line2D([], [], color=there[label], linewidth=2.5, label=label)
-        for label in (*FAMILY_COLOURS, *sorted(there.keys() - FAMILY_COLOURS.keys()))
-        if label in there
+        Line2D([], [], color=colours[label], linewidth=2.5, label=label)
+        for label in (*FAMILY_COLOURS, *sorted(colours.keys() - FAMILY_COLOURS.keys()))
+        if label in colours
     ]
     ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none"}
     handles.append(Line2D([], [], label="Pareto front (bold names)", **FRONT, **ring))

@@ -62,8 +62,8 @@ class Patient:
         self.give_up = Flag()  # once it is set, no call waits any longer
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._client, name)
-        return self._patiently(found) if callable(found) else found
+        attribute = getattr(self._client, name)
+        return self._patiently(attribute) if callable(attribute) else attribute
 
     def _patiently(self, call: Callable[..., Any]) -> Callable[..., Any]:
         from mlflow.exceptions import MlflowException
@@ -97,7 +97,7 @@ class Patient:
         from requests import ConnectionError, Timeout
 
         causes = (error, error.__cause__, error.__context__)
-        cut_off = any(isinstance(one, (ConnectionError, Timeout)) for one in causes)
+        cut_off = any(isinstance(cause, (ConnectionError, Timeout)) for cause in causes)
         return cut_off or "database is locked" in str(error) or not self._answers()
 
     def _answers(self) -> bool:

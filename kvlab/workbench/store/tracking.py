@@ -132,7 +132,7 @@ class Run:
         self.client.log_text(self.id, rows, shown)
         listed = json.loads(self.client.get_run(self.id).data.tags.get(LISTED, "[]"))
         entry = {"path": shown, "type": "table"}
-        self.client.set_tag(self.id, LISTED, json.dumps([*(one for one in listed if one != entry), entry]))
+        self.client.set_tag(self.id, LISTED, json.dumps([*(earlier for earlier in listed if earlier != entry), entry]))
 
     def probes(self, name: str, records: Records) -> None:
         """Keep what probes saw in a live session or a replay (its `records`): the tidy table as tables/NAME.parquet,
@@ -299,11 +299,11 @@ def _documents(names: object) -> str:
 
 def _name(experiment: str, parameters: Mapping[str, Any]) -> str:
     """The name of an interactive run: the parameters that differ from the defaults of the experiment's notebook."""
-    told = ""
+    changed = ""
     with contextlib.suppress(KvlabError):
         usual = parameters_of(experiments.load(experiment).path)
-        told = experiments.run_name({name: value for name, value in parameters.items() if usual.get(name) != value})
-    return f"interactive {told}".strip()
+        changed = experiments.run_name({name: value for name, value in parameters.items() if usual.get(name) != value})
+    return f"interactive {changed}".strip()
 
 
 @_one_sentence
