@@ -1,4 +1,4 @@
-"""Clocks that wait for the device, and rounds in which what is compared takes turns.
+"""Clocks that wait for the device, and rounds in which the compared methods take turns.
 
 All timings of kvlab are taken with these: `kvlab bench`, the notebook on speed, and the scripts in benchmarks/.
 """
@@ -18,19 +18,19 @@ Item = TypeVar("Item")
 
 
 def wall(device: torch.device) -> float:
-    """Seconds of the wall's clock, which starts anywhere, once everything queued on `device` is done."""
+    """Wall-clock seconds from an arbitrary start, once everything queued on `device` is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def busy(device: torch.device) -> float:
-    """Seconds that start anywhere: the processor's own on a CPU, which leave out other processes; else `wall`."""
+    """Seconds from an arbitrary start: on a CPU this process's CPU time, without other processes; else `wall`."""
     return time.process_time() if device.type == "cpu" else wall(device)
 
 
 def seconds(device: torch.device, run: Callable[..., object], *arguments: object) -> float:
-    """Seconds of one call by the wall's clock, until `device` has done all that the call gave it to do."""
+    """Wall-clock seconds of one call, until `device` has finished all work that the call gave it."""
     gc.collect()
     start = wall(device)
     run(*arguments)
@@ -50,7 +50,7 @@ def one_thread(device: torch.device) -> Iterator[None]:
 
 
 def rounds(items: Sequence[Item], repeats: int) -> list[tuple[int, Item]]:
-    """Everything once in each round (counted from 0), each round the other way round than the last, so that a drifting
+    """(round from 0, item) pairs: every item once in each round. Odd rounds run in reverse order, so that a drifting
     clock speed cancels.
     """
     return [(turn, item) for turn in range(repeats) for item in (items if turn % 2 == 0 else items[::-1])]

@@ -4,7 +4,7 @@ Both run the same greedy loop: the prompt in one pass, then single-token passes.
 the policy compresses; it counts into the time to the first token, and the passes after it are the decoding steps. The
 runs of one context length are taken in turns, in alternating order, so that a drifting clock speed cancels.
 
-Times are in seconds, memory in bytes. What is stored and read is that of the last step.
+Times are in seconds, memory in bytes. Bytes stored and read are those of the last step.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Contender:
 
     @property
     def against(self) -> Contender:
-        """What its ratios refer to: probes to the same policy without them, everything else to the full cache."""
+        """The contender that its ratios refer to: the same policy without its probes, or the full cache."""
         return replace(self, probes=()) if self.probes else Contender()
 
     def session(self, lm: models.LM) -> AbstractContextManager[Session | None]:
@@ -166,7 +166,7 @@ def peak_bytes(lm: models.LM, subject: Subject, contender: Contender, context: i
 
 def _peak_here(lm: models.LM, contender: Contender, context: int, batch: int, steps: int) -> int:
     ids, _ = meters.prompt(lm, context, batch)
-    generate(lm, ids[:, :32], 1, contender)  # what is set up once is not the prompt's
+    generate(lm, ids[:, :32], 1, contender)  # what torch sets up once is not part of the prompt's memory
     with memory.Peak(lm.device) as peak:
         generate(lm, ids, steps, contender)
     return peak.bytes
@@ -184,16 +184,16 @@ def measure(
 ) -> pd.DataFrame:
     """Run one task: a tidy table, one row for each contender, context and metric.
 
-    `value` is the median of the repetitions, `low` and `high` their extremes; `ratio` is that of the medians to the row
-    of `against`, `ratio_low` and `ratio_high` the extremes of the ratios within one round. What does not fit into the
-    GPU's memory has nan; where torch does not count a GPU's peak memory there are no rows of it. `attrs` holds what it
-    was measured on.
+    `value` is the median of the repetitions, `low` and `high` are their extremes. `ratio` is this median over that of
+    the contender `against`; `ratio_low` and `ratio_high` are the extremes of the ratios within one round. A run that
+    does not fit into the GPU's memory has nan; where torch does not count a GPU's peak memory, the table has no rows of
+    it. `attrs` says what the table was measured on.
 
     Args:
         chosen: as from `contenders`, the full cache among them.
         new_tokens: decoding steps after the one that ends the prompt.
         repeats: rounds of timed runs; bytes are measured once.
-        advance: called after each run with what it was and how many tokens of prompt it fed.
+        advance: called after each run with a label and the number of prompt tokens that it fed.
 
     Raises:
         KvlabError: an unknown task, lengths that make no sense, or a context longer than the model's.
@@ -253,8 +253,8 @@ def _runs(
     repeats: int,
     advance: Callable[[str, int], None],
 ) -> Iterator[tuple[Contender, dict[str, float]]]:
-    """Every contender in every round, each round the other way round than the last."""
-    # A GPU chooses its kernels by shape, when it first meets one.
+    """Every contender in every round, in the order of `clock.rounds`."""
+    # A GPU chooses its kernels when it first meets a shape.
     warm = ids if lm.device.type != "cpu" and task != "memory" else ids[:, :128]
     for contender in chosen:
         _or_nan(generate, lm, warm, 2, contender)
@@ -290,7 +290,7 @@ def _summary(samples: dict[Contender, Samples], contender: Contender) -> Iterato
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
-    """The table, with what it was measured on in columns of its own; a file that is half written is never there."""
+    """Write the table, with columns for what it was measured on; the file appears only once it is whole."""
     with replacing(path) as part:
         table.assign(**{str(name): value for name, value in table.attrs.items()}).to_csv(part, index=False)
 

@@ -20,7 +20,7 @@ STYLES = {
 
 
 def show(ledger: list[Entry]) -> None:
-    """The claims that were measured, then how many of each paper's stand where; checks are counted apart."""
+    """Print the measured claims, then each paper's counts by verdict; checks are counted separately."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -64,7 +64,7 @@ def show(ledger: list[Entry]) -> None:
 
 
 def _counts(ledger: list[Entry]) -> Table:
-    """Findings by paper and verdict; apart from these the checks that are met, and what was recomputed and agrees."""
+    """Findings by paper and verdict; beside them the checks that are met, and the recomputed sums that agree."""
     from rich import box
     from rich.table import Table
 

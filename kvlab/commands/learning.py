@@ -1,4 +1,4 @@
-"""Learning compilerkv's tables: compile."""
+"""The command that learns compilerkv's tables: compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how their texts are read."""
+"""Options that several commands share, and how their values are read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Numbe
 
 
 def overrides(pairs: Iterable[str]) -> dict[str, str]:
-    """Texts like KEY=VALUE as a mapping; a value that names a file is made a path from the root of the disk."""
+    """Texts like KEY=VALUE as a mapping; a value that names a file becomes its absolute path."""
     values = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -61,7 +61,7 @@ def task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def check_out(out: Path | None) -> None:
-    """Raise KvlabError, before a command's work is done, where its `--out` is not a file that could be written."""
+    """Raise KvlabError if `--out` is not a file that could be written: a command calls this before its work."""
     if out is not None and out.is_dir():
         raise KvlabError(f"--out {out} is a folder; name a file in it")
     if out is not None and not out.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""What there is: pull, list, doctor."""
+"""Models, texts, lists and checks: pull, list, doctor."""
 
 from __future__ import annotations
 

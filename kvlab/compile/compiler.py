@@ -30,7 +30,7 @@ Advance = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Learnt:
-    """What `learn` found.
+    """The result of `learn`.
 
     Attributes:
         tables: both tables, with how they were learnt.
@@ -44,7 +44,7 @@ class Learnt:
         return Samples.of(self.lines[phase])
 
     def told(self) -> list[str]:
-        """What came out, in a few lines."""
+        """The result in a few lines of text."""
         tables, lines = self.tables, []
         about = tables.model_extra or {}
         if tables.heads is not None:
@@ -75,18 +75,18 @@ def learn(
     """Learn both of CompilerKV's tables for a model (sections 3.2, 4.3, 4.4 and appendix B.1).
 
     A pool of contexts is measured, and some are taken evenly over the bins of entropy and perplexity. In each of these
-    the heads' weights are drawn at random, all at once, many times; each time the prompt is compressed and the NLL of
-    what follows is compared with the full cache's. Then the thresholds, likewise, with the learnt weights in place.
-    Conservative Q-learning makes tables of the two logs; see `learning` for whose credit a reward is.
+    the weights of all heads are drawn at random, many times; each time the prompt is compressed and the NLL of its
+    continuation is compared with the full cache's. The same is done for the thresholds, with the learnt weights in
+    place. Conservative Q-learning turns the two logs into tables; `learning` says how rewards are credited.
 
     The query heads of a GQA group have the same values and, by eq. 6, the same attention, so that only the largest of
-    their weights counts (eq. 10): they act as one here, and get one weight. Cells of risk that no context fell into
-    keep the neutral threshold, 0.
+    their weights counts (eq. 10): here they share one weight. Cells of risk that no context fell into keep the neutral
+    threshold, 0.
 
     Args:
         documents: what to learn from; `DOCUMENTS` unless given. Texts that kvlab evaluates on are refused.
         journal: a JSONL file that keeps what was measured; with it a run that was cut off goes on where it stopped.
-        advance: called with a label, how many tokens have been fed and how many will be, about.
+        advance: called with a label, the tokens fed so far, and roughly how many there will be.
 
     Raises:
         KvlabError: documents that are too short or overlap with evaluations, contexts beyond what the model takes, a
@@ -111,7 +111,7 @@ class _Run:
     def __init__(self, lm: LM, settings: Settings, journal: Journal, advance: Advance):
         self.lm, self.settings, self.journal, self._advance = lm, settings, journal, advance
         self.fed = self.todo = 0
-        # All that a line can depend on besides its context and its actions.
+        # Everything that a line depends on besides its context and its actions.
         names = ("budget", "continuation", "window", "utility_window", "kernel")
         self.about = [lm.sha256, str(lm.dtype), lm.device.type, [getattr(settings, name) for name in names]]
 
@@ -233,7 +233,7 @@ class _Run:
 
 
 OPTIONS = ("budget", "contexts", "samples", "risk_samples", "alpha", "seed")
-"""Settings with an option of their own on the command line; the others go by -p."""
+"""Settings with an option of their own on the command line; the others are set by -p."""
 
 
 def command(lm: LM, settings: Settings, documents: Sequence[Document]) -> str:
@@ -250,7 +250,7 @@ def command(lm: LM, settings: Settings, documents: Sequence[Document]) -> str:
 
 
 def mapped(tables: DecisionTables, lm: LM) -> DecisionTables:
-    """Tables learnt on one model for another, by relative depth; what they were learnt on is noted."""
+    """Tables learnt on one model, mapped to another by relative depth; they note where they were learnt."""
     text = lm.model.config.get_text_config(decoder=True)
     sha = str(getattr(tables, "sha256", ""))
     about = {

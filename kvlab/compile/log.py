@@ -1,4 +1,4 @@
-"""The log of what was tried: JSON lines while learning, one compressed table to ship and to learn from again."""
+"""The log of all trials: JSON lines while learning, then one compressed table to ship and to learn from again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Journal:
         """The journal at `path`, for this process alone; half a line at its end is taken out.
 
         Raises:
-            KvlabError: another process writes it, it cannot be written, or a line that no journal has.
+            KvlabError: another process writes it, it cannot be written, or a line of it belongs to no journal.
         """
         if path is None:
             yield cls(None, {})
@@ -62,7 +62,7 @@ class Journal:
         return self._lines.get(key)
 
     def add(self, key: str, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a line and return it as it will be read again."""
+        """Write a line, and return it as a later run will read it."""
         text = json.dumps({"key": key, **line})
         if self._file is not None:
             self._file.write(text + "\n")
@@ -73,7 +73,7 @@ class Journal:
 
 
 def key(*parts: Any) -> str:
-    """The name of a line by all that its numbers depend on."""
+    """The name of a line: a hash of everything that its numbers depend on."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
@@ -90,7 +90,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         except (json.JSONDecodeError, TypeError, KeyError):
             raise KvlabError(f"{path}, line {number} is no line of a log of `kvlab compile`; name another") from None
     if whole < len(content):
-        # Half a line of a run that was killed; but not the only line of somebody else's file.
+        # Half a line of a killed run is cut off; but a file with no line of ours may be somebody else's.
         if not lines and not content.startswith(b'{"key": "'):
             raise KvlabError(f"{path} is no log of `kvlab compile`; name another")
         with path.open("r+b") as file:
@@ -160,13 +160,13 @@ def load(path_or_name: str | Path) -> dict[str, Samples]:
     """The samples of each phase in a table that `save` wrote, or in the one that comes with kvlab for a model's name.
 
     Raises:
-        KvlabError: no such file, or one that is no such table.
+        KvlabError: there is no such file, or it is not such a table.
     """
     import pandas as pd
 
     shipped = {file.name: file for file in SHIPPED_TABLES.glob("*.parquet")}
     path = shipped.get(f"{path_or_name}-log.parquet") or Path(path_or_name)
-    if not os.path.isfile(path):  # pandas would read a folder as well, and whatever lies in it
+    if not os.path.isfile(path):  # pandas would also read a folder, with all files in it
         raise KvlabError(f"cannot read {path}: no such file")
     try:
         table = pd.read_parquet(path)

@@ -31,10 +31,10 @@ ROWS = 8
 
 
 def draw(rng: np.random.Generator, samples: int, states: int, propensities: Sequence[float]) -> np.ndarray:
-    """Joint actions `[samples, states]`, each with its propensity, and each of a state's as often as that allows.
+    """Joint actions `[samples, states]`, drawn with their propensities, as evenly as possible.
 
-    Every state's draws are spread evenly over the unit interval from a random start and then shuffled, so that no
-    action is met more than once oftener or more seldom than samples x propensity. States are independent.
+    For each state, points lie evenly on the unit interval from a random start and are then shuffled. So an action's
+    count differs by at most one from samples x propensity. States are independent.
     """
     spread = (np.arange(samples)[:, None] + rng.random(states)) / max(samples, 1)
     ends = np.cumsum(propensities)
@@ -43,7 +43,7 @@ def draw(rng: np.random.Generator, samples: int, states: int, propensities: Sequ
 
 
 class Watcher(CompilerKV):
-    """CompilerKV that compresses nothing and remembers what it would have decided upon."""
+    """CompilerKV that compresses nothing and remembers the planned prompts."""
 
     name: ClassVar[str] = "watcher"
     _prompts: list[Prompt] = PrivateAttr(default_factory=list)
@@ -60,7 +60,7 @@ class Watcher(CompilerKV):
 
 
 class Kept(Policy):
-    """Keeps what it is told to of each layer: `[rows, kv_heads, n]` positions, -1 padded."""
+    """Keeps given positions of each layer: `[rows, kv_heads, n]`, -1 padded."""
 
     name: ClassVar[str] = "kept"
     budget: int
@@ -107,8 +107,8 @@ class Prefilled:
     def losses(self, kept: Sequence[list[Tensor]]) -> Tensor:
         """Mean NLL of the continuation (eq. 3) with each of several selections, float64 `[selections]`.
 
-        The whole continuation goes through the model at once: nothing changes after the prefill, so this is what
-        feeding token by token gives.
+        The whole continuation goes through the model at once. Nothing is evicted after the prefill, so feeding it token
+        by token would give the same.
         """
         losses = []
         for start in range(0, len(kept), ROWS):
@@ -124,7 +124,7 @@ class Prefilled:
 
     @torch.inference_mode()
     def full_loss(self) -> float:
-        """The same with everything kept."""
+        """Mean NLL of the continuation with everything kept."""
         with compress(self.lm.model, "full", turns="leave") as session:
             past = session.branch(self.cache)
             session.end_prompt()

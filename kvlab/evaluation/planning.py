@@ -51,7 +51,7 @@ def plan(
     """A plan from names; the full cache always comes first.
 
     Raises:
-        KvlabError: an unknown policy, a budget that it cannot work with, or none for a policy that needs one.
+        KvlabError: an unknown policy, a budget that a policy cannot work with, or no budget for one that needs it.
     """
     if compress_at not in ("prompt", "context"):
         raise KvlabError(f"compress_at={compress_at!r} is neither 'prompt' nor 'context'")

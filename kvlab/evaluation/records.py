@@ -1,4 +1,4 @@
-"""Answers, one line each on disk, and how they are read again."""
+"""Answers on disk, one line each, and how they are read again."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ ANSWER = TypeAdapter(Answer)
 
 
 def read(path: str | Path, mend: bool = False) -> list[Answer]:
-    """The answers in a results file; of a line that was cut off at its end nothing is known.
+    """The answers in a results file, without a last line that was cut off.
 
     Args:
-        mend: take such a half line out of the file.
+        mend: remove such a half line from the file.
 
     Raises:
         KvlabError: a line that is no answer, with its number.

@@ -1,4 +1,4 @@
-"""Answers summed up: tidy tables, and scores with intervals."""
+"""Answers as tidy tables, and mean scores with intervals."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def table(answers: Sequence[Answer]) -> pd.DataFrame:
 
 
 def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
-    """One row for each task, policy and budget: mean score with its 95 % bootstrap interval over examples, the paired
-    difference from the full cache on the same examples with its own, bytes and seconds.
+    """One row for each task, policy and budget: the mean score, its paired difference from the full cache on the same
+    examples (both with 95 % bootstrap intervals over examples), bytes and seconds.
 
     Args:
         by: a mark ("kind", "length", "depth") whose values get rows of their own.

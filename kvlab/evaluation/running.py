@@ -31,7 +31,8 @@ Advance = Callable[[str, int, int], None]
 
 
 def run(lm: LM, wanted: Plan, path: str | Path, advance: Advance = lambda *_: None) -> list[Answer]:
-    """Evaluate, appending every answer to the JSONL at `path` as soon as it is there; what is in it is not run again.
+    """Evaluate a plan. Every answer is appended to the JSONL at `path` as soon as it is there; answers in it are not
+    run again.
 
     Returns:
         The answers of this plan, in the order of examples and policies.
@@ -57,7 +58,7 @@ def run(lm: LM, wanted: Plan, path: str | Path, advance: Advance = lambda *_: No
 
 
 def _complete(lm: LM, wanted: Plan, path: Path, advance: Advance) -> list[Answer]:
-    """All answers of the plan: those in the file as they are, and each that is missing run and appended to it."""
+    """All answers of the plan: those in the file are taken from it, missing ones are run and appended."""
     known = {answer.key: answer for answer in read(path, mend=True)}
     examples = list(wanted.task.examples(lm, wanted.limit))
     total, done = len(examples) * len(wanted.policies), 0

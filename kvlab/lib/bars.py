@@ -1,6 +1,7 @@
-"""Bars for what takes long: shown after five seconds where somebody watches, with the time that is left.
+"""Progress bars with the time that is left, for work that takes long.
 
-`progress` is the same everywhere: None as said, True at once and wherever, False never.
+`progress` means the same everywhere: None shows a bar after five seconds if somebody watches, True shows it at once in
+any case, False never.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 DELAY = 5.0  # seconds
-# What a forward pass costs besides its tokens, in tokens of a prefill: it reads all weights for one token too.
+# The fixed cost of a forward pass, in tokens of a prefill: it reads all weights even for one token.
 PASS = 20
 FORM = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left"
 Item = TypeVar("Item")
 
 
 def front_end() -> bool | None:
-    """Whether a notebook's cell is run by a front end that can ask its user something; None outside a notebook.
+    """Whether the notebook's front end can ask its user something; None outside a notebook.
 
     papermill and nbconvert say that they cannot.
     """
@@ -48,7 +49,7 @@ def _bar(what: str, progress: bool | None, **more: Any) -> Any:
 
 
 def each(items: Collection[Item], what: str, unit: str, progress: bool | None = None) -> Iterable[Item]:
-    """The same things one by one, counted by a bar."""
+    """The items in their order, counted by a bar."""
     return _bar(what, progress, iterable=items, unit=unit)
 
 
@@ -58,13 +59,13 @@ def counting(total: int, what: str, unit: str, progress: bool | None = None) -> 
 
 
 def work(*passes: int) -> int:
-    """What forward passes of so many tokens each come to, as `layers` counts it."""
+    """The `total` for `layers` of forward passes with these numbers of tokens."""
     return sum(tokens + PASS for tokens in passes)
 
 
 @contextmanager
 def layers(modules: Sequence[nn.Module], total: int, what: str, progress: bool | None = None) -> Iterator[None]:
-    """While the block runs, a bar moves on whenever a layer is done: one long prompt has no other steps.
+    """A bar that moves whenever a layer is done, while the block runs: one long prompt has no other steps.
 
     Args:
         modules: the attention of each layer; its first output is `[batch, tokens, hidden]`.
@@ -89,7 +90,7 @@ def layers(modules: Sequence[nn.Module], total: int, what: str, progress: bool |
 
 @contextmanager
 def waiting(what: str, progress: bool | None = None) -> Iterator[None]:
-    """While the block runs, a line tells how long it has taken: for what does not tell how far it is."""
+    """A line with the time spent so far, while the block runs: for work that does not report its progress."""
     over = threading.Event()
     with _bar(what, progress, total=None, bar_format="{desc}, {elapsed}") as bar:
 

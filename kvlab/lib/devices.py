@@ -36,7 +36,7 @@ def resolved(device: str | torch.device = "auto") -> torch.device:
 
 
 def name(place: torch.device) -> str | None:
-    """What a GPU calls itself, such as "NVIDIA H100 80GB HBM3"; None for a CPU. Apple's has no name but its kind's."""
+    """The name of a GPU, such as "NVIDIA H100 80GB HBM3", or "mps" of Apple's, which give none; None for a CPU."""
     if place.type == "cpu":
         return None
     ask = getattr(torch.get_device_module(place), "get_device_name", lambda place: place.type)
@@ -44,5 +44,5 @@ def name(place: torch.device) -> str | None:
 
 
 def counts_peak(place: torch.device) -> bool:
-    """Whether the most memory in use at once is counted: on a CPU by the kernel, by torch on all GPUs but Apple's."""
+    """Whether peak memory is counted: the kernel does it on a CPU, torch on all GPUs but Apple's."""
     return place.type == "cpu" or hasattr(torch.get_device_module(place), "max_memory_allocated")

@@ -23,7 +23,7 @@ _TRAITS = {
     "size": ("tiny", "small", "large", "huge", "narrow", "wide"),
     "place": ("Rome", "Oslo", "Lima", "Cairo", "Kyoto", "Perth"),
 }
-_EXTRAS = ("old", "new", "heavy", "light", "plain", "clean", "strong", "soft")  # they decide nothing
+_EXTRAS = ("old", "new", "heavy", "light", "plain", "clean", "strong", "soft")  # they do not decide the label
 _NAMES: tuple[str, ...] = ("dax", "wug", "fep", "zim", "blick", "tova", "kern", "mool")
 _SOURCES = {"speech": "sotu", "encyclopedia": "squad", "chat": "chitchat"}
 _WORDS = 8, 30  # how long a sentence may be
@@ -34,14 +34,14 @@ class ManyShot(Task):
 
     As many shots as the length takes, labels by turns, then an item without its label. Kinds:
 
-    - `rule`: things with a colour, a size, a place and up to three idle traits; one of the first three, drawn for
-      each example, decides the label, a made-up word, so that nothing but the shots tells it;
+    - `rule`: things with a colour, a size, a place and up to three idle traits. One of the first three, drawn for each
+      example, decides the label. Labels are made-up words, so only the shots tell the rule;
     - `topic`: sentences of SQuAD's articles, labelled with the article's title;
     - `source`: sentences of speeches, encyclopedia articles and chats, labelled so.
 
     `classes` is the number of labels (of `source` at most three); `trials` counts the examples for each kind and
-    length. No chat template, as LongBench has it for its few-shot tasks. Score: `score`, whether the first line of
-    the prediction is the label, whatever its case.
+    length. As in LongBench's few-shot tasks there is no chat template. Score: `score`, whether the first line of the
+    prediction is the label, upper or lower case.
     """
 
     name: ClassVar[str] = "icl"

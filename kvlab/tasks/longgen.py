@@ -34,15 +34,15 @@ class LongGen(Task):
     template is used where the model has one, and the answer begins with the first entry's heading.
 
     Scores, each in [0, 1] (section 3 of the paper; MorphKV's table 2):
-        completion: entries that are there, with a text, among those wanted.
-        once, range, periodic: checks that are met, a missing entry counting as one that is not (the paper's STIC-2).
+        completion: share of the wanted entries that are there, with a text.
+        once, range, periodic: share of the checks that are met; those of a missing entry are not (the paper's STIC-2).
         accuracy: the mean of these three.
-        accuracy_written: checks that are met among those whose entry is there (STIC-1, pooled over the three; 0 if
-            none is).
+        accuracy_written: share of the checks that are met where the entry is there (STIC-1, pooled over the three; 0
+            if no entry is).
 
     The paper lets a language model judge whether an entry holds what was asked for. Here an entry does if it has at
-    least `share` of the words of the wanted phrase, without filler words, endings and what stands in brackets: cheap
-    and always the same, but a figure to compare policies by, not with the paper's own.
+    least `share` of the words of the wanted phrase, without filler words, endings and text in brackets. This is cheap
+    and always the same; its figures compare policies, not with the paper's.
 
     Attributes:
         file: LongGenBench's JSONL; None makes prompts.
@@ -50,7 +50,7 @@ class LongGen(Task):
         words: about how many words each of its entries shall have.
         number: made prompts of each kind.
         new_tokens: the longest answer; shortened to what the model's context leaves. None for 8,192 (MorphKV's cap)
-            with a file, else half as much again as `entries` and `words` ask for.
+            with a file, else 1.5 times what `entries` and `words` ask for.
         share: of a phrase's words, for a check to be met.
         chat: whether to use the chat template.
     """
@@ -73,9 +73,9 @@ class LongGen(Task):
         return os.fspath(file) if isinstance(file, os.PathLike) else file
 
     def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
-        """One example of each kind after another, in turn, until there are `limit` or no more.
+        """The examples of the kinds in turn, at most `limit`.
 
-        Raises KvlabError for a file that is none of LongGenBench's, and a prompt that leaves no room for an answer.
+        Raises KvlabError for a file that is not LongGenBench's, and for a prompt that leaves no room for an answer.
         """
         examples = self._made() if self.file is None else _in_turn(read(self.file, self.chat))
         longest = self.new_tokens or (8192 if self.file else 50 + self.entries * (12 + 2 * self.words))
@@ -153,10 +153,10 @@ class LongGen(Task):
 
 
 def entries(text: str, unit: str, number: int) -> dict[int, str]:
-    """The entries 1 to `number` of a response by their number; one that is there twice counts as last written.
+    """The entries 1 to `number` of a response, by number; of an entry written twice the last one counts.
 
-    An entry follows the separator and begins with its unit and number ("Week 3"), which are not part of it, and perhaps
-    a bracket; where no words come after these, it is not there.
+    An entry follows the separator. It begins with its unit and number ("Week 3"), which are not part of it, and perhaps
+    a bracket. An entry without words after these counts as missing.
     """
     texts = {}
     heading = re.compile(rf"\s*{re.escape(unit)}\s+(\d{{1,9}})\b\s*(\([^)]*\))?", re.IGNORECASE)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
 SLACK = 0.02
-"""By how much, at most, an example may be shorter than was asked for."""
+"""An example may be shorter than was asked for by this share at most."""
 LOOSE = 48
 """How many tokens `fill` leaves to the pieces that it chooses by their length."""
 
@@ -69,8 +69,8 @@ def piece_lengths(lm: LM, pieces: Sequence[str]) -> list[int]:
 def fit(lm: LM, build: Callable[[int], Example], wanted: int, what: str, slope: float = 1.0) -> Example:
     """The example `build(n)` of at most `wanted` tokens and at most 2 % below that; its mark `tokens` says how many.
 
-    `build` makes a longer example of a larger n >= 0 (here and there an equal one), with about `slope` tokens for each
-    n, and must make the same one of the same n. Two or three examples are encoded as a rule.
+    From a larger n >= 0 `build` makes a longer example (sometimes an equal one), with about `slope` tokens for each n;
+    from the same n it must make the same one. As a rule two or three examples are encoded.
 
     Raises:
         KvlabError: the wanted length is below what build(0) takes, beyond the model's context, or cannot be met.
@@ -106,7 +106,7 @@ def fit(lm: LM, build: Callable[[int], Example], wanted: int, what: str, slope: 
 
 
 def fill(lengths: Sequence[int], room: int) -> list[int]:
-    """Which pieces fill `room` tokens: the first ones in order, and of those that follow the ones that fit best.
+    """Which pieces fill `room` tokens: the first ones in order, then those of the rest that fit best.
 
     lengths: tokens of each piece; returns their indices in ascending order.
     """
@@ -121,7 +121,7 @@ def fill(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def spread(cells: Iterable[Item], limit: int | None, kind: Callable[[Item], Hashable]) -> list[Item]:
-    """At most `limit` cells in their order, as many of each kind as of the others, from all over the kind's cells.
+    """At most `limit` cells in their order: equally many of each kind, spread over all cells of that kind.
 
     A larger limit adds cells to those of a smaller one. Raises KvlabError for a limit below 1.
     """

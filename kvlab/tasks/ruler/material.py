@@ -55,7 +55,7 @@ class Material:
         return [" ".join(said[i : i + len(NOISE)]) for i in range(0, count, len(NOISE))]
 
     def lines(self, pieces: list[str]) -> Cut:
-        """Lines as hay, to find a depth by tokens in."""
+        """Lines as hay, in which a depth is found by tokens."""
         return Cut(tuple(pieces), tuple(piece_lengths(self.lm, [f"{piece}\n" for piece in pieces])))
 
 
@@ -67,7 +67,7 @@ class Draws:
         self._seen: set[str] = set()
 
     def __call__(self, kind: str) -> str:
-        """One of "words" (adjective-noun), "numbers" (seven digits) or "uuids" (version 4)."""
+        """A new value of a kind: "words" (adjective-noun), "numbers" (seven digits) or "uuids" (version 4)."""
         while (value := getattr(self, f"_{kind}")()) in self._seen:
             pass
         self._seen.add(value)

@@ -91,7 +91,7 @@ def _distractors(
 
 
 def _cut(texts: list[str], lengths: list[int], always: int, room: int) -> list[str]:
-    """The first `always` texts, and what fits of the others into `room` tokens; the last one loses its last words."""
+    """The first `always` texts, and as many others as fit into `room` tokens; the last one loses its last words."""
     shown = texts[:always]
     for text, length in zip(texts[always:], lengths[always:], strict=True):
         if length > room:
