@@ -1,4 +1,4 @@
-"""What is measured once for a model and looked up by policies from then on: small JSON files, checked when read."""
+"""What is measured once for a model and then looked up by policies: small JSON files, checked when read."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvlab.lib.files import expanded, parsed, replacing, why
 SHIPPED = Path(__file__).parent / "heads"
 """Head scores that come with kvlab, one file for each model, found by the model's name."""
 SHIPPED_TABLES = Path(__file__).parent / "tables"
-"""CompilerKV's tables that come with kvlab, likewise."""
+"""CompilerKV's tables that come with kvlab, in the same way."""
 
 
 class Measured(BaseModel):
-    """What is in a file: a subclass gives its `title` for messages."""
+    """The content of a file; a subclass says in `title` what messages call it."""
 
     title: ClassVar[str]
 
@@ -35,7 +35,7 @@ def read(path: str | Path, kind: type[T]) -> T:
     """The file at `path` as an object of `kind`; read again only when it has changed.
 
     Raises:
-        KvlabError: no such file, or one that is not what it should be; it says where.
+        KvlabError: there is no such file, or its content is not right; the message says where.
     """
     path = expanded(path)
     try:
@@ -187,7 +187,7 @@ class DecisionTables(Measured):
 
     @property
     def neutral(self) -> bool:
-        """Whether there is neither table."""
+        """Whether both tables are missing."""
         return self.heads is None and self.risk is None
 
     @cached_property
@@ -203,9 +203,9 @@ class DecisionTables(Measured):
     def mapped(self, n_layers: int, heads: int) -> DecisionTables:
         """The same tables for a model of another shape, by relative depth (CompilerKV, appendix B.1).
 
-        Weights and thresholds are interpolated linearly between the two layers that lie around the same relative
-        depth, which keeps whatever rises or falls with depth rising or falling. Heads have no counterparts in another
-        model; where their number differs, each takes the weight of the one at the same relative place of its layer.
+        Weights and thresholds are interpolated linearly between the two layers around the same relative depth, so that
+        what rises or falls with depth still does. Heads have no counterparts in another model: where their number
+        differs, each takes the weight of the head at the same relative place in its layer.
 
         Raises:
             KvlabError: fewer than one layer or head, or nothing to map.

@@ -1,8 +1,8 @@
 """Pages of consecutive entries, each summed up by the elementwise maximum and minimum of its keys (Quest, RocketKV).
 
 The summaries of a store lie in `memory["pages"]`, `[rows, kv_heads, 2, head_dim, pages]`, maximum first, and count as
-storage. Each dimension's pages lie side by side, as in RocketKV (section 3.4, step 1), so that taking some dimensions
-is copying whole stretches of memory. The newest page may hold fewer entries than the others.
+storage. Each dimension's pages lie side by side, as in RocketKV (section 3.4, step 1), so that some dimensions are
+taken by copying whole stretches of memory. The newest page may hold fewer entries than the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sizes(store: LayerStore) -> Tensor:
 
 
 def summaries(store: LayerStore) -> Tensor:
-    """`[rows, kv_heads, 2, head_dim, pages]`, brought up to date: only pages that entries joined are looked at."""
+    """`[rows, kv_heads, 2, head_dim, pages]`, brought up to date: only pages with new entries are computed."""
     size, paged = store.numbers["page"], store.numbers["paged"]
     if paged == store.length:
         return store.memory["pages"]
@@ -55,8 +55,8 @@ def summaries(store: LayerStore) -> Tensor:
 
 
 def extended(tensor: Tensor, n: int) -> Tensor:
-    """`tensor` `[..., m]` with room for `n` >= m on its last axis: in place while its storage lasts, which grows by an
-    eighth, so that adding costs amortised constant time. The tensor itself counts what is used.
+    """`tensor` `[..., m]` extended to `n` >= m on its last axis: in place while its storage lasts. The storage grows by
+    an eighth each time, so appending costs amortised constant time; the tensor itself counts only what is used.
     """
     capacity = tensor.stride(-2)
     if tensor.shape[-1] and n <= capacity:
