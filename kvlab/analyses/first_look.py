@@ -1,4 +1,4 @@
-"""What the quickstart shows of one replay: where attention is lost, when, and which tokens it went to."""
+"""What the quickstart shows of one replay: where and when attention is lost, and which tokens it went to."""
 
 from __future__ import annotations
 

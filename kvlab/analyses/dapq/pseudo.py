@@ -1,7 +1,7 @@
 """DapQ, section 6 and figure 6: what should the pseudo-queries say, and how many should there be?
 
-The paper judges by LongBench scores of an 8B model; here the same pseudo-queries are judged by the recall of what they
-keep and by the attention mass that is lost with the rest.
+The paper judges by LongBench scores of an 8B model; here the same pseudo-queries are judged by the recall of the tokens
+that they keep and by the attention mass lost with the others.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def figure_6a(
     draws: int = 2,
     seed: int = 0,
 ) -> Findings:
-    """Figure 6a: `n` pseudo-queries of different contents, at the response's positions; and one content at position 0.
+    """Figure 6a: `n` pseudo-queries of different contents at the response's positions, and one content at position 0.
 
     Args:
-        draws: of each random content, for each document; averaged.
+        draws: draws of each random content for each document; their mean counts.
 
     Returns:
         Table with columns document, content, budget, measure, value. Metrics, for each measure and budget, with
@@ -107,7 +107,7 @@ def figure_6a(
         the contents of their means over documents); `content/ends_less_random/recall/b128` (the mean of all FmLn less
         that of RS_C and RC_C, paired); `content/spread/recall/b128` (largest less smallest content of a document) and
         `content/position/recall/b128` (first 4 and last at the right position less the same at position 0, paired) and
-        `content/position_less_spread/recall/b128`. Signs are such that larger is better; for mass lost they are turned.
+        `content/position_less_spread/recall/b128`. Larger is better everywhere: for mass lost the signs are turned.
     """
     rows, usual, elsewhere = [], USUAL | {"window": n}, f"F4L{n - 4} at 0"
     for number, trace in enumerate(tqdm(traces, desc="figure 6a", unit="doc", leave=False)):
@@ -150,7 +150,7 @@ def figure_6a(
 
 
 def variation(wide: pd.DataFrame) -> tuple[float, tuple[float, float]]:
-    """Coefficient of variation (population) over the columns of their means over the rows.
+    """Coefficient of variation (population) of the columns' means over the rows.
 
     Args:
         wide: a row for each document, a column for each content.
@@ -177,14 +177,14 @@ def figure_6b(
 
     Args:
         share: of the pseudo-tokens that repeat the prompt's start; the others repeat its end.
-        responses: besides the whole response, recall by the gold top-k of its first so many tokens: is the best length
-            just that of the response?
+        responses: recall is also measured by the gold top-k of the response's first tokens, as many as given: is the
+            best length just that of the response?
 
     Returns:
         Table with columns document, response, length, measure, value. Metrics with intervals over documents, for each
         measure and the whole response: `length/recall/n32`; `length/rise/recall` (the best length less the shortest)
-        and `length/fall/recall` (the best less the longest), larger being better for mass lost too. So that the choice
-        of the best does not flatter them, each document takes the length that is best on average over the others.
+        and `length/fall/recall` (the best less the longest), larger being better for mass lost too. For each document
+        the best length is the one that is best on average over the others: otherwise its choice would flatter both.
         `length/best/recall/r32`: the best length on average, by responses of 32 tokens.
     """
     rows = []
@@ -243,8 +243,9 @@ def by_length(figure: Findings, measure: str, aligned: bool = False) -> pd.DataF
     """Figure 6b's points to draw: response, length, value, low, high (intervals over documents).
 
     Args:
-        aligned: take out what makes documents differ at every length: each is moved so that its mean over the lengths
-            is the mean of all. Values stay, intervals shrink to what differs between lengths.
+        aligned: remove the differences between documents that are the same at every length: each document is moved so
+            that its mean over the lengths is the mean of all. Values stay, intervals shrink to the differences between
+            lengths.
     """
     rows = []
     for response, part in figure.table.query("measure == @measure").groupby("response"):

@@ -1,4 +1,4 @@
-"""DapQ, section 3.3 and figure 3: whose observation window sees what the response will need?"""
+"""DapQ, section 3.3 and figure 3: which policy's observation window sees what the response will need?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
 MEASURES = ("window_recall", "recall")
-# Those whose ranking depends on the size of an observation window, and the others.
+# Policies whose ranking depends on the size of an observation window, and the others.
 WINDOWED, UNWINDOWED = ("snapkv", "pyramidkv"), ("h2o", "streamingllm")
 OTHERS = WINDOWED + UNWINDOWED
 
@@ -35,7 +35,7 @@ SMALL_BUDGET_LEAD = "small_budget/lead_grows"
 
 
 def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | None = None) -> Trace:
-    """A trace with the pseudo-queries that `policies` ask for, which run on its prefilled cache.
+    """A trace with the pseudo-queries of `policies`, which run on its prefilled cache.
 
     Args:
         policies: their pseudo-tokens, at positions start .. start + window - 1.
@@ -82,7 +82,7 @@ def figure_3(
 ) -> Findings:
     """Figure 3: recall against the window's size (at one budget) and against the budget (at one window's size).
 
-    DapQ's pseudo-queries say something random (drawn from the vocabulary), as in the paper.
+    DapQ's pseudo-tokens are random (drawn from the vocabulary), as in the paper.
 
     Args:
         window, budget: what stays fixed while the other varies.

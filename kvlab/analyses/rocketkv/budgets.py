@@ -21,7 +21,7 @@ from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 
 COMPRESSIONS = (4, 8, 16, 32, 64)
-"""S / t; the budgets of 4096 to 256 tokens that the paper draws are these at its 16,000 tokens."""
+"""S / t; at the paper's 16,000 tokens these are its budgets of 4096 to 256 tokens."""
 
 NAMES = {
     "exact_topk": "Exact-TopK",
@@ -34,10 +34,10 @@ NAMES = {
     "rocketkv_published": "RocketKV, published split",
 }
 RIVALS = ("duoattention", "snapkv", "quest", "sparq")
-"""What figure 4 draws RocketKV against; Exact-TopK is no method, and Hybrid is RocketKV's own second stage."""
+"""The rivals of RocketKV in figure 4, without Exact-TopK (an oracle) and Hybrid (RocketKV's own second stage)."""
 
 QUALITY = {"step_recall": 1, "mass_lost": -1, "output_error": -1}
-"""Measures, with the sign of what is better."""
+"""Measures, with 1 where larger is better and -1 where smaller is."""
 
 VALUE = "{measure}/{method}/c{compression:g}"
 GAIN = "gain/{measure}/{better}_over_{other}/c{compression:g}"
@@ -60,13 +60,13 @@ def budget_at(trace: Trace, compression: float) -> int:
 
 
 def snapkv_as_compared(trace: Trace, budget: int, sets: Literal["head", "group"] = "head") -> SnapKV | None:
-    """SnapKV as RocketKV's appendix A.3 sets it up: what it stores must be a budget of `budget` for the whole group.
+    """SnapKV as in RocketKV's appendix A.3: what it stores for a whole GQA group must be `budget` entries.
 
-    The generated tokens all stay and are taken off; with a set for each query head, the rest is shared among the
-    group's heads.
+    All generated tokens stay, so they are subtracted; the rest is shared among the group's query heads, each with its
+    own set.
 
     Returns:
-        None where that leaves the prompt no more than its window.
+        None if that leaves no room beside the window.
     """
     left = budget - trace.steps
     if sets == "head":
@@ -89,10 +89,9 @@ def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy
 
 
 def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
-    """Share of each step's true top `k` among what the step read, or what was stored after it: `[layers, kv_heads,
-    steps]`.
+    """Share of each step's true top `k` that the step read, or that was stored after it: `[layers, kv_heads, steps]`.
 
-    A replay counts with its policy's own budget, and SnapKV's is not what its comparison calls the budget.
+    A replay counts with its policy's own budget; SnapKV's is not the budget of this comparison.
     """
     trace, full = result.trace, reference(result.trace)
     shares = torch.empty(full.step_ranks.shape[:3])
@@ -105,7 +104,7 @@ def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
 
 
 def measured(result: Replay, budget: int) -> dict[str, float]:
-    """Means of the measures of quality, and bytes as shares of the full cache's, which grows with each step."""
+    """Means of the measures of quality, and bytes as shares of the full cache, which grows with each step."""
     trace, own = result.trace, result.summary
     whole = (trace.keys.nbytes + trace.values.nbytes) * (trace.prompt_length + (trace.steps + 1) / 2) / trace.length
     return {
@@ -181,7 +180,7 @@ def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFram
     """Add `VALUE` for each method and compression of the table.
 
     Args:
-        under: what the effect's name begins with.
+        under: prefix of the effect's name.
 
     Returns:
         The measure by document, with a column for each (method, compression).
@@ -195,11 +194,11 @@ def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFram
 def add_gains(
     findings: Findings, measure: str, better: str, other: str, gains: Mapping[float, pd.Series], under: str = ""
 ) -> None:
-    """Add `GAIN` at each compression and, where there are all of several compressions, `WIDENING` from least to most.
+    """Add `GAIN` at each compression and, if several were measured and none is missing, `WIDENING` from least to most.
 
     Args:
         gains: by compression, each by document.
-        under: what the effects' names begin with.
+        under: prefix of the effects' names.
     """
     about = {"measure": measure, "better": better, "other": other}
     for c, gain in gains.items():
@@ -215,7 +214,7 @@ def values_of(findings: Findings, measure: str) -> pd.DataFrame:
 
 
 def attention_kept(findings: Findings) -> pd.DataFrame:
-    """What is not lost of the attention: method, compression, value, low, high."""
+    """Attention that is kept: method, compression, value, low, high."""
     lost = values_of(findings, "mass_lost")
     return lost.assign(value=1 - lost["value"], low=1 - lost["high"], high=1 - lost["low"])
 
