@@ -1,4 +1,4 @@
-"""`kvlab doctor`: checks of everything that kvlab needs; a check that is not well says what mends it."""
+"""`kvlab doctor`: checks of everything that kvlab needs; a check that finds a problem says how to mend it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 GOOD, REMARK, BAD = "ok", "remark", "bad"
 MARKS = {GOOD: ("✓", "green"), REMARK: ("!", "yellow"), BAD: ("✗", "red")}
-# What the default model, the texts and the traces of the quick profile take, and what one of its jobs needs.
+# Disk for the default model, the texts and the traces of the quick profile; memory for one of its jobs.
 DISK_GB, MEMORY_GB = 5, 4
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was looked at, "ok", "remark" or "bad", what was found, and the mend where there is one."""
+    """One check: what was looked at, its state ("ok", "remark" or "bad"), what was found, and a mend, if any."""
 
     what: str
     state: str
@@ -43,7 +43,7 @@ def findings() -> Iterator[Finding]:
             yield check()
         except KvlabError as error:
             yield Finding(_name(check), BAD, str(error))
-        except Exception as error:  # any error here is what the user wants to know
+        except Exception as error:  # the user wants to know of any error here
             yield Finding(_name(check), BAD, f"{type(error).__name__}: {first_line(error)}")
 
 
@@ -111,7 +111,7 @@ def experiments() -> Finding:
 
 
 def _missing() -> list[str]:
-    """What kvlab itself requires and is not installed."""
+    """Packages that kvlab requires and that are not installed."""
     absent = []
     for line in importlib.metadata.requires("kvlab") or []:
         name = re.split(r"[^\w.\-]", line, maxsplit=1)[0]
@@ -146,7 +146,7 @@ def texts() -> Finding:
 
 
 def store() -> Finding:
-    """The MLflow store: reached, and, where it is a file, one that may be written to."""
+    """The MLflow store: it answers, and a store that is a file may be written to."""
     from kvlab.workbench.store import database as mlflow_store
 
     if not mlflow_store.exists():
@@ -189,7 +189,7 @@ def disk() -> Finding:
 
 
 def machine() -> Finding:
-    """Cores and memory, and the number of jobs that they are good for."""
+    """Cores and memory, and how many jobs at once they are good for."""
     import psutil
 
     from kvlab.workbench.jobs.places import cores
@@ -233,7 +233,7 @@ def jupyter() -> Finding:
 
 
 def show(console: Console) -> bool:
-    """Print each check as it is made; whether nothing is bad."""
+    """Print each check as soon as it is made; True if none is bad."""
     well = True
     for finding in findings():
         mark, colour = MARKS[finding.state]

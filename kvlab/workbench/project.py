@@ -1,4 +1,4 @@
-"""Where the project lies, what state its code is in, and how it was made."""
+"""The project's folder, its version, and the state of its code."""
 
 from __future__ import annotations
 

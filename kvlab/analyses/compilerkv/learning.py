@@ -102,7 +102,7 @@ def reliability(samples: Mapping[str, Samples], settings: Settings, splits: int 
 
 
 def _split(table: str, samples: Samples, settings: Settings, rng: np.random.Generator) -> np.ndarray:
-    """For each state the product of the halves and the mean of their squares, `[states, 2]`; NaN where a half lacks it."""
+    """For each state the halves' product and the mean of their squares, `[states, 2]`; NaN where a half lacks it."""
     contexts = len(samples.names)
     half = np.isin(samples.context, rng.permutation(contexts)[: contexts // 2])
     left, right = (_evidence(table, _part(samples, chosen), settings) for chosen in (half, ~half))

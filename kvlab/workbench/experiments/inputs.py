@@ -12,9 +12,9 @@ from kvlab.workbench.experiments import content
 
 
 def prepare(parameters: Iterable[Mapping[str, Any]]) -> None:
-    """Pull the models and check the documents that the parameters `model`, `document` and `documents` name.
+    """Pull the models and check the documents that are named by the parameters `model`, `document` and `documents`.
 
-    Raises KvlabError for one that does not exist or cannot be fetched; nothing has been written by then.
+    Raises KvlabError if one does not exist or cannot be fetched; nothing has been written by then.
     """
     models: set[str] = set()
     documents: set[str] = set()

@@ -1,4 +1,4 @@
-"""Reading a notebook: its `parameters` cell, and the code that decides its numbers."""
+"""Reads a notebook: its `parameters` cell, and the code that decides its numbers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def parameters_of(path: Path) -> dict[str, Any]:
 
 
 def plain_values(code: str) -> dict[str, Any] | None:
-    """Name -> value of a cell that does nothing but assign plain values, as a parameters cell does; None for others."""
+    """Name -> value of a cell that only assigns plain values, as a parameters cell does; None for other cells."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""Values of parameters: read from a command line's text, held to the type of a notebook's default, and plain JSON."""
+"""Values of parameters: read from text of a command line, checked against a notebook's default, as plain JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kvlab.lib.files import expanded, located, writable
 
 
 def read(text: str, default: Any) -> Any:
-    """The value that a command line's text stands for, where the notebook's default has the type of `default`: a list
-    may be given as JSON, with commas, or as its only entry."""
+    """The value of a command line's text for a notebook's default such as `default`: a list may be given as JSON, with
+    commas, or as its only entry.
+    """
     if isinstance(default, str):
         return text
     if isinstance(default, list) and all(isinstance(entry, str) for entry in default) and _is_file(text):
@@ -42,7 +43,7 @@ def _is_file(text: str) -> bool:
 
 
 def checked(name: str, value: Any, default: Any, where: str) -> Any:
-    """`value` as plain JSON, if it is of the type of the notebook's default, or null for a text; else KvlabError."""
+    """`value` as plain JSON, if it has the type of the notebook's default, or is null for a text; else KvlabError."""
     value = plain(value, f"parameter {name!r} of {where}")
     if default is None or (value is None and isinstance(default, str)):  # a text may be left out
         return value
@@ -108,6 +109,6 @@ def plain(value: Any, what: str = "value") -> Any:
 
 
 def short(value: Any) -> str:
-    """A value as an error message shows it, cut after 80 characters."""
+    """A value for an error message, cut after 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def label(choice: str | Policy) -> str:
-    """What a policy is called here: its name, and where it is an object, the parameters that it was given besides."""
+    """The name of a policy here: its own name, and for an object also the parameters that are not at their defaults."""
     if isinstance(choice, str):
         return choice
     fields = type(choice).model_fields
@@ -22,14 +22,14 @@ def label(choice: str | Policy) -> str:
 
 
 def given(choice: str | Policy, trace: Trace) -> int | None:
-    """The entries that a policy was given as an object; None for a name, and for one that has no budget."""
+    """The budget of a policy given as an object, in entries; None for a name, and for a policy without a budget."""
     if not isinstance(choice, Policy) or "budget" not in type(choice).model_fields:
         return None
     return choice.entries(trace.prompt_length)
 
 
 def default_budgets(trace: Trace, *chosen: str | Policy) -> list[int]:
-    """Powers of two from the least that the chosen policies work with up to the prompt's length, and their own
+    """Powers of two from the smallest budget that all chosen policies allow up to the prompt's length, and their own
     budgets.
     """
     lowest = max(minimum(choice) for choice in chosen)
@@ -51,7 +51,7 @@ def fits(trace: Trace, name: str, budget: int) -> bool:
     try:
         policy = made(name, max(budget, minimum(name)))
         held = not policy.pseudo_key or trace.prompt.pseudo(policy) is not None
-    except KvlabError:  # also of somebody's policy that cannot be made from a budget alone
+    except KvlabError:  # also raised by a user's policy that cannot be made from a budget alone
         return False
     queries = trace.queries.shape[2] - trace.steps
     needed = trace.prompt_length if policy.observes is None else min(policy.observes, trace.prompt_length)

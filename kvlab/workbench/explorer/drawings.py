@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 STRIP_BINS = 360
 CELL, SHADES = 11, 16  # height of a map's cells, and how many shades they have
-MARGIN = 18  # left of a map, for the numbers of its layers
+MARGIN = 18  # on the left of a map, for the layer numbers
 
 
 def _skyline(heights: Iterable[float], base: float) -> str:
-    """The outline of bars one wide side by side, as a path; heights: in whole units above `base`."""
+    """The outline of adjacent bars of width 1, as a path; heights: in whole units above `base`."""
     level, run, path = 0, 0, []
     for height in map(round, heights):
         if height != level:
@@ -39,8 +39,8 @@ def _ticks(end: int, count: int = 5) -> list[int]:
 
 
 def strip(look: Look, medium: Medium = STATIC, height: int = 64) -> str:
-    """The query's attention over the positions, on a square-root scale: blue what is read, vermilion what is lost; and
-    below it which keys are read, whether this query attends to them or not.
+    """The query's attention over the positions, on a square-root scale: read attention is blue, lost attention
+    vermilion. A band below shows which keys are read, whether this query attends to them or not.
     """
     n = len(look.weights)
     bins = min(STRIP_BINS, n)
@@ -93,7 +93,7 @@ def strip(look: Look, medium: Medium = STATIC, height: int = 64) -> str:
 
 
 def _rows(cells: Tensor) -> str:
-    """A path along the true ones of a row of cells, each one wide."""
+    """A path along the true cells of a row; each cell has width 1."""
     path, start = [], None
     for x, filled in enumerate([*cells.tolist(), False]):
         if filled and start is None:
@@ -134,14 +134,14 @@ def maps(look: Look, medium: Medium = STATIC) -> str:
     result, spot = look.result, look.spot
     group = spot.head * result.trace.kv_heads // result.trace.heads
     lost, recall = result.mass_lost[:, :, spot.step - 1], result.recall
-    # The root brings out small losses; a recall is read as it is.
+    # The root makes small losses visible; recall has a linear scale.
     return _map(lost, (spot.layer, spot.head), RED, ("attention lost", "query head"), 0.5, medium) + _map(
         recall, (spot.layer, group), BLUE, ("recall", "KV head"), 1.0, medium
     )
 
 
 def _box(x: float, y: float, width: float, height: float) -> str:
-    """A rectangle as a part of a path."""
+    """A rectangle, as part of a path."""
     return f"M{x:.4g} {y:.4g}h{width:.4g}v{height:.4g}h-{width:.4g}z"
 
 
@@ -153,7 +153,7 @@ def _map(
     power: float,
     medium: Medium,
 ) -> str:
-    """A heatmap of `[layers, columns]` with its axes, its scale, and the chosen cell framed.
+    """A heatmap of `[layers, columns]` with axes and scale; the chosen cell is framed.
 
     names: of the values and of the columns; power: values are raised to it before they are shaded.
     """
@@ -161,7 +161,7 @@ def _map(
     layers, columns = values.shape
     # Wide models get narrower cells rather than a wider page.
     width = max(3.0, min(CELL * 1.4, 240 / columns))
-    # One path for each of a few shades keeps the picture small; a row's neighbours of one shade share a piece of it.
+    # One path for each of a few shades keeps the picture small; neighbours in a row with one shade share a piece.
     pieces: dict[int, list[str]] = {}
     for y, row in enumerate((values.nan_to_num(0).clamp(0, 1) ** power * SHADES).round().int().tolist()):
         start = 0

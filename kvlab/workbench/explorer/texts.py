@@ -1,4 +1,4 @@
-"""The text of each token of a trace, as a tokenizer on this machine gives it."""
+"""The text of each token of a trace, from a tokenizer on this machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CUT = 8  # tokens that one character may be cut into
 
 
 def texts(trace: Trace, lm: LM | None = None) -> list[str]:
-    """The text of each token of a trace; positions in brackets where there is no tokenizer to tell. Of a character that
-    is cut into several tokens the first has the text, the others none.
+    """The text of each token of a trace; numbers in brackets where there is no tokenizer. If a character is cut into
+    several tokens, the first has its text, the others have none.
     """
     if trace.ids is None:
         return [f"[{position}] " for position in range(trace.length)]
-    # Only what lies on this machine: a view must never start a download.
+    # Only a model on this machine: a view must never start a download.
     name = str(trace.meta.get("model", "")).split("@")[0]
     tokenizer: Any = lm.tokenizer if lm is not None else models.tokenizer(name)
     ids = trace.ids.tolist()
@@ -39,6 +39,6 @@ def texts(trace: Trace, lm: LM | None = None) -> list[str]:
 
 
 def _piece(tokenizer: Any, before: list[int], ids: list[int]) -> str:
-    """What some tokens add to the text; alone, those of some tokenizers lose the space that they begin with."""
+    """The text that tokens add to those before them: decoded alone, some tokenizers drop their leading space."""
     context, both = tokenizer.decode(before), tokenizer.decode(before + ids)
     return both[len(context) :] if both.startswith(context) else tokenizer.decode(ids)

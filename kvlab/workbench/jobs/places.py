@@ -250,7 +250,7 @@ def note_late(folder: Path, limit: float) -> None:
 
 
 def _failed(error: str) -> str:
-    """The text of a note that says that a job failed, where its worker has written none."""
+    """The text of a note that a job failed, for a job whose worker has written none."""
     return json.dumps({"ok": False, "error": error, "html": None})
 
 
@@ -322,7 +322,7 @@ def _on_slurm(workers: int | None) -> Cluster:
 
 
 def _check(client: Client, address: str) -> None:
-    # A client that is no coroutine itself returns the workers' answers.
+    # This client is not asynchronous, so `run` returns the workers' answers.
     answers = cast("dict[str, tuple[str, str]]", client.run(about))
     if not answers:
         raise KvlabError(

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 POLL = 0.05  # seconds between looks at the running processes
 GLANCE = 1.0  # seconds between looks at larger things: the notebooks under way, and the jobs of other sweeps
-TRIES = 3  # how often a job is begun whose process dies, because memory ran out or a machine was lost
+TRIES = 3  # how often a job is begun if its process dies, because memory ran out or a machine was lost
 
 
 class Sweep:
     """A queue of jobs, the processes that work on it, and their runs. A job's number is its place in the queue.
 
     Attributes:
-        waiting: numbers of the jobs that are still to begin, in the order in which they shall.
+        waiting: numbers of the jobs that are still to begin, in this order.
         running: the jobs under way.
         results: number -> how a job ended.
         tries: number -> how often its process has died.

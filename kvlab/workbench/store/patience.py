@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 PATIENCE = 600.0  # seconds
-PAUSE = 2.0  # seconds between looks whether it is back
-SLICE = 0.05  # seconds in which a flag that is set is noticed
+PAUSE = 2.0  # seconds between attempts to reach the store
+SLICE = 0.05  # seconds until a flag that was set is noticed
 
 
 class Flag:
