@@ -14,8 +14,8 @@ from kvlab.lib.files import located
 Number = TypeVar("Number")
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
-Model = Annotated[str, typer.Option("--model", help="As for kvlab.load.")]
-AsJson = Annotated[bool, typer.Option("--json", help="A JSON list of objects.")]
+Model = Annotated[str, typer.Option("--model", help="Name, folder, GGUF file or Hugging Face id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list of objects.")]
 
 
 def names(text: str) -> list[str]:

@@ -21,7 +21,7 @@ def pull(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL|PACK|all]...",
-            help="What to fetch (default: everything that the experiments need).",
+            help="Names to fetch (default: everything that the experiments need).",
             show_default=False,
         ),
     ] = None,
@@ -41,10 +41,10 @@ def pull(
 
 @app.command("list", epilog="Examples:   kvlab list policies   |   kvlab list claims --json")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help=", ".join(LISTS))],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"What to list: {', '.join(LISTS)}.")],
     as_json: AsJson = False,
 ) -> None:
-    """List what there is."""
+    """List policies, experiments, claims, models and more."""
     if what not in LISTS:
         raise KvlabError(nearest(what, LISTS, "list"))
     from kvlab.workbench.listing import entries
@@ -74,7 +74,7 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
 
 @app.command(epilog="Examples:   kvlab doctor   |   kvlab doctor --json")
 def doctor(as_json: AsJson = False) -> None:
-    """Check the environment, the model, the texts, the store and the machine; name the mend for what is wrong."""
+    """Check the environment, the model, the texts, the store and the machine, and say how to mend what is wrong."""
     from rich.console import Console
 
     from kvlab.workbench import doctor as checks

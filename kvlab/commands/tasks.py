@@ -29,19 +29,22 @@ def eval_(
         str,
         typer.Argument(
             metavar="TASK",
-            help="Or several with commas between them: needle, ruler, longbench, longgen, icl, arithmetic.",
+            help="Tasks with commas between them: needle, ruler, longbench, longgen, icl, arithmetic.",
         ),
     ],
     policies: Annotated[
-        str, typer.Option("--policies", help="Names between commas, or all; the full cache is always there.")
+        str,
+        typer.Option("--policies", help="Policies with commas between them, or all; the full cache is always added."),
     ] = "streamingllm,snapkv,dapq",
-    budgets: Annotated[str, typer.Option("--budgets", help="Entries, or fractions of the prompt (0.2).")] = "64,256",
+    budgets: Annotated[
+        str, typer.Option("--budgets", help="Budgets: entries, or fractions of the prompt (0.2).")
+    ] = "64,256",
     model: Model = "smollm2-135m",
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Examples of each task (default: all).", show_default=False)
     ] = None,
     compress_at: Annotated[
-        str, typer.Option("--compress-at", help="prompt: after the question; context: before it is known.")
+        str, typer.Option("--compress-at", help="prompt: compress after the question; context: before it.")
     ] = "prompt",
     parameters: Annotated[
         list[str] | None,
@@ -57,7 +60,7 @@ def eval_(
     dtype: Dtype = "auto",
     log: Annotated[bool, typer.Option("--log/--no-log", help="Log a run to MLflow.")] = True,
 ) -> None:
-    """Run tasks with policies and budgets on a live model; a run that was cut off goes on where it stopped."""
+    """Run tasks with policies and budgets on a live model. The same command continues a run that was stopped."""
     from rich.console import Console
 
     from kvlab import evaluation as evaluate
@@ -108,7 +111,7 @@ def score_(
     task: Annotated[str, typer.Argument(help="A LongBench task, such as qasper or trec.")],
     file: Annotated[Path, typer.Argument(help='JSONL with {"pred", "answers", "all_classes"} on each line.')],
 ) -> None:
-    """Score anybody's LongBench predictions with LongBench's metric; JSON on stdout, scores in percent."""
+    """Score LongBench predictions of any model with LongBench's metric; prints JSON, scores in percent."""
     from kvlab import scores
 
     rule = scores.convention(task)
