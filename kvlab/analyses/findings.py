@@ -98,7 +98,7 @@ class Findings:
         """The row of an effect at certain keys. Raises KvlabError if there is none."""
         name = effect.format(**keys)
         if name not in self._rows:
-            raise KvlabError(f"nothing was found for {name}")
+            raise KvlabError(f"no finding has the name {name}")
         return self._rows[name]
 
     @property

@@ -42,7 +42,7 @@ def feed(lm: LM, example: Example, compress_at: CompressAt) -> Fed:
     if compress_at == "context":
         if not example.question:
             raise KvlabError(
-                f"{example.id} does not tell its context from its question, so it can only be compressed at the prompt"
+                f"{example.id} has no separate question, so it can only be compressed after the whole prompt"
             )
         context = _tokens_of_context(lm, example)
     if example.prefix:

@@ -107,7 +107,7 @@ def document(name: str | os.PathLike) -> Document:
     path = expanded(name)
     if os.path.isfile(path):
         if not writable(name):
-            raise KvlabError(f"the name of the file {name!r} is no text, so that no result could name it; rename it")
+            raise KvlabError(f"the name of the file {name!r} is not valid text, so no result could name it; rename it")
         return Document(name, read_text(path))
     if os.path.isdir(path):
         raise KvlabError(f"{name} is a folder, and a document is a text file; name one of the files in it")

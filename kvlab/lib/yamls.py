@@ -57,7 +57,7 @@ def load(path: Path) -> tuple[Any, Lines]:
     """
     text = read_text(path)
     if len(text) > LONGEST:
-        raise KvlabError(f"{path.name} has more than {LONGEST:,} characters, which is none of kvlab's files")
+        raise KvlabError(f"{path.name} has more than {LONGEST:,} characters; no file of kvlab is that large")
     lines = Lines()
     loader = None
     try:
@@ -107,7 +107,7 @@ def _walk(node: yaml.Node, place: tuple, lines: Lines, name: str, within: list[i
             lines.note((*place, number), value.start_mark.line + 1)
             size += _walk(value, (*place, number), lines, name, within, sizes)
     if size > LARGEST:
-        raise KvlabError(f"{name} stands for more than {LARGEST:,} values, which is none of kvlab's files")
+        raise KvlabError(f"{name} stands for more than {LARGEST:,} values; no file of kvlab is that large")
     within.pop()
     sizes[id(node)] = size
     return size

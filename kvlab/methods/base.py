@@ -247,7 +247,9 @@ class Policy(BaseModel):
                 "kvlab.replay(trace, policy) and result.kept(layer)"
             )
         if not 0 <= layer < n_layers:
-            raise KvlabError(f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; say of how many n_layers=")
+            raise KvlabError(
+                f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; give the number of layers as n_layers="
+            )
         _check(queries, keys, values, pseudo, accumulated)
         need = keys.shape[2] if self.observes is None else min(self.observes, keys.shape[2])
         if queries.shape[2] < need:

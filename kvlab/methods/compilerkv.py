@@ -101,8 +101,8 @@ class CompilerKV(Policy):
         """Attention of the utility window and of the whole window, averaged over heads, `[rows, 2, length]`."""
         if prompt.lossy:
             raise KvlabError(
-                "compilerkv averages attention over layers, position by position, and an earlier turn left each layer "
-                "other positions; store later turns whole (turns='leave')"
+                "compilerkv averages attention over layers by position, but an earlier turn left different positions "
+                "in each layer; store later turns whole (turns='leave')"
             )
         risk, utility = (prompt.window_sums(n).mean(1) for n in (self.window, self.utility_window))
         return torch.stack([utility, risk], 1)

@@ -92,7 +92,7 @@ class DuoAttention(Policy):
             raise KvlabError(
                 f"the head scores of {self.heads!r} are of {measured.model}, {measured.n_layers} layers of "
                 f"{measured.kv_heads} KV heads, and this model has {n_layers} of {kv_heads}; measure it with "
-                "`kvlab heads` (and tell keep() which layer= of how many n_layers= it is)"
+                "`kvlab heads` (and pass keep() its layer= and n_layers=)"
             )
         return measured.per_kv_head().flatten().sort(descending=True, stable=True).indices
 

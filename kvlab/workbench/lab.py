@@ -68,7 +68,7 @@ def _mlflow(uri: str, port: int) -> Iterator[str]:
             free.bind((ui.HOST, port))
         except OSError as error:
             raise KvlabError(
-                f"port {port} cannot be had ({error.strerror}); name another: make lab PORT={port + 1}"
+                f"port {port} cannot be used ({error.strerror}); name another: make lab PORT={port + 1}"
             ) from None
     note = ui.note()
     with (note.parent / "server.log").open("wb") as log:

@@ -140,7 +140,7 @@ def test_a_shortened_response_is_what_a_shorter_capture_gives(small):
     one = policy("snapkv", budget=50, window=16)
     assert kvlab.replay(short, one).summary == pytest.approx(kvlab.replay(again, one).summary, rel=1e-4)
     for steps in (0, trace.steps + 1):
-        with pytest.raises(KvlabError, match=f"has 8 tokens, so that its first {steps} cannot be looked at"):
+        with pytest.raises(KvlabError, match=f"has 8 tokens; a part of it has 1 to 8, not {steps}"):
             pseudo.shortened(trace, steps)
 
 

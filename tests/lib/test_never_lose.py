@@ -220,7 +220,7 @@ def test_two_sweeps_at_once_share_the_jobs(project):  # noqa: F811
     assert sorted(run.data.params["reduction"] for run in runs("job")) == ["0.5", "0.55", "0.6"]
     assert {run.info.status for run in runs("job")} == {"FINISHED"}
     assert {result.state for result in ours} <= {"finished", "done earlier"} and len(ours) == 3
-    assert "another sweep is at it" in console.file.getvalue() + theirs
+    assert "another sweep is running it" in console.file.getvalue() + theirs
     assert not list((project / "mlruns" / "work").iterdir())
 
 

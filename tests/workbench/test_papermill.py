@@ -289,7 +289,7 @@ def test_the_parameters_cell_is_the_first_of_plain_values(monkeypatch, ran, decl
 
 
 def test_without_a_parameters_cell_or_a_notebook_one_sentence_says_so(monkeypatch):
-    with pytest.raises(KvlabError, match="say what the parameters are"):
+    with pytest.raises(KvlabError, match="the parameters must be given"):
         parameters()
     shell = InteractiveShell()
     shell.user_ns["In"] = ["", "import os", "run = tracking.start('this')"]

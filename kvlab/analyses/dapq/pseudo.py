@@ -218,7 +218,7 @@ def figure_6b(
 def shortened(trace: Trace, steps: int) -> Trace:
     """The same prompt with the first `steps` tokens of its response."""
     if not 0 < steps <= trace.steps:
-        raise KvlabError(f"the response has {trace.steps} tokens, so that its first {steps} cannot be looked at")
+        raise KvlabError(f"the response has {trace.steps} tokens; a part of it has 1 to {trace.steps}, not {steps}")
     length, gone = trace.prompt_length + steps, trace.steps - steps
     known = trace.queries.shape[2] - gone
     return replace(
@@ -234,7 +234,7 @@ def shortened(trace: Trace, steps: int) -> Trace:
 def best_by_others(wide: pd.DataFrame) -> pd.Series:
     """For each row the column that is largest on average over all other rows."""
     if len(wide) < 2:
-        raise KvlabError("the best length is chosen on other documents, so that at least two are needed")
+        raise KvlabError("the best length is chosen on other documents, so at least two are needed")
     others = (-wide + wide.sum()) / (len(wide) - 1)
     return others.idxmax(axis=1)
 

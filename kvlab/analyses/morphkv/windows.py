@@ -177,7 +177,9 @@ def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = Fa
     """
     both = prompt + response
     if trace.queries.shape[2] < trace.length:
-        raise KvlabError("to read a prompt as a shorter one all of its queries are needed; capture with queries='all'")
+        raise KvlabError(
+            "to cut a shorter prompt out of a longer one, all of its queries are needed; capture with queries='all'"
+        )
     if not 0 < both <= trace.prompt_length:
         raise KvlabError(
             f"the captured prompt has {trace.prompt_length} tokens, and {prompt} + {response} are asked for"
@@ -248,7 +250,7 @@ def repetition(trace: Trace, n: int = 8) -> float:
         KvlabError: the trace does not know its tokens.
     """
     if trace.ids is None:
-        raise KvlabError("this trace was made from tensors alone, so that its tokens are not known")
+        raise KvlabError("this trace was made from tensors alone, so its tokens are not known")
     response = trace.ids[trace.prompt_length :].tolist()
     sequences = [tuple(response[i : i + n]) for i in range(len(response) - n + 1)]
     return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0

@@ -98,8 +98,8 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
     answer = torch.tensor(tokenizer(item.answer, add_special_tokens=False)["input_ids"])
     if len(answer) <= SCORED_FROM:
         raise KvlabError(
-            f"{item.example.id}: the answer {item.answer!r} has {len(answer)} of the {SCORED_FROM + 1} tokens that it "
-            "takes to score one that a compressed cache alone has predicted"
+            f"{item.example.id}: the answer {item.answer!r} has {len(answer)} tokens, and at least "
+            f"{SCORED_FROM + 1} are needed, because the first {SCORED_FROM} are not scored"
         )
     results: dict[tuple[Policy, str], dict[str, Any]] = {}
     gathered = gather(lm.model, [policy for policy, _ in wanted])

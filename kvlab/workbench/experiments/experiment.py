@@ -111,7 +111,7 @@ def load(name: str) -> Experiment:
         raise KvlabError(f"{path.name} must be a mapping with the keys {', '.join(_keys(Experiment))}")
     if "name" in raw:
         raise KvlabError(
-            f"{path.name}{lines.shown(['name'])}: unknown key 'name': an experiment is called as its file is"
+            f"{path.name}{lines.shown(['name'])}: unknown key 'name': an experiment has the name of its file"
         )
     for part in ("parameters", "grid", "profiles"):
         if raw.get(part, 0) is None:
@@ -213,7 +213,7 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
     shown += [name for name in overrides or {} if name not in grid and single[name] != usual[name]]
     wanted = math.prod(map(len, grid.values()))
     if wanted > MOST:
-        raise KvlabError(f"the grid of {experiment.name} stands for {wanted:,} jobs, and {MOST:,} are the most")
+        raise KvlabError(f"the grid of {experiment.name} stands for {wanted:,} jobs, and at most {MOST:,} are allowed")
     points = []
     for combination in itertools.product(*grid.values()):
         point = dict(zip(grid, combination, strict=True))

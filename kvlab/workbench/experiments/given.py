@@ -26,7 +26,7 @@ def parameters() -> dict[str, Any]:
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
-        raise KvlabError("outside a notebook say what the parameters are: tracking.start(NAME, {...})")
+        raise KvlabError("outside a notebook the parameters must be given: tracking.start(NAME, {...})")
     declared, wanted = None, True
     for source in shell.user_ns["In"][:-1]:
         if "tracking.start(" in source:

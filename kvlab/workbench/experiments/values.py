@@ -84,7 +84,7 @@ def plain(value: Any, what: str = "value") -> Any:
         return value
     if isinstance(value, str):
         if not writable(value):
-            raise KvlabError(f"{what} holds half a character (a lone surrogate), which no file can")
+            raise KvlabError(f"{what} holds half a character (a lone surrogate), which no file can hold")
         return value
     if isinstance(value, int):
         if value.bit_length() > yamls.BITS:
@@ -97,7 +97,7 @@ def plain(value: Any, what: str = "value") -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise KvlabError(f"{what} has the key {short(key)}, and a key is a text: put it in quotes")
+                raise KvlabError(f"{what} has the key {short(key)}, but a key must be a text: put it in quotes")
         return {plain(key, what): plain(entry, what) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(entry, what) for entry in value]

@@ -312,7 +312,7 @@ def _on_slurm(workers: int | None) -> Cluster:
     owned, jobs = _slurm(workers)
     try:
         client = Client(owned)
-        print("waiting for Slurm to start a worker (squeue tells how it stands; Ctrl-C gives up) ...", file=sys.stderr)
+        print("waiting for Slurm to start a worker (squeue shows its state; Ctrl-C gives up) ...", file=sys.stderr)
         client.wait_for_workers(1)
         _check(client, SLURM)
         return Cluster(client, owned, jobs)
@@ -361,12 +361,12 @@ def _slurm(workers: int | None) -> tuple[Any, int]:
     path = project.root() / "slurm.yaml"
     if not path.exists():
         raise KvlabError(
-            f"--cluster slurm reads {path}, which is not there; it holds what your cluster wants, such as "
+            f"--cluster slurm reads {path}, which is not there; it holds the settings of your cluster, such as "
             "'queue: short', 'walltime: \"02:00:00\"', 'memory: 16GB', 'jobs: 4'"
         )
     if shutil.which("sbatch") is None:
         raise KvlabError(
-            "--cluster slurm needs Slurm's sbatch, which this machine has not got: run kvlab on a login "
+            "--cluster slurm needs Slurm's sbatch, which this machine does not have: run kvlab on a login "
             "node, or name a scheduler's address"
         )
     settings = yamls.load(path)[0] or {}

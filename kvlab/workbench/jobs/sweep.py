@@ -204,7 +204,7 @@ class Sweep:
         if number not in self.elsewhere:
             self.elsewhere.add(number)
             same = any(running.job == self.queue[number] for running in self.running)
-            self.progress.set(number, "waiting", "the same job is running" if same else "another sweep is at it")
+            self.progress.set(number, "waiting", "the same job is running" if same else "another sweep is running it")
 
     def _release(self, number: int) -> None:
         if lock := self.locks.pop(number, None):
@@ -311,7 +311,7 @@ class Sweep:
             return
         self._close(running, "killed", why)
         del self.results[running.number]
-        self.progress.set(running.number, "waiting", f"{why}; beginning anew, try {tries + 1} of {TRIES}")
+        self.progress.set(running.number, "waiting", f"{why}; starting again, try {tries + 1} of {TRIES}")
         self.waiting.insert(0, running.number)
 
     def _close(self, running: Running, state: str, error: str) -> None:

@@ -107,7 +107,7 @@ class Patient:
     def _begin_to_wait() -> float:
         seconds = patience()
         if seconds:
-            _tell(f"the MLflow store is away; what shall be logged waits for it, at most {duration(seconds)}")
+            _tell(f"the MLflow store is away; logging waits for it, at most {duration(seconds)}")
         return time.monotonic() + seconds
 
     def _wait(self, deadline: float) -> bool:
