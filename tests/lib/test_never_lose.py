@@ -254,6 +254,6 @@ def find(process, victim):
     wanted = {"worker": r"kvlab\.workbench\.jobs\.worker", "kernel": r"ipykernel"}[victim]
     try:
         family = psutil.Process(process.pid).children(recursive=True)
-        return next((one for one in family if re.search(wanted, " ".join(one.cmdline()))), None)
+        return next((child for child in family if re.search(wanted, " ".join(child.cmdline()))), None)
     except psutil.Error:
         return None
