@@ -63,12 +63,12 @@ def _high_water_mark() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def in_fresh_process(arguments: Sequence[str], what: str) -> str:
+def in_fresh_process(arguments: Sequence[str], label: str) -> str:
     """The last line that a fresh Python process prints: no earlier run has left memory behind in it.
 
     Args:
         arguments: of Python: a module after "-m", or a script, and its own arguments.
-        what: name of what is measured, for the error.
+        label: name of the measured run, for the error.
 
     Raises:
         KvlabError: the process failed.
@@ -79,5 +79,5 @@ def in_fresh_process(arguments: Sequence[str], what: str) -> str:
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2] or f"it ended with {done.returncode}"
         why = "it was killed, perhaps for want of memory" if done.returncode < 0 else last
-        raise KvlabError(f"measuring the memory of {what} failed: {why}")
+        raise KvlabError(f"measuring the memory of {label} failed: {why}")
     return done.stdout.splitlines()[-1]

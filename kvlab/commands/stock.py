@@ -41,19 +41,19 @@ def pull(
 
 @app.command("list", epilog="Examples:   kvlab list policies   |   kvlab list claims --json")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"What to list: {', '.join(LISTS)}.")],
+    kind: Annotated[str, typer.Argument(metavar="WHAT", help=f"What to list: {', '.join(LISTS)}.")],
     as_json: AsJson = False,
 ) -> None:
     """List policies, experiments, claims, models and more."""
-    if what not in LISTS:
-        raise KvlabError(nearest(what, LISTS, "list"))
+    if kind not in LISTS:
+        raise KvlabError(nearest(kind, LISTS, "list"))
     from kvlab.workbench.listing import entries
 
-    rows = entries(what)
+    rows = entries(kind)
     if as_json:
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
     elif not rows:
-        typer.echo(f"There are no {what} yet.")
+        typer.echo(f"There are no {kind} yet.")
     else:
         _print_list(rows)
 

@@ -41,21 +41,21 @@ def watched() -> bool:
     return sys.stderr.isatty() if asked is None else asked
 
 
-def _bar(what: str, progress: bool | None, **more: Any) -> Any:
+def _bar(label: str, progress: bool | None, **more: Any) -> Any:
     from tqdm.auto import tqdm
 
     quiet = not watched() if progress is None else not progress
-    return tqdm(desc=what, disable=quiet, delay=0 if progress else DELAY, leave=False, smoothing=0.1, **more)
+    return tqdm(desc=label, disable=quiet, delay=0 if progress else DELAY, leave=False, smoothing=0.1, **more)
 
 
-def each(items: Collection[Item], what: str, unit: str, progress: bool | None = None) -> Iterable[Item]:
+def each(items: Collection[Item], label: str, unit: str, progress: bool | None = None) -> Iterable[Item]:
     """The items in their order, counted by a bar."""
-    return _bar(what, progress, iterable=items, unit=unit)
+    return _bar(label, progress, iterable=items, unit=unit)
 
 
-def counting(total: int, what: str, unit: str, progress: bool | None = None) -> Any:
+def counting(total: int, label: str, unit: str, progress: bool | None = None) -> Any:
     """A bar to move by hand: `with counting(...) as bar: bar.update()`."""
-    return _bar(what, progress, total=total, unit=unit)
+    return _bar(label, progress, total=total, unit=unit)
 
 
 def work(*passes: int) -> int:
@@ -64,14 +64,14 @@ def work(*passes: int) -> int:
 
 
 @contextmanager
-def layers(modules: Sequence[nn.Module], total: int, what: str, progress: bool | None = None) -> Iterator[None]:
+def layers(modules: Sequence[nn.Module], total: int, label: str, progress: bool | None = None) -> Iterator[None]:
     """A bar that moves whenever a layer is done, while the block runs: one long prompt has no other steps.
 
     Args:
         modules: the attention of each layer; its first output is `[batch, tokens, hidden]`.
         total: `work` of all forward passes that the block makes.
     """
-    with _bar(what, progress, total=total, bar_format=FORM) as bar:
+    with _bar(label, progress, total=total, bar_format=FORM) as bar:
         if bar.disable:
             yield
             return
@@ -89,10 +89,10 @@ def layers(modules: Sequence[nn.Module], total: int, what: str, progress: bool |
 
 
 @contextmanager
-def waiting(what: str, progress: bool | None = None) -> Iterator[None]:
+def waiting(label: str, progress: bool | None = None) -> Iterator[None]:
     """A line with the time spent so far, while the block runs: for work that does not report its progress."""
     over = threading.Event()
-    with _bar(what, progress, total=None, bar_format="{desc}, {elapsed}") as bar:
+    with _bar(label, progress, total=None, bar_format="{desc}, {elapsed}") as bar:
 
         def tick() -> None:
             while not over.wait(0.5):

@@ -79,10 +79,10 @@ def unknown(name: str) -> str:
     return sentence if "known are" in sentence else f"{sentence} (known are: {', '.join(sorted(registry()))})"
 
 
-def listed(wanted: Any, what: str = "policies") -> list[Any]:
+def listed(wanted: Any, kind: str = "policies") -> list[Any]:
     """Policies, probes and the like as a list; a single name or object becomes a list of one."""
     if isinstance(wanted, str | Policy):
         return [wanted]
     if isinstance(wanted, Iterable):
         return list(wanted)
-    raise KvlabError(f"{what} are names or objects, one or a list of them, and not {wanted!r:.60}")
+    raise KvlabError(f"{kind} are names or objects, one or a list of them, and not {wanted!r:.60}")

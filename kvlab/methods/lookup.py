@@ -232,14 +232,14 @@ class DecisionTables(Measured):
         return grid[bins(entropy, perplexity, (rows, columns), self.entropy, self.perplexity)]
 
 
-def _load(path_or_name: str | Path, kind: type[T], folder: Path, what: str, command: str) -> T:
+def _load(path_or_name: str | Path, kind: type[T], folder: Path, noun: str, command: str) -> T:
     """A file, or the one in `folder` that is named like a model."""
     shipped = {file.stem: file for file in folder.glob("*.json")}
     name = str(path_or_name)
     if name in shipped:
         return read(shipped[name], kind)
     if not Path(name).suffix and not os.path.exists(expanded(name)):
-        raise KvlabError(f"{nearest(name, shipped, what)}; or give the file of `{command}`")
+        raise KvlabError(f"{nearest(name, shipped, noun)}; or give the file of `{command}`")
     return read(name, kind)
 
 

@@ -66,7 +66,7 @@ def piece_lengths(lm: LM, pieces: Sequence[str]) -> list[int]:
     return [len(ids) for ids in piece_tokens(lm, pieces)]
 
 
-def fit(lm: LM, build: Callable[[int], Example], wanted: int, what: str, slope: float = 1.0) -> Example:
+def fit(lm: LM, build: Callable[[int], Example], wanted: int, label: str, slope: float = 1.0) -> Example:
     """The example `build(n)` of at most `wanted` tokens and at most 2 % below that; its mark `tokens` says how many.
 
     From a larger n >= 0 `build` makes a longer example (sometimes an equal one), with about `slope` tokens for each n;
@@ -79,10 +79,10 @@ def fit(lm: LM, build: Callable[[int], Example], wanted: int, what: str, slope: 
     best = build(0)
     below, length = 0, tokens(lm, best)
     if length > wanted:
-        raise KvlabError(f"{what}: {wanted} tokens are too few, since the shortest prompt of its kind takes {length}")
+        raise KvlabError(f"{label}: {wanted} tokens are too few, since the shortest prompt of its kind takes {length}")
     if wanted + best.max_new_tokens > lm.context_length:
         raise KvlabError(
-            f"{what}: {wanted} tokens and an answer of {best.max_new_tokens} are more than the "
+            f"{label}: {wanted} tokens and an answer of {best.max_new_tokens} are more than the "
             f"{lm.context_length} that {lm.name} was made for"
         )
     above: tuple[int, int] | None = None
@@ -101,7 +101,7 @@ def fit(lm: LM, build: Callable[[int], Example], wanted: int, what: str, slope: 
         else:
             below, length, best = n, count, example
     if length < wanted * (1 - SLACK):
-        raise KvlabError(f"{what}: no prompt of {wanted} tokens can be made, the nearest below has {length}")
+        raise KvlabError(f"{label}: no prompt of {wanted} tokens can be made, the nearest below has {length}")
     return dataclasses.replace(best, marks={**best.marks, "tokens": length})
 
 

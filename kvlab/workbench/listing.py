@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def entries(what: str) -> list[dict[str, Any]]:
+def entries(name: str) -> list[dict[str, Any]]:
     """The entries of one list, by its name ("policies", "claims", ...)."""
-    return _LISTS[what]()
+    return _LISTS[name]()
 
 
 def _first_line(documented: object) -> str:

@@ -78,34 +78,34 @@ def _type_name(default: Any) -> str:
     return names.get(type(default), type(default).__name__)
 
 
-def plain(value: Any, what: str = "value") -> Any:
+def plain(value: Any, label: str = "value") -> Any:
     """`value` in plain JSON types: papermill turns tuples into strings and refuses numpy numbers and paths."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         if not writable(value):
-            raise KvlabError(f"{what} holds half a character (a lone surrogate), which no file can hold")
+            raise KvlabError(f"{label} holds half a character (a lone surrogate), which no file can hold")
         return value
     if isinstance(value, int):
         if value.bit_length() > yamls.BITS:
-            raise KvlabError(f"{what} is a number of thousands of digits")
+            raise KvlabError(f"{label} is a number of thousands of digits")
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise KvlabError(f"{what} is {value}, which is no plain number")
+            raise KvlabError(f"{label} is {value}, which is no plain number")
         return value
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise KvlabError(f"{what} has the key {short(key)}, but a key must be a text: put it in quotes")
-        return {plain(key, what): plain(entry, what) for key, entry in value.items()}
+                raise KvlabError(f"{label} has the key {short(key)}, but a key must be a text: put it in quotes")
+        return {plain(key, label): plain(entry, label) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(entry, what) for entry in value]
+        return [plain(entry, label) for entry in value]
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):  # numpy and torch, neither of which is imported for this
-        return plain(value.tolist(), what)
-    raise KvlabError(f"{what} has the type {type(value).__name__}, which does not fit into JSON")
+        return plain(value.tolist(), label)
+    raise KvlabError(f"{label} has the type {type(value).__name__}, which does not fit into JSON")
 
 
 def short(value: Any) -> str:
