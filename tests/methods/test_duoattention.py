@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracles
+from support.cases import SHAPES
 from support.tensors import exact, layer, sets
 
 import kvlab
 from kvlab.errors import KvlabError
 
-SHAPES = [(8, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 LAYERS, STEPS = 3, 52
 
 

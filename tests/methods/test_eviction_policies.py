@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from support import oracles
-from support.stepwise import LAYERS, SHAPES, agrees, decided, inputs, named, never_comes_back, tensor, watched
+from support.cases import SHAPES, named
+from support.stepwise import LAYERS, agrees, decided, inputs, never_comes_back, tensor, watched
 from support.tensors import exact, layer, sets, with_attention
 
 import kvlab

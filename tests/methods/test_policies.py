@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracles
+from support.cases import named
 from support.tensors import exact, layer, sets, shaken
 
 import kvlab
@@ -31,10 +32,6 @@ CASES = [
     ("full", {}),
 ]
 NEEDS = {"full": 1, "random": 1, "streamingllm": 5, "snapkv": 33, "dapq": 1, "zsmerge": 3, "morphkv": 33}
-
-
-def named(case):
-    return "-".join([case[0], *(f"{k}{v}" for k, v in case[1].items())])
 
 
 def oracle_kept(name, parameters, queries, keys, values, **more):

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracles
-from support.stepwise import HEAD_DIM, LAYERS, SHAPES, agrees, decided, inputs, named, never_comes_back, tensor, watched
+from support.cases import SHAPES, named
+from support.stepwise import HEAD_DIM, LAYERS, agrees, decided, inputs, never_comes_back, tensor, watched
 from support.tensors import exact, layer, sets, shaken, with_attention
 
 import kvlab

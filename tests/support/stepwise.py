@@ -10,12 +10,7 @@ import kvlab
 from kvlab.instruments.probes import Probe
 from support.tensors import exact, layer, sets, shaken
 
-SHAPES = [(8, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 LAYERS, HEAD_DIM = 2, 16
-
-
-def named(case):
-    return "-".join([case[0], *(f"{k}{v}" for k, v in case[1].items())])
 
 
 def inputs(seed, heads, kv_heads, prompt, steps=0):
