@@ -17,8 +17,8 @@ from support.compilerkv import (
     kept,
     tables,
     trace,
-    write,
 )
+from support.measured_files import table_file
 
 from kvlab import papers
 from kvlab.analyses.compilerkv import ablation, printed, quality, thresholds
@@ -142,6 +142,8 @@ def test_needed_thresholds_let_exactly_the_budget_pass(tmp_path):
     table = thresholds.admitted(TRACES, tables(), SHARE)
     assert len(table) == 3 * LAYERS and (table["at_half"] <= table["at_tenth"]).all()
     needed = table.query("document == 'document 2'")["needed"].to_numpy()
-    path = write(tmp_path, "needed", WEIGHTS, np.broadcast_to((needed * (1 - 1e-6))[:, None, None], (LAYERS, *CELLS)))
+    path = table_file(
+        tmp_path, "needed", heads=WEIGHTS, risk=np.broadcast_to((needed * (1 - 1e-6))[:, None, None], (LAYERS, *CELLS))
+    )
     found = kept(TRACES[1], policy("compilerkv", budget=500, tables=path))
     assert [len(rows[0]) for rows in found] == [72] * LAYERS
