@@ -78,13 +78,6 @@ def at(table: pandas.DataFrame, /, **keys: object) -> pandas.DataFrame:
     return table
 
 
-def doublings(ax: Axes, ticks: Sequence[float]) -> None:
-    """A horizontal axis on which each doubling is as wide as the last, with these ticks alone."""
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(list(ticks), [f"{tick:,g}" for tick in ticks])
-    ax.minorticks_off()
-
-
 def whisker_lengths(table: pandas.DataFrame, scale: float = 1.0) -> list[Any]:
     """How far an interval reaches below and above each value, as error bars are drawn.
 

@@ -11,7 +11,7 @@ from kvlab import papers
 from kvlab.analyses.compilerkv import ablation, printed, quality, theorem
 from kvlab.analyses.compilerkv.variants import ladder
 from kvlab.workbench.figures import plots
-from kvlab.workbench.figures.comparing import AXIS, at, beside_paper, doublings, whisker_lengths
+from kvlab.workbench.figures.comparing import AXIS, at, beside_paper, whisker_lengths
 
 if TYPE_CHECKING:
     import pandas
@@ -146,7 +146,7 @@ def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None
     filled = at(curves, method="filled").sort_values("budget")
     if len(filled):
         ax.plot(filled["budget"], filled["value"], "--", color=OURS, label=quality.LABELS["filled"])
-    doublings(ax, ours["budget"].tolist())
+    plots.doublings(ax, ours["budget"].tolist())
     if legend := ax.get_legend():
         legend.remove()
 
@@ -193,7 +193,7 @@ def _through_the_gate(ax: Axes, stored: pandas.DataFrame) -> None:
     budgets = sorted(stored["budget"])
     ax.plot(budgets, budgets, color=AXIS, linewidth=1, linestyle=":")
     ax.annotate("the budget", (budgets[-1], budgets[-1]), ha="right", va="bottom", fontsize=9, color=AXIS)
-    doublings(ax, budgets)
+    plots.doublings(ax, budgets)
     ax.set_yscale("log", base=2)
     ax.set_yticks(budgets, [f"{budget:,}" for budget in budgets])
 

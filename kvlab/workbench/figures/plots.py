@@ -267,9 +267,9 @@ def bars(
 
 
 def doublings(ax: Axes, places: Sequence[float]) -> Axes:
-    """A logarithmic x axis to the base of 2, with plain numbers at `places`."""
+    """An x axis on which each doubling is as wide as the last, with plain numbers at `places` alone."""
     ax.set_xscale("log", base=2)
-    ax.set_xticks(places, [f"{place:g}" for place in places])
+    ax.set_xticks(places, [f"{place:,g}" for place in places])
     ax.minorticks_off()
     return ax
 
