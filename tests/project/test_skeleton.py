@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.paths import ROOT
 
 import kvlab
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What is imported under another name than that of its distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import re
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +14,7 @@ from support.exploring import (
     shown_by,
     words,
 )
+from support.paths import ROOT
 
 import kvlab
 from kvlab import KvlabError
@@ -126,7 +126,7 @@ def test_without_ipywidgets_there_is_the_picture(explorer, displayed, monkeypatc
 
 
 def test_the_committed_notebook_is_small_and_shows_the_picture():
-    path = Path(__file__).parents[3] / "notebooks" / "01_explore.ipynb"
+    path = ROOT / "notebooks" / "01_explore.ipynb"
     content = path.read_text(encoding="utf-8")
     assert len(content) < 250_000 and "kvlab-picture" in content and "widget-state" not in content
 
