@@ -168,7 +168,7 @@ def one(name):
     (folder / name).touch()
     while not all((folder / name).exists() for name in "ab"):
         time.sleep(0.02)
-    return shared.shared(lm, list(range(3, 43)), 5, 8).keys.sum().item()
+    return shared.shared(lm, list(range(3, 43)), 5, 8).keys.contiguous().sum().item()
 with multiprocessing.get_context("fork").Pool(2) as pool:
     print(*pool.map(one, "ab", chunksize=1))
 """
