@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.commands import call, shell
+from support.commands import call, complaint, shell
 from support.projects import EXPERIMENT
 from support.runs import job
 
@@ -40,9 +40,7 @@ MISTAKES = [
     ("arguments", "code", "match"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else None
 )
 def test_a_mistake_is_one_sentence(project, capsys, arguments, code, match):
-    left, out, err = call(capsys, *arguments)
-    assert left == code and out == ""
-    assert err.startswith("kvlab: ") and match in err and err.count("\n") == 1
+    assert match in complaint(capsys, *arguments, code=code)
 
 
 def test_a_real_process_too(project):
@@ -172,8 +170,7 @@ def test_a_report_of_an_unknown_profile_or_model_names_what_there_is(project, ca
         (["--model", "biig@1"], "model 'biig' has finished; there are runs of: big, toy"),
         (["--model", "big", "--profile", "quick"], "none of these runs has measured a claim"),
     ):
-        code, out, err = call(capsys, "report", *arguments)
-        assert code == 1 and found in err and out == "" and err.count("\n") == 1
+        assert found in complaint(capsys, "report", *arguments)
     assert not (project / "report").exists()
     assert call(capsys, "report", "--model", "big", "--profile", "full")[0] == 0
 

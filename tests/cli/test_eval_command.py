@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas
 import pytest
-from support.commands import call
+from support.commands import call, complaint
 
 from kvlab import evaluation
 from kvlab.workbench.store import tracking
@@ -58,6 +58,4 @@ def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):
     ],
 )
 def test_a_mistake_is_one_sentence(loaded, project, capsys, arguments, code, match):
-    left, out, err = call(capsys, "eval", *arguments)
-    assert left == code and out == ""
-    assert err.startswith("kvlab: ") and match in err and err.count("\n") == 1
+    assert match in complaint(capsys, "eval", *arguments, code=code)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from support.commands import call
+from support.commands import call, complaint
 from support.paths import ROOT
 from support.projects import EXPERIMENT, cell, experiment, notebook
 from support.refusals import one_sentence
@@ -110,9 +110,8 @@ def test_a_grid_of_a_million_jobs_is_refused_at_once(project):
 
 @pytest.mark.parametrize("value", ["9" * 5000, "2001-13-45", "!!bool x", "[" * 3000, "\udcff", "~no-such-user/x"])
 def test_odd_texts_from_the_command_line(project, capsys, value):
-    code, _, err = call(capsys, "run", EXPERIMENT, "-p", f"seed={value}")
-    assert code == 1 and ("whole number" in err or "half a character" in err)
-    assert err.count("\n") == 1 and len(err) < 400
+    said = complaint(capsys, "run", EXPERIMENT, "-p", f"seed={value}")
+    assert ("whole number" in said or "half a character" in said) and len(said) < 400
     code, _, err = call(capsys, "eval", "needle", "-p", f"seed={value}", "--model", "random:tiny-llama-gqa")
     assert code in (1, 2) and err.count("\n") == 1 and "KVLAB_DEBUG" not in err
 

@@ -9,6 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import tiny_gguf
+from support.longbench import record
 from support.measured_files import head_scores
 from support.replaying import trace
 
@@ -23,16 +24,7 @@ EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 # A GGUF file is converted by another library on every try.
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-RECORD = {
-    "input": "Who?",
-    "context": "It was me.",
-    "answers": ["me"],
-    "length": 4,
-    "dataset": "qasper",
-    "language": "en",
-    "all_classes": None,
-    "_id": "1",
-}
+RECORD = record("qasper", context="It was me.")
 
 
 @st.composite

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.longbench import record
 from support.refusals import one_sentence
 from support.texts import FERRY
 
@@ -18,19 +19,6 @@ from kvlab.tasks.longbench_prompts import PROMPTS
 
 MINILONGBENCH = Path(__file__).parents[3] / "shared" / "data" / "minilongbench"
 needs_data = pytest.mark.skipif(not MINILONGBENCH.is_dir(), reason="the sample of MiniLongBench is not there")
-
-
-def record(task: str, **changes) -> dict:
-    return {
-        "dataset": task,
-        "_id": f"{task}-{len(changes)}",
-        "context": FERRY,
-        "input": "Who owned the piano?",
-        "answers": ["Ilse Brandt"],
-        "all_classes": ["Person", "Date"] if task in ("trec", "lsht") else None,
-        "length": 300,
-        "language": "en",
-    } | changes
 
 
 @pytest.fixture
@@ -229,7 +217,7 @@ def test_the_sample_of_all_21_tasks_loads(lm):
 def test_ready_prompts_are_left_as_they_are(lm):
     from kvlab.inputs import longbench_records
 
-    for record in longbench_records.read(MINILONGBENCH):
-        context, question = parts(record)
-        assert context + question == record.prompt and len(question) > 0
+    for sample in longbench_records.read(MINILONGBENCH):
+        context, question = parts(sample)
+        assert context + question == sample.prompt and len(question) > 0
     assert list(LongBench(folder=MINILONGBENCH, length=4000, longer="skip", tasks="qasper").examples(lm))
