@@ -223,7 +223,7 @@ def test_longbench_reads_both_dialects(tmp_path):
     ("line", "told"),
     [
         ('{"prompt": "a", "answers": ["b"]', "not valid JSON"),
-        ([1, 2], "a JSON object, not a list"),
+        ([1, 2], r"a JSON object, not \[1, 2\]"),
         ({"prompt": "a"}, "needs 'answers'"),
         ({"prompt": "a", "answers": "b"}, "'answers' must be a list of texts"),
         ({"prompt": "a", "answers": [1]}, "'answers' must be a list of texts"),
