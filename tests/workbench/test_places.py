@@ -11,7 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, notebook
-from support.runs import artifacts, runs
+from support.runs import ARTIFACTS, artifacts, runs
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import driver, places
@@ -41,15 +41,7 @@ def test_a_cluster_keeps_what_this_machine_would_have_kept(project, console, clu
     for result, value in zip(found, (0.55, 0.62), strict=True):
         run = by_id[result.run_id]
         assert run.info.status == "FINISHED" and run.data.metrics["reduction/0.20"] == value
-        assert artifacts(run) == {
-            "notebook/toy.ipynb",
-            "notebook/toy.html",
-            "figures/curve.png",
-            "figures/curve.svg",
-            "tables/errors.parquet",
-            "tables/errors.json",
-            "claims.json",
-        }
+        assert artifacts(run) == ARTIFACTS
     again = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
     assert [result.state for result in again] == ["done earlier"] * 2
 

@@ -87,16 +87,13 @@ def test_needle_heatmaps_leave_gaps_and_refuse_other_tables():
 
 
 def test_bars_stand_in_groups_with_whiskers():
-    frame = pandas.DataFrame({"c": [8, 4, 8, 4], "who": ["b", "b", "a", "a"], "y": [0.4, 0.3, 0.2, 0.1]}).assign(
-        low=lambda rows: rows["y"] - 0.05, high=lambda rows: rows["y"] + 0.1
+    frame = pandas.DataFrame({"c": [8, 4, 8, 4], "who": ["b", "b", "a", "a"], "value": [0.4, 0.3, 0.2, 0.1]}).assign(
+        low=lambda rows: rows["value"] - 0.05, high=lambda rows: rows["value"] + 0.1
     )
     ax = plots.bars(
         frame,
         x="c",
-        y="y",
         hue="who",
-        low="low",
-        high="high",
         names={"a": "A", "b": "B"},
         labels={4: "four", 8: "eight"},
         xlabel="x",

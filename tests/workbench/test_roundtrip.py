@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from support.commands import call
 from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook
-from support.runs import artifacts, runs
+from support.runs import ARTIFACTS, artifacts, runs
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import driver
@@ -53,15 +53,7 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):
     tags = child.data.tags
     assert tags["kvlab.key"] == first[1].job.key and tags["kvlab.profile"] == "quick" and tags["seed"] == "0"
     assert tags["kvlab.version"] and float(tags["kvlab.seconds"]) > 0
-    assert artifacts(child) == {
-        "notebook/toy.ipynb",
-        "notebook/toy.html",
-        "figures/curve.png",
-        "figures/curve.svg",
-        "tables/errors.parquet",
-        "tables/errors.json",
-        "claims.json",
-    }
+    assert artifacts(child) == ARTIFACTS
     page = Path(database.client().download_artifacts(child.info.run_id, "notebook/toy.html")).read_text()
     assert not re.search(r'(src|href)="(https?:|")', page) and "0.62" in page
     assert list((project / "mlruns" / "work").iterdir()) == []

@@ -179,12 +179,9 @@ def _paper_at(ax: Axes, entries: float) -> None:
 
 
 def _through_the_gate(ax: Axes, stored: pandas.DataFrame) -> None:
-    plots.lines(
+    plots.estimates(
         stored,
         x="budget",
-        y="value",
-        low="low",
-        high="high",
         xlabel=BUDGET,
         ylabel="entries stored of the prompt",
         title="What CompilerKV's gate lets through",
@@ -297,13 +294,10 @@ def steps_to_snapkv(findings: Findings, shares: Sequence[float]) -> Figure:
     left.grid(axis="x")
     left.set(xlabel="attention lost", title="One change at a time")
     left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
-    plots.lines(
+    plots.estimates(
         ablation.by_layer(findings, shares[0]),
         x="layer",
-        y="value",
         hue="method",
-        low="low",
-        high="high",
         colours={names[1]: plots.COLOURS[0], names[4]: plots.COLOURS[2], names[6]: plots.COLOURS[1]},
         xlabel="layer",
         ylabel="attention lost",
