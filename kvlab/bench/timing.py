@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import kvlab
@@ -32,6 +31,7 @@ from kvlab.inputs import models
 from kvlab.instruments.probes import probe
 from kvlab.lib import devices
 from kvlab.lib.files import replacing
+from kvlab.lib.terminal import titled
 from kvlab.live.session import Session, compress
 from kvlab.methods import Policy, policy, registry
 
@@ -314,7 +314,7 @@ def show(table: pd.DataFrame, console: Console) -> None:
     """Print what `measure` gave: median, extremes, and ratios to the full cache with theirs; then the roofline."""
     facts, task = table.attrs, table["task"].iloc[0]
     title = f"{task}: {facts['model']}, {facts['dtype']}, {facts['device']}\n{facts['versions']}"
-    grid = Table("context", "policy", "budget", title=title, title_justify="left", header_style="dim", pad_edge=False)
+    grid = titled("context", "policy", "budget", title=title)
     measured = [metric for metric in METRICS[task] if metric in set(table["metric"])]
     for metric in measured:
         grid.add_column(SHOWN[metric][0], justify="right", no_wrap=True)

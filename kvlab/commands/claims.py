@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from kvlab.lib.terminal import titled
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -23,19 +25,10 @@ def show(ledger: list[Entry]) -> None:
     """Print the measured claims, then each paper's counts by verdict; checks are counted separately."""
     from rich import box
     from rich.console import Console
-    from rich.table import Table
 
     from kvlab.workbench.report.ledger import by_paper, number
 
-    table = Table(
-        title="Claims",
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        pad_edge=False,
-        box=box.SIMPLE_HEAD,
-        expand=True,
-    )
+    table = titled(title="Claims", title_style="bold", box=box.SIMPLE_HEAD, expand=True)
     table.add_column("where", ratio=2, overflow="fold")
     table.add_column("claim", ratio=5, overflow="fold")
     for heading in ("paper's", "here", "interval"):
@@ -66,16 +59,12 @@ def show(ledger: list[Entry]) -> None:
 def _counts(ledger: list[Entry]) -> Table:
     """Findings by paper and verdict; beside them the checks that are met, and the recomputed sums that agree."""
     from rich import box
-    from rich.table import Table
 
     from kvlab.workbench.report.ledger import Tally, by_paper
 
-    table = Table(
+    table = titled(
         title="Findings. Counted apart: checks (controls, identities, examples), and the papers' own sums",
-        title_justify="left",
         title_style="bold",
-        header_style="dim",
-        pad_edge=False,
         show_footer=True,
         box=box.SIMPLE_HEAD,
     )

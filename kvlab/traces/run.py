@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Unpack, overload
 
 import torch
@@ -106,6 +106,12 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
     return stacked(post), stacked(pre)
 
 
+def pseudo_queries_by_key(lm: LM, cache: StoreCache, tokens: Mapping[str, Tensor], start: int) -> dict[str, Tensor]:
+    """Post-RoPE queries of several runs of pseudo-tokens `[m]`, each at the positions start .. start + m - 1."""
+    places = {key: torch.arange(start, start + len(ids)) for key, ids in tokens.items()}
+    return {key: pseudo_queries(lm, cache, ids, places[key])[0] for key, ids in tokens.items()}
+
+
 def prefilled(trace: Trace) -> StoreCache:
     """A cache that holds a trace's prompt, as after its prefill: pseudo-queries run on it without prefilling again."""
     pairs = zip(trace.prompt_keys, trace.prompt_values, strict=True)
@@ -205,9 +211,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
     recorder.prefilling = False
     recorder.queries, recorder.pre_queries = rows
 
-    pseudo = {}
-    for key, tokens in extra.items():
-        pseudo[key], _ = pseudo_queries(lm, recorder.cache, tokens, torch.arange(length, length + len(tokens)))
+    pseudo = pseudo_queries_by_key(lm, recorder.cache, extra, length)
     fed = []
     with hooks.hooked(lm.model, recorder):
         for step in range(new_tokens):

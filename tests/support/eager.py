@@ -7,6 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from support import live_runs
+
+CLOSE = dict(atol=1e-4, rtol=1e-4)
+
+
+def sequence(length=21, seed=1):
+    """Token ids `[length]` of the tiny vocabulary, none of them special."""
+    return live_runs.prompt(length, seed)[0]
+
 
 @dataclass
 class Seen:

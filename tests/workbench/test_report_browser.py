@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from matplotlib.figure import Figure
 from support.browsing import DESKTOP, PHONE, missing_images, opened, overflow
-from support.projects import EXPERIMENT, project  # noqa: F401
+from support.projects import EXPERIMENT
 
 from kvlab import papers
 from kvlab.workbench.report import page as report
@@ -15,7 +15,7 @@ LONG = "a_very_long_name_without_any_place_to_break_it_" * 4
 
 
 @pytest.fixture
-def page_of_report(project, monkeypatch):  # noqa: F811
+def page_of_report(project, monkeypatch):
     """The address of a report on every claim of two experiments, each with a figure, and texts that are hard to fit."""
     asked = papers.claims()
     shown = [
@@ -89,7 +89,7 @@ def test_a_header_that_stays_and_links_that_lead_somewhere(browser, page_of_repo
         assert complaints == []
 
 
-def test_without_any_run_the_page_is_whole_too(browser, project):  # noqa: F811
+def test_without_any_run_the_page_is_whole_too(browser, project):
     address = report.write().as_uri()
     with opened(browser, address, PHONE) as (page, complaints):
         assert overflow(page) == 0 and page.locator(".thumb, figure").count() == 0 and complaints == []

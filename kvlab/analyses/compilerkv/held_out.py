@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
 from kvlab.analyses.compilerkv.tables import visits
@@ -24,6 +23,7 @@ from kvlab.compile.trials import Prefilled, neutral, prefilled
 from kvlab.core import attention, hooks
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
+from kvlab.lib import bars
 from kvlab.methods.lookup import DecisionTables
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def held_out(
     with ExitStack() as opened:
         prefills = [
             opened.enter_context(prefilled(lm, context, settings))
-            for context in tqdm(contexts, desc="prefill", unit="window", leave=False)
+            for context in bars.each(contexts, "prefill", "window")
         ]
         kept = [
             {name: prefill.kept(neutral(settings).using(variant)) for name, variant in tables.items()}
@@ -163,7 +163,7 @@ def held_out(
             for prefill, sets in zip(prefills, kept, strict=True):
                 sets[name] = prefill.kept(policy)
         pairs = list(zip(prefills, kept, strict=True))
-        for prefill, sets in tqdm(pairs, desc="held out", unit="window", leave=False):
+        for prefill, sets in bars.each(pairs, "held out", "window"):
             rows += _of_window(prefill, sets)
     return _compared(pd.DataFrame(rows))
 

@@ -17,11 +17,11 @@ from itertools import product
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
+from kvlab.lib import bars
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -84,11 +84,10 @@ def sweep(traces: Sequence[Trace], settings: Sequence[tuple[str, Policy]]) -> pd
         (entries of the prompt that the head's KV head stores).
     """
     jobs = [(trace, name, method) for trace in traces for name, method in settings]
-    bar = tqdm(jobs, desc="budgets", unit="replay", disable=len(jobs) < 20, leave=False)
     return pd.concat(
         [
             _by_head(trace, method).assign(document=trace.document, method=name, budget=getattr(method, "budget", None))
-            for trace, name, method in bar
+            for trace, name, method in bars.each(jobs, "budgets", "replay")
         ],
         ignore_index=True,
     )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.core import attention
 from kvlab.core.store import LayerStore
+from kvlab.lib import bars
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -57,7 +57,7 @@ def figure_4(
     """
     rows = []
     jobs = [(trace, ratio) for trace in traces for ratio in ratios]
-    for trace, ratio in tqdm(jobs, desc="figure 4", unit="ratio", leave=False):
+    for trace, ratio in bars.each(jobs, "figure 4", "ratio"):
         for variant, zsmerge in variants(ratio).items():
             if variant == "merge_alpha0" and ratio not in without_bias:
                 continue

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.evaluation import Answer, summary, table
 from kvlab.lib.files import replacing
+from kvlab.lib.terminal import titled
 from kvlab.workbench.store import tracking
 
 if TYPE_CHECKING:
@@ -73,18 +74,8 @@ def draw(answers: Sequence[Answer], path: Path) -> Path | None:
 
 def show(rows: pd.DataFrame, console: Console) -> None:
     """Print a table of `kvlab.evaluation.results.summary`."""
-    from rich.table import Table
-
     at = ", ".join(sorted(set(rows["compress_at"])))
-    grid = Table(
-        "task",
-        "policy",
-        "budget",
-        title=f"compressed at the {at}'s end",
-        title_justify="left",
-        header_style="dim",
-        pad_edge=False,
-    )
+    grid = titled("task", "policy", "budget", title=f"compressed at the {at}'s end")
     for heading in ("n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"):
         grid.add_column(heading, justify="right")
     for row in rows.to_dict("records"):
@@ -109,16 +100,12 @@ def show(rows: pd.DataFrame, console: Console) -> None:
 
 def show_kinds(rows: pd.DataFrame, console: Console) -> None:
     """Print a table of `kvlab.evaluation.results.summary` by kind: scores, with a column for each kind."""
-    from rich.table import Table
-
     if len(rows["task"].unique()) > 1:
         rows = rows.assign(kind=rows["task"] + " " + rows["kind"].fillna("").astype(str))
     settings = rows.drop_duplicates(["policy", "budget"]).to_dict("records")
     kinds = list(dict.fromkeys(rows["kind"]))
     for first in range(0, len(kinds), KINDS_ABREAST):
-        grid = Table(
-            "policy", "budget", title="score by kind, %", title_justify="left", header_style="dim", pad_edge=False
-        )
+        grid = titled("policy", "budget", title="score by kind, %")
         for kind in kinds[first : first + KINDS_ABREAST]:
             grid.add_column(str(kind), justify="right")
         for setting in settings:
