@@ -180,8 +180,9 @@ def needle_shares(trace: Trace, needle: Tensor) -> Tensor:
         raise KvlabError(f"the needle's positions must lie in the prompt, 0 .. {trace.prompt_length - 1}")
     visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
     needle = needle.to(trace.keys.device)
-    layers = zip(trace.response_queries, trace.keys, strict=True)
-    shares = [attention.weights(q, k, trace.scaling, visible)[..., needle].sum(-1).mean(-1) for q, k in layers]
+    layers = enumerate(zip(trace.response_queries, trace.keys, strict=True))
+    rows = [attention.weights(q, k, trace.softmax.row(place), visible) for place, (q, k) in layers]
+    shares = [weights[..., needle].sum(-1).mean(-1) for weights in rows]
     return torch.stack(shares).cpu()
 
 
