@@ -136,13 +136,13 @@ def measure(
         raise KvlabError("there is no hay to hide needles in; give at least one document")
     rng = random.Random(seed)
     depths = [round((number + 0.5) / needles, 4) for number in range(needles)]
-    contexts, shares, documents, kv_heads = [], [], [], 0
+    contexts, shares, documents, kv_heads, layers = [], [], [], 0, None
     for number, depth in enumerate(bars.each(depths, "heads", "needle", progress)):
         straw = hay[number % len(hay)].window(lm, context)
         ids, needle, answer = _example(lm, straw.text, depth, rng)
         trace = capture(lm, ids, len(answer), window=1, pseudo=(), response=answer, progress=progress)
         shares.append(needle_shares(trace, needle))
-        kv_heads = trace.kv_heads
+        kv_heads, layers = trace.kv_heads, list(trace.layers) if trace.layout.mixed else None
         contexts.append(len(ids))
         documents.append(straw.signature)
     scores = torch.stack(shares).mean(0)
@@ -157,6 +157,7 @@ def measure(
         documents=documents,
         seed=seed,
         kvlab=__version__,
+        layers=layers,
         scores=[[round(score, 6) for score in row] for row in scores.tolist()],
     )
 

@@ -32,6 +32,7 @@ class _Recorder:
         config, modules = hookable.text_config(lm.model), hookable.layers_of(lm.model)
         self.layers, self.heads = len(modules), config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        kv_heads = self.heads // getattr(modules[0], "num_key_value_groups", self.heads // kv_heads)
         head_dim = getattr(modules[0], "head_dim", None) or config.hidden_size // self.heads
         storage = (self.layers, 1, kv_heads, prompt + max(steps, extra), head_dim)
         self.keys, self.values = (torch.empty(storage, dtype=lm.dtype, device=lm.device) for _ in range(2))
