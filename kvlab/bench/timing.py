@@ -214,14 +214,16 @@ def measure(
     facts = meters.facts(lm)
     if task == "decode":
         facts["bandwidth"] = meters.bandwidth(lm.device)
+    metrics = METRICS[task] + (("uncompressed_bytes",) if task == "memory" and lm.layout.mixed else ())
     rows: list[dict] = []
     for context in contexts:
         ids, source = meters.prompt(lm, context, batch)
         samples: dict[Contender, Samples] = {contender: defaultdict(list) for contender in chosen}
         for contender, numbers in _runs(task, lm, ids, chosen, steps, repeats, advance):
             if task == "decode":
-                numbers["step_lower_bound"] = (facts["weight_bytes"] + numbers["read_bytes"]) / facts["bandwidth"]
-            for metric in METRICS[task]:
+                read = numbers["read_bytes"] + numbers["uncompressed_bytes"]
+                numbers["step_lower_bound"] = (facts["weight_bytes"] + read) / facts["bandwidth"]
+            for metric in metrics:
                 if metric != "peak_bytes":
                     samples[contender][metric].append(numbers[metric])
         if "peak_bytes" in METRICS[task] and devices.counts_peak(lm.device):
@@ -307,6 +309,7 @@ SHOWN = {
     "aux_bytes": ("beside, MiB", 2**-20, 2),
     "allocated_bytes": ("allocated, MiB", 2**-20, 2),
     "read_bytes": ("read, MiB", 2**-20, 2),
+    "uncompressed_bytes": ("other layers, MiB", 2**-20, 2),
 }  # heading, factor, decimals
 
 

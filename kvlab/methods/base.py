@@ -20,6 +20,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_va
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.core.softmax import Scaling
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError
 from kvlab.lib.parameters import Parameters
@@ -232,7 +233,7 @@ class Policy(Parameters):
         Args:
             queries: `[batch, heads, n, head_dim]`, post-RoPE queries of the LAST n prompt positions.
             keys, values: `[batch, kv_heads, length, head_dim]`.
-            layer, n_layers: for layer-wise budgets.
+            layer, n_layers: for layer-wise budgets: a place, from 0, among that many compressed layers.
             pseudo: `[batch, heads, m, head_dim]`, post-RoPE pseudo-queries.
             accumulated: `[batch, heads, length]`, attention summed over all prompt queries.
             max_new_tokens: length that the response may reach.
@@ -266,12 +267,13 @@ class Policy(Parameters):
 
     # ------------------------------------------------------------------ a decoding step, in this order
 
-    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         """Slots that this step reads, int64 `[rows, kv_heads, n]`, -1 padded; None reads everything stored.
 
         Args:
             queries: `[rows, heads, 1, head_dim]`; the step's own entry is already the store's last.
-            scaling: factor of the logits, 1 / sqrt(head_dim) if None.
+            scaling: factor of the logits, 1 / sqrt(head_dim) if None; a `Softmax` of a model that caps its logits or
+                has sinks. `attention.weights` takes each of them.
         """
         return None
 

@@ -128,7 +128,7 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
         cosines = similarities(
             lm,
             trace,
-            prefilled(trace),
+            prefilled(trace, lm),
             torch.stack([true, different, true, different]),
             torch.stack([right, right, wrong, wrong]),
         )
@@ -201,7 +201,7 @@ def figure_2a(
         for number, trace in enumerate(traces):
             generator = torch.Generator().manual_seed(seed + number)
             wanted = _random_conditions(trace, trials, n, near, vocabulary, generator)
-            cache = prefilled(trace)
+            cache = prefilled(trace, lm)
             for condition, (ids, positions) in wanted.items():
                 for batch in torch.arange(trials).split(TOGETHER):
                     cosines = similarities(lm, trace, cache, ids[batch], positions[batch])
@@ -268,7 +268,7 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
         steps = torch.linspace(0, length, parts + 1).round().long()
         near = 4 ** torch.arange(1, 8)
         offsets = torch.cat([steps, near[near < length // parts]]).unique()
-        true, cache = response(trace, n), prefilled(trace)
+        true, cache = response(trace, n), prefilled(trace, lm)
         for batch in offsets.split(TOGETHER):
             positions = (length - batch)[:, None] + torch.arange(n)
             values = similarities(lm, trace, cache, true.expand(len(batch), n), positions)[0].mean(-1)

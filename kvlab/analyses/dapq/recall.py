@@ -43,7 +43,7 @@ def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | Non
     """
     tokens = pseudo_tokens(lm, ids_of(trace)[: trace.prompt_length], policies)
     first = trace.prompt_length if start is None else start
-    return replace(trace, pseudo=pseudo_queries_by_key(lm, prefilled(trace), tokens, first))
+    return replace(trace, pseudo=pseudo_queries_by_key(lm, prefilled(trace, lm), tokens, first))
 
 
 def recalls(trace: Trace, method: Policy) -> dict[str, float]:

@@ -96,7 +96,7 @@ def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
     trace, full = result.trace, reference(result.trace)
     shares = torch.empty(full.step_ranks.shape[:3])
     for now in range(trace.steps):
-        of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in range(trace.n_layers)]
+        of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in trace.layers]
         widest = max(slots.shape[1] for slots in of_layer)
         sets = torch.stack([F.pad(slots, (0, widest - slots.shape[1]), value=EMPTY) for slots in of_layer])
         shares[:, :, now] = full.share_found(full.step_ranks[:, :, now], sets, k)
