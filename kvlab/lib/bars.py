@@ -52,9 +52,9 @@ def each(many: Collection[One], what: str, unit: str, progress: bool | None = No
     return _bar(what, progress, iterable=many, unit=unit)
 
 
-def counting(total: int, what: str, unit: str, progress: bool | None = None) -> Any:
-    """A bar to move by hand: `with counting(...) as bar: bar.update()`."""
-    return _bar(what, progress, total=total, unit=unit)
+def counting(total: int, what: str, unit: str, progress: bool | None = None, **more: Any) -> Any:
+    """A bar to move by hand: `with counting(...) as bar: bar.update()`. `more` goes to tqdm."""
+    return _bar(what, progress, total=total, unit=unit, **more)
 
 
 def work(*passes: int) -> int:
