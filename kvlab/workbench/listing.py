@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models.cached import Held
 
 
 def entries(what: str) -> list[dict[str, Any]]:
@@ -74,9 +77,33 @@ def _probes() -> list[dict[str, Any]]:
 
 
 def _models() -> list[dict[str, Any]]:
-    from kvlab.inputs import models
+    """The known models, then those of a user's own GGUF files that were converted."""
+    from kvlab.inputs.models import MODELS, cached, sources
 
-    return [{"name": name, "summary": entry.summary} for name, entry in models.MODELS.items()]
+    held = {one.name: one for one in cached.held()}
+    known = [
+        {
+            "name": name,
+            "summary": model.summary,
+            "parameters": model.parameters,
+            "licence": model.licence,
+            "context": model.context,
+            "bytes_to_fetch": model.fetched_size,
+            "sources": list(sources.SOURCES),
+        }
+        for name, model in MODELS.items()
+    ]
+    others = [{"name": name, "summary": one.about} for name, one in held.items() if name not in MODELS]
+    return [entry | _cache(held.get(entry["name"])) for entry in [*known, *others]]
+
+
+def _cache(one: Held | None) -> dict[str, Any]:
+    """What lies in the cache of a model: its state in words, bytes and folder."""
+    return {
+        "cached": one and one.about,
+        "cached_bytes": one.size if one else 0,
+        "folder": str(one.folder) if one else None,
+    }
 
 
 def _packs() -> list[dict[str, Any]]:

