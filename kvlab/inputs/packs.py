@@ -118,7 +118,7 @@ def fetch(pack: Pack, folder: Path) -> None:
     )
 
 
-def build_once(target: Path, build: Callable[[Path], None], what: str, progress: bool = True) -> Path:
+def build_once(target: Path, build: Callable[[Path], None], label: str, progress: bool = True) -> Path:
     """Let `build(stage)` fill a folder which then becomes `target` in one step; return `target` at once if it exists.
 
     One process builds, others wait for it. A build that fails or is killed never leaves a `target`; what a killed one
@@ -126,16 +126,16 @@ def build_once(target: Path, build: Callable[[Path], None], what: str, progress:
     """
     if target.is_dir():
         return target
-    with disk_errors(what):
+    with disk_errors(label):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(target, what, progress):
+        with locked(target, label, progress):
             if target.is_dir():
                 return target
             for stale in target.parent.glob(f"{STAGE_PREFIX}{target.name}-*"):
                 shutil.rmtree(stale, ignore_errors=True)
             stage = Path(tempfile.mkdtemp(prefix=f"{STAGE_PREFIX}{target.name}-", dir=target.parent))
             try:
-                with _said(what, progress):
+                with _said(label, progress):
                     build(stage)
                 stage.chmod(allowed(0o777))
                 os.replace(stage, target)
@@ -153,14 +153,14 @@ def write_provenance(folder: Path, **facts: object) -> None:
 def read_provenance(folder: Path) -> dict:
     """The facts that `write_provenance` left in `folder`; an empty dict where there are none."""
     try:
-        found = parsed((folder / PROVENANCE).read_text(encoding="utf-8"))
+        provenance = parsed((folder / PROVENANCE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return provenance if isinstance(provenance, dict) else {}
 
 
 @contextlib.contextmanager
-def disk_errors(what: str) -> Iterator[None]:
+def disk_errors(label: str) -> Iterator[None]:
     """Turn a full or forbidden disk into one sentence."""
     try:
         yield
@@ -168,22 +168,22 @@ def disk_errors(what: str) -> Iterator[None]:
         place = error.filename or home()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise KvlabError(
-                f"{what} failed: the disk is full ({place}); free some space, or set KVLAB_HOME to a folder with room"
+                f"{label} failed: the disk is full ({place}); free some space, or set KVLAB_HOME to a folder with room"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise KvlabError(
-                f"{what} failed: cannot write to {place}; set KVLAB_HOME to a folder that you may write to"
+                f"{label} failed: cannot write to {place}; set KVLAB_HOME to a folder that you may write to"
             ) from error
         raise
 
 
-def check_room(needed: int, what: str) -> None:
+def check_room(needed: int, label: str) -> None:
     """Raise KvlabError where the cache's disk has less than `needed` bytes left."""
     place = next(folder for folder in (home(), *home().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
         raise KvlabError(
-            f"{what} needs {gigabytes(needed)} on the disk, and {gigabytes(free)} are free at {place}; "
+            f"{label} needs {gigabytes(needed)} on the disk, and {gigabytes(free)} are free at {place}; "
             "free some space, or set KVLAB_HOME to a folder with room"
         )
 
@@ -194,22 +194,22 @@ def gigabytes(size: float) -> str:
 
 
 @contextlib.contextmanager
-def _said(what: str, progress: bool) -> Iterator[None]:
+def _said(label: str, progress: bool) -> Iterator[None]:
     """A line that says what begins, and where somebody watches another that tells how long it has taken."""
     if progress:
-        print(f"{what} ...", file=sys.stderr, flush=True)
-    with bars.waiting(what, None if progress else False):
+        print(f"{label} ...", file=sys.stderr, flush=True)
+    with bars.waiting(label, None if progress else False):
         yield
 
 
 @contextlib.contextmanager
-def locked(target: Path, what: str, progress: bool = True) -> Iterator[None]:
+def locked(target: Path, label: str, progress: bool = True) -> Iterator[None]:
     """Hold the lock of the one process that may make or remove `target`, waiting for another that has it."""
     lock = FileLock(target.parent / f".{target.name}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        with _said(f"{what}: waiting for another process that is doing it", progress):
+        with _said(f"{label}: waiting for another process that is doing it", progress):
             lock.acquire()
     try:
         yield
