@@ -39,6 +39,9 @@ RIVALS = ("duoattention", "snapkv", "quest", "sparq")
 QUALITY = {"step_recall": 1, "mass_lost": -1, "output_error": -1}
 """Measures, with the sign of what is better."""
 
+WINDOW, GROUP = 32, 4
+"""Appendix A.3: SnapKV's observation window, and the query heads in a group of the paper's models."""
+
 VALUE = "{measure}/{method}/c{compression:g}"
 GAIN = "gain/{measure}/{better}_over_{other}/c{compression:g}"
 WIDENING = "widening/{measure}/{better}_over_{other}"
@@ -63,15 +66,17 @@ def snapkv_as_compared(trace: Trace, budget: int, sets: Literal["head", "group"]
     """SnapKV as RocketKV's appendix A.3 sets it up: what it stores must be a budget of `budget` for the whole group.
 
     The generated tokens all stay and are taken off; with a set for each query head, the rest is shared among the
-    group's heads.
+    group's heads. In groups larger than the paper's each head has a smaller window, so that the windows of a group
+    take no more of the budget than they do there.
 
     Returns:
         None where that leaves the prompt no more than its window.
     """
-    left = budget - trace.steps
+    left, window = budget - trace.steps, WINDOW
     if sets == "head":
-        left //= trace.heads // trace.kv_heads
-    return SnapKV(budget=left, sets=sets) if left >= SnapKV(budget=1.0).minimum else None
+        group = trace.heads // trace.kv_heads
+        left, window = left // group, min(WINDOW, max(1, WINDOW * GROUP // group))
+    return SnapKV(budget=left, window=window, sets=sets) if left > window else None
 
 
 def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy]:
@@ -118,14 +123,14 @@ def measured(result: Replay, budget: int) -> dict[str, float]:
 
 
 def figure_4(
-    traces: Sequence[Trace], compressions: Sequence[float] = COMPRESSIONS, heads: str | None = "smollm2-135m"
+    traces: Sequence[Trace], compressions: Sequence[float] = COMPRESSIONS, heads: str | None = None
 ) -> Findings:
     """Figures 1, 4 and 8 on the attention itself: every method at the same compression of what a step reads.
 
     Args:
         traces: with a response and the last prompt queries.
         compressions: S / t.
-        heads: DuoAttention's head scores of the model.
+        heads: DuoAttention's head scores of the model, as `lookups.chosen` finds them.
 
     Returns:
         Table with columns document, method, compression, budget, step_recall, mass_lost, output_error, stored, read
@@ -184,9 +189,11 @@ def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFram
         under: what the effect's name begins with.
 
     Returns:
-        The measure by document, with a column for each (method, compression).
+        The measure by document, with a column for each (method, compression); what a method has not on every document,
+        since it has no room on some, is left out.
     """
     values = findings.table.pivot(index="document", columns=["method", "compression"], values=measure)
+    values = values.dropna(axis="columns")
     for method, c in values.columns:
         findings.add(under + VALUE, values[method, c], measure=measure, method=method, compression=c)
     return values

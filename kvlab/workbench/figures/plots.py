@@ -251,13 +251,13 @@ def bars(
 ) -> Axes:
     """Bars of `y` with whiskers from `low` to `high`: a group for each of `labels`, in it a bar for each of `names`.
 
-    One row of `frame` for each bar; labels: value of `x` -> what stands below the group; names: value of `hue` ->
-    legend, in the order of the bars.
+    One row of `frame` for each bar, which is missing where there is none; labels: value of `x` -> what stands below the
+    group; names: value of `hue` -> legend, in the order of the bars.
     """
     ax = axes(ax)
     width = 0.8 / len(names)
     for number, (value, name) in enumerate(names.items()):
-        part = frame[frame[hue] == value].set_index(x).loc[list(labels)]
+        part = frame[frame[hue] == value].set_index(x).reindex(list(labels))
         places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(labels))]
         ax.bar(places, part[y], width * 0.94, color=colours[number], label=name, zorder=2)
         ends = [part[y] - part[low], part[high] - part[y]]
