@@ -94,6 +94,29 @@ def test_a_notebook_edited_during_a_sweep_runs_under_the_key_of_what_it_is_then(
     assert states(sweep(workers=1)[0]) == ["finished", "finished", "done earlier"]
 
 
+def test_a_job_is_expected_to_take_as_long_as_the_last_one_on_its_model(project):  # noqa: F811
+    """A model ten times as large takes longer; of a model that never ran the experiment's own estimate is taken."""
+    notebook(project / "notebooks" / "toy.ipynb", cell("model = 'small'\nseed = 0", "parameters"))
+    experiment(project, profiles={"quick": {"seconds": 7}})
+    for model, seconds in (("small", 20), ("large", 400), ("a 'quoted' one", 30), ("small", 10)):
+        run = tracking.create_run(
+            database.client(),
+            EXPERIMENT,
+            {},
+            {"kvlab.kind": "job", "kvlab.profile": "quick", "model": model, "kvlab.seconds": seconds},
+            "done",
+        )
+        run.finish()
+    names = ["small", "large", "new", "a 'quoted' one"]
+    queue = list(driver._jobs([driver.experiments.load(EXPERIMENT)], "quick", {}, names))
+    ids = {EXPERIMENT: database.experiment_id(database.client(), EXPERIMENT)}
+    sweep = driver.Sweep(
+        database.client(), queue, ids, {EXPERIMENT: ""}, Desk(None), False, Console(file=io.StringIO())
+    )
+    sweep._look_back()
+    assert [sweep.progress.expected(number) for number in range(4)] == [10, 400, 7, 30]
+
+
 def test_a_notebook_that_vanishes_fails_its_jobs_and_not_the_sweep(sweep, project):  # noqa: F811
     experiment(project, grid={"reduction": [0.5, 0.6]})
     found, _ = sweep(lambda *_: (project / "notebooks" / "toy.ipynb").unlink(), workers=1)

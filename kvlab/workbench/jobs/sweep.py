@@ -135,18 +135,18 @@ class Sweep:
     def _look_back(self) -> None:
         """Sort the queue into jobs that an earlier sweep has finished and jobs that wait.
 
-        A job is expected to take as long as the last one of the same experiment and profile took.
+        A job is expected to take as long as the last one of the same experiment, profile and model took.
         """
-        kinds: dict[tuple[str, str], float | None] = {(job.experiment, job.profile): job.seconds for job in self.queue}
-        for (experiment, profile), job_seconds in kinds.items():
-            if last := earlier.newest(self.client, self.ids[experiment], profile=profile):
-                kinds[experiment, profile] = float(last.data.tags.get("kvlab.seconds", 0)) or job_seconds
+        kinds: dict[tuple[str, str, str], float | None] = {_kind(job): job.seconds for job in self.queue}
+        for (experiment, profile, model), job_seconds in kinds.items():
+            if last := earlier.newest(self.client, self.ids[experiment], model, profile=profile):
+                kinds[experiment, profile, model] = float(last.data.tags.get("kvlab.seconds", 0)) or job_seconds
         done: dict[tuple[str, str], str] = {}
         for name, experiment_id in () if self.fresh else self.ids.items():
             for run in earlier.finished(self.client, experiment_id, code=project.code_hash()[:16]):
                 done.setdefault((name, run.data.tags.get("kvlab.key", "")), run.info.run_id)
         for number, job in enumerate(self.queue):
-            self.progress.expect(number, kinds[job.experiment, job.profile])
+            self.progress.expect(number, kinds[_kind(job)])
             if run_id := done.get((job.experiment, job.key)):
                 self._is_done(number, run_id)
             else:
@@ -343,6 +343,11 @@ class Sweep:
             self._release(running.number)
         self.results[running.number] = Result(running.job, state, running.run.id, seconds, error, kept)
         self.progress.set(running.number, state, error, seconds)
+
+
+def _kind(job: Job) -> tuple[str, str, str]:
+    """Experiment, profile and model."""
+    return job.experiment, job.profile, str(job.parameters.get("model", ""))
 
 
 def _is_key(job: Job) -> bool:
