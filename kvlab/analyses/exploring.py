@@ -1,4 +1,4 @@
-"""What the page for exploring by hand says in numbers: attention lost by layer, and by token."""
+"""The numbers of the notebook for exploring by hand: attention lost by layer, and by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the quickstart shows of one replay: where attention is lost, when, and which tokens it went to."""
+"""What the quickstart shows of one replay: where and when attention is lost, and which tokens it went to."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def lost_tokens(lm: LM, trace: Trace, result: Replay, place: Place, limit: int =
         KvlabError: the trace does not know its tokens.
     """
     if trace.ids is None:
-        raise KvlabError("this trace was made from tensors alone, so that its tokens are not known")
+        raise KvlabError("this trace was made from tensors alone, so its tokens are not known")
     weights = reference(trace).at(place.step)[place.layer, place.head].to("cpu", copy=True)
     read = result.kept(place.layer, place.step)[place.head * trace.kv_heads // trace.heads]
     weights[read[read >= 0]] = 0

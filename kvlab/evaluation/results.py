@@ -1,4 +1,4 @@
-"""Answers summed up: tidy tables, and scores with intervals."""
+"""Answers as tidy tables, and mean scores with intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvlab.evaluation.records import Answer
 
 
-def table(found: Sequence[Answer]) -> pd.DataFrame:
+def table(answers: Sequence[Answer]) -> pd.DataFrame:
     """Tidy: one row for each answer, with its marks and its score."""
     import pandas as pd
 
@@ -34,13 +34,13 @@ def table(found: Sequence[Answer]) -> pd.DataFrame:
             "aux_bytes": answer.aux_bytes,
             **answer.marks,
         }
-        for answer in found
+        for answer in answers
     )
 
 
-def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
-    """One row for each task, policy and budget: mean score with its 95 % bootstrap interval over examples, the paired
-    difference from the full cache on the same examples with its own, bytes and seconds.
+def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
+    """One row for each task, policy and budget: the mean score, its paired difference from the full cache on the same
+    examples (both with 95 % bootstrap intervals over examples), bytes and seconds.
 
     Args:
         by: a mark ("kind", "length", "depth") whose values get rows of their own.
@@ -48,11 +48,11 @@ def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     import pandas as pd
 
     groups: dict[tuple, list[Answer]] = {}
-    for answer in found:
+    for answer in answers:
         value = answer.marks.get(by) if by else None
         kind = answer.task, value, answer.policy, answer.budget, answer.compress_at, answer.signature
         groups.setdefault(kind, []).append(answer)
-    whole = {(a.task, a.compress_at, a.example): a.scores[a.metric] for a in found if a.policy == FULL}
+    whole = {(a.task, a.compress_at, a.example): a.scores[a.metric] for a in answers if a.policy == FULL}
     rows = []
     for (task, value, name, budget, at, signature), members in groups.items():
         full = {a.example: whole[task, at, a.example] for a in members if (task, at, a.example) in whole}

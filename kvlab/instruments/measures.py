@@ -56,8 +56,8 @@ def recall(kept: Tensor, gold: Tensor) -> Tensor:
     Returns:
         `[...]` in [0, 1].
     """
-    found = ((gold[..., :, None] == kept[..., None, :]) & (gold[..., :, None] != PAD)).any(-1)
-    return found.sum(-1) / (gold != PAD).sum(-1).clamp_min(1)
+    retained = ((gold[..., :, None] == kept[..., None, :]) & (gold[..., :, None] != PAD)).any(-1)
+    return retained.sum(-1) / (gold != PAD).sum(-1).clamp_min(1)
 
 
 def mass_kept(weights: Tensor, read: Tensor) -> Tensor:

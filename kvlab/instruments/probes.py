@@ -158,8 +158,8 @@ class Records:
 
     def add_positions(self, positions: Tensor, *, step: int, layer: int | None, rows: list[int]) -> None:
         """What a step read, `[rows, kv_heads, n]`, -1 padded."""
-        for row, found in zip(rows, positions.cpu(), strict=True):
-            self._positions[self._prompt, *self._place(row, layer), step] = found
+        for row, row_positions in zip(rows, positions.cpu(), strict=True):
+            self._positions[self._prompt, *self._place(row, layer), step] = row_positions
 
     def positions(self, layer: int, step: int, sequence: int = 0, prompt: int | None = None) -> Tensor:
         """Positions that a step read, int64 `[kv_heads, n]`, -1 padded, as the probe `positions` wrote them down.

@@ -89,12 +89,12 @@ class Policy(BaseModel):
 
     def __str__(self) -> str:
         given = f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self)})"
-        # A file may change under its name; what was read from it belongs to the signature.
+        # A file can change and keep its name, so the signature also holds a hash of its content.
         return f"{given}@{hashlib.sha256(self.from_files.encode()).hexdigest()[:8]}" if self.from_files else given
 
     @property
     def from_files(self) -> str:
-        """What the policy read from files that its parameters name; empty if it names none."""
+        """The content of the files that the policy's parameters name; empty if they name none."""
         return ""
 
     __repr__ = __str__
@@ -122,12 +122,12 @@ class Policy(BaseModel):
 
     @property
     def reads_perplexity(self) -> int:
-        """Of how many of the last prompt tokens it needs the model's perplexity (`Prompt.perplexity`)."""
+        """The number of last prompt tokens whose perplexity it needs (`Prompt.perplexity`); 0 for none."""
         return 0
 
     @property
     def pseudo_key(self) -> str | None:
-        """Under which name a trace keeps the pseudo-queries that this policy asks for; None if it asks for none."""
+        """The name under which a trace keeps this policy's pseudo-queries; None if it asks for none."""
         return None
 
     def pseudo_tokens(self, prompt: Tensor, vocabulary: int, encode: Callable[[str], Tensor]) -> Tensor:
@@ -142,7 +142,7 @@ class Policy(BaseModel):
 
     @property
     def asked(self) -> int | float | None:
-        """The budget as the user gave it: entries, or a fraction of the prompt; None of a policy that has none."""
+        """The budget as the user gave it: entries, or a fraction of the prompt; None for a policy without one."""
         return getattr(self, "budget", None)
 
     def entries(self, prompt_length: int) -> int:
@@ -164,11 +164,11 @@ class Policy(BaseModel):
     # ------------------------------------------------------------------ before the layers are compressed
 
     def survey(self, prompt: Prompt) -> Tensor:
-        """What a layer tells the others, `[rows, ...]`, for a method that shares out budgets among all of them."""
+        """What each layer reports, `[rows, ...]`, for a method that shares its budget out among all layers."""
         raise NotImplementedError(f"{self.name} decides for each layer by itself")
 
     def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
-        """What the surveys of all layers `[n_layers, batch, ...]` come to: `[n_layers, batch, ...]`.
+        """The plan, `[n_layers, batch, ...]`, that follows from the surveys of all layers, `[n_layers, batch, ...]`.
 
         Args:
             prompt: that of any layer; its length and its head counts are those of all.
@@ -206,7 +206,7 @@ class Policy(BaseModel):
         """Bring the store, which holds the whole prompt, down to what the prefill stage keeps."""
         store.budget = self.entries(prompt.length)
         kept = self.prefill(prompt)
-        # The widest row may keep the whole prompt where others keep less of it.
+        # One row may keep the whole prompt while others keep less.
         if kept.shape[2] < prompt.length or bool((kept == EMPTY).any()):
             store.evict(kept)
 
@@ -247,7 +247,9 @@ class Policy(BaseModel):
                 "kvlab.replay(trace, policy) and result.kept(layer)"
             )
         if not 0 <= layer < n_layers:
-            raise KvlabError(f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; say of how many n_layers=")
+            raise KvlabError(
+                f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; give the number of layers as n_layers="
+            )
         _check(queries, keys, values, pseudo, accumulated)
         need = keys.shape[2] if self.observes is None else min(self.observes, keys.shape[2])
         if queries.shape[2] < need:
@@ -273,11 +275,11 @@ class Policy(BaseModel):
         return None
 
     def amend(self, store: LayerStore, output: Tensor) -> Tensor:
-        """What the step puts out, given its attention output `[rows, heads, 1, head_dim]`."""
+        """The output of the step, given its attention output `[rows, heads, 1, head_dim]`."""
         return output
 
     def overhead_bytes(self, store: LayerStore) -> int:
-        """Bytes that the step loads besides the entries it reads: all that is kept beside them, unless overridden."""
+        """Bytes that the step loads besides the entries it reads: all that is stored beside them, unless overridden."""
         return store.aux_bytes
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
@@ -285,7 +287,7 @@ class Policy(BaseModel):
 
         Args:
             weights: the attention `[rows, heads, slots]` over the entries then stored, bias included, own entry last;
-                None where the policy says that it does not look at it (`weighs`).
+                None where the policy does not need it (`weighs` is False).
         """
 
     @property

@@ -1,6 +1,6 @@
-"""One decoding step of one layer by the clock: append, select, bias, attend, amend. Replays and live runs share it.
+"""One decoding step of one layer, in this order: append, select, bias, attend, amend. Replays and live runs share it.
 
-What follows, `policy.step` (update, evict or merge), is the caller's, who may want to look in between.
+The caller then calls `policy.step` (update, evict or merge); before that it may look at the store.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Step:
     """What one decoding step attended to."""
 
     output: Tensor  # [rows, heads, 1, head_dim]
-    weights: Tensor | None  # [rows, heads, slots read]; None where nobody asked
+    weights: Tensor | None  # [rows, heads, slots read]; None if not asked for
     slots: Tensor | None  # [rows, kv_heads, n] selected slots, -1 padded; None for everything stored
 
     def read(self, store: LayerStore) -> Tensor:
-        """Positions read, `[rows, kv_heads, n]`, -1 padded; to be asked before the policy evicts."""
+        """Positions read, `[rows, kv_heads, n]`, -1 padded; call it before the policy evicts."""
         if self.slots is None:
             return store.positions.clone()
         return pick(store.positions, self.slots).masked_fill(self.slots == EMPTY, EMPTY)

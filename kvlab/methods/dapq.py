@@ -13,8 +13,7 @@ from kvlab.methods.prompt import Prompt
 
 
 class DapQ(Policy):
-    """Keeps the prompt tokens that pseudo-tokens, standing at the first positions of the response, attend to; prefill
-    only.
+    """Keeps the prompt tokens that pseudo-tokens at the response's first positions attend to most; prefill only.
 
     DapQ, section 4: `window` pseudo-tokens run after the prompt at positions P .. P + window - 1 (eq. 4); their
     attention over the prompt's keys is summed (eq. 5) and its top `budget` are kept (eq. 6), nothing forced and

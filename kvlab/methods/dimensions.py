@@ -21,16 +21,16 @@ def begin(store: LayerStore, length: int, rank: int | None) -> None:
 
 
 def affordable(store: LayerStore, page: int = 1) -> int:
-    """How many dimensions of one vector for each `page` entries a step loads to find what it reads, between 1 and
-    head_dim: as given, else what half the budget pays for at the expected length, or at the true one once it is longer.
+    """How many dimensions a step loads to find what it reads, of one vector for each `page` entries; 1 to head_dim. It
+    is the given number, else what half the budget pays for at the expected length (once exceeded, at the true one).
     """
     head_dim, length = store.keys.shape[-1], max(store.numbers["expected"], store.length)
     return min(store.numbers["rank"] or max(1, store.budget * head_dim * page // length), head_dim)
 
 
 def room(store: LayerStore, vectors: int, rank: int) -> int:
-    """Entries that a step may read once `rank` dimensions of `vectors` keys have found them: half the budget, less what
-    finding takes beyond the other half, and at least one.
+    """Entries that a step may read after finding them by `rank` dimensions of `vectors` keys: half the budget, less
+    what finding costs beyond the other half; at least one.
     """
     finding = -(-vectors * rank // (2 * store.keys.shape[-1]))
     return max(1, min(store.budget // 2, store.budget - finding))
@@ -63,7 +63,7 @@ def logits(part: Tensor, which: Tensor, table: Tensor) -> Tensor:
     rows, kv_heads, m, n = table.shape
     r = which.shape[-1]
     if 3 * r >= m or table.stride(-1) != 1:
-        # Copying many rows, or rows that do not lie in one stretch, costs more than multiplying the others by zero.
+        # To copy many rows, or rows that are not contiguous, costs more than to multiply the others by zero.
         whole = part.new_zeros(*part.shape[:3], m).scatter_(-1, which[:, :, None].expand(part.shape), part)
         return whole @ attention.exact(table)
     first = torch.arange(rows * kv_heads, device=which.device).view(rows, kv_heads, 1) * m

@@ -25,9 +25,9 @@ class Hybrid(Policy):
     Choices (from the published code where the paper is silent): with c = S / budget, S the prompt and the new tokens
     that are announced, a page has ceil(sqrt(c)) entries, or 1 where that exceeds c, and r = int(d x page / c): finding
     takes half of what is read, and k = budget // 2 entries the other (fewer where a given page or rank makes finding
-    cost more). Beyond S the pages stay as they are, and r falls as the sequence grows. A page may be cut. Nothing
-    forces sinks or the own entry. With mixed signs in a group the score is no upper bound. Pages of one entry are the
-    keys themselves, and nothing is stored for them. Of equal scores the earlier position is read.
+    cost more). Beyond S the pages stay as they are, and r falls as the sequence grows. The last page read may be cut.
+    Nothing forces sinks or the own entry. With mixed signs in a group the score is no upper bound. Pages of one entry
+    are the keys themselves, and nothing is stored for them. Of equal scores the earlier position is read.
 
     Parameters:
         budget: entries read at each step for each layer and KV head, finding included.
@@ -59,8 +59,8 @@ class Hybrid(Policy):
 
 
 def begin(store: LayerStore, length: int, page: int | None = None, rank: int | None = None) -> None:
-    """Split the compression of `length` entries to the budget evenly between pages and dimensions, and sum up the pages
-    unless everything will be read.
+    """Split the compression of `length` entries to the budget evenly between pages and dimensions; compute the pages'
+    summaries unless everything will be read.
     """
     compression = length / store.budget
     if page is None:
@@ -84,13 +84,13 @@ def select(store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor 
     dims = largest_dimensions(grouped, rank)
     part = partial_queries(grouped, dims, scaling)
     if page == 1:
-        found = logits(part, dims, store.keys.transpose(2, 3))
+        approximate = logits(part, dims, store.keys.transpose(2, 3))
     else:
         lowest = grouped.sum(2).gather(-1, dims) < 0
-        found = logits(part, dims + lowest * grouped.shape[-1], pages.summaries(store).flatten(2, 3))
+        approximate = logits(part, dims + lowest * grouped.shape[-1], pages.summaries(store).flatten(2, 3))
     sizes = pages.sizes(store)
-    # A page weighs in the softmax as often as it has entries; each of them gets its share.
-    scores = (found + sizes.log()).softmax(-1).mean(2) / sizes
+    # In the softmax a page counts once for each of its entries, and each entry gets its share.
+    scores = (approximate + sizes.log()).softmax(-1).mean(2) / sizes
     return pages.read(store, scores, room(store, pages.number(store), rank), cut=True)
 
 

@@ -1,4 +1,4 @@
-"""What is measured once for a model and looked up by policies from then on: small JSON files, checked when read."""
+"""What is measured once for a model and then looked up by policies: small JSON files, checked when read."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from kvlab.lib.files import expanded, parsed, replacing, why
 SHIPPED = Path(__file__).parent / "heads"
 """Head scores that come with kvlab, one file for each model, found by the model's name."""
 SHIPPED_TABLES = Path(__file__).parent / "tables"
-"""CompilerKV's tables that come with kvlab, likewise."""
+"""CompilerKV's tables that come with kvlab, in the same way."""
 
 
 class Measured(BaseModel):
-    """What is in a file: subclasses say in `what` what to call it, in `folder` where those that come with kvlab lie."""
+    """The content of a file; a subclass gives its `title` in messages and the `folder` of its shipped files."""
 
-    what: ClassVar[str]
+    title: ClassVar[str]
     folder: ClassVar[Path]
 
     @property
     def measured_on(self) -> tuple[str, str, int, int]:
-        """The hash of a model's weights, its name, its layers and the query heads of each; "" or 0 if the file does not
-        say."""
+        """Hash of the model's weights, its name, its layers and query heads; "" or 0 where the file does not say."""
         raise NotImplementedError
 
     @classmethod
     def shipped_for(cls, model: str, sha256: str, n_layers: int, heads: int) -> str | None:
-        """The name of the file that comes with kvlab for a model; None where there is none.
+        """Name of the file that comes with kvlab for a model; None without one.
 
-        The hash of the weights decides; where no file has it (the same model may be converted otherwise one day), the
-        model's name and its shape together.
+        The hash of the weights decides. If no file has it (a later version may convert the same model differently), the
+        name and the shape decide together.
         """
         known = {path.stem: read(path, cls).measured_on for path in sorted(cls.folder.glob("*.json"))}
         same = (name for name, (of_weights, *_) in known.items() if of_weights == sha256)
@@ -54,7 +53,7 @@ def read(path: str | Path, kind: type[T]) -> T:
     """The file at `path` as an object of `kind`; read again only when it has changed.
 
     Raises:
-        KvlabError: no such file, or one that is not what it should be; it says where.
+        KvlabError: there is no such file, or its content is not right; the message says where.
     """
     path = expanded(path)
     try:
@@ -72,12 +71,12 @@ def _read(path: Path, kind: type[T], _changed: int, _size: int) -> T:
         problem = error.errors()[0]
         message = problem["msg"].removeprefix("Value error, ")
         where = ".".join(map(str, problem["loc"]))
-        raise KvlabError(f"{path} is no file of {kind.what}: {f'{where}: ' if where else ''}{message}") from None
+        raise KvlabError(f"{path} is no file of {kind.title}: {f'{where}: ' if where else ''}{message}") from None
     except json.JSONDecodeError as error:
         problem = f"not valid JSON, line {error.lineno}: {error.msg}"
-        raise KvlabError(f"{path} is no file of {kind.what}: {problem}") from None
+        raise KvlabError(f"{path} is no file of {kind.title}: {problem}") from None
     except UnicodeDecodeError:
-        raise KvlabError(f"{path} is no file of {kind.what}: not UTF-8 text") from None
+        raise KvlabError(f"{path} is no file of {kind.title}: not UTF-8 text") from None
     except OSError as error:
         raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
 
@@ -100,7 +99,7 @@ class HeadScores(Measured):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    what: ClassVar[str] = "head scores (kvlab heads makes one)"
+    title: ClassVar[str] = "head scores (kvlab heads makes one)"
     folder: ClassVar[Path] = SHIPPED
 
     format: Literal["kvlab-heads-1"] = "kvlab-heads-1"
@@ -134,8 +133,8 @@ class HeadScores(Measured):
 
     def best(self, n: int) -> list[tuple[int, int, float]]:
         """The `n` best (layer, query head, score), best first."""
-        found = [(layer, head, score) for layer, row in enumerate(self.scores) for head, score in enumerate(row)]
-        return sorted(found, key=lambda one: -one[2])[:n]
+        scored = [(layer, head, score) for layer, row in enumerate(self.scores) for head, score in enumerate(row)]
+        return sorted(scored, key=lambda entry: -entry[2])[:n]
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON file; under its name only once it is whole."""
@@ -170,7 +169,7 @@ class DecisionTables(Measured):
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    what: ClassVar[str] = "CompilerKV tables"
+    title: ClassVar[str] = "CompilerKV tables"
     folder: ClassVar[Path] = SHIPPED_TABLES
 
     model: str = ""
@@ -212,7 +211,7 @@ class DecisionTables(Measured):
 
     @property
     def neutral(self) -> bool:
-        """Whether there is neither table."""
+        """Whether both tables are missing."""
         return self.heads is None and self.risk is None
 
     @cached_property
@@ -233,9 +232,9 @@ class DecisionTables(Measured):
     def mapped(self, n_layers: int, heads: int) -> DecisionTables:
         """The same tables for a model of another shape, by relative depth (CompilerKV, appendix B.1).
 
-        Weights and thresholds are interpolated linearly between the two layers that lie around the same relative
-        depth, which keeps whatever rises or falls with depth rising or falling. Heads have no counterparts in another
-        model; where their number differs, each takes the weight of the one at the same relative place of its layer.
+        Weights and thresholds are interpolated linearly between the two layers around the same relative depth, so that
+        what rises or falls with depth still does. Heads have no counterparts in another model: where their number
+        differs, each takes the weight of the head at the same relative place in its layer.
 
         Raises:
             KvlabError: fewer than one layer or head, or nothing to map.
@@ -262,15 +261,15 @@ class DecisionTables(Measured):
         return grid[bins(entropy, perplexity, (rows, columns), self.entropy, self.perplexity)]
 
 
-def _load(path_or_name: str | Path, kind: type[T], what: str, command: str) -> T:
-    """A file, or the one among those that come with kvlab that is named like a model."""
+def _load(path_or_name: str | Path, kind: type[T], noun: str, command: str) -> T:
+    """A file, or the shipped file that is named like a model."""
     shipped = {file.stem: file for file in kind.folder.glob("*.json")}
     name = str(path_or_name)
     if name in shipped:
         return read(shipped[name], kind)
-    # The name of a model may hold a point.
+    # A model's name may contain a dot, so a suffix alone does not make a path.
     if Path(name).suffix not in (".json", ".txt") and os.sep not in name and not os.path.exists(expanded(name)):
-        raise KvlabError(f"{nearest(name, shipped, what)}; or give the file of `{command}`")
+        raise KvlabError(f"{nearest(name, shipped, noun)}; or give the file of `{command}`")
     return read(name, kind)
 
 

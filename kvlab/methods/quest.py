@@ -54,8 +54,8 @@ class Quest(Policy):
         if store.length <= store.budget:
             return None
         bounds = page_bounds(queries, pages.summaries(store))
-        found = pages.number(store)
-        return pages.read(store, bounds, max(1, min(store.budget // 2, store.budget - found)), cut=False)
+        n_pages = pages.number(store)
+        return pages.read(store, bounds, max(1, min(store.budget // 2, store.budget - n_pages)), cut=False)
 
     def overhead_bytes(self, store: LayerStore) -> int:
         return store.memory["pages"].nbytes if store.length > store.budget else 0

@@ -80,7 +80,7 @@ class RocketKV(Policy):
 
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         super().compress(store, prompt)
-        # This is the capacity, unless a prompt within the budget or the window made the first stage leave more.
+        # The length is now the capacity; or more, if the prompt is within the budget or the window takes more.
         hybrid.begin(store, store.length + prompt.max_new_tokens)
 
     def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:

@@ -55,7 +55,7 @@ class Replay:
         # At the end and not step by step: every copy waits for the device.
         for name in ("mass_lost", "output_error", "step_recall", "recall", "window_recall", "_kept"):
             setattr(self, name, getattr(self, name).cpu())
-        self._read, self._stored = ([sets.cpu() for sets in each] for each in (self._read, self._stored))
+        self._read, self._stored = ([sets.cpu() for sets in recorded] for recorded in (self._read, self._stored))
 
     # ------------------------------------------------------------------ the run
 
@@ -147,8 +147,8 @@ class Replay:
             ranks = self._reference.step_ranks[layer].transpose(0, 1)
             # What a step cannot see yet comes after all that it sees, so it is none of the top.
             own = ((ranks[..., prompt:] < k).sum(-1, keepdim=True) / k)[..., 0]
-            found = self._reference.share_found(ranks, kept.expand(trace.steps, -1, -1), k)
-            self.step_recall[layer] = (own + found).transpose(0, 1)
+            of_prompt = self._reference.share_found(ranks, kept.expand(trace.steps, -1, -1), k)
+            self.step_recall[layer] = (own + of_prompt).transpose(0, 1)
         entry = 2 * trace.keys.shape[-1] * trace.keys.element_size()
         generated = trace.n_layers * self._kept.shape[1] * torch.arange(1, trace.steps + 1)
         entries = int((self._kept != EMPTY).sum()) + generated
@@ -216,8 +216,8 @@ class Replay:
     def concentrated_loss(self) -> Tensor:
         """`measures.concentrated_loss` of every decoding query, `[layers, heads, steps]`."""
         steps = range(1, self.trace.steps + 1)
-        each = [measures.concentrated_loss(self._reference.at(step), self._reads(step)) for step in steps]
-        return torch.stack(each, -1)
+        losses = [measures.concentrated_loss(self._reference.at(step), self._reads(step)) for step in steps]
+        return torch.stack(losses, -1)
 
     @property
     def summary(self) -> dict[str, float]:
@@ -225,7 +225,7 @@ class Replay:
         from kvlab.replays.summaries import Means
 
         means = {name: getattr(self, name).float() for name in AXES}
-        return Means({name: float(each.mean()) if each.numel() else float("nan") for name, each in means.items()})
+        return Means({name: float(values.mean()) if values.numel() else float("nan") for name, values in means.items()})
 
     @property
     def signature(self) -> str:

@@ -17,10 +17,10 @@ def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:
     anything else, and for a file without predictions.
     """
     path = expanded(path)
-    found = [_prediction(line, f"{path}, line {number}") for number, line in jsonl(path)]
-    if not found:
+    predictions = [_prediction(line, f"{path}, line {number}") for number, line in jsonl(path)]
+    if not predictions:
         raise KvlabError(f"{path} is empty: there are no predictions in it to score")
-    return found
+    return predictions
 
 
 def _prediction(line: str, where: str) -> dict[str, Any]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models.cached import Held
 
 
-def entries(what: str) -> list[dict[str, Any]]:
+def entries(name: str) -> list[dict[str, Any]]:
     """The entries of one list, by its name ("policies", "claims", ...)."""
-    return _LISTS[what]()
+    return _LISTS[name]()
 
 
-def _first_line(thing: object) -> str:
+def _first_line(documented: object) -> str:
     """The first paragraph of a docstring, on one line."""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    return " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
 
 
 def _policies() -> list[dict[str, Any]]:
@@ -28,8 +31,13 @@ def _experiments() -> list[dict[str, Any]]:
 
     loaded = [experiments.load(name) for name in experiments.names()]
     return [
-        {"name": each.name, "summary": each.summary, "notebook": each.notebook, "profiles": list(each.profiles)}
-        for each in loaded
+        {
+            "name": experiment.name,
+            "summary": experiment.summary,
+            "notebook": experiment.notebook,
+            "profiles": list(experiment.profiles),
+        }
+        for experiment in loaded
     ]
 
 
@@ -58,10 +66,10 @@ def _claims() -> list[dict[str, Any]]:
 def _measures() -> list[dict[str, Any]]:
     from kvlab.instruments import measures
 
-    found = inspect.getmembers(measures, inspect.isfunction)
+    functions = inspect.getmembers(measures, inspect.isfunction)
     own = [
         (name, function)
-        for name, function in found
+        for name, function in functions
         if not name.startswith("_") and function.__module__ == measures.__name__
     ]
     return [{"name": name, "summary": _first_line(function)} for name, function in own]
@@ -74,9 +82,33 @@ def _probes() -> list[dict[str, Any]]:
 
 
 def _models() -> list[dict[str, Any]]:
-    from kvlab.inputs import models
+    """The known models, then those of a user's own GGUF files that were converted."""
+    from kvlab.inputs.models import MODELS, cached, sources
 
-    return [{"name": name, "summary": entry.summary} for name, entry in models.MODELS.items()]
+    held = {one.name: one for one in cached.held()}
+    known = [
+        {
+            "name": name,
+            "summary": model.summary,
+            "parameters": model.parameters,
+            "licence": model.licence,
+            "context": model.context,
+            "bytes_to_fetch": model.fetched_size,
+            "sources": list(sources.SOURCES),
+        }
+        for name, model in MODELS.items()
+    ]
+    others = [{"name": name, "summary": one.about} for name, one in held.items() if name not in MODELS]
+    return [entry | _cache(held.get(entry["name"])) for entry in [*known, *others]]
+
+
+def _cache(one: Held | None) -> dict[str, Any]:
+    """What lies in the cache of a model: its state in words, bytes and folder."""
+    return {
+        "cached": one and one.about,
+        "cached_bytes": one.size if one else 0,
+        "folder": str(one.folder) if one else None,
+    }
 
 
 def _packs() -> list[dict[str, Any]]:

@@ -18,10 +18,11 @@ DIFFERENCE = "veto/difference"
 
 
 def protected(traces: Sequence[Trace], tables: str | None, share: float, strongest: int = 16) -> Findings:
-    """Section 4.3's veto: are the tokens kept that a layer's most reliable head attends to most?
+    """Section 4.3's veto: does a layer keep the tokens that its most reliable head attends to most?
 
-    Of each layer's head with the largest weight (all of equal ones), the `strongest` prompt tokens by its own attention
-    over the utility window. Sets are filled up to the budget, so that learnt and equal weights store as much.
+    These tokens are the `strongest` of the prompt by the attention of the layer's head with the largest weight (heads,
+    if several are equal) over the utility window. Sets are filled up to the budget, so that learnt and equal weights
+    store as much.
 
     Returns:
         Table with columns document, method, layer, protected (share of those tokens that are kept); metrics

@@ -1,4 +1,4 @@
-"""ZSMerge, section 4.3 and appendix A: does merging what is evicted keep the attention output closer?"""
+"""ZSMerge, section 4.3 and appendix A: does merging keep the attention output closer than eviction?"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def figure_4(
 ) -> Findings:
     """Figure 4: relative output error of eviction against residual merging, by cache ratio.
 
-    `evict` is the same policy without residual slots (their entries go to the context part), so both store as much.
+    `evict` is the same policy without residual slots (their entries go to the context part), so both store the same.
 
     Args:
         ratios: cache budgets as shares of the prompt.
@@ -103,7 +103,8 @@ def reduction_by_layer(findings: Findings) -> pd.DataFrame:
 def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
     """Theorem 1, an identity: with alpha <= 1 no unmerged entry gets less attention than in the full cache.
 
-    Checked on the first decoding query of every layer and head, in double precision. It cannot fail but by arithmetic.
+    Checked on the first decoding query of every layer and head, in double precision. Only an arithmetic error can make
+    it fail.
 
     Returns:
         Table with columns document, layer, head, smallest_margin, entries; metrics `theorem1/violations` (entries whose
@@ -111,8 +112,8 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
     """
     rows = []
     violations = 0
-    # Double precision is for the CPU alone: Apple's GPUs have none.
-    for trace in (each.to("cpu") for each in traces):
+    # In double precision, so on the CPU: Apple's GPUs have none.
+    for trace in (captured.to("cpu") for captured in traces):
         store = LayerStore(trace.prompt_keys.double(), trace.prompt_values.double())
         zsmerge = policy("zsmerge", budget=ratio)
         zsmerge.compress(store, trace.prompt)

@@ -1,4 +1,4 @@
-"""What one policy leaves of one decoding query: which keys it reads, and how much of its attention is lost."""
+"""One decoding query under one policy: which keys it reads, and how much of its attention is lost."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Spot:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """What one policy leaves of one query's attention.
+    """One query's attention under one policy.
 
     Attributes:
         result: the replay.
         spot: the query.
-        name: what the policy is called; by default its own name.
+        name: the name to show for the policy; by default its own.
     """
 
     result: Replay
@@ -54,10 +54,10 @@ class Look:
         return reference(self.trace).at(self.spot.step)[self.spot.layer, self.spot.head].cpu()
 
     def _mask(self, sets: Tensor) -> Tensor:
-        """Of the query head's set, bool `[prompt + step]`."""
-        mine = sets[self.spot.head * len(sets) // self.trace.heads]
+        """The set of the query head as a mask, bool `[prompt + step]`."""
+        of_head = sets[self.spot.head * len(sets) // self.trace.heads]
         mask = torch.zeros(len(self.weights), dtype=torch.bool)
-        mask[mine[(mine >= 0) & (mine < len(mask))]] = True
+        mask[of_head[(of_head >= 0) & (of_head < len(mask))]] = True
         return mask
 
     @cached_property
@@ -67,7 +67,7 @@ class Look:
 
     @cached_property
     def stored(self) -> Tensor:
-        """Which keys are stored when the query comes, its own included, read or not, bool `[prompt + step]`."""
+        """Which keys are stored when the query comes, its own included, read or not; bool `[prompt + step]`."""
         held = self._mask(self.result.stored(self.spot.layer, self.spot.step - 1))
         held[-1] = True
         return held | self.read
@@ -79,7 +79,7 @@ class Look:
 
     @property
     def spread(self) -> float:
-        """On how many tokens, effectively, attention is lost (see `measures.concentrated_loss`)."""
+        """The effective number of tokens on which attention is lost (see `measures.concentrated_loss`)."""
         lost = self.lost.double()
         return float(lost.sum() ** 2 / lost.square().sum().clamp_min(1e-300))
 
