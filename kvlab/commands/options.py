@@ -26,10 +26,10 @@ def names(text: str) -> list[str]:
 
 def models(given: Iterable[str]) -> list[str]:
     """The models of an option that takes several, each once; a folder or a file is named from the root of the disk."""
-    found = [name for text in given for name in ([text] if os.path.exists(expanded(text)) else names(text) or [""])]
-    if "" in found:
+    named = [name for text in given for name in ([text] if os.path.exists(expanded(text)) else names(text) or [""])]
+    if "" in named:
         raise KvlabError("--model names no model; `kvlab list models` says which there are")
-    return list(dict.fromkeys(located(name) for name in found))
+    return list(dict.fromkeys(located(name) for name in named))
 
 
 def entries(text: str) -> int | float:

@@ -86,10 +86,10 @@ class Tally:
     recomputed: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, found: Iterable[Entry]) -> Tally:
+    def of(cls, judged: Iterable[Entry]) -> Tally:
         """Count these entries."""
         counted = cls()
-        for entry in found:
+        for entry in judged:
             getattr(counted, entry.group)[entry.state] += 1
         return counted
 
@@ -104,11 +104,11 @@ class Tally:
         return self.checks["fails"] + self.checks["holds in direction only"]
 
 
-def by_paper(found: Iterable[Entry]) -> dict[str, list[Entry]]:
+def by_paper(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Label of a paper -> its entries."""
     sorted_out: dict[str, list[Entry]] = {paper.label: [] for paper in papers.papers()}
     labels = {paper.name: paper.label for paper in papers.papers()}
-    for entry in found:
+    for entry in judged:
         sorted_out[labels[entry.claim.paper]].append(entry)
     return sorted_out
 
@@ -126,9 +126,9 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
     """
     every = papers.claims()
     runs = _runs(_names(model), profile)
-    known = sorted({_model_of(run) for found in runs.values() for run in found})
-    judged = {name: [_judged(claim, name, runs.get(claim.experiment or "", [])) for claim in every] for name in known}
-    measured = {name: mine for name, mine in judged.items() if any(entry.run for entry in mine)}
+    known = sorted({_model_of(run) for of_experiment in runs.values() for run in of_experiment})
+    verdicts = {name: [_judged(claim, name, runs.get(claim.experiment or "", [])) for claim in every] for name in known}
+    measured = {name: mine for name, mine in verdicts.items() if any(entry.run for entry in mine)}
     if not measured:
         return [Entry(claim, papers.judge(claim, {})) for claim in every]
     order = [subject.name for subject in subjects(entry for mine in measured.values() for entry in mine)]
@@ -171,28 +171,28 @@ def _finished(connection: Patient, experiment: str, profile: str | None) -> Iter
         yield from earlier.finished(connection, known.experiment_id, earlier.PAGE, **tags)
 
 
-def by_model(found: Iterable[Entry]) -> dict[str, list[Entry]]:
+def by_model(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Model -> its entries, in the order of `entries`."""
     sorted_out: dict[str, list[Entry]] = {}
-    for entry in found:
+    for entry in judged:
         sorted_out.setdefault(entry.model, []).append(entry)
     return sorted_out
 
 
 def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
     """Raise KvlabError that says why no run of these models and that profile measured a claim."""
-    runs = [run for found in _runs(set(), None).values() for run in found]
+    runs = [run for of_experiment in _runs(set(), None).values() for run in of_experiment]
     if not runs:
         project.checkout()
         raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")
-    found = {
+    there = {
         "model": {name for run in runs for name in _names(_model_of(run))},
         "profile": {run.data.tags.get("kvlab.profile", "") for run in runs},
     }
     for what, wanted in (("profile", {profile} if profile else set()), ("model", _names(model))):
-        if missing := wanted - found[what]:
-            there = ", ".join(sorted(found[what] - {""})) or "none"
-            raise KvlabError(f"no run of the {what} {min(missing)!r} has finished; there are runs of: {there}")
+        if missing := wanted - there[what]:
+            listed = ", ".join(sorted(there[what] - {""})) or "none"
+            raise KvlabError(f"no run of the {what} {min(missing)!r} has finished; there are runs of: {listed}")
     raise KvlabError("none of these runs has measured a claim; run `kvlab reproduce` first")
 
 
@@ -207,11 +207,11 @@ def ledger(model: str | Sequence[str] | None = None, profile: str | None = None)
     return frame(entries(model, profile))
 
 
-def frame(found: Iterable[Entry]) -> pandas.DataFrame:
+def frame(judged: Iterable[Entry]) -> pandas.DataFrame:
     """The table of these entries."""
     import pandas
 
-    table = pandas.DataFrame([entry.row for entry in found], columns=COLUMNS)
+    table = pandas.DataFrame([entry.row for entry in judged], columns=COLUMNS)
     numbers = ["paper_value", "value", "low", "high"]
     return table.astype(dict.fromkeys(numbers, "float64"))
 

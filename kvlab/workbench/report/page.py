@@ -56,19 +56,17 @@ OF_MODELS = "model-*.html"
 GENERATOR = '<meta name="generator" content="kvlab report">'
 
 
-def write(
-    out: str | Path | None = None, model: str | Sequence[str] | None = None, profile: str | None = None
-) -> Path:
+def write(out: str | Path | None = None, model: str | Sequence[str] | None = None, profile: str | None = None) -> Path:
     """Write report.html and claims.csv into `out` (default: the project's `report`); returns the page.
 
     With several models there is a page for each beside report.html. Each file appears whole or not at all. Raises
     KvlabError where they cannot be written, the store not be read, or no run in it measured a claim.
     """
     folder = _folder(out)
-    found = entries(model, profile)
-    if not any(entry.run for entry in found):
+    judged = entries(model, profile)
+    if not any(entry.run for entry in judged):
         refuse(model, profile)
-    return save(found, folder)
+    return save(judged, folder)
 
 
 def _folder(out: str | Path | None) -> Path:
@@ -78,12 +76,12 @@ def _folder(out: str | Path | None) -> Path:
     return folder
 
 
-def save(found: list[Entry], out: str | Path | None = None) -> Path:
+def save(judged: list[Entry], out: str | Path | None = None) -> Path:
     """Write the pages and claims.csv of these entries, measured or not; returns report.html."""
     folder = _folder(out)
-    pages = render(found)
+    pages = render(judged)
     with replacing(folder / "claims.csv") as path:
-        frame(found).to_csv(path, index=False)
+        frame(judged).to_csv(path, index=False)
     # The page that links to the others comes last, so that no link of it leads nowhere.
     for name, text in sorted(pages.items(), key=lambda page: page[0] == MAIN):
         with replacing(folder / name) as path:
@@ -94,10 +92,10 @@ def save(found: list[Entry], out: str | Path | None = None) -> Path:
     return folder / MAIN
 
 
-def render(found: list[Entry]) -> dict[str, str]:
+def render(judged: list[Entry]) -> dict[str, str]:
     """Name of a file -> the page, as one string that needs nothing else but the other pages."""
-    models = by_model(found)
-    known = {subject.name: subject for subject in subjects(found)}
+    models = by_model(judged)
+    known = {subject.name: subject for subject in subjects(judged)}
     files = _files(known) if len(models) > 1 else dict.fromkeys(models, MAIN)
     pages = {
         files[name]: _page(
@@ -106,7 +104,7 @@ def render(found: list[Entry]) -> dict[str, str]:
             shown := evidence(mine),
             subject=known.get(name),
             others=[(known[other], files[other]) for other in models if other != name],
-            elsewhere=_elsewhere(found, name),
+            elsewhere=_elsewhere(judged, name),
             files=files,
             names=known,
             evidence=list(shown.values()),
@@ -116,7 +114,7 @@ def render(found: list[Entry]) -> dict[str, str]:
     }
     if len(models) > 1:
         order = [known[name] for name in models]
-        pages[MAIN] = _models_page(found, order, files)
+        pages[MAIN] = _models_page(judged, order, files)
     return pages
 
 
@@ -130,7 +128,7 @@ def _files(names: Iterable[str]) -> dict[str, str]:
     return taken
 
 
-def _page(template: str, found: list[Entry], shown: Mapping[str, Evidence], **given: Any) -> str:
+def _page(template: str, judged: list[Entry], shown: Mapping[str, Evidence], **given: Any) -> str:
     """The page of a template, with what both kinds of pages show."""
     import jinja2
 
@@ -158,18 +156,18 @@ def _page(template: str, found: list[Entry], shown: Mapping[str, Evidence], **gi
         written=datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
     )
     return environment.get_template(template).render(
-        sections=_sections(found),
-        total=Tally.of(found),
-        claims=len(found),
+        sections=_sections(judged),
+        total=Tally.of(judged),
+        claims=len(judged),
         **given,
     )
 
 
-def _models_page(found: list[Entry], order: list[Subject], files: Mapping[str, str]) -> str:
+def _models_page(judged: list[Entry], order: list[Subject], files: Mapping[str, str]) -> str:
     """The page that sets the models side by side."""
-    rows = growth.rows(found, order)
+    rows = growth.rows(judged, order)
     names = [subject.name for subject in order]
-    per_model = by_model(found)
+    per_model = by_model(judged)
     return _page(
         "models.html.j2",
         per_model[names[0]],
@@ -194,16 +192,16 @@ def _models_page(found: list[Entry], order: list[Subject], files: Mapping[str, s
     )
 
 
-def _elsewhere(found: Iterable[Entry], model: str) -> dict[str, list[Entry]]:
+def _elsewhere(judged: Iterable[Entry], model: str) -> dict[str, list[Entry]]:
     """Claim id -> its measured entries on the other models."""
     others: dict[str, list[Entry]] = {}
-    for entry in found:
+    for entry in judged:
         if entry.model != model and entry.run:
             others.setdefault(entry.claim.id, []).append(entry)
     return others
 
 
-def _sections(found: Sequence[Entry]) -> list[dict[str, Any]]:
+def _sections(judged: Sequence[Entry]) -> list[dict[str, Any]]:
     """Of each paper: its entries on one model, by group, and their counts."""
     return [
         {
@@ -216,5 +214,5 @@ def _sections(found: Sequence[Entry]) -> list[dict[str, Any]]:
             },
         }
         for paper in papers.papers()
-        for mine in [[entry for entry in found if entry.claim.paper == paper.name]]
+        for mine in [[entry for entry in judged if entry.claim.paper == paper.name]]
     ]
