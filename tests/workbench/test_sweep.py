@@ -53,10 +53,10 @@ class Desk:
 def sweep(project, monkeypatch):  # noqa: F811
     """Run the experiment with jobs that only call a function; returns how they ended, and what a log says."""
 
-    def run(work=lambda parameters, folder: None, **options):
+    def run(work=lambda parameters, folder: None, names=EXPERIMENT, **options):
         monkeypatch.setattr(driver, "Here", lambda workers: Desk(work, workers))
         said = io.StringIO()
-        return driver.run(EXPERIMENT, console=Console(file=said, width=300), **options), said.getvalue()
+        return driver.run(names, console=Console(file=said, width=300), **options), said.getvalue()
 
     return run
 
@@ -115,6 +115,20 @@ def test_a_job_is_expected_to_take_as_long_as_the_last_one_on_its_model(project)
     )
     sweep._look_back()
     assert [sweep.progress.expected(number) for number in range(4)] == [10, 400, 7, 30]
+
+
+def test_models_take_turns_and_the_longest_job_of_each_begins_first(sweep, project):  # noqa: F811
+    notebook(project / "notebooks" / "toy.ipynb", cell("model = 'random:a'\nseed = 0", "parameters"))
+    notebook(project / "notebooks" / "long.ipynb", cell("model = 'random:a'\nseed = 1", "parameters"))
+    experiment(project, profiles={"quick": {"seconds": 5}})
+    experiment(project, "long", notebook="notebooks/long.ipynb", profiles={"quick": {"seconds": 50}})
+    order = []
+
+    def note(parameters, _):
+        order.append((parameters["model"], parameters["seed"]))
+
+    sweep(note, names=[EXPERIMENT, "long"], workers=1, models=["random:b", "random:a"])
+    assert order == [("random:b", 1), ("random:b", 0), ("random:a", 1), ("random:a", 0)]
 
 
 def test_a_notebook_that_vanishes_fails_its_jobs_and_not_the_sweep(sweep, project):  # noqa: F811

@@ -81,8 +81,7 @@ class Sweep:
             self.client.give_up = asked
             try:
                 self._look_back()
-                # The longest first: a long job that begins last would run alone at the end.
-                self.waiting.sort(key=self.progress.expected, reverse=True)
+                self.waiting.sort(key=self._place_in_line)
                 self.progress.announce()
                 while self.waiting or self.running:
                     self._begin_some()
@@ -104,6 +103,13 @@ class Sweep:
             finally:
                 self._settle(interrupted)
         return [self.results[number] for number in sorted(self.results)]
+
+    def _place_in_line(self, number: int) -> tuple[int, float]:
+        """Model by model, in the order of the queue: the shared traces of one model fit the cache, those of several may
+        not. Of each model the longest job first: if it began last, it would run alone at the end.
+        """
+        models = list(dict.fromkeys(_kind(job)[2] for job in self.queue))
+        return models.index(_kind(self.queue[number])[2]), -self.progress.expected(number)
 
     def _stopped(self, reason: str, file: str | None = None) -> KvlabError:
         return KvlabError(f"{reason}{f' ({file})' if file else ''}; {self._how_to_go_on()}")
