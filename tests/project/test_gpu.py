@@ -279,16 +279,16 @@ def test_what_notebooks_ask_of_a_replay(pairs):
 def test_a_hybrid_model(family):
     """Windows, chunks, convolutions, sinks and soft caps; pseudo-tokens in a padded batch among them."""
     ids, mask = left_padded(prompt(60)[0], prompt(44, 1)[0])
-    one = kvlab.policy("dapq", **SMALL["dapq"])
+    dapq = small("dapq")
 
     def run(device):
         lm = models.random_lm(family, device="cpu", dtype="float32")
         # The other way to run experts has a kernel for true GPUs alone.
         lm.model.set_experts_implementation("eager")
         lm.model.to(device)
-        trace = kvlab.capture(lm, ids[:1], 4, pseudo=[one], accumulate=True)
-        result = kvlab.replay(trace, one)
-        with kvlab.compress(lm.model, one, PROBES) as session:
+        trace = kvlab.capture(lm, ids[:1], 4, pseudo=[dapq], accumulate=True)
+        result = kvlab.replay(trace, dapq)
+        with kvlab.compress(lm.model, dapq, PROBES) as session:
             out = generate(lm.model, ids.to(lm.device), 6, attention_mask=mask.to(lm.device))
         kept = [session.kept(layer, row).tolist() for layer in lm.layout.compressed for row in range(2)]
         tables = (result.table, session.table, session.layers)

@@ -18,6 +18,9 @@ from kvlab.workbench import project
 from kvlab.workbench.experiments import notebooks
 
 LIBRARIES = ("torch", "transformers", "numpy")
+LOOKED_UP = ("heads", "tables")
+"""Parameters that name what was measured for a model and comes with kvlab, in a folder of that name; AUTO: its own."""
+AUTO = "auto"
 
 
 def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
@@ -26,10 +29,21 @@ def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
         "notebook": notebooks.code(notebook),
         "parameters": dict(sorted(parameters.items())),
         "inputs": {text: _fingerprint(text) for text in sorted(set(_texts(parameters.values())))},
+        "looked_up": {name: _shipped(name, parameters) for name in LOOKED_UP if name in parameters},
         "kvlab": [project.version(), project.code_hash()],
         "libraries": _libraries(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _shipped(kind: str, parameters: Mapping[str, Any]) -> str | None:
+    """The hash of the file that comes with kvlab for the model, or under the name that is given; None without one."""
+    wanted = parameters[kind]
+    name = str(parameters.get("model") if wanted == AUTO else wanted)
+    path = Path(__file__).resolve().parents[2] / "methods" / kind / f"{name}.json"
+    if Path(name).name != name or not path.is_file():
+        return None
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def key_now(notebook: Path, parameters: Mapping[str, Any]) -> str:
