@@ -282,7 +282,7 @@ class Session:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all storage, what is merely preallocated and the original positions included."""
+        """Bytes of all storage of compressed layers, with what is merely preallocated and the original positions."""
         return sum(store.allocated_bytes for store in self._stores())
 
     @property
