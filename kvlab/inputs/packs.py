@@ -189,8 +189,8 @@ def check_room(needed: int, label: str) -> None:
 
 
 def gigabytes(size: float) -> str:
-    """A number of bytes in words: "0.27 GB", "93 MB"."""
-    return f"{size / 1e9:.2f} GB" if size >= 2e8 else f"{size / 1e6:.0f} MB"
+    """A number of bytes in words: "0.27 GB", "93 MB", "0.3 MB"."""
+    return f"{size / 1e9:.2f} GB" if size >= 2e8 else f"{size / 1e6:.{0 if size >= 1e7 else 1}f} MB"
 
 
 @contextlib.contextmanager

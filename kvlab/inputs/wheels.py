@@ -22,10 +22,10 @@ def fetch(package: str, version: str, sha256: str, folder: Path) -> Path:
     Raises KvlabError where there is no pip or no network, and for a wheel with another hash; OSError for a full disk.
     """
     wheel = _download(package, version, folder)
-    found = file_sha256(wheel)
-    if found != sha256:
+    actual = file_sha256(wheel)
+    if actual != sha256:
         raise KvlabError(
-            f"{wheel.name} has sha256 {found}, but {package}=={version} must have {sha256}: "
+            f"{wheel.name} has sha256 {actual}, but {package}=={version} must have {sha256}: "
             "it was changed or damaged on its way, and was not opened"
         )
     return wheel

@@ -143,8 +143,8 @@ def models() -> Finding:
     held = cached.held()
     if not held:
         return Finding("models", GOOD, f"none in {home() / 'models'}")
-    shown = ", ".join(f"{one.name} ({gigabytes(one.size)}, {one.about})" for one in held)
-    total = gigabytes(sum(one.size for one in held))
+    shown = ", ".join(f"{model.name} ({gigabytes(model.size)}, {model.about})" for model in held)
+    total = gigabytes(sum(model.size for model in held))
     return Finding("models", GOOD, f"{total} in {home() / 'models'}: {shown}")
 
 

@@ -85,7 +85,7 @@ def _models() -> list[dict[str, Any]]:
     """The known models, then those of a user's own GGUF files that were converted."""
     from kvlab.inputs.models import MODELS, cached, sources
 
-    held = {one.name: one for one in cached.held()}
+    held = {model.name: model for model in cached.held()}
     known = [
         {
             "name": name,
@@ -98,16 +98,16 @@ def _models() -> list[dict[str, Any]]:
         }
         for name, model in MODELS.items()
     ]
-    others = [{"name": name, "summary": one.about} for name, one in held.items() if name not in MODELS]
+    others = [{"name": name, "summary": model.about} for name, model in held.items() if name not in MODELS]
     return [entry | _cache(held.get(entry["name"])) for entry in [*known, *others]]
 
 
-def _cache(one: Held | None) -> dict[str, Any]:
+def _cache(held: Held | None) -> dict[str, Any]:
     """What lies in the cache of a model: its state in words, bytes and folder."""
     return {
-        "cached": one and one.about,
-        "cached_bytes": one.size if one else 0,
-        "folder": str(one.folder) if one else None,
+        "cached": held and held.about,
+        "cached_bytes": held.size if held else 0,
+        "folder": str(held.folder) if held else None,
     }
 
 

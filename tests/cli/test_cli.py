@@ -32,6 +32,10 @@ MISTAKES = [
     (["eval", "needle", "--budgets", "many"], 2, "see kvlab eval --help"),
     (["--nope"], 2, "see kvlab --help"),
     (["pull", "smollm"], 1, "smollm2-135m"),
+    (["pull", "qwen2.5-coder-05b"], 1, "did you mean 'qwen2.5-coder-0.5b' or 'qwen2.5-coder-1.5b'"),
+    (["pull", "smollm2-135m", "--from", "hug"], 1, "did you mean 'hub'"),
+    (["remove", "smolm2-135m"], 1, "did you mean 'smollm2-135m'"),
+    (["remove"], 2, "Missing argument 'MODEL'; see kvlab remove --help"),
     (["report", "--out", "notebooks/toy.ipynb"], 1, "it is a file"),
 ]
 

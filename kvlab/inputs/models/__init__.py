@@ -23,6 +23,6 @@ _HOMES = {"conversion": ("pull",), "lm": ("LM", "lm_of"), "loading": ("load", "r
 def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
-            found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            return found
+            value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

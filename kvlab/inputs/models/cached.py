@@ -17,6 +17,14 @@ from kvlab.inputs.models import sources
 from kvlab.inputs.models.catalogue import MODELS, KnownModel
 
 GONE = ".gone-"
+# A change of what a conversion writes gets a new number, so that a user's file is converted again. A known model's
+# version is in the catalogue.
+FORMAT = 1
+
+
+def own_folder(sha256: str) -> Path:
+    """Where a user's GGUF file with this hash lies once it is converted."""
+    return packs.home() / "models" / f"gguf-{FORMAT}-{sha256[:32]}"
 
 
 @dataclass(frozen=True)
@@ -40,21 +48,20 @@ class Held:
 
 def held() -> list[Held]:
     """The models in the cache: those that kvlab knows, in the order of the catalogue, then the others."""
-    known = [_known(model) for model in MODELS.values()]
-    others = {model.folder.name for model in MODELS.values()}
+    known = [held for model in MODELS.values() if (held := _known(model))]
+    folders = {model.folder.name for model in MODELS.values()}
     store = packs.home() / "models"
-    folders = sorted(path for path in store.glob("[!.]*") if path.is_dir() and path.name not in others)
-    return [one for one in known if one] + [_other(folder) for folder in folders]
+    return known + [_other(path) for path in sorted(store.glob("[!.]*")) if path.is_dir() and path.name not in folders]
 
 
 def _known(model: KnownModel) -> Held | None:
-    parts, size = len(sources.fetched(model)), _bytes(model.folder) + _bytes(model.workspace)
+    size = _bytes(model.folder) + _bytes(model.workspace)
     if model.folder.is_dir():
         about = "ready"
     elif (model.workspace / sources.WHOLE).is_file():
         about = "fetched, not converted yet"
     elif size:
-        about = f"{parts} of {len(model.parts)} parts fetched"
+        about = f"{len(sources.fetched(model))} of {len(model.parts)} parts fetched"
     else:
         return None
     return Held(model.name, model.folder, model.workspace, size, about)
@@ -63,8 +70,9 @@ def _known(model: KnownModel) -> Held | None:
 def _other(folder: Path) -> Held:
     facts = packs.read_provenance(folder)
     name, file = facts.get("name"), facts.get("file")
-    about = f"converted from {file}" if isinstance(file, str) else "of an earlier version"
-    return Held(name if isinstance(name, str) and file else folder.name, folder, None, _bytes(folder), about)
+    if isinstance(name, str) and isinstance(file, str):
+        return Held(name, folder, None, _bytes(folder), f"converted from {file}")
+    return Held(folder.name, folder, None, _bytes(folder), "of an earlier version")
 
 
 def remove(name: str) -> int:
@@ -73,26 +81,27 @@ def remove(name: str) -> int:
     Raises KvlabError for a name that is not in the cache, and where another process is making the model.
     """
     there = held()
-    found = [one for one in there if name in (one.name, one.folder.name)]
-    if not found and name in MODELS:
-        raise KvlabError(f"{name} is not in the cache; there is {', '.join(one.name for one in there) or 'no model'}")
-    if not found:
-        raise KvlabError(nearest(name, [*MODELS, *(one.name for one in there)], "model"))
-    for one in found:
-        _remove(one)
-    return sum(one.size for one in found)
+    named = [model for model in there if name in (model.name, model.folder.name)]
+    if not named and name in MODELS:
+        names = ", ".join(model.name for model in there)
+        raise KvlabError(f"{name} is not in the cache; there is {names or 'no model'}")
+    if not named:
+        raise KvlabError(nearest(name, [*MODELS, *(model.name for model in there)], "model"))
+    for model in named:
+        _remove(model)
+    return sum(model.size for model in named)
 
 
-def _remove(one: Held) -> None:
-    store, name = one.folder.parent, one.folder.name
+def _remove(model: Held) -> None:
+    store, name = model.folder.parent, model.folder.name
     lock = FileLock(store / f".{name}.lock")
-    with packs.disk_errors(f"removing {one.name}"):
+    with packs.disk_errors(f"removing {model.name}"):
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise KvlabError(f"{one.name} is being made by another process; wait for it, or stop it") from error
+            raise KvlabError(f"{model.name} is being made by another process; wait for it, or stop it") from error
         try:
-            for path in (one.folder, one.parts):
+            for path in (model.folder, model.parts):
                 if path and path.exists():
                     # Out of the way in one step: a removal that is killed leaves no half model behind.
                     os.replace(path, tempfile.mkdtemp(prefix=f"{GONE}{name}-", dir=store))
@@ -103,8 +112,8 @@ def _remove(one: Held) -> None:
 
 
 def _bytes(folder: Path) -> int:
-    sizes = 0
+    size = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # a pull in another process moves its files
-            sizes += path.stat().st_size if path.is_file() else 0
-    return sizes
+            size += path.stat().st_size if path.is_file() else 0
+    return size

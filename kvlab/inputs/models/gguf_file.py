@@ -75,10 +75,13 @@ class _WithoutLists(gguf.GGUFReader):
 def configuration(file: GGUF) -> PreTrainedConfig:
     """The configuration that transformers makes of the file's metadata.
 
-    transformers reads a file of the same metadata and tensors' names, but without the vocabulary and the weights.
+    Where it would read the vocabulary for that, it gets a file with the same metadata and tensors' names and nothing
+    else. Its newer reader, which knows a few architectures, steps over lists by itself.
     """
-    from transformers import AutoConfig
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
+    if file.architecture in GGUF_CONFIG_ARCHS:
+        return _read(file.path)
     own = f"{file.architecture}."
     told = {key: value for key, value in file.metadata.items() if key.startswith(own) or key.endswith("_token_id")}
     if TOKENS in file.metadata:
@@ -95,11 +98,18 @@ def configuration(file: GGUF) -> PreTrainedConfig:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        with quietly():
-            config = AutoConfig.from_pretrained(
-                folder, gguf_file=header.name, local_files_only=True, trust_remote_code=False
-            )
+        return _read(header)
+
+
+def _read(path: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    with quietly():
+        config = AutoConfig.from_pretrained(
+            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
+        )
     vars(config).pop("quantization_config", None)
+    config.name_or_path = ""
     return config
 
 

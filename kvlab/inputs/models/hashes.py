@@ -28,13 +28,13 @@ def remembered_sha256(files: list[Path]) -> str:
         known = memo.read_text(encoding="ascii").strip()
         if re.fullmatch(r"[0-9a-f]{64}", known):
             return known
-    found = wheels.file_sha256(*files)
+    sha256 = wheels.file_sha256(*files)
     with contextlib.suppress(OSError):  # a memo only: a cache folder that cannot be written to does not stop a load
         memo.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=memo.parent, delete=False) as stream:
-            stream.write(found)
+            stream.write(sha256)
         os.replace(stream.name, memo)
-    return found
+    return sha256
 
 
 def _memo(files: list[Path]) -> Path:

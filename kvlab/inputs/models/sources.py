@@ -37,12 +37,12 @@ def obtain(model: KnownModel, source: str, progress: bool = True) -> Path:
     model.workspace.mkdir(parents=True, exist_ok=True)
     for unfinished in model.workspace.glob(".*"):
         shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
-    what = f"pulling {model.name}"
+    label = f"pulling {model.name}"
     if _is(whole, model.size, model.sha256):
-        packs.check_room(model.disk, what)
+        packs.check_room(model.disk, label)
         return whole
     whole.unlink(missing_ok=True)
-    packs.check_room(room(model, source), what)
+    packs.check_room(room(model, source), label)
     SOURCES[source](model, whole, progress)
     return whole
 
@@ -133,21 +133,21 @@ def _from_hub(model: KnownModel, whole: Path, progress: bool) -> None:
 
     hub = model.hub
     try:
-        found = hf_hub_download(hub.repository, hub.file, revision=hub.revision, local_dir=model.workspace / "hub")
+        file = hf_hub_download(hub.repository, hub.file, revision=hub.revision, local_dir=model.workspace / "hub")
     except OSError as error:
         if error.errno:  # the disk's own, which have a sentence already
             raise
         raise _no_hub(model, error) from error
     except Exception as error:  # the hub's client raises a dozen unrelated kinds, all of which mean "cannot be had"
         raise _no_hub(model, error) from error
-    if not _is(Path(found), model.size, model.sha256):
-        sha256 = wheels.file_sha256(Path(found))
+    if not _is(Path(file), model.size, model.sha256):
+        sha256 = wheels.file_sha256(Path(file))
         shutil.rmtree(model.workspace / "hub")
         raise KvlabError(
             f"{hub.file} of {hub.repository} has sha256 {sha256}, but {model.name} must have {model.sha256}: it was "
             "changed or damaged on its way, and was thrown away"
         )
-    os.replace(found, whole)
+    os.replace(file, whole)
     shutil.rmtree(model.workspace / "hub")
 
 

@@ -145,5 +145,5 @@ def ends(tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any]) -> int
     if metadata.get("general.architecture", "").startswith("gemma"):
         more = GEMMA_ENDS
     vocabulary = tokenizer.get_vocab()
-    found = dict.fromkeys([*([] if own is None else [own]), *(vocabulary[end] for end in more if end in vocabulary)])
-    return own if len(found) < 2 else list(found)
+    tokens = dict.fromkeys([*([] if own is None else [own]), *(vocabulary[end] for end in more if end in vocabulary)])
+    return own if len(tokens) < 2 else list(tokens)

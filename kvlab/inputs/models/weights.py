@@ -29,6 +29,9 @@ ROWS = 1 << 24  # so many elements of a large tensor are dequantised at a time
 # Rows of these stay where they are, whatever the architecture, so that they can be taken apart.
 BY_ROWS = ("token_embd.weight", "output.weight")
 UNQUANTISED = ("F64", "F32", "F16", "BF16")
+# The types that are tried for an unquantised and for a quantised tensor.
+EXACT = (torch.float16, torch.bfloat16, torch.float32)
+ROUNDED = (torch.float16, torch.float32)
 
 
 def convert(file: GGUF, skeleton: PreTrainedModel, folder: Path, bar: Any) -> torch.dtype:
@@ -119,37 +122,47 @@ def _names(file: GGUF, skeleton: PreTrainedModel) -> dict[str, str] | None:
 
 
 def _tensor(tensor: gguf.ReaderTensor, processor: Any) -> torch.Tensor:
-    """One tensor, dequantised, as transformers arranges it, in the narrowest type that is good enough."""
+    """One tensor, dequantised, as transformers arranges it, in the first type that is good enough."""
     exact = tensor.tensor_type.name in UNQUANTISED
-    for dtype in (torch.float16, torch.bfloat16, torch.float32) if exact else (torch.float16, torch.float32):
-        parts = []
-        for rows in _rows(tensor):
-            values = processor.process(
-                weights=gguf.dequantize(rows, tensor.tensor_type), name=tensor.name, parsed_parameters={"tensors": {}}
-            ).weights
-            wide = torch.tensor(np.ascontiguousarray(values, dtype=np.float32))
-            narrow = wide.to(dtype)
-            fits = torch.equal(narrow.float(), wide) if exact else bool(narrow.isfinite().all())
-            if not fits and dtype != torch.float32:
-                break
-            parts.append(narrow)
-        else:
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-    raise AssertionError("float32 holds everything")
+    tried = (_dequantised(tensor, processor, dtype, exact) for dtype in (EXACT if exact else ROUNDED))
+    return next(values for values in tried if values is not None)
 
 
-def _rows(tensor: gguf.ReaderTensor) -> Iterator[np.ndarray]:
+def _dequantised(tensor: gguf.ReaderTensor, processor: Any, dtype: torch.dtype, exact: bool) -> torch.Tensor | None:
+    """The tensor in that type, block of rows by block; None where `_as` says so of one."""
+    whole = torch.empty(0)
+    for start, rows in _rows(tensor):
+        values = processor.process(
+            weights=gguf.dequantize(rows, tensor.tensor_type), name=tensor.name, parsed_parameters={"tensors": {}}
+        ).weights
+        part = _as(torch.tensor(np.ascontiguousarray(values, dtype=np.float32)), dtype, exact)
+        if part is None or len(rows) == len(tensor.data):
+            return part
+        if start == 0:
+            whole = torch.empty((len(tensor.data), *part.shape[1:]), dtype=dtype)
+        whole[start : start + len(part)] = part
+    return whole
+
+
+def _as(values: torch.Tensor, dtype: torch.dtype, exact: bool) -> torch.Tensor | None:
+    """float32 numbers in another type; None where it does not hold each exactly, or, not `exact`, is too small."""
+    narrow = values.to(dtype)
+    fits = torch.equal(narrow.float(), values) if exact else bool(narrow.isfinite().all())
+    return narrow if fits or dtype == torch.float32 else None
+
+
+def _rows(tensor: gguf.ReaderTensor) -> Iterator[tuple[int, np.ndarray]]:
+    """Blocks of the tensor's rows, each with the number of its first; all at once where rows may not be parted."""
     data = tensor.data
-    if tensor.name not in BY_ROWS or data.ndim < 2:
-        yield data
-        return
-    step = max(1, ROWS * len(data) // int(tensor.n_elements))
+    step = max(1, ROWS * len(data) // int(tensor.n_elements)) if tensor.name in BY_ROWS else len(data)
     for start in range(0, len(data), step):
-        yield data[start : start + step]
+        yield start, data[start : start + step]
 
 
 def _at_once(file: GGUF, bar: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights as transformers' own reader loads them: for architectures whose tensors it joins or rearranges."""
+    """The weights as transformers' own reader loads them, all at once, in float32: for architectures whose tensors it
+    joins or rearranges in ways of its own.
+    """
     from transformers import AutoModelForCausalLM, GgufConfig
 
     # The GGUF reader draws a bar that knows no switch.
@@ -157,13 +170,16 @@ def _at_once(file: GGUF, bar: Any) -> Iterator[tuple[str, torch.Tensor]]:
         model = AutoModelForCausalLM.from_pretrained(
             file.path.parent,
             gguf_file=file.path.name,
-            dtype=torch.float16,
+            dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             local_files_only=True,
             trust_remote_code=False,
         )
-    bar.update(file.parameters)
-    yield from model.named_parameters()
+    for name, tensor in model.named_parameters():
+        exact = tensor.dim() == 1  # norms and biases are not quantised
+        narrow = (_as(tensor.data, dtype, exact) for dtype in (EXACT if exact else ROUNDED))
+        yield name, next(part for part in narrow if part is not None)
+        bar.update(tensor.numel())
 
 
 def _written(shard: dict[str, torch.Tensor], folder: Path, number: int) -> list[str]:
