@@ -11,7 +11,6 @@ random moments) and started again until that many kills have struck; every job m
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -22,11 +21,16 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import nbformat
 import psutil
+import torch
 import typer
 import yaml
+from nbformat import v4
 from rich.console import Console
 from rich.table import Table
+
+from kvlab.bench import clock
 
 PARAMETERS = "number = 0\n"
 BODY = (
@@ -34,32 +38,18 @@ BODY = (
     "run = tracking.start('short', {'number': number})\n"
     "run.log({'number': number})\nrun.finish()\n"
 )
+CPU = torch.device("cpu")
 VICTIMS = {"driver": None, "worker": r"kvlab\.workbench\.jobs\.worker", "kernel": r"ipykernel"}
 
 
 def make_project(folder: Path, jobs: int) -> None:
     """A project with one experiment of `jobs` short jobs."""
-
-    def cell(source: str, *tags: str) -> dict:
-        return {
-            "cell_type": "code",
-            "source": source,
-            "metadata": {"tags": list(tags)},
-            "outputs": [],
-            "execution_count": None,
-            "id": f"cell-{len(source)}",
-        }
-
+    parameters = v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    content = {
-        "cells": [cell(PARAMETERS, "parameters"), cell(BODY)],
-        "metadata": kernel,
-        "nbformat": 4,
-        "nbformat_minor": 5,
-    }
     for name in ("notebooks", "experiments"):
         (folder / name).mkdir(parents=True)
-    (folder / "notebooks" / "short.ipynb").write_text(json.dumps(content))
+    made = v4.new_notebook(cells=[parameters, v4.new_code_cell(BODY)], metadata=kernel)
+    nbformat.write(made, folder / "notebooks" / "short.ipynb")
     (folder / "experiments" / "short.yaml").write_text(
         yaml.safe_dump(
             {"notebook": "notebooks/short.ipynb", "description": "Short jobs.", "grid": {"number": list(range(jobs))}}
@@ -80,14 +70,12 @@ def begin(folder: Path, at_once: int) -> subprocess.Popen:
     )
 
 
-def sweep(folder: Path, at_once: int) -> float:
-    """Seconds of one sweep to its end."""
-    start = time.perf_counter()
+def sweep(folder: Path, at_once: int) -> None:
+    """One sweep to its end."""
     process = begin(folder, at_once)
     _, said = process.communicate()
     if process.returncode:
         raise SystemExit(f"the sweep failed: {said.strip()}")
-    return time.perf_counter() - start
 
 
 def finished(folder: Path) -> tuple[list[int], float, set[str]]:
@@ -153,10 +141,10 @@ def main(
         folders = [Path(place) / name for name in ("one", "two", "killed")]
         for folder in folders:
             make_project(folder, jobs)
-        one = sweep(folders[0], 1)
+        one = clock.seconds(CPU, sweep, folders[0], 1)
         own = one - finished(folders[0])[1]
-        again = sweep(folders[0], 1)
-        two = sweep(folders[1], 2)
+        again = clock.seconds(CPU, sweep, folders[0], 1)
+        two = clock.seconds(CPU, sweep, folders[1], 2)
         table.add_row(f"{jobs} jobs, --jobs 1", f"{one:.0f} s", "")
         table.add_row(f"{jobs} jobs, --jobs 2", f"{two:.0f} s, {two / one:.2f}x", "0.60x")
         table.add_row("the driver's own cost", f"{own / jobs:.2f} s a job", "0.20 s")

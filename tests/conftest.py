@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 from support.live_runs import prompt
+from support.projects import project  # noqa: F401 - a fixture for all
 from support.texts import FERRY
 
 import kvlab
@@ -52,6 +53,12 @@ def tiny():
         return models.random_lm(name, device="cpu", dtype="float32", **changes)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def reader(tiny):
+    """A tiny random model that shares the default model's tokenizer."""
+    return tiny("tiny-llama-gqa", tokenizer=models.DEFAULT)
 
 
 @pytest.fixture

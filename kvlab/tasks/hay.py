@@ -6,9 +6,10 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from kvlab.inputs.corpus import Document
+from kvlab.inputs.tokens import token_spans
 from kvlab.tasks.making import require_tokenizer
 
 if TYPE_CHECKING:
@@ -74,12 +75,9 @@ class Hay:
     """A document's sentences for one tokenizer. A cut longer than the document starts over at its beginning."""
 
     def __init__(self, lm: LM, document: Document):
-        tokenizer = require_tokenizer(lm)
         self.sentences = sentences(document.text)
-        text = " ".join(self.sentences)
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        self._text = text
-        self._ends = [end for _, end in cast("list[tuple[int, int]]", encoded["offset_mapping"])]
+        self._text = " ".join(self.sentences)
+        self._ends = [end for _, end in token_spans(require_tokenizer(lm), self._text)]
         places, end = [], -1
         for sentence in self.sentences:
             end += 1 + len(sentence)

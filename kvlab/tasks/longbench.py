@@ -7,13 +7,14 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from kvlab import scores
 from kvlab.errors import KvlabError
 from kvlab.inputs import longbench_records, packs
+from kvlab.inputs.tokens import token_spans
 from kvlab.lib.files import first_line
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.longbench_prompts import PROMPTS
@@ -185,7 +186,8 @@ def _tokens(lm: LM, prompt: str, chat: bool) -> int:
 def _cut(lm: LM, context: str, question: str, chat: bool, tokens: int, room: int) -> tuple[str, str, int]:
     """Context, question and tokens of a prompt without its middle, so that `room` tokens hold it."""
     text = context + question
-    spans = _spans(lm, text)
+    remedy = "longer='skip' leaves out the prompts that would have to be cut"
+    spans = token_spans(lm.require_tokenizer("no prompt can be cut for it"), text, remedy)
     keep = len(spans) - (tokens - room)
     while keep > 1:
         head = spans[(keep + 1) // 2 - 1][1]
@@ -197,15 +199,3 @@ def _cut(lm: LM, context: str, question: str, chat: bool, tokens: int, room: int
             return *shorter, now
         keep -= now - room
     raise KvlabError(f"{room} tokens are too few for a prompt: {lm.name}'s chat template alone takes nearly as many")
-
-
-def _spans(lm: LM, text: str) -> list[tuple[int, int]]:
-    """Where each token begins and ends in the text."""
-    tokenizer = lm.require_tokenizer("no prompt can be cut for it")
-    if not getattr(tokenizer, "is_fast", False):
-        raise KvlabError(
-            f"{type(tokenizer).__name__} does not tell where its tokens lie; longer='skip' leaves out "
-            "the prompts that would have to be cut"
-        )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return cast("list[tuple[int, int]]", encoded["offset_mapping"])

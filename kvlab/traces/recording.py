@@ -20,8 +20,6 @@ from kvlab.methods import Policy, listed, policy, registry
 from kvlab.traces.trace import Keep
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from kvlab.inputs.models import LM
 
 OnePrompt: TypeAlias = str | Document | Tensor | np.ndarray | Sequence[int]
@@ -103,11 +101,7 @@ def planned(
     if response is not None:
         response = _checked(lm, response, "response")[:new_tokens]
         new_tokens = len(response)
-    extra: dict[str, Tensor] = {}
-    for asking in (*map(_roomy, listed(pseudo, "pseudo")), *served):
-        if asking.pseudo_key:
-            vocabulary = hookable.text_config(lm.model).vocab_size
-            extra[asking.pseudo_key] = asking.pseudo_tokens(ids, vocabulary, _encoder(lm))
+    extra = pseudo_tokens(lm, ids, [*map(_roomy, listed(pseudo, "pseudo")), *served])
     longest = length + max([new_tokens, *map(len, extra.values())])
     if longest > lm.context_length:
         raise KvlabError(
@@ -119,6 +113,20 @@ def planned(
     window = length if queries == "all" else min(window, length)
     known = min(window, length - 1, max([NLL_TOKENS, *(each.reads_perplexity for each in served)]))
     return Recording(ids, document, new_tokens, window, accumulate, known, extra, response)
+
+
+def pseudo_tokens(lm: LM, ids: Tensor, policies: Sequence[Policy]) -> dict[str, Tensor]:
+    """The tokens of the pseudo-queries that policies ask for, int64 `[m]` each, by the policy's `pseudo_key`.
+
+    Args:
+        ids: of the prompt, `[tokens]`.
+
+    Raises:
+        KvlabError: pseudo-tokens of a sentence for a model without a tokenizer.
+    """
+    vocabulary = hookable.text_config(lm.model).vocab_size
+    keys = ((method.pseudo_key, method) for method in policies)
+    return {key: method.pseudo_tokens(ids, vocabulary, encoder(lm)) for key, method in keys if key}
 
 
 def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Tensor, str]:
@@ -187,10 +195,11 @@ def _roomy(method: Policy | str) -> Policy:
     return policy(method, budget=1.0) if known is None or "budget" in known.model_fields else policy(method)
 
 
-def _encoder(lm: LM) -> Callable[[str], Tensor]:
+def encoder(lm: LM) -> Callable[[str], Tensor]:
+    """What makes pseudo-tokens `[tokens]` of a text."""
+
     def encode(text: str) -> Tensor:
-        lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
-        tokenizer = cast("PreTrainedTokenizerBase", lm.tokenizer)
+        tokenizer = lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
         return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
 
     return encode

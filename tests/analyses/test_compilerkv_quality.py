@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.claims import unmeasured
 from support.compilerkv import (
     BUDGETS,
     CELLS,
@@ -17,8 +18,8 @@ from support.compilerkv import (
     kept,
     tables,
     trace,
-    write,
 )
+from support.measured_files import table_file
 
 from kvlab import papers
 from kvlab.analyses.compilerkv import ablation, printed, quality, thresholds, veto
@@ -45,12 +46,9 @@ def test_a_sweep_is_the_replays_by_head():
 
 def test_every_claim_s_metric_is_measured():
     tables = papers.figure("compilerkv", "table1"), papers.figure("compilerkv", "appendix_table")
-    names = set(printed.checks(*tables).metrics)
-    for findings in analyses().values():
-        names |= set(findings.metrics) | {f"{name}/{end}" for name in findings.intervals for end in ("low", "high")}
-    asked = {name for claim in papers.claims(experiment="compilerkv_budgets") for name in claim.metrics}
+    missing = unmeasured("compilerkv_budgets", printed.checks(*tables), *analyses().values())
     # The largest budget of the claims does not fit the small prompts.
-    assert asked - names <= {"clamped/1024"}
+    assert set().union(*missing.values()) <= {"clamped/1024"}
 
 
 def test_figure_2():
@@ -144,6 +142,8 @@ def test_needed_thresholds_let_exactly_the_budget_pass(tmp_path):
     table = thresholds.admitted(TRACES, tables(), SHARE)
     assert len(table) == 3 * LAYERS and (table["at_half"] <= table["at_tenth"]).all()
     needed = table.query("document == 'document 2'")["needed"].to_numpy()
-    path = write(tmp_path, "needed", WEIGHTS, np.broadcast_to((needed * (1 - 1e-6))[:, None, None], (LAYERS, *CELLS)))
+    path = table_file(
+        tmp_path, "needed", heads=WEIGHTS, risk=np.broadcast_to((needed * (1 - 1e-6))[:, None, None], (LAYERS, *CELLS))
+    )
     found = kept(TRACES[1], policy("compilerkv", budget=500, tables=path))
     assert [len(rows[0]) for rows in found] == [72] * LAYERS

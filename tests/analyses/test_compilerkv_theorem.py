@@ -21,8 +21,8 @@ from support.compilerkv import (
     lonely_head,
     tables,
     window_attention,
-    write,
 )
+from support.measured_files import table_file
 from support.tensors import sets, with_attention
 
 from kvlab.analyses.compilerkv import quality, theorem, veto
@@ -75,7 +75,7 @@ def test_a_weight_protects_what_its_head_s_values_single_out(tmp_path):
 
 def test_a_veto_is_measured_on_the_head_of_the_largest_weight(tmp_path):
     """Against sets worked out from the attention: the learnt weights' and equal ones', of the same size."""
-    path = write(tmp_path, "weights", WEIGHTS, None)
+    path = table_file(tmp_path, heads=WEIGHTS)
     found = veto.protected(TRACES[:1], path, SHARE, strongest=8).table.set_index(["method", "layer"])["protected"]
     attention = window_attention(TRACES[0])
     for name, method in {

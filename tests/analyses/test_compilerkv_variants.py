@@ -19,8 +19,8 @@ from support.compilerkv import (
     kept,
     tables,
     window_attention,
-    write,
 )
+from support.measured_files import table_file
 
 from kvlab.analyses.compilerkv import ablation, variants
 from kvlab.methods import policy
@@ -43,7 +43,7 @@ def test_variants_keep_what_their_words_say():
 def test_raw_attention_is_weighted_and_gated(tmp_path):
     trace, budget = TRACES[0], 40
     scores = (window_attention(trace) * WEIGHTS[..., None]).max(1)
-    path = write(tmp_path, "gate", WEIGHTS, np.full((LAYERS, *CELLS), 0.5))
+    path = table_file(tmp_path, "gate", heads=WEIGHTS, risk=np.full((LAYERS, *CELLS), 0.5))
     passing = [np.flatnonzero(row >= 0.5 * row.max()).tolist() for row in scores]
     assert all(0 < len(row) < budget for row in passing)
     assert kept(trace, variants.RawAttention(budget=budget, tables=path)) == [[row] * KV_HEADS for row in passing]
@@ -51,13 +51,13 @@ def test_raw_attention_is_weighted_and_gated(tmp_path):
 
 def test_a_part_taken_away_is_a_table_made_neutral(tmp_path):
     trace, budget = TRACES[0], 300
-    alone = policy("compilerkv", budget=budget, tables=write(tmp_path, "risk", None, RISK))
+    alone = policy("compilerkv", budget=budget, tables=table_file(tmp_path, "risk", risk=RISK))
     assert kept(trace, variants.NoHeadTable(budget=budget, tables=tables())) == kept(trace, alone)
     middle = np.sort(RISK.reshape(LAYERS, -1))[:, (RISK[0].size - 1) // 2]
     same = policy(
         "compilerkv",
         budget=budget,
-        tables=write(tmp_path, "static", WEIGHTS, np.broadcast_to(middle[:, None, None], RISK.shape)),
+        tables=table_file(tmp_path, "static", heads=WEIGHTS, risk=np.broadcast_to(middle[:, None, None], RISK.shape)),
     )
     assert kept(trace, variants.StaticThreshold(budget=budget, tables=tables())) == kept(trace, same)
 
@@ -68,7 +68,7 @@ def test_a_static_threshold_is_the_one_of_the_contexts_seen(tmp_path):
     visited[3, 1], visited[0, 0], visited[19, 3] = 3, 1, 1
     path = tmp_path / "visited.json"
     path.write_text(json.dumps({"heads": WEIGHTS.tolist(), "risk": RISK.tolist(), "visited": visited.tolist()}))
-    same = write(tmp_path, "flat", WEIGHTS, np.broadcast_to(RISK[:, 3:4, 1:2], RISK.shape))
+    same = table_file(tmp_path, "flat", heads=WEIGHTS, risk=np.broadcast_to(RISK[:, 3:4, 1:2], RISK.shape))
     found = kept(TRACES[0], variants.StaticThreshold(budget=300, tables=str(path)))
     assert found == kept(TRACES[0], policy("compilerkv", budget=300, tables=same))
 

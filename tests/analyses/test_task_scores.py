@@ -6,7 +6,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
-from support.texts import FERRY
+from support.longbench import record
 from torch.nn import functional as F
 
 import kvlab
@@ -156,10 +156,9 @@ def test_a_grid_has_a_needle_for_each_cell(lm):
     ]
 
 
-def test_a_plan_asks_each_document_and_article_and_says_where_policies_compress(tiny):
-    lm = tiny("tiny-llama-gqa", tokenizer="smollm2-135m")
+def test_a_plan_asks_each_document_and_article_and_says_where_policies_compress(reader):
     plan = planning.plan(
-        lm,
+        reader,
         ["sotu/1962", "sotu/1975"],
         ["squad/Oxygen"],
         length=700,
@@ -179,20 +178,11 @@ def test_a_plan_asks_each_document_and_article_and_says_where_policies_compress(
     assert asked["right answer"].tolist() == [item.answer.strip() for items, _ in plan for item in items]
 
 
-def test_longbench_meets_its_policies_at_every_budget(tiny, tmp_path, monkeypatch):
-    record = {
-        "_id": "1",
-        "context": FERRY,
-        "input": "Who owned the piano?",
-        "answers": ["Ilse Brandt"],
-        "all_classes": None,
-        "length": 300,
-        "language": "en",
-    }
+def test_longbench_meets_its_policies_at_every_budget(reader, tmp_path, monkeypatch):
     for name in longbench.TASKS:
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"dataset": name, **record}) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record(name)) + "\n")
     monkeypatch.setattr(longbench, "POLICIES", ("snapkv", "h2o"))
-    scored = longbench.scored(tiny("tiny-llama-gqa", tokenizer="smollm2-135m"), tmp_path, length=300, limit=1)
+    scored = longbench.scored(reader, tmp_path, length=300, limit=1)
     met = set(zip(scored["policy"], scored["budget"].fillna(0), strict=True))
     assert met == {("full", 0), ("snapkv", 64), ("snapkv", 256), ("h2o", 64), ("h2o", 256)} and len(scored) == 5
     assert (scored["n"] == 1).all() and {"score", "low", "high", "difference"} <= set(scored)

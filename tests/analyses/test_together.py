@@ -152,9 +152,8 @@ def test_every_policy_has_a_family():
     assert equal_bytes.family("mine") == "other" and comparing.colour("mine") == comparing.OTHER
 
 
-def test_a_needle_s_metric_is_the_mean_of_its_scores(tiny):
-    lm = tiny("tiny-llama-gqa", tokenizer="smollm2-135m")
-    found = equal_bytes.needles(lm, [160], [0.1, 0.9], 96, document="sotu/1962")
+def test_a_needle_s_metric_is_the_mean_of_its_scores(reader):
+    found = equal_bytes.needles(reader, [160], [0.1, 0.9], 96, document="sotu/1962")
     assert set(found.table["policy"]) == set(policies()) and len(found.table) == 2 * len(policies())
     of_h2o = found.table.query("policy == 'h2o'")["score"]
     assert found.row(equal_bytes.NEEDLE, policy="h2o").value == pytest.approx(of_h2o.mean())

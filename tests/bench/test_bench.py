@@ -8,7 +8,7 @@ import math
 import pandas as pd
 import pytest
 import torch
-from support.commands import call
+from support.commands import call, complaint
 
 import kvlab
 from kvlab.bench import memory, meters, timing
@@ -151,11 +151,8 @@ MISTAKES = [
     ("arguments", "code", "match"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else None
 )
 def test_a_mistake_is_one_sentence(capsys, arguments, code, match):
-    left, out, err = call(capsys, "bench", *QUICK, *arguments)
-    assert left == code and out == ""
-    assert err.startswith("kvlab: ") and match in err and err.count("\n") == 1
+    assert match in complaint(capsys, "bench", *QUICK, *arguments, code=code)
 
 
 def test_layers_need_a_shape(capsys):
-    code, _, err = call(capsys, "bench", "decode", "--layers", "2")
-    assert code == 1 and "give a shape with it" in err and err.count("\n") == 1
+    assert "give a shape with it" in complaint(capsys, "bench", "decode", "--layers", "2")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.commands import call, shell
-from support.projects import EXPERIMENT, cell, experiment, notebook, project  # noqa: F401
+from support.commands import call, complaint, shell
+from support.projects import EXPERIMENT, cell, experiment, notebook
 from support.runs import job
 
 from kvlab import papers
@@ -43,13 +43,11 @@ MISTAKES = [
 @pytest.mark.parametrize(
     ("arguments", "code", "match"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else None
 )
-def test_a_mistake_is_one_sentence(project, capsys, arguments, code, match):  # noqa: F811
-    left, out, err = call(capsys, *arguments)
-    assert left == code and out == ""
-    assert err.startswith("kvlab: ") and match in err and err.count("\n") == 1
+def test_a_mistake_is_one_sentence(project, capsys, arguments, code, match):
+    assert match in complaint(capsys, *arguments, code=code)
 
 
-def test_a_real_process_too(project):  # noqa: F811
+def test_a_real_process_too(project):
     wrong = shell("run", EXPERIMENT, "-p", "sede=1")
     assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
     unreachable = shell("run", EXPERIMENT, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
@@ -80,7 +78,7 @@ def test_outside_of_a_project(tmp_path, monkeypatch, capsys):
     assert code == 1 and f"no experiments in {tmp_path / 'nowhere'}" in err
 
 
-def test_an_unforeseen_error_is_a_sentence_as_well(project, capsys, monkeypatch):  # noqa: F811
+def test_an_unforeseen_error_is_a_sentence_as_well(project, capsys, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("first line\nsecond line")
 
@@ -109,7 +107,7 @@ def test_listed_claims_and_plain_lists(capsys):
     assert code == 0 and "zsmerge.theorem1" in out and "[theorem 1 and appendix A]" in out
 
 
-def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monkeypatch):  # noqa: F811
+def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monkeypatch):
     """The jobs themselves are the round trip's matter; here they are taken as done."""
     job = driver.experiments.jobs(EXPERIMENT)[0]
     monkeypatch.setattr(driver, "run", lambda *_, **__: [driver.Result(job, "failed", "abc", error="it broke")])
@@ -127,7 +125,7 @@ def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monke
     assert (project / "report" / "claims.csv").exists()
 
 
-def test_reproduce_runs_every_experiment_on_every_model(project, capsys, monkeypatch):  # noqa: F811
+def test_reproduce_runs_every_experiment_on_every_model(project, capsys, monkeypatch):
     """Once where a notebook takes no model; the ledger then shows the models side by side."""
     notebook(project / "notebooks" / "toy.ipynb", cell("model = 'small'\nseed = 0", "parameters"))
     notebook(project / "notebooks" / "none.ipynb", cell("seed = 0", "parameters"))
@@ -152,12 +150,12 @@ def test_reproduce_runs_every_experiment_on_every_model(project, capsys, monkeyp
 
 
 @pytest.mark.parametrize("command", ["reproduce", "report"])
-def test_no_model_at_all_is_one_sentence(project, capsys, command):  # noqa: F811
+def test_no_model_at_all_is_one_sentence(project, capsys, command):
     code, _, err = call(capsys, command, "--model", " , ")
     assert code == 1 and err == "kvlab: --model names no model; `kvlab list models` says which there are\n"
 
 
-def test_files_and_folders_named_from_the_shell_are_found_from_the_notebook(project, monkeypatch):  # noqa: F811
+def test_files_and_folders_named_from_the_shell_are_found_from_the_notebook(project, monkeypatch):
     (project / "mine.txt").write_text("a text")
     (project / "benchmarks" / "long").mkdir(parents=True)
     found = options.overrides(
@@ -180,13 +178,13 @@ def test_files_and_folders_named_from_the_shell_are_found_from_the_notebook(proj
     }
 
 
-def test_report_command_names_its_files(project, capsys):  # noqa: F811
+def test_report_command_names_its_files(project, capsys):
     job(0.6)
     code, out, _ = call(capsys, "report", "--out", str(project / "here"))
     assert code == 0 and out.split() == [str(project / "here" / name) for name in ("report.html", "claims.csv")]
 
 
-def test_a_report_of_nothing_is_refused_and_leaves_nothing(project, capsys):  # noqa: F811
+def test_a_report_of_nothing_is_refused_and_leaves_nothing(project, capsys):
     assert call(capsys, "report")[::2] == (
         1,
         "kvlab: no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first\n",
@@ -198,7 +196,7 @@ def test_a_report_of_nothing_is_refused_and_leaves_nothing(project, capsys):  # 
     assert not left and not (project / "report").exists() and not (project / "here").exists()
 
 
-def test_a_report_of_an_unknown_profile_or_model_names_what_there_is(project, capsys):  # noqa: F811
+def test_a_report_of_an_unknown_profile_or_model_names_what_there_is(project, capsys):
     job(0.6, profile="quick")
     job(0.6, profile="full", model="big@1")
     for arguments, found in (
@@ -206,13 +204,12 @@ def test_a_report_of_an_unknown_profile_or_model_names_what_there_is(project, ca
         (["--model", "biig@1"], "model 'biig' has finished; there are runs of: big, toy"),
         (["--model", "big", "--profile", "quick"], "none of these runs has measured a claim"),
     ):
-        code, out, err = call(capsys, "report", *arguments)
-        assert code == 1 and found in err and out == "" and err.count("\n") == 1
+        assert found in complaint(capsys, "report", *arguments)
     assert not (project / "report").exists()
     assert call(capsys, "report", "--model", "big", "--profile", "full")[0] == 0
 
 
-def test_report_errors_pass_through(project, capsys, monkeypatch):  # noqa: F811
+def test_report_errors_pass_through(project, capsys, monkeypatch):
     def refuse(*_):
         raise KvlabError("the disk is full")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import yaml
 from scipy import optimize, special
+from support.paths import ROOT
 
 import kvlab
 from kvlab import compile as compiling
@@ -58,7 +57,7 @@ def test_no_experiment_evaluates_on_what_they_were_learnt_from(shipped):
             for entry in value.values() if isinstance(value, dict) else value:
                 yield from texts(entry)
 
-    folder = Path(__file__).parents[2] / "experiments"
+    folder = ROOT / "experiments"
     read = {
         name: set(texts(yaml.safe_load((folder / f"{name}.yaml").read_text()))) & learnt_from
         for name in (path.stem for path in folder.glob("*.yaml"))

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.refusals import one_sentence
 
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus, longbench_records, packs
@@ -100,9 +101,8 @@ def test_names_need_no_pull(own_home):
 )
 def test_unknown_names_are_one_helpful_sentence(name, told):
     packs.pull("squad")
-    with pytest.raises(KvlabError, match=told) as caught:
+    with one_sentence(told):
         corpus.document(name)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_pack_says_what_to_do(own_home):
@@ -223,7 +223,7 @@ def test_longbench_reads_both_dialects(tmp_path):
     ("line", "told"),
     [
         ('{"prompt": "a", "answers": ["b"]', "not valid JSON"),
-        ([1, 2], "a JSON object, not a list"),
+        ([1, 2], r"a JSON object, not \[1, 2\]"),
         ({"prompt": "a"}, "needs 'answers'"),
         ({"prompt": "a", "answers": "b"}, "'answers' must be a list of texts"),
         ({"prompt": "a", "answers": [1]}, "'answers' must be a list of texts"),

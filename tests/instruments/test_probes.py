@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import oracles
-from support.live_runs import EVERYTHING, SMALL, Witness, generate, left_padded, prompt
+from support.live_runs import EVERYTHING, SMALL, Witness, everything, generate, left_padded, prompt, small
 from support.tensors import exact, sets
 
 import kvlab
@@ -26,7 +26,7 @@ def run(tiny):
     def make(name):
         if name not in found:
             lm, witness, sizes = tiny("tiny-llama-gqa"), Witness(), []
-            with kvlab.compress(lm.model, kvlab.policy(name, **SMALL[name]), probes=[*ALL, witness]) as session:
+            with kvlab.compress(lm.model, small(name), probes=[*ALL, witness]) as session:
                 with torch.inference_mode():
                     out = lm.model(prompt(LENGTH, seed=3))
                     for _ in range(STEPS):
@@ -142,7 +142,7 @@ def test_nothing_is_lost_at_full_budget(tiny, name):
     lm, ids = tiny("tiny-llama-gqa"), prompt(50)
     reference = kvlab.capture(lm, ids, new_tokens=16, pseudo=())
     probes = ["mass_lost", "step_recall", "output_error", QuerySimilarity(reference)]
-    with kvlab.compress(lm.model, kvlab.policy(name, **EVERYTHING[name]), probes=probes) as session:
+    with kvlab.compress(lm.model, everything(name), probes=probes) as session:
         generate(lm.model, ids, 17)
     extremes = session.table.groupby("measure").value.agg(["min", "max"])
     assert extremes.loc["mass_lost", "max"] < 1e-5

@@ -9,6 +9,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import tiny_gguf
+from support.longbench import record
+from support.measured_files import head_scores
 from support.replaying import trace
 
 import kvlab
@@ -22,16 +24,7 @@ EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 # A GGUF file is converted by another library on every try.
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-RECORD = {
-    "input": "Who?",
-    "context": "It was me.",
-    "answers": ["me"],
-    "length": 4,
-    "dataset": "qasper",
-    "language": "en",
-    "all_classes": None,
-    "_id": "1",
-}
+RECORD = record("qasper", context="It was me.")
 
 
 @st.composite
@@ -53,7 +46,7 @@ def damaged(content: bytes, how) -> bytes:
     return content[:place] + bytes([content[place] ^ (bytes_[0] or 1)]) + content[place + 1 :] if content else bytes_
 
 
-def one_sentence(folder, load):
+def loads_or_says_why(folder, load):
     """Loading works, or says in one line what is wrong; the folder holds what it held."""
     before = sorted(path.name for path in folder.iterdir())
     try:
@@ -77,18 +70,7 @@ def originals(tmp_path_factory):
     trace().save(folder / "trace.safetensors")
     tiny_gguf.write(folder / "tiny.gguf")
     grid = [[0.5, 0.25], [0.75, 1.0]]
-    lookup.HeadScores(
-        model="m",
-        sha256="0",
-        n_layers=2,
-        heads=2,
-        kv_heads=1,
-        contexts=[1],
-        depths=[0.5],
-        seed=0,
-        kvlab="0",
-        scores=grid,
-    ).save(folder / "heads.json")
+    lookup.HeadScores(**head_scores(grid, 1)).save(folder / "heads.json")
     (folder / "decisions.json").write_text(json.dumps({"heads": grid, "risk": [[[0.1, 0.2]], [[0.3, 0.4]]]}))
     (folder / "records.jsonl").write_text("\n".join(json.dumps(RECORD) for _ in range(3)))
     (folder / "predictions.jsonl").write_text(
@@ -132,13 +114,13 @@ LOADERS = {
 @pytest.mark.parametrize("name", LOADERS)
 @EXAMPLES
 @given(how=damage())
-def test_a_damaged_file_is_one_sentence(name, how, originals, tmp_path, monkeypatch):
+def test_a_damaged_file_is_loads_or_says_why(name, how, originals, tmp_path, monkeypatch):
     folder = tmp_path / "experiments"
     folder.mkdir(exist_ok=True)
     monkeypatch.setenv("KVLAB_ROOT", str(tmp_path))
     path = folder / name
     path.write_bytes(damaged(originals[name], how))
-    one_sentence(folder, lambda: LOADERS[name](path))
+    loads_or_says_why(folder, lambda: LOADERS[name](path))
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -153,13 +135,13 @@ def test_a_good_file_loads(name, originals, tmp_path, monkeypatch):
 
 @FEW
 @given(how=damage(longest=60_000))
-def test_a_damaged_gguf_file_is_one_sentence(how, originals, tmp_path, monkeypatch, tmp_path_factory):
+def test_a_damaged_gguf_file_loads_or_says_why(how, originals, tmp_path, monkeypatch, tmp_path_factory):
     # Damage that only changes a weight loads, and is converted.
     monkeypatch.setenv("KVLAB_HOME", str(tmp_path_factory.getbasetemp() / "home-of-damaged"))
     # A name of its own for each: the reader maps the file, which must not change under it.
     path = tmp_path / f"{abs(hash(how))}.gguf"
     path.write_bytes(damaged(originals["tiny.gguf"], how))
-    one_sentence(tmp_path, lambda: models.load(path))
+    loads_or_says_why(tmp_path, lambda: models.load(path))
 
 
 @EXAMPLES
@@ -168,4 +150,4 @@ def test_answers_with_a_damaged_end_are_read_up_to_it(tail, tmp_path):
     """A run that was killed while it wrote leaves half a line, which the next one mends."""
     path = tmp_path / "answers.jsonl"
     path.write_bytes(tail)
-    one_sentence(tmp_path, lambda: evaluation.read(path))
+    loads_or_says_why(tmp_path, lambda: evaluation.read(path))

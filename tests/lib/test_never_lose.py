@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.console import Console
-from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, notebook, project  # noqa: F401
+from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, notebook
 from support.runs import runs
 from support.servers import environment, free_port
 
@@ -104,7 +104,7 @@ class Server:
 
 
 @pytest.fixture
-def server(project, tmp_path, monkeypatch):  # noqa: F811
+def server(project, tmp_path, monkeypatch):
     made = Server(tmp_path / "mlruns")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", made.uri)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -137,7 +137,7 @@ def check_what_many_processes_wrote():
     assert len({(run.data.params["number"], run.data.params["one"]) for run in found}) == WRITERS * RUNS
 
 
-def test_eight_processes_lose_nothing_in_one_sqlite_file(project):  # noqa: F811
+def test_eight_processes_lose_nothing_in_one_sqlite_file(project):
     write_from_many_processes()
     check_what_many_processes_wrote()
 
@@ -147,7 +147,7 @@ def test_eight_processes_lose_nothing_through_a_server(server):
     check_what_many_processes_wrote()
 
 
-def take_down(server, project):  # noqa: F811
+def take_down(server, project):
     """The second of three jobs takes the server down in the middle of its notebook; returns the mark that it leaves."""
     gone = project / "server-gone"
     strike = (
@@ -166,7 +166,7 @@ def check_three_jobs():
     assert "RUNNING" not in {run.info.status for kind in ("job", "sweep") for run in runs(kind)}
 
 
-def test_a_server_that_goes_away_stops_the_command_with_a_sentence_and_loses_nothing(server, project):  # noqa: F811
+def test_a_server_that_goes_away_stops_the_command_with_a_sentence_and_loses_nothing(server, project):
     """After it has come back, only what is missing is run."""
     take_down(server, project)
     console = Console(file=io.StringIO(), width=200)
@@ -180,7 +180,7 @@ def test_a_server_that_goes_away_stops_the_command_with_a_sentence_and_loses_not
     check_three_jobs()
 
 
-def test_a_server_that_is_away_for_a_while_is_waited_for(server, project, monkeypatch, capfd):  # noqa: F811
+def test_a_server_that_is_away_for_a_while_is_waited_for(server, project, monkeypatch, capfd):
     """Driver and notebook hold back what they have, and nothing has to be run again."""
     monkeypatch.setenv("KVLAB_PATIENCE", "200")
     gone = take_down(server, project)
@@ -204,7 +204,7 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(server, project, monkey
     assert "the MLflow store is back" in Path(page).read_text()
 
 
-def test_two_sweeps_at_once_share_the_jobs(project):  # noqa: F811
+def test_two_sweeps_at_once_share_the_jobs(project):
     experiment(project, grid={"reduction": [0.5, 0.55, 0.6]})
     other = subprocess.Popen(
         [sys.executable, "-m", "kvlab", "run", EXPERIMENT, "--jobs", "1"],
@@ -225,7 +225,7 @@ def test_two_sweeps_at_once_share_the_jobs(project):  # noqa: F811
 
 
 @pytest.mark.parametrize("victim", ["driver", "worker", "kernel"])
-def test_a_kill_at_any_moment_loses_and_doubles_nothing(project, victim):  # noqa: F811
+def test_a_kill_at_any_moment_loses_and_doubles_nothing(project, victim):
     """kill -9 of one process at a random moment, then the same command again."""
     experiment(project, grid={"reduction": [0.5, 0.55, 0.6, 0.65]})
     command = [sys.executable, "-m", "kvlab", "run", EXPERIMENT, "--jobs", "2"]

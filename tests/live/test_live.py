@@ -10,7 +10,18 @@ import pytest
 import torch
 from support import oracles
 from support.families import FAMILIES
-from support.live_runs import EVERYTHING, SMALL, Witness, agree, generate, left_padded, prompt, witnessed
+from support.live_runs import (
+    EVERYTHING,
+    SMALL,
+    Witness,
+    agree,
+    everything,
+    generate,
+    left_padded,
+    prompt,
+    small,
+    witnessed,
+)
 from support.sessions import UNFIT, state, unfit
 from support.tensors import exact, sets
 from support.texts import FERRY
@@ -44,7 +55,7 @@ def plain(tiny):
 def test_a_budget_as_large_as_everything_changes_nothing(tiny, plain, family, name):
     model = tiny(family).model
     ids, mask, alone, batch = plain(family)
-    with kvlab.compress(model, kvlab.policy(name, **EVERYTHING[name])) as session:
+    with kvlab.compress(model, everything(name)) as session:
         agree(generate(model, ids[:1]), alone)
         agree(generate(model, ids, attention_mask=mask), batch)
     assert [session.kept(1, row).tolist()[0] for row in range(3)] == [list(range(n + 11)) for n in (40, 23, 31)]
@@ -128,7 +139,7 @@ PREFILL_ONLY = ["random", "snapkv", "pyramidkv", "zigzagkv", "dynamickv", "lacac
 
 @pytest.mark.parametrize("name", PREFILL_ONLY)
 def test_prefill_policies_keep_what_a_replay_keeps(tiny, name):
-    lm, policy = tiny("tiny-qwen3"), kvlab.policy(name, **SMALL[name])
+    lm, policy = tiny("tiny-qwen3"), small(name)
     ids = prompt(70, seed=5)
     pseudo = [policy] if name == "dapq" else ()
     trace = kvlab.capture(lm, ids, new_tokens=20, pseudo=pseudo)
@@ -199,7 +210,7 @@ def test_a_turn_at_once_is_a_turn_token_by_token(tiny, policy):
 def test_a_constant_cache_stays_constant_over_a_thousand_steps(tiny, name):
     lm, budget = tiny("tiny-llama-gqa"), SMALL[name]["budget"]
     entries, allocated, aux = [], set(), set()
-    with kvlab.compress(lm.model, kvlab.policy(name, **SMALL[name])) as session, torch.inference_mode():
+    with kvlab.compress(lm.model, small(name)) as session, torch.inference_mode():
         out = lm.model(prompt(60))
         assert session.kv_bytes == 60 * 2 * 2 * 2 * 16 * 4
         for step in range(1000):
@@ -219,7 +230,7 @@ def test_a_constant_cache_stays_constant_over_a_thousand_steps(tiny, name):
 @pytest.mark.parametrize("name", PREFILL_ONLY)
 def test_a_prefill_policy_stores_its_budget_and_every_generated_token(tiny, name):
     lm, budget = tiny("tiny-llama-gqa"), SMALL[name]["budget"]
-    with kvlab.compress(lm.model, kvlab.policy(name, **SMALL[name])) as session, torch.inference_mode():
+    with kvlab.compress(lm.model, small(name)) as session, torch.inference_mode():
         out = lm.model(prompt(60))
         for step in range(1, 40):
             past = out.past_key_values
@@ -231,7 +242,7 @@ def test_a_prefill_policy_stores_its_budget_and_every_generated_token(tiny, name
 @pytest.mark.parametrize("name, least", [("quest", 0.8), ("sparq", 0.6), ("hybrid", 0.7), ("exact_topk", 1.0)])
 def test_a_selection_policy_stores_all_and_reads_its_budget_with_what_finding_costs(tiny, name, least):
     lm, budget = tiny("tiny-llama-gqa"), SMALL[name]["budget"]
-    policy = kvlab.policy(name, **SMALL[name])
+    policy = small(name)
     with kvlab.compress(lm.model, policy, max_new_tokens=40) as session, torch.inference_mode():
         out = lm.model(prompt(60))
         for step in range(1, 41):

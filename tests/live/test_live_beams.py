@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.live_runs import EVERYTHING, SMALL, agree, generate, left_padded, prompt
+from support.live_runs import EVERYTHING, SMALL, agree, everything, generate, left_padded, prompt, small
 from support.tensors import sets
 
 import kvlab
-
-
-def small(name):
-    return kvlab.policy(name, **SMALL[name])
-
-
-def everything(name):
-    return kvlab.policy(name, **EVERYTHING[name])
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

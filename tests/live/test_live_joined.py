@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.live_runs import EVERYTHING, SMALL, prompt
+from support.live_runs import SMALL, everything, prompt, small
 from support.tensors import sets
 
 import kvlab
@@ -32,7 +32,7 @@ def alone(model, one, ids, fed):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_joined_sessions_go_as_each_goes_alone(tiny, rows):
     model, ids, fed = tiny().model, prompt(40, seed=1, rows=rows), prompt(8, seed=2, rows=rows)
-    policies = [kvlab.policy("full"), *(kvlab.policy(name, **SMALL[name]) for name in SMALL)]
+    policies = [kvlab.policy("full"), *(small(name) for name in SMALL)]
     sessions = [ended(model, one, ids)[0] for one in policies]
     with kvlab.compress(model, "full", turns="leave") as together:
         past = together.join(sessions)
@@ -50,7 +50,7 @@ def test_joined_sessions_go_as_each_goes_alone(tiny, rows):
 @torch.inference_mode()
 def test_what_rests_while_decoding_may_be_fed_at_once(tiny):
     model, ids, fed = tiny().model, prompt(40, seed=3), prompt(6, seed=4)
-    policies = [kvlab.policy(name, **SMALL[name]) for name in ("snapkv", "dapq", "zigzagkv", "compilerkv")]
+    policies = [small(name) for name in ("snapkv", "dapq", "zigzagkv", "compilerkv")]
     sessions = [ended(model, one, ids)[0] for one in policies]
     with kvlab.compress(model, "full", turns="leave") as together:
         joined = model(fed.expand(len(policies), -1), past_key_values=together.join(sessions)).logits
@@ -62,7 +62,7 @@ def test_what_rests_while_decoding_may_be_fed_at_once(tiny):
 def test_who_cannot_take_tokens_back_still_cannot(tiny):
     model, ids = tiny().model, prompt(40)
     for name, refused in (("snapkv", False), ("h2o", True)):
-        session, _ = ended(model, kvlab.policy(name, **SMALL[name]), ids)
+        session, _ = ended(model, small(name), ids)
         with kvlab.compress(model, "full", turns="leave") as together:
             past = together.join([session])
             model(prompt(2), past_key_values=past)
@@ -98,7 +98,7 @@ def test_what_cannot_be_joined_is_refused(tiny):
 @torch.inference_mode()
 def test_another_policy_takes_over_all_of_the_joined(tiny):
     model, ids = tiny().model, prompt(40)
-    sessions = [ended(model, kvlab.policy(name, **EVERYTHING[name]), ids)[0] for name in ("h2o", "morphkv")]
+    sessions = [ended(model, everything(name), ids)[0] for name in ("h2o", "morphkv")]
     with kvlab.compress(model, "full", turns="leave") as together:
         past = together.join(sessions)
         model(prompt(1).expand(2, -1), past_key_values=past)

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracles
+from support.cases import SHAPES
+from support.measured_files import head_scores
+from support.refusals import one_sentence
 from support.tensors import exact, layer, sets
 
 import kvlab
-from kvlab.errors import KvlabError
 
-SHAPES = [(8, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 LAYERS, STEPS = 3, 52
 
 
@@ -22,25 +23,10 @@ def model(seed, heads=8, kv_heads=2, prompt=60, steps=STEPS, layers=LAYERS):
     return layer(seed, heads, kv_heads, prompt=prompt, layers=layers, new=steps)
 
 
-def content(scores, kv_heads):
-    return dict(
-        model="tensors",
-        sha256="0" * 64,
-        n_layers=len(scores),
-        heads=len(scores[0]),
-        kv_heads=kv_heads,
-        contexts=[512],
-        depths=[0.5],
-        seed=0,
-        kvlab="0",
-        scores=scores,
-    )
-
-
 def head_file(folder, scores, kv_heads, **other):
     """Scores by query head; a KV head is worth its group's best."""
     path = folder / "heads.json"
-    path.write_text(json.dumps(content(scores, kv_heads) | other))
+    path.write_text(json.dumps(head_scores(scores, kv_heads) | other))
     return str(path)
 
 
@@ -232,7 +218,7 @@ def test_a_fraction_of_the_prompt():
 
 # What cannot be done
 
-GOOD = content([[0.1, 0.2, 0.3, 0.4]] * 3, 2)
+GOOD = head_scores([[0.1, 0.2, 0.3, 0.4]] * 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -246,13 +232,12 @@ GOOD = content([[0.1, 0.2, 0.3, 0.4]] * 3, 2)
         (json.dumps(GOOD | dict(scores=[[0.1] * 4, [0.1] * 4, [0.1] * 3])), "scores"),
         (json.dumps(GOOD | dict(scores=[[0.1, 0.2, 0.3, float("nan")]] * 3)), "scores"),
         (json.dumps(GOOD | dict(scores=[[0.1, 0.2, 0.3, "high"]] * 3)), "scores"),
-        (json.dumps(content([[0.1] * 4] * 2, 2)), "layers"),
-        (json.dumps(content([[0.1] * 4] * 3, 1)), "heads"),
+        (json.dumps(head_scores([[0.1] * 4] * 2, 2)), "layers"),
+        (json.dumps(head_scores([[0.1] * 4] * 3, 1)), "heads"),
         (json.dumps(GOOD | dict(kv_heads=3)), "heads"),
     ],
 )
 def test_a_damaged_head_file(tmp_path, text, said):
     (tmp_path / "heads.json").write_text(text)
-    with pytest.raises(KvlabError, match=said) as caught:
+    with one_sentence(said):
         replayed(model(12, 4, 2, steps=0), 60, budget=30, sinks=2, recent=8, heads=str(tmp_path / "heads.json"))
-    assert "\n" not in str(caught.value)

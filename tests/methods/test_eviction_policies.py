@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from support import oracles
-from support.stepwise import LAYERS, SHAPES, agrees, decided, inputs, named, never_comes_back, tensor, watched
+from support.cases import SHAPES, named
+from support.refusals import refusal
+from support.stepwise import LAYERS, agrees, begun, decided, inputs, never_comes_back, tensor, watched
 from support.tensors import exact, layer, sets, with_attention
 
 import kvlab
-from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
-from kvlab.methods import Prompt
 from kvlab.methods.clock import decode
 
 CASES = [
@@ -244,33 +244,13 @@ def test_keyformers_temperature_stays_at_its_end_beyond_what_was_announced(annou
         oracles.oracle_keyformer(*exact(*(t[i] for t in tensors)), 50, 20, gumbel[i], 0.2, 0.3, 5.0, announced)
         for i in range(LAYERS)
     ]
-    store = begun(policy, tensors, 50, announced)
+    store = begun(policy, tensors, 50, announced, accumulated=accumulated(*tensors[:2], 50))
     for t in range(1, 51):
         step_of(policy, store, tensors, 50 + t - 1)
         assert [sets(row) for row in store.positions] == [steps[t]["stored"] for steps in expected], f"step {t}"
 
 
 # Several tokens at once
-
-
-def begun(policy, tensors, prompt, max_new_tokens=0):
-    """A store of the prompt, compressed."""
-    queries, keys, values = (t[:, :, :prompt] for t in tensors)
-    store = LayerStore(keys.clone(), values.clone())
-    store.layers = (0, 1)
-    policy.compress(
-        store,
-        Prompt(
-            queries,
-            keys,
-            values,
-            (0, 1),
-            2,
-            accumulated=accumulated(queries, keys, prompt),
-            max_new_tokens=max_new_tokens,
-        ),
-    )
-    return store
 
 
 def step_of(policy, store, tensors, position):
@@ -282,7 +262,7 @@ def step_of(policy, store, tensors, position):
 @pytest.mark.parametrize("together", [1, 5, 40])
 def test_a_turn_that_leaves_many_too_many_is_brought_down_by_the_next_step(name, together):
     policy, tensors = kvlab.policy(name, budget=20), inputs(10, 4, 2, 100)
-    store = begun(policy, tensors, 50)
+    store = begun(policy, tensors, 50, accumulated=accumulated(*tensors[:2], 50))
     store.append(*(t[:, :, 50 : 50 + together] for t in tensors[1:]))
     before = [sets(row) for row in store.positions]
     step_of(policy, store, tensors, 50 + together)
@@ -298,12 +278,8 @@ def test_a_turn_that_leaves_many_too_many_is_brought_down_by_the_next_step(name,
 
 
 def refused(name, tensors=None, **parameters):
-    queries, keys, values = inputs(9, 4, 2, 60) if tensors is None else tensors
-    with pytest.raises(KvlabError) as caught:
-        kvlab.policy(name, **parameters).keep(queries, keys, values, accumulated=torch.ones(2, 4, 60))
-    sentence = str(caught.value)
-    assert len(sentence.split()) >= 4 and "\n" not in sentence
-    return sentence
+    tensors, accumulated = inputs(9, 4, 2, 60) if tensors is None else tensors, torch.ones(2, 4, 60)
+    return refusal(lambda: kvlab.policy(name, **parameters).keep(*tensors, accumulated=accumulated))
 
 
 @pytest.mark.parametrize("name", NAMES)

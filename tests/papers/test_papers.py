@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
+from support.paths import ROOT
+from support.refusals import one_sentence
 
 from kvlab import papers
 from kvlab.errors import KvlabError
@@ -349,14 +350,13 @@ def test_unknown_names_teach():
 def test_a_bad_file_is_one_sentence(tmp_path, text, match):
     path = tmp_path / "x.yaml"
     path.write_text(text)
-    with pytest.raises(KvlabError, match=match) as caught:
+    with one_sentence(match):
         papers.load_file(path)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_page_on_claims_is_true(capsys):
     """Its example is a real claim as it stands, its tables name every key, kind and test, and its code runs."""
-    page = (Path(__file__).parents[2] / "docs" / "claims.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     (example,) = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
     real = next(entry for entry in CLAIMS if entry.id == example["id"])
     assert Claim.model_validate({**example, "paper": real.paper, "experiment": real.experiment}) == real

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from support.paths import ROOT
 from support.projects import blank_store
 from support.texts import FERRY
 
@@ -20,7 +21,6 @@ from kvlab import cli
 from kvlab.inputs import models
 from kvlab.inputs.models import loading
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = typer.main.get_command(cli.app).commands
 

@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from kvlab import papers
 from kvlab.methods import lookup
@@ -20,7 +21,6 @@ from kvlab.traces import shared
 from kvlab.workbench import project
 from kvlab.workbench.report import page
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvlab"
 
 

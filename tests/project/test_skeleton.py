@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.paths import ROOT
 
 import kvlab
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What is imported under another name than that of its distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
@@ -233,8 +233,26 @@ def test_no_file_knows_one_machine_or_registry():
     assert not found
 
 
+def everywhere() -> list[Path]:
+    """The Python files of the package, of its tests and of the benchmarks."""
+    return [*sources(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").glob("*.py"))]
+
+
+def test_no_file_is_longer_than_a_few_screens():
+    lines = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in everywhere()}
+    assert len(lines) > 300 and not {name: count for name, count in lines.items() if count > 400}
+
+
+def test_no_test_imports_from_a_test():
+    """What tests share is in tests/support/ or is a fixture of a conftest.py."""
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    modules = {path.stem for path in tests if path.stem.startswith("test_")}
+    found = {path.name: {name.partition(".")[0] for name in imports(path)} & modules for path in tests}
+    assert modules and not {name: shared for name, shared in found.items() if shared}
+
+
 def test_long_lines_and_pickles_are_not_ours():
-    files = [*sources(), *sorted((ROOT / "tests").rglob("*.py"))]
+    files = everywhere()
     assert not [
         f"{path.name}:{number}"
         for path in files

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support import oracles
+from support.cases import named
 from support.replaying import (
     HEAD_DIM,
     HEADS,
@@ -15,7 +16,6 @@ from support.replaying import (
     from_table,
     key,
     measured_by_oracle,
-    named,
     oracle,
     replayed,
     tensors,

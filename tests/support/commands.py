@@ -24,3 +24,10 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
         cli.main(list(arguments))
     said = capsys.readouterr()
     return left.value.code, said.out, said.err
+
+
+def complaint(capsys, *arguments: str, code: int = 1) -> str:
+    """The one line with which the command refuses and ends with this exit code; nothing goes to stdout."""
+    left, out, err = call(capsys, *arguments)
+    assert (left, out) == (code, "") and err.startswith("kvlab: ") and err.count("\n") == 1, err
+    return err

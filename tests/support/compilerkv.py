@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import tempfile
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from kvlab.analyses.compilerkv import ablation, quality, theorem, veto
 from kvlab.analyses.findings import Findings
 from kvlab.traces.trace import Trace
+from support.measured_files import table_file
 from support.tensors import exact, layer, sets, with_attention
 
 PROMPT, STEPS, LAYERS, HEADS, KV_HEADS = 600, 4, 3, 4, 2
@@ -37,27 +37,12 @@ RISK = np.random.default_rng(4).uniform(0.35, 0.55, (LAYERS, *CELLS)).round(3)
 WEIGHTS = np.random.default_rng(5).uniform(0.2, 2, (LAYERS, HEADS)).round(3)
 
 
-def write(folder, name, heads, risk):
-    """A file of tables, as CompilerKV takes it."""
-    path = folder / f"{name}.json"
-    path.write_text(
-        json.dumps(
-            {
-                "model": "tensors",
-                "heads": None if heads is None else heads.tolist(),
-                "risk": None if risk is None else risk.tolist(),
-            }
-        )
-    )
-    return str(path)
-
-
 @functools.cache
 def tables() -> str:
     """The file that holds both `WEIGHTS` and `RISK`."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
-    return write(Path(folder.name), "both", WEIGHTS, RISK)
+    return table_file(Path(folder.name), heads=WEIGHTS, risk=RISK)
 
 
 @functools.cache

@@ -36,6 +36,16 @@ SMALL = {
 EVERYTHING = {name: dict(parameters, budget=2000) for name, parameters in SMALL.items()} | {"full": {}}
 
 
+def small(name):
+    """The policy at a budget at which it acts."""
+    return kvlab.policy(name, **SMALL.get(name, {}))
+
+
+def everything(name):
+    """The policy at a budget beyond every prompt of the tests."""
+    return kvlab.policy(name, **EVERYTHING[name])
+
+
 def prompt(length, seed=0, rows=1):
     """Token ids `[rows, length]` of the tiny vocabulary, none of them special."""
     return torch.randint(3, 256, (rows, length), generator=torch.Generator().manual_seed(seed))
@@ -54,6 +64,11 @@ def generate(model, ids, n=12, **options):
     fixed = dict(max_new_tokens=n, min_new_tokens=n, output_logits=True, return_dict_in_generate=True)
     mask = options.pop("attention_mask", torch.ones_like(ids))
     return model.generate(ids, attention_mask=mask, **fixed | dict(do_sample=False, pad_token_id=0) | options)
+
+
+def continued(model, past, ids, n=12, **options):
+    """A response to `ids`, of which `past` holds the beginning."""
+    return generate(model, ids, n, past_key_values=past, **options)
 
 
 def agree(found, expected, atol=1e-4):
@@ -91,7 +106,7 @@ class Witness(Probe):
 def witnessed(lm_of, name, length=60, steps=200):
     """A live run of the small budget on a tiny model: session, witness, and a trace of the same prompt alone."""
     lm = lm_of("tiny-llama-gqa")
-    ids, policy = prompt(length, seed=3), kvlab.policy(name, **SMALL[name])
+    ids, policy = prompt(length, seed=3), small(name)
     witness = Witness()
     with kvlab.compress(lm.model, policy, probes=[witness], max_new_tokens=steps) as session:
         out = generate(lm.model, ids, steps + 1)

@@ -11,10 +11,6 @@ from support.tensors import exact, layer, sets, shaken
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PROMPT, STEPS = 2, 6, 2, 16, 48, 40
 
 
-def named(case):
-    return "-".join([case[0], *(f"{k}{v}" for k, v in case[1].items())])
-
-
 @lru_cache
 def tensors(seed=21):
     queries, keys, values = layer(seed, HEADS, KV_HEADS, HEAD_DIM, PROMPT, STEPS, layers=LAYERS)

@@ -7,6 +7,17 @@ from matplotlib.figure import Figure
 from kvlab.workbench.store import database, tracking
 from support.projects import EXPERIMENT
 
+ARTIFACTS = {
+    "notebook/toy.ipynb",
+    "notebook/toy.html",
+    "figures/curve.png",
+    "figures/curve.svg",
+    "tables/errors.parquet",
+    "tables/errors.json",
+    "claims.json",
+}
+"""What the toy notebook's job leaves in the store."""
+
 
 def runs(kind: str, name: str = EXPERIMENT) -> list:
     """The runs of a kind of an experiment in the store, oldest first."""

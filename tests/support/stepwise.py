@@ -7,20 +7,27 @@ import numpy as np
 import torch
 
 import kvlab
+from kvlab.core.store import LayerStore
 from kvlab.instruments.probes import Probe
+from kvlab.methods import Prompt
 from support.tensors import exact, layer, sets, shaken
 
-SHAPES = [(8, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 LAYERS, HEAD_DIM = 2, 16
-
-
-def named(case):
-    return "-".join([case[0], *(f"{k}{v}" for k, v in case[1].items())])
+SELECTING = ["quest", "sparq", "hybrid", "rocketkv"]
 
 
 def inputs(seed, heads, kv_heads, prompt, steps=0):
     """Queries, keys and values of two layers, float32."""
     return layer(seed, heads, kv_heads, HEAD_DIM, prompt, steps, layers=LAYERS)
+
+
+def begun(policy, tensors, prompt, max_new_tokens=0, **more):
+    """A store of the first `prompt` tokens, compressed; more: as `Prompt` takes it."""
+    queries, keys, values = (t[:, :, :prompt] for t in tensors)
+    store = LayerStore(keys.clone(), values.clone())
+    store.layers = (0, 1)
+    policy.compress(store, Prompt(queries, keys, values, store.layers, 2, max_new_tokens=max_new_tokens, **more))
+    return store
 
 
 class Watch(Probe):

@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.longbench import record
+from support.refusals import one_sentence
 from support.texts import FERRY
 
 from kvlab import scores
@@ -19,27 +21,14 @@ MINILONGBENCH = Path(__file__).parents[3] / "shared" / "data" / "minilongbench"
 needs_data = pytest.mark.skipif(not MINILONGBENCH.is_dir(), reason="the sample of MiniLongBench is not there")
 
 
-def record(task: str, **changes) -> dict:
-    return {
-        "dataset": task,
-        "_id": f"{task}-{len(changes)}",
-        "context": FERRY,
-        "input": "Who owned the piano?",
-        "answers": ["Ilse Brandt"],
-        "all_classes": ["Person", "Date"] if task in ("trec", "lsht") else None,
-        "length": 300,
-        "language": "en",
-    } | changes
-
-
 @pytest.fixture
 def folder(tmp_path):
     """folder(records...): a folder with a file for each task."""
 
     def write(*records: dict) -> str:
-        for record in records:
-            with (tmp_path / f"{record['dataset']}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        for row in records:
+            with (tmp_path / f"{row['dataset']}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
         return str(tmp_path)
 
     return write
@@ -207,9 +196,9 @@ def test_without_a_network_the_hub_is_one_sentence(own_home, small, monkeypatch)
         raise ConnectionError("no route to host\nmore")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(KvlabError, match=r"cannot get data.zip .* \(no route to host\); give folder=") as told:
+    with one_sentence(r"cannot get data.zip .* \(no route to host\); give folder="):
         list(LongBench(hub=True).examples(small))
-    assert "\n" not in str(told.value) and not list(own_home.rglob("*.jsonl"))
+    assert not list(own_home.rglob("*.jsonl"))
 
 
 @needs_data
@@ -228,7 +217,7 @@ def test_the_sample_of_all_21_tasks_loads(lm):
 def test_ready_prompts_are_left_as_they_are(lm):
     from kvlab.inputs import longbench_records
 
-    for record in longbench_records.read(MINILONGBENCH):
-        context, question = parts(record)
-        assert context + question == record.prompt and len(question) > 0
+    for sample in longbench_records.read(MINILONGBENCH):
+        context, question = parts(sample)
+        assert context + question == sample.prompt and len(question) > 0
     assert list(LongBench(folder=MINILONGBENCH, length=4000, longer="skip", tasks="qasper").examples(lm))

@@ -8,10 +8,12 @@ import re
 
 import pytest
 import torch
+from support.commands import call, complaint
+from support.measured_files import head_scores
+from support.refusals import one_sentence
 from support.texts import FERRY
 
 import kvlab
-from kvlab import cli
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
 from kvlab.methods import lookup
@@ -24,33 +26,13 @@ SHIPPED = "smollm2-135m"
 
 
 @pytest.fixture(scope="module")
-def reader(tiny):
-    """A random model that shares the default model's tokenizer."""
-    return tiny("tiny-llama-gqa", tokenizer=SHIPPED)
-
-
-@pytest.fixture(scope="module")
 def scores(reader):
     return measure(reader, context=64, needles=3, seed=1, hay=HAY, progress=False)
 
 
 def content(**changes) -> dict:
     """What a file holds of a model of 2 layers, 4 query heads and 2 KV heads."""
-    good = dict(
-        format="kvlab-heads-1",
-        model="m",
-        sha256="0" * 64,
-        n_layers=2,
-        heads=4,
-        kv_heads=2,
-        contexts=[70],
-        depths=[0.5],
-        documents=["ferry@0"],
-        seed=0,
-        kvlab="0.1.0",
-        scores=[[0.1, 0.4, 0.2, 0.2], [0.3, 0.0, 0.5, 0.6]],
-    )
-    return good | changes
+    return head_scores([[0.1, 0.4, 0.2, 0.2], [0.3, 0.0, 0.5, 0.6]], 2) | changes
 
 
 # ---------------------------------------------------------------------------------------------------- the score
@@ -187,9 +169,9 @@ def test_a_kv_head_is_worth_its_best_query_head():
 def test_a_file_that_is_not_right_is_refused_by_name(tmp_path, text, said):
     path = tmp_path / "heads.json"
     path.write_text(text)
-    with pytest.raises(KvlabError, match=said) as caught:
+    with one_sentence(said) as caught:
         HeadScores.load(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 def test_no_such_file_or_name(tmp_path):
@@ -218,17 +200,11 @@ def test_the_default_models_scores_come_along(lm):
 # ---------------------------------------------------------------------------------------------------- the command
 
 
-def call(capsys, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        cli.main(["heads", *arguments])
-    return left.value.code, *capsys.readouterr()
-
-
 def test_the_command_writes_what_measure_finds(capsys, monkeypatch, tmp_path, reader, scores):
     monkeypatch.setattr("kvlab.inputs.models.load", lambda name: reader)
     monkeypatch.setattr("kvlab.inputs.corpus.documents_between", lambda *_, **__: iter(HAY))
     monkeypatch.chdir(tmp_path)
-    code, out, _ = call(capsys, "any", "--context", "64", "--needles", "3", "--seed", "1")
+    code, out, _ = call(capsys, "heads", "any", "--context", "64", "--needles", "3", "--seed", "1")
     assert code == 0 and out.splitlines()[-1] == "random-tiny-llama-gqa-heads.json"
     assert HeadScores.load(tmp_path / "random-tiny-llama-gqa-heads.json") == scores
     layer, head, best = scores.best(1)[0]
@@ -246,5 +222,4 @@ def test_the_command_writes_what_measure_finds(capsys, monkeypatch, tmp_path, re
     ],
 )
 def test_a_mistake_is_one_sentence(capsys, arguments, code, said):
-    left, out, err = call(capsys, *arguments)
-    assert left == code and out == "" and said in err and err.count("\n") == 1
+    assert said in complaint(capsys, "heads", *arguments, code=code)

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from support.refusals import one_sentence
 
 import kvlab
 from kvlab.errors import KvlabError
@@ -86,16 +87,15 @@ def test_a_missing_file_and_a_folder(tmp_path):
 )
 def test_damaged_files_get_a_sentence(saved, damage):
     saved.write_bytes(damage[1](saved.read_bytes()))
-    with pytest.raises(KvlabError, match=r"a\.trace is damaged or not a kvlab trace \(\w+\); capture") as caught:
+    with one_sentence(r"a\.trace is damaged or not a kvlab trace \(\w+\); capture"):
         kvlab.Trace.load(saved)
-    assert "\n" not in str(caught.value)
 
 
 def refused(path, content):
     path.write_bytes(content)
-    with pytest.raises(KvlabError) as caught:
+    with one_sentence() as caught:
         kvlab.Trace.load(path)
-    assert "\n" not in str(caught.value) and path.name in str(caught.value)
+    assert path.name in str(caught.value)
     return str(caught.value)
 
 

@@ -1,6 +1,9 @@
-"""What tests of figures share."""
+"""What tests of figures share, and those of servers that come and go."""
 
 from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import matplotlib.pyplot as plt
 import pytest
@@ -16,3 +19,25 @@ def headless():
         plots.style()
         yield
         plt.close("all")
+
+
+class Health(BaseHTTPRequestHandler):
+    code = 200
+
+    def do_GET(self):
+        self.send_response(self.code)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def health():
+    """A server that answers with the code it is told to."""
+    handler = type("Told", (Health,), {})
+    with HTTPServer(("127.0.0.1", 0), handler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        handler.uri = f"http://127.0.0.1:{made.server_port}"
+        yield handler
+        made.shutdown()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from kvlab.errors import KvlabError
 from kvlab.workbench import lab
@@ -59,8 +59,7 @@ def test_without_its_note_every_copy_that_differs_counts_as_changed(folders, not
 
 
 def test_git_does_not_see_them():
-    root = Path(__file__).parents[2]
-    done = subprocess.run(["git", "check-ignore", "lab/a.ipynb"], cwd=root, capture_output=True, text=True)
+    done = subprocess.run(["git", "check-ignore", "lab/a.ipynb"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode == 128:
         pytest.skip("not a git checkout")
     assert done.returncode == 0

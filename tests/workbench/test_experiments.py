@@ -8,7 +8,9 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.projects import PARAMETERS, cell, experiment, notebook, project  # noqa: F401
+from support.paths import ROOT
+from support.projects import PARAMETERS, cell, experiment, notebook
+from support.refusals import one_sentence
 
 from kvlab.errors import KvlabError
 from kvlab.workbench import experiments
@@ -19,12 +21,12 @@ NAME = "zsmerge_error_curves"
 
 
 def test_own_experiments_parse():
-    for path in sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml")):
+    for path in sorted((ROOT / "experiments").glob("*.yaml")):
         loaded = experiments.load(path.stem)
         assert set(loaded.profiles) >= {"quick", "full", "gpu"} and len(loaded.summary) > 20
 
 
-def test_grid_makes_jobs_and_profiles_change_them(project):  # noqa: F811
+def test_grid_makes_jobs_and_profiles_change_them(project):
     experiment(
         project,
         parameters={"seed": 1},
@@ -38,14 +40,14 @@ def test_grid_makes_jobs_and_profiles_change_them(project):  # noqa: F811
     assert len({job.key for job in quick + full}) == 5
 
 
-def test_overrides_from_the_command_line_take_the_notebooks_types(project):  # noqa: F811
+def test_overrides_from_the_command_line_take_the_notebooks_types(project):
     experiment(project, grid={"reduction": [0.1, 0.2]})
     (job,) = experiments.jobs(NAME, overrides={"seed": "3", "reduction": "1e-2", "names": "x,y", "boom": "true"})
     assert job.parameters == {"seed": 3, "reduction": 0.01, "names": ["x", "y"], "boom": True, "scale": 0.5}
     assert len(experiments.jobs(NAME, overrides={"reduction": [0.1, 0.2, 0.3]})) == 3
 
 
-def test_files_in_a_list_are_named_from_where_the_command_runs(project, tmp_path, monkeypatch):  # noqa: F811
+def test_files_in_a_list_are_named_from_where_the_command_runs(project, tmp_path, monkeypatch):
     experiment(project)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "notes.txt").write_text("Some notes.")
@@ -58,7 +60,7 @@ def test_files_in_a_list_are_named_from_where_the_command_runs(project, tmp_path
     assert found == [["sotu/1962", str(tmp_path / "elsewhere" / "notes.txt")]] * 2
 
 
-def test_a_text_may_be_left_out_and_nothing_else(project):  # noqa: F811
+def test_a_text_may_be_left_out_and_nothing_else(project):
     notebook(project / "notebooks" / "toy.ipynb", cell("heads = 'smollm2-135m'\nseed = 0", "parameters"))
     experiment(project, parameters={"seed": 0}, profiles={"quick": {}, "gpu": {"parameters": {"heads": None}}})
     found = [experiments.jobs(NAME, profile)[0].parameters["heads"] for profile in ("quick", "gpu")]
@@ -82,10 +84,9 @@ def test_a_text_may_be_left_out_and_nothing_else(project):  # noqa: F811
         ({"scale": object()}, "does not fit into JSON"),
     ],
 )
-def test_wrong_parameters_teach(project, overrides, match):  # noqa: F811
-    with pytest.raises(KvlabError, match=match) as caught:
+def test_wrong_parameters_teach(project, overrides, match):
+    with one_sentence(match):
         experiments.jobs(NAME, overrides=overrides)
-    assert "\n" not in str(caught.value)
 
 
 def test_values_become_plain_json():
@@ -111,14 +112,13 @@ def test_values_become_plain_json():
         ({"notebook": "notebooks/gone.ipynb"}, "gone.ipynb is missing"),
     ],
 )
-def test_a_wrong_yaml_is_one_sentence(project, changes, match):  # noqa: F811
+def test_a_wrong_yaml_is_one_sentence(project, changes, match):
     experiment(project, **changes)
-    with pytest.raises(KvlabError, match=match) as caught:
+    with one_sentence(match):
         experiments.jobs(NAME)
-    assert "\n" not in str(caught.value)
 
 
-def test_broken_yaml_unknown_names_and_profiles(project):  # noqa: F811
+def test_broken_yaml_unknown_names_and_profiles(project):
     (project / "experiments" / "broken.yaml").write_text("notebook: [")
     with pytest.raises(KvlabError, match=r"broken\.yaml is not valid YAML"):
         experiments.load("broken")
@@ -163,7 +163,7 @@ def test_parameters_of_reads_multiline_and_annotated_literals(tmp_path):
     }
 
 
-def test_the_key_follows_what_could_change_the_numbers(project, monkeypatch):  # noqa: F811
+def test_the_key_follows_what_could_change_the_numbers(project, monkeypatch):
     key = experiments.jobs(NAME)[0].key
     assert experiments.jobs(NAME)[0].key == key
     assert experiments.jobs(NAME, overrides={"seed": 1})[0].key != key
@@ -212,14 +212,13 @@ def test_the_key_follows_tables_that_come_with_kvlab_for_the_model(tmp_path, mon
         ({"documents": ["empty.txt"]}, "empty"),
     ],
 )
-def test_inputs_are_looked_at_before_anything_runs(project, parameters, match):  # noqa: F811
+def test_inputs_are_looked_at_before_anything_runs(project, parameters, match):
     (project / "empty.txt").write_text("  \n")
-    with pytest.raises(KvlabError, match=match) as caught:
+    with one_sentence(match):
         inputs.prepare([{"seed": 0}, parameters])
-    assert "\n" not in str(caught.value)
 
 
-def test_inputs_that_exist_pass(project):  # noqa: F811
+def test_inputs_that_exist_pass(project):
     (project / "text.txt").write_text("A text of one's own.")
     inputs.prepare([{"document": str(project / "text.txt"), "model": "random:tiny-llama-gqa", "seed": 1}])
 
@@ -233,7 +232,7 @@ def test_inputs_that_exist_pass(project):  # noqa: F811
         ({"profiles": {"quick": {"parameters": {"names": ["texts/../../x"]}}}}, r"leaves the project"),
     ],
 )
-def test_a_yaml_cannot_lead_out_of_the_project_but_a_person_can(project, changes, match):  # noqa: F811
+def test_a_yaml_cannot_lead_out_of_the_project_but_a_person_can(project, changes, match):
     experiment(project, **changes)
     with pytest.raises(KvlabError, match=match):
         experiments.load(NAME)
@@ -242,7 +241,7 @@ def test_a_yaml_cannot_lead_out_of_the_project_but_a_person_can(project, changes
     assert job.parameters["names"] == ["/etc/passwd"]
 
 
-def test_a_mistake_is_told_with_its_line(project):  # noqa: F811
+def test_a_mistake_is_told_with_its_line(project):
     path = project / "experiments" / f"{NAME}.yaml"
     path.write_text(
         "notebook: notebooks/toy.ipynb\ndescription: A toy.\nprofiles:\n  quick:\n    grid:\n      seed: 3\n"

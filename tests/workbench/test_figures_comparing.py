@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import figures
+from support import drawing
 
 from kvlab.workbench.figures import comparing, plots
 
-drawing = pytest.fixture(autouse=True)(figures.headless)
+pytestmark = pytest.mark.usefixtures("headless")
 
 
 @given(st.lists(st.floats(0, 1), max_size=15), st.floats(0.01, 0.2))
@@ -40,17 +40,17 @@ def test_differences_are_coloured_by_which_side_of_zero_they_lie_on():
     ax = comparing.forest(rows, xlabel="gain", title="gains")
     dots = [line.get_color() for line in ax.lines if line.get_marker() == "o"]
     assert dots == ["#0072B2", comparing.FAINT, "#D55E00"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["up", "across", "down"]
-    assert {"A", "B"} <= {text.get_text() for text in ax.texts}
+    assert drawing.ticks(ax, "y") == ["up", "across", "down"]
+    assert {"A", "B"} <= set(drawing.texts(ax))
 
 
 def test_dots_stand_in_the_order_given():
     rows = pd.DataFrame({"policy": ["quest", "dapq"], "value": [0.25, 0.5], "low": [0.2, 0.4], "high": [0.3, 0.6]})
     ax = comparing.dots(rows, xlabel="x", title="t", reference=(0.1, "full cache"))
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["quest", "dapq"]
+    assert drawing.ticks(ax, "y") == ["quest", "dapq"]
     tints = [label.get_color() for label in ax.get_yticklabels()]
     assert tints == [comparing.colour("quest"), comparing.colour("dapq")]
-    assert {"0.25", "0.50", "full cache"} == {text.get_text() for text in ax.texts}
+    assert {"0.25", "0.50", "full cache"} == set(drawing.texts(ax))
 
 
 def test_whiskers_stand_aside_of_one_another_and_reach_the_interval():
@@ -69,14 +69,8 @@ def test_whiskers_stand_aside_of_one_another_and_reach_the_interval():
     assert [segment[:, 1].tolist() for segment in ax.collections[0].get_segments()] == [[0.5, 1.25]] * 2
 
 
-def test_doublings_are_equally_wide_and_named():
-    _, ax = plt.subplots()
-    comparing.doublings(ax, [64, 1024])
-    assert figures.ticks(ax) == ["64", "1,024"] and ax.get_xscale() == "log"
-
-
 def test_a_table_of_findings_stands_beside_the_paper():
     rows = pd.DataFrame({"part": ["b", "a"], "value": [0.1, 0.3], "low": [0.0, 0.2], "high": [0.2, 0.4]})
     ax = comparing.beside_paper({"a": 20.0}, rows, key="part", scale=100, ylabel="loss, %")
-    assert figures.ticks(ax) == ["b", "a"]
-    assert figures.bars(ax, plots.PAPER) == [20.0] and figures.bars(ax, plots.COLOURS[0]) == pytest.approx([10, 30])
+    assert drawing.ticks(ax) == ["b", "a"]
+    assert drawing.bars(ax, plots.PAPER) == [20.0] and drawing.bars(ax, plots.COLOURS[0]) == pytest.approx([10, 30])

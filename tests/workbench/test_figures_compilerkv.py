@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from support import compilerkv, figures
+from support import compilerkv, drawing
 from support.compilerkv import BUDGETS, HEADS, LAYERS, PROMPT, SHARE, SHARES, TRACES, tables
 
 from kvlab import papers
@@ -13,7 +13,7 @@ from kvlab.analyses.compilerkv import ablation, printed, quality, theorem, thres
 from kvlab.workbench.figures import compilerkv as draw
 from kvlab.workbench.figures import plots
 
-drawing = pytest.fixture(autouse=True)(figures.headless)
+pytestmark = pytest.mark.usefixtures("headless")
 
 BLUE, ORANGE = plots.COLOURS[:2]
 
@@ -32,29 +32,29 @@ def test_table_1_has_the_paper_beside_every_method(found):
     figure = draw.table_1(found["table_1"])
     left, middle, right = figure.axes
     scores = papers.figure("compilerkv", "table1")
-    assert figures.bars(left, plots.PAPER) == pytest.approx(paper(printed.retained(scores)))
+    assert drawing.bars(left, plots.PAPER) == pytest.approx(paper(printed.retained(scores)))
     retained = found["table_1"].frame(quality.RETAINED)
-    assert figures.bars(left, BLUE) == pytest.approx(retained["value"].tolist()) and len(retained) == 8
-    assert figures.ticks(left)[:3] == ["Compiler-\nKV", "filled\nup", "Dynamic-\nKV"]
+    assert drawing.bars(left, BLUE) == pytest.approx(retained["value"].tolist()) and len(retained) == 8
+    assert drawing.ticks(left)[:3] == ["Compiler-\nKV", "filled\nup", "Dynamic-\nKV"]
     for ax, measure in ((middle, "kept"), (right, "recall")):
         gains = [100 * found["table_1"].metrics[f"gain/{measure}/{rival}"] for rival in quality.RIVALS]
         filled = [100 * found["table_1"].metrics[f"gain_filled/{measure}/{rival}"] for rival in quality.RIVALS]
-        assert figures.bars(ax, plots.PAPER) == pytest.approx([100 * gain for gain in paper(printed.gains(scores))])
-        assert figures.bars(ax, BLUE) == pytest.approx(gains)
+        assert drawing.bars(ax, plots.PAPER) == pytest.approx([100 * gain for gain in paper(printed.gains(scores))])
+        assert drawing.bars(ax, BLUE) == pytest.approx(gains)
         (diamonds,) = [line for line in ax.lines if line.get_marker() == "D"]
         assert list(diamonds.get_ydata()) == pytest.approx(filled)
-        assert figures.legend(ax) == ["paper: LongBench", "here, as the gate decides", "filled up"]
+        assert drawing.legend(ax) == ["paper: LongBench", "here, as the gate decides", "filled up"]
 
 
 def test_figure_2_has_a_curve_for_each_method_and_the_papers_averages_at_its_share(found):
     figure = draw.figure_2(found["figure_2"], SHARE * PROMPT)
     left, middle, right = figure.axes
     for ax, measure in ((left, "kept"), (middle, "recall")):
-        curves = figures.curves(ax)
+        curves = drawing.curves(ax)
         assert set(curves) == {quality.LABELS[name] for name in ("compilerkv", "filled", *quality.RIVALS)}
         expected = [found["figure_2"].metrics[f"{measure}/h2o/{budget}"] for budget in BUDGETS]
         assert curves["H2O"] == (list(BUDGETS), pytest.approx(expected))
-        assert figures.ticks(ax) == [str(budget) for budget in BUDGETS]
+        assert drawing.ticks(ax) == [str(budget) for budget in BUDGETS]
     dashed = next(line for line in left.lines if line.get_linestyle() == "--")
     assert dashed.get_label() == "CompilerKV, filled up" and dashed.get_color() == BLUE
     diamonds = left.collections[-1].get_offsets()
@@ -62,7 +62,7 @@ def test_figure_2_has_a_curve_for_each_method_and_the_papers_averages_at_its_sha
     assert diamonds[:, 1].tolist() == pytest.approx(paper(printed.retained(papers.figure("compilerkv", "table1"))))
     stored = [found["figure_2"].metrics[f"stored/compilerkv/{budget}"] for budget in BUDGETS]
     assert list(right.lines[0].get_ydata()) == pytest.approx(stored)
-    assert {"CompilerKV, filled up", "paper, table 1: LongBench over FullKV's"} <= set(figures.legend(figure))
+    assert {"CompilerKV, filled up", "paper, table 1: LongBench over FullKV's"} <= set(drawing.legend(figure))
 
 
 def test_table_2_has_the_papers_losses_and_what_each_setting_stores(found):
@@ -71,21 +71,21 @@ def test_table_2_has_the_papers_losses_and_what_each_setting_stores(found):
     lost = printed.parts(papers.figure("compilerkv", "table2"))
     parts = ["no_head_table", "static_threshold", "raw_attention"]
     for ax, measure in ((left, "kept"), (middle, "recall")):
-        assert figures.bars(ax, plots.PAPER) == pytest.approx([100 * lost[part] for part in parts])
+        assert drawing.bars(ax, plots.PAPER) == pytest.approx([100 * lost[part] for part in parts])
         ours = [100 * found["table_2"].metrics[f"ablation/{measure}/{part}"] for part in [*parts, "no_gate"]]
-        assert figures.bars(ax, BLUE) == pytest.approx(ours)
+        assert drawing.bars(ax, BLUE) == pytest.approx(ours)
     stored = [found["table_2"].metrics[f"ablation/stored/{part}"] for part in ["full", *parts, "no_gate"]]
-    assert figures.bars(right) == pytest.approx(stored)
-    assert figures.ticks(right)[0] == "Compiler-\nKV" and [300, 300] in [list(line.get_ydata()) for line in right.lines]
+    assert drawing.bars(right) == pytest.approx(stored)
+    assert drawing.ticks(right)[0] == "Compiler-\nKV" and [300, 300] in [list(line.get_ydata()) for line in right.lines]
 
 
 def test_without_tables_what_is_there_is_drawn():
     traces = TRACES[:1]
     left, middle, _ = draw.table_1(quality.table_1(traces, None, SHARE)).axes
-    assert len(figures.bars(left, BLUE)) == 8
-    assert figures.legend(middle) == ["paper: LongBench", "here, as the gate decides", "filled up"]
+    assert len(drawing.bars(left, BLUE)) == 8
+    assert drawing.legend(middle) == ["paper: LongBench", "here, as the gate decides", "filled up"]
     left, _, right = draw.table_2(ablation.table_2(traces, None, SHARE), 72).axes
-    assert figures.ticks(left) == ["raw\nattention"] and len(figures.bars(right)) == 2
+    assert drawing.ticks(left) == ["raw\nattention"] and len(drawing.bars(right)) == 2
 
 
 def test_thresholds_are_drawn_by_layer():
@@ -103,17 +103,17 @@ def test_the_steps_to_snapkv_by_share_by_layer_and_by_head(found):
     for tint, percent in ((plots.COLOURS[0], 7), (plots.COLOURS[2], 12)):
         lengths = [bar.get_width() for bar in left.patches if to_hex(bar.get_facecolor()) == tint.lower()]
         assert lengths == pytest.approx([metrics[f"steps/{step}/{percent}"] for step in range(7)])
-    assert figures.legend(left) == ["7 % of the prompt", "12 % of the prompt"]
-    curves = figures.curves(middle)
+    assert drawing.legend(left) == ["7 % of the prompt", "12 % of the prompt"]
+    curves = drawing.curves(middle)
     assert list(curves) == ["x value norms (CompilerKV)", "a set for each KV head", "pooling of 7 (SnapKV)"]
-    assert np.mean(curves["pooling of 7 (SnapKV)"][1]) == pytest.approx(metrics["steps/6/7"])
+    assert np.mean(curves["pooling of 7 (SnapKV)"].y) == pytest.approx(metrics["steps/6/7"])
     assert right.collections[0].get_array().shape == (LAYERS, HEADS)
 
 
 def test_a_point_for_each_head_on_both_sides_of_a2():
     found = theorem.theorem_4_1(TRACES[:1], SHARES, tables())
     (ax,) = draw.theorem_4_1(found).axes
-    assert figures.legend(ax) == ["7 % of the prompt", "12 % of the prompt"]
+    assert drawing.legend(ax) == ["7 % of the prompt", "12 % of the prompt"]
     for points, share in zip(ax.collections, SHARES, strict=True):
         rows = found.table[found.table["budget"] == share]
         assert points.get_offsets().tolist() == pytest.approx(rows[["bound", "lost"]].to_numpy())

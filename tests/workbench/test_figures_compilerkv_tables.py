@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
-from support import figures
+from support import drawing
 
 from kvlab.analyses.compilerkv import held_out, tables
 from kvlab.analyses.findings import Findings
@@ -12,7 +12,7 @@ from kvlab.methods.lookup import DecisionTables
 from kvlab.workbench.figures import compilerkv_tables as draw
 from kvlab.workbench.figures import plots
 
-drawing = pytest.fixture(autouse=True)(figures.headless)
+pytestmark = pytest.mark.usefixtures("headless")
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +23,11 @@ def shipped():
 def test_figure_a2_has_every_head_and_marks_the_papers_middle_layers(shipped):
     structure = tables.structure(shipped)
     left, right, _ = draw.figure_a2(shipped, structure).axes
-    assert left.collections[0].get_array().shape == (30, 9) and figures.titles(left.figure)[0].startswith("Figure A2")
+    assert left.collections[0].get_array().shape == (30, 9) and drawing.titles(left.figure)[0].startswith("Figure A2")
     assert list(right.lines[0].get_ydata()) == pytest.approx(structure.table["weight"].tolist())
     span = right.patches[0]
     assert (span.get_x(), span.get_x() + span.get_width()) == pytest.approx((12 / 31 * 29, 20 / 31 * 29))
-    assert figures.legend(right) == ["paper: low weights here (relative depth)"]
+    assert drawing.legend(right) == ["paper: low weights here (relative depth)"]
 
 
 def test_figure_a3_has_a_curve_for_each_perplexity_that_was_seen(shipped):
@@ -36,10 +36,10 @@ def test_figure_a3_has_a_curve_for_each_perplexity_that_was_seen(shipped):
     shown = left.collections[0].get_array()
     assert shown.shape == grid.shape and shown.count() == grid.notna().sum().sum()
     seen = grid.dropna(axis=1, how="all")
-    curves = figures.curves(right)
+    curves = drawing.curves(right)
     assert list(curves) == [*(f"perplexity about {column}" for column in seen), "paper: falls (no numbers)"]
     for column in seen:
-        assert curves[f"perplexity about {column}"][1] == seen[column].dropna().tolist()
+        assert curves[f"perplexity about {column}"].y == seen[column].dropna().tolist()
     _, (first, last) = curves["paper: falls (no numbers)"]
     assert first == grid.max().max() > last == grid.min().min()
 
@@ -52,12 +52,12 @@ def test_alpha_has_a_curve_for_each_log_and_table():
         for alpha, spread in ((0, 0.1 * scale), (1, 0.2 * scale))
     ]
     left, right = draw.alpha(Findings(pd.DataFrame(rows))).axes
-    curves = figures.curves(left)
+    curves = drawing.curves(left)
     assert list(curves) == [
         f"{table}, {words}" for words in ("evenly tried", "neutral preferred") for table in ("heads", "risk")
     ]
     assert curves["risk, neutral preferred"] == ([3e-4, 1], [0.2, 0.4])
-    assert figures.curves(right)["heads, evenly tried"][1] == [0.5, 0.5] and left.get_yscale() == "log"
+    assert drawing.curves(right)["heads, evenly tried"].y == [0.5, 0.5] and left.get_yscale() == "log"
 
 
 def test_comparisons_on_held_out_text_stand_in_their_order():
@@ -68,7 +68,7 @@ def test_comparisons_on_held_out_text_stand_in_their_order():
             ends = sorted((value - 0.5, value + 0.5))
             findings.set(held_out.GAIN, value, tuple(ends), measure=measure, comparison=comparison)
     left, right = draw.held_out(findings).axes
-    assert figures.ticks(left, "y") == list(held_out.COMPARED.values())[::-1]
+    assert drawing.ticks(left, "y") == list(held_out.COMPARED.values())[::-1]
     assert [list(line.get_xdata()) for line in left.lines if line.get_marker() == "o"] == [[n] for n in range(9, 0, -1)]
     ends = [segment[:, 0].tolist() for bars in right.collections for segment in bars.get_segments()]
     assert ends[0] == [-9.5, -8.5] and left.lines[0].get_color() == plots.COLOURS[0]

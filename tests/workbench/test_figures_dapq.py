@@ -6,7 +6,8 @@ import itertools
 
 import pandas
 import pytest
-from support.drawing import curve, curves, drawing, heights, named, seeded, ticks, title, values
+from support.drawing import bars, curves, legend, ticks, title
+from support.made_up import made_up, values
 
 from kvlab import papers
 from kvlab.analyses.dapq import position, pseudo, recall
@@ -16,25 +17,22 @@ from kvlab.workbench.figures import dapq as draw
 CONTENTS = ["F2L30", "F4L28", "RS_C", "RC_C", "Fix_C", "F4L28 at 0"]
 
 
-@pytest.fixture(autouse=True)
-def headless():
-    with drawing():
-        yield
+pytestmark = pytest.mark.usefixtures("headless")
 
 
 def test_table_1_stands_beside_the_papers_before_and_after_rope():
-    findings = seeded({position.SIMILARITY: {"rope": ["post", "pre"], "condition": position.CONDITIONS}})
+    findings = made_up({position.SIMILARITY: {"rope": ["post", "pre"], "condition": position.CONDITIONS}})
     printed = papers.figure("dapq", "table1").set_index("condition")
     figure = draw.table_1(findings, "tiny")
     for ax, rope in zip(figure.axes, ("post", "pre"), strict=True):
-        bars = [
+        expected = [
             value
             for condition in position.CONDITIONS
             for value in (printed.loc[condition, rope], findings.metrics[f"similarity/{rope}/{condition}"])
         ]
-        assert heights(ax) == pytest.approx(bars)
+        assert bars(ax) == pytest.approx(expected)
         assert ticks(ax) == ["SC & SP", "DC & SP", "SC & DP", "DC & DP"]
-        assert named(ax) == ["paper (Llama-3-8B)", "tiny"]
+        assert legend(ax) == ["paper (Llama-3-8B)", "tiny"]
     assert [title(ax) for ax in figure.axes] == ["Table 1, after RoPE", "Table 1, before RoPE"]
 
 
@@ -60,24 +58,28 @@ def test_figure_2b_has_a_curve_for_each_context_and_says_where_it_is_one_documen
         for i, s in enumerate(values)
     ]
     (ax,) = draw.figure_2b(Findings(pandas.DataFrame(rows))).axes
-    assert named(ax) == ["2k tokens", "4k tokens, one document"]
-    assert curve(ax, "2k tokens") == pytest.approx({9: 0.4, 10: 0.9})
-    assert curve(ax, "4k tokens, one document") == pytest.approx({9: 0.1, 10: 0.9})
+    assert legend(ax) == ["2k tokens", "4k tokens, one document"]
+    assert curves(ax)["2k tokens"].points() == pytest.approx({9: 0.4, 10: 0.9})
+    assert curves(ax)["4k tokens, one document"].points() == pytest.approx({9: 0.1, 10: 0.9})
 
 
 @pytest.fixture
 def figure_3():
     keys = {"measure": recall.MEASURES, "policy": ["dapq", *recall.OTHERS], "window": [8, 32], "budget": [64, 256]}
-    return seeded({recall.RECALL: keys, recall.LEAD: {**keys, "policy": recall.OTHERS}})
+    return made_up({recall.RECALL: keys, recall.LEAD: {**keys, "policy": recall.OTHERS}})
 
 
 def test_figure_3_runs_along_the_window_and_along_the_budget(figure_3):
     left, right = draw.figure_3(figure_3, 32, 256).axes
     at = {"measure": "window_recall", "policy": "snapkv"}
-    assert curve(left, "SnapKV (and PyramidKV)") == values(figure_3, recall.RECALL, "window", budget=256, **at)
-    assert curve(right, "SnapKV (and PyramidKV)") == values(figure_3, recall.RECALL, "budget", window=32, **at)
+    assert curves(left)["SnapKV (and PyramidKV)"].points() == values(
+        figure_3, recall.RECALL, "window", budget=256, **at
+    )
+    assert curves(right)["SnapKV (and PyramidKV)"].points() == values(
+        figure_3, recall.RECALL, "budget", window=32, **at
+    )
     assert ticks(left) == ["8", "32"] and ticks(right) == ["64", "256"] and left.get_xscale() == "log"
-    assert set(curves(left)) == set(named(right)) and len(curves(left)) == 4, "PyramidKV ranks as SnapKV does"
+    assert set(curves(left)) == set(legend(right)) and len(curves(left)) == 4, "PyramidKV ranks as SnapKV does"
     assert "256 entries" in title(left) and title(right).endswith("a window of 32") and left.get_legend() is None
 
 
@@ -85,26 +87,26 @@ def test_retained_sets_show_every_policy_and_both_leads(figure_3):
     left, right = draw.retained_sets(figure_3, 32).axes
     assert len(curves(left)) == 5
     kept = values(figure_3, recall.RECALL, "budget", measure="recall", policy="pyramidkv", window=32)
-    assert curve(left, "PyramidKV") == kept
-    assert named(right) == ["raw window scores", "retained sets"]
+    assert curves(left)["PyramidKV"].points() == kept
+    assert legend(right) == ["raw window scores", "retained sets"]
     for name, measure in (("raw window scores", "window_recall"), ("retained sets", "recall")):
         lead = values(figure_3, recall.LEAD, "budget", measure=measure, policy="snapkv", window=32)
-        assert curve(right, name) == lead
+        assert curves(right)[name].points() == lead
 
 
 def test_figure_6a_shows_each_content_and_the_papers_variation_beside_ours():
     at = {"measure": pseudo.MEASURES, "budget": [64, 128]}
-    findings = seeded({pseudo.CONTENT: {"content": CONTENTS, **at}, pseudo.VARIATION: at})
+    findings = made_up({pseudo.CONTENT: {"content": CONTENTS, **at}, pseudo.VARIATION: at})
     left, right = draw.figure_6a(findings).axes
-    assert ticks(left) == [*CONTENTS[:-1], "F4L28\nat 0-31"] and named(left) == ["64 entries", "128 entries"]
-    for bars, budget in zip(left.containers, (64, 128), strict=True):
+    assert ticks(left) == [*CONTENTS[:-1], "F4L28\nat 0-31"] and legend(left) == ["64 entries", "128 entries"]
+    for whiskers, budget in zip(left.containers, (64, 128), strict=True):
         recalls = values(findings, pseudo.CONTENT, "content", measure="recall", budget=budget)
-        assert list(bars[0].get_ydata()) == list(recalls.values())
-        low, high = bars[2][0].get_segments()[2][:, 1]
+        assert list(whiskers[0].get_ydata()) == list(recalls.values())
+        low, high = whiskers[2][0].get_segments()[2][:, 1]
         assert (low, high) == pytest.approx(findings.intervals[f"content/recall/RS_C/b{budget}"])
     printed = papers.figure("dapq", "section6_1").set_index("quantity")["value"]["coefficient_of_variation"]
     ours = [100 * findings.metrics[f"content/cv/recall/b{budget}"] for budget in (64, 128)]
-    assert heights(right) == pytest.approx([100 * printed, ours[0], 100 * printed, ours[1]])
+    assert bars(right) == pytest.approx([100 * printed, ours[0], 100 * printed, ours[1]])
 
 
 def test_figure_6b_has_a_curve_for_each_response_and_aligns_the_mass_lost():
@@ -113,8 +115,8 @@ def test_figure_6b_has_a_curve_for_each_response_and_aligns_the_mass_lost():
         for d, n, (m, r) in itertools.product("ab", (1, 8, 32), (("recall", 8), ("recall", 32), ("mass_lost", 32)))
     ]
     left, right = draw.figure_6b(Findings(pandas.DataFrame(rows)), 128).axes
-    assert named(left) == ["response of 32 tokens", "response of 8 tokens"] and "128 entries" in title(left)
-    assert curve(left, "response of 8 tokens") == pytest.approx({1: 0.19, 8: 0.26, 32: 0.5})
+    assert legend(left) == ["response of 32 tokens", "response of 8 tokens"] and "128 entries" in title(left)
+    assert curves(left)["response of 8 tokens"].points() == pytest.approx({1: 0.19, 8: 0.26, 32: 0.5})
     (lost,) = right.lines
     assert list(lost.get_ydata()) == pytest.approx([0.43, 0.5, 0.74])
     assert ticks(left) == ticks(right) == ["1", "8", "32"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
-from support import drawn
+from support import drawing
 from support.live_runs import prompt
 
 from kvlab import papers
@@ -43,15 +43,15 @@ def test_figures_10_and_11_compare_every_method_and_tell_how_far_snapkv_lies_beh
     figure = morphkv.figures_10_and_11(small)
     *measures, behind = figure.axes
     for ax, measure in zip(measures, windows.MEASURES, strict=True):
-        curves = drawn.curves(ax)
+        curves = drawing.curves(ax)
         assert list(curves) == ["MorphKV", "SnapKV", "SnapKV, a set for each KV head", "H2O", "StreamingLLM"]
-        assert curves["H2O"] == [small.metrics[f"{measure}/h2o/0.10"], small.metrics[f"{measure}/h2o/0.30"]]
+        assert curves["H2O"].y == [small.metrics[f"{measure}/h2o/0.10"], small.metrics[f"{measure}/h2o/0.30"]]
         assert ax.lines[0].get_xdata().tolist() == [10, 30]
-    assert len(figure.legends[0].get_texts()) == 5
+    assert len(drawing.legend(figure)) == 5
     drops = [100 * small.metrics[f"drop/step_recall/snapkv/{share}"] for share in ("0.10", "0.30")]
-    assert drawn.bars(behind, printed=False) == pytest.approx(drops)
-    assert drawn.bars(behind, printed=True) == [50], "the paper's average, at the smallest budget only"
-    assert drawn.ticks(behind.xaxis) == ["10%", "30%"] and drawn.names(behind) == ["score, paper", "recall, here"]
+    assert drawing.our_bars(behind) == pytest.approx(drops)
+    assert drawing.bars(behind, plots.PAPER) == [50], "the paper's average, at the smallest budget only"
+    assert drawing.ticks(behind) == ["10%", "30%"] and drawing.legend(behind) == ["score, paper", "recall, here"]
     figure.canvas.draw()
 
 
@@ -59,25 +59,25 @@ def test_figure_2a_shows_what_was_measured_and_the_formula(along):
     stored = sizes.against_formula(along.table, Geometry(2, 4, 2, 16), 24, 4)
     figure = morphkv.figure_2a(stored, "tiny")
     measured, predicted = figure.axes
-    assert drawn.title(measured) == "tiny: measured, and by formula (dashed)"
-    curves = drawn.curves(measured)
+    assert drawing.title(measured) == "tiny: measured, and by formula (dashed)"
+    curves = drawing.curves(measured)
     assert list(curves) == ["full cache", "SnapKV", "H2O", "MorphKV"]
     last = stored.table[stored.table["step"] == 90].set_index("policy")["measured"] / 2**20
-    assert curves["SnapKV"][-1] == pytest.approx(last["snapkv"].iloc[0])
+    assert curves["SnapKV"].y[-1] == pytest.approx(last["snapkv"].iloc[0])
     dashed = [line for line in measured.lines if line.get_linestyle() == "--"]
     assert len(dashed) == 4 and dashed[0].get_ydata()[-1] == pytest.approx(last["full"].iloc[0])
     by_formula = sizes.over_lengths("Qwen", 32, [16000]).set_index("method")["gigabytes"]
-    assert {name: curve[-1] for name, curve in drawn.curves(predicted).items()} == pytest.approx(
+    assert {name: curve.y[-1] for name, curve in drawing.curves(predicted).items()} == pytest.approx(
         {morphkv.NAMES[method]: size for method, size in by_formula.items()}
     )
-    assert [text.get_text() for text in predicted.texts] == ["all memory of an H100 (80 GB)"]
+    assert drawing.texts(predicted) == ["all memory of an H100 (80 GB)"]
 
 
 def test_figures_6_8_and_9_stand_beside_print():
     predicted = sizes.printed_sizes()
     figure = morphkv.figures_6_8_and_9(predicted)
     *benchmarks, saved = figure.axes
-    assert [drawn.title(ax) for ax in benchmarks] == [
+    assert [drawing.title(ax) for ax in benchmarks] == [
         "figure 6: 2,400 tokens",
         "figure 8: 7,273 tokens",
         "figure 9: 13,333 tokens",
@@ -86,13 +86,13 @@ def test_figures_6_8_and_9_stand_beside_print():
     for ax, benchmark, methods in zip(
         benchmarks, ("longwriter", "longgenbench", "longbench"), (names, names, ["snapkv", "morphkv"]), strict=True
     ):
-        assert drawn.ticks(ax.xaxis) == [morphkv.NAMES[method] for method in methods]
+        assert drawing.ticks(ax) == [morphkv.NAMES[method] for method in methods]
         ours = [predicted.metrics[f"relative_size/{benchmark}/{method}"] for method in methods]
-        assert drawn.bars(ax, printed=False) == ours
+        assert drawing.our_bars(ax) == ours
         table = papers.figure("morphkv", "sizes").query("benchmark == @benchmark").set_index("method")["ratio"]
-        assert drawn.bars(ax, printed=True) == table[methods].tolist()
-    assert drawn.bars(saved, printed=True) == pytest.approx([88.1, 52.9])
-    assert drawn.bars(saved, printed=False) == pytest.approx(
+        assert drawing.bars(ax, plots.PAPER) == table[methods].tolist()
+    assert drawing.bars(saved, plots.PAPER) == pytest.approx([88.1, 52.9])
+    assert drawing.our_bars(saved) == pytest.approx(
         [100 * predicted.metrics[f"saving/long_response/{method}"] for method in ("snapkv", "h2o")]
     )
 
@@ -102,12 +102,15 @@ def test_figure_7_sets_slopes_beside_the_judges(along, tiny):
     inside = responses.teacher_forced(tiny(), prompt(71, 5, rows=2), 40, policies)
     figure = morphkv.figure_7(along, inside)
     lost, drift, paper, slopes = figure.axes
-    assert list(drawn.curves(lost)) == list(drawn.curves(drift)) == ["SnapKV", "H2O", "MorphKV"]
+    assert list(drawing.curves(lost)) == list(drawing.curves(drift)) == ["SnapKV", "H2O", "MorphKV"]
     assert drift.get_ylabel() == "KL from the full cache (nats)"
-    assert drawn.curves(drift)["H2O"] == responses.binned(inside.table, "kl").query("policy == 'h2o'")["value"].tolist()
+    assert (
+        drawing.curves(drift)["H2O"].y
+        == responses.binned(inside.table, "kl").query("policy == 'h2o'")["value"].tolist()
+    )
     order = ["MorphKV", "H2O", "SnapKV"]
-    assert drawn.ticks(paper.xaxis) == drawn.ticks(slopes.xaxis) == order
-    assert drawn.bars(paper, printed=True) == pytest.approx([10, 16.5, 16.5])
+    assert drawing.ticks(paper) == drawing.ticks(slopes) == order
+    assert drawing.bars(paper, plots.PAPER) == pytest.approx([10, 16.5, 16.5])
     assert whiskers(paper, upright=True) == [pytest.approx((15, 18))] * 2, "MorphKV's is one number"
     ends = [
         findings.intervals[f"slope/{measure}/{name}"]
@@ -115,20 +118,20 @@ def test_figure_7_sets_slopes_beside_the_judges(along, tiny):
         for name in ("morphkv", "h2o", "snapkv")
     ]
     assert whiskers(slopes, upright=True) == [pytest.approx(pair) for pair in ends]
-    assert drawn.names(slopes) == ["mass lost", "KL (nats)"]
+    assert drawing.legend(slopes) == ["mass lost", "KL (nats)"]
     figure.canvas.draw()
 
 
 def test_tables_2_and_3_show_what_is_stated_and_what_is_left_out():
     on_responses, on_contexts = printed.long_responses(), printed.long_contexts()
     stated, tasks = morphkv.tables_2_and_3(on_responses, on_contexts).axes
-    assert drawn.ticks(stated.xaxis) == ["over SnapKV", "over H2O"]
-    assert drawn.bars(stated, printed=True) == pytest.approx([9.4, 18.2])
-    assert drawn.bars(stated, printed=False) == pytest.approx(
+    assert drawing.ticks(stated) == ["over SnapKV", "over H2O"]
+    assert drawing.bars(stated, plots.PAPER) == pytest.approx([9.4, 18.2])
+    assert drawing.our_bars(stated) == pytest.approx(
         [100 * on_responses.metrics[f"table2/gain_over_{method}"] for method in ("snapkv", "h2o")]
     )
-    assert drawn.bars(tasks, printed=False) == pytest.approx([-15.5, -6.0]), "TREC and LSHT, coloured"
-    assert len(drawn.bars(tasks, printed=True)) == 15
+    assert drawing.our_bars(tasks) == pytest.approx([-15.5, -6.0]), "TREC and LSHT, coloured"
+    assert len(drawing.bars(tasks, plots.PAPER)) == 15
 
 
 def test_table_6_has_a_row_for_each_capacity(ablation):
@@ -138,13 +141,14 @@ def test_table_6_has_a_row_for_each_capacity(ablation):
         *measures, paper = row
         fitting = [window for window in (2, 8, 32) if window < capacity]
         for ax, measure in zip(measures, windows.MEASURES, strict=True):
-            assert drawn.curves(ax) == {
+            assert {name: curve.y for name, curve in drawing.curves(ax).items()} == {
                 fusion: [ablation.metrics[f"{measure}/{fusion}/w{w}/c{capacity}"] for w in fitting]
                 for fusion in ("sum", "max")
             }
-            assert drawn.ticks(ax.xaxis) == ["2", "8", "32"]
-        assert drawn.title(measures[1]) == f"C + R = {capacity}: higher is better"
-        assert drawn.curves(paper) == {"Llama": [42, 45], "Mistral": [50, 52], "Qwen": [40, 47]}
+            assert drawing.ticks(ax) == ["2", "8", "32"]
+        assert drawing.title(measures[1]) == f"C + R = {capacity}: higher is better"
+        printed_scores = {name: curve.y for name, curve in drawing.curves(paper).items()}
+        assert printed_scores == {"Llama": [42, 45], "Mistral": [50, 52], "Qwen": [40, 47]}
         assert {to_hex(line.get_color()) for line in paper.lines} == {plots.PAPER}
     figure.canvas.draw()
 
@@ -152,27 +156,27 @@ def test_table_6_has_a_row_for_each_capacity(ablation):
 def test_along_the_response_there_is_a_curve_for_each_window(ablation):
     figure = morphkv.along_the_response(ablation, "max", 48)
     for ax, measure in zip(figure.axes, windows.MEASURES, strict=True):
-        curves = drawn.curves(ax)
-        assert list(curves) == ["R = 2", "R = 8", "R = 32"] and drawn.title(ax) == "max fusion, C + R = 48"
+        curves = drawing.curves(ax)
+        assert list(curves) == ["R = 2", "R = 8", "R = 32"] and drawing.title(ax) == "max fusion, C + R = 48"
         steps = windows.along(ablation, measure, "max", 48)
-        assert curves["R = 8"] == steps[steps["window"] == 8]["value"].tolist()
+        assert curves["R = 8"].y == steps[steps["window"] == 8]["value"].tolist()
 
 
 def test_tables_4_and_5_show_gains_by_window_and_regime_and_in_print(random_traces, ablation):
     regimes = windows.fusion_gains(random_traces, 4, 24, "writing")
     figure = morphkv.tables_4_and_5(ablation, regimes, printed.fusions(), 32)
     *measures, paper = figure.axes
-    assert drawn.ticks(measures[0].yaxis) == ["window 2 of 32", "window 8 of 32", "long response, 4 of 24"]
+    assert drawing.ticks(measures[0], "y") == ["window 2 of 32", "window 8 of 32", "long response, 4 of 24"]
     for ax, measure in zip(measures, windows.MEASURES, strict=True):
         ends = [ablation.intervals[f"gain/{measure}/w{window}/c32/max_to_sum"] for window in (2, 8)]
         ends.append(regimes.intervals[f"gain/{measure}/writing/max_to_sum"])
         assert whiskers(ax, upright=False) == [pytest.approx((100 * low, 100 * high)) for low, high in ends]
-    assert drawn.ticks(measures[1].yaxis) == [""] * 3
+    assert drawing.ticks(measures[1], "y") == [""] * 3
     scores = printed.fusions()
     (low, high), (fewest, most) = scores.intervals["table5/sum_over_max"], scores.intervals["table4/max_over_sum"]
     assert whiskers(paper, upright=False) == [
         pytest.approx((100 * low, 100 * high)),
         pytest.approx((-100 * most, -100 * fewest)),
     ]
-    assert drawn.ticks(paper.yaxis) == ["table 5, LongWriter", "table 4, LongBench"]
+    assert drawing.ticks(paper, "y") == ["table 5, LongWriter", "table 4, LongBench"]
     figure.canvas.draw()

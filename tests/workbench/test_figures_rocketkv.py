@@ -6,7 +6,8 @@ import itertools
 
 import pandas
 import pytest
-from support.drawing import drawing, named, seeded, ticks, title, values
+from support.drawing import legend, ticks, title
+from support.made_up import made_up, values
 
 from kvlab import papers
 from kvlab.analyses.rocketkv import budgets
@@ -17,10 +18,7 @@ METHODS = [name for name in budgets.NAMES if name != "snapkv"]
 MEASURES = [*budgets.QUALITY, "stored", "read"]
 
 
-@pytest.fixture(autouse=True)
-def headless():
-    with drawing():
-        yield
+pytestmark = pytest.mark.usefixtures("headless")
 
 
 @pytest.fixture
@@ -34,11 +32,11 @@ def findings():
     ]
     values = {"measure": MEASURES, "method": METHODS, "compression": COMPRESSIONS}
     gains = {"measure": list(budgets.QUALITY), "better": ["rocketkv", "exact_topk"], "other": METHODS}
-    found = seeded(
+    found = made_up(
         {budgets.VALUE: values, budgets.GAIN: gains | {"compression": COMPRESSIONS}}, table=pandas.DataFrame(rows)
     )
     snapkv = {**values, "method": ["snapkv"], "compression": [4]}
-    return found | seeded({budgets.VALUE: snapkv})
+    return found | made_up({budgets.VALUE: snapkv})
 
 
 def curve_of(ax, colour):
@@ -58,7 +56,7 @@ def test_figure_1_sets_the_papers_f1_beside_the_attention_kept(findings):
     assert curve_of(right, draw.COLOURS["quest"]) == pytest.approx({c: 1 - value for c, value in lost.items()})
     assert curve_of(right, draw.COLOURS["snapkv"]).keys() == {4}
     assert right.xaxis_inverted() and ticks(right) == ["4", "16", "64"]
-    assert named(figure) == ["Exact-TopK", "DuoAttention", "SnapKV", "Quest", "SparQ", "as the paper prints it"]
+    assert legend(figure) == ["Exact-TopK", "DuoAttention", "SnapKV", "Quest", "SparQ", "as the paper prints it"]
 
 
 def test_figure_4_has_the_papers_tables_above_and_our_measures_below(findings):
@@ -83,7 +81,7 @@ def test_gains_are_rocketkvs_over_each_of_the_others(findings):
         keys = {"measure": measure, "better": "rocketkv", "other": "hybrid"}
         assert curve_of(ax, draw.OTHERS["hybrid"]) == values(findings, budgets.GAIN, "compression", **keys)
         assert ax.get_legend() is None and ax.xaxis_inverted()
-    assert named(figure) == ["DuoAttention", "Quest", "SparQ", "Hybrid", "RocketKV, published split"]
+    assert legend(figure) == ["DuoAttention", "Quest", "SparQ", "Hybrid", "RocketKV, published split"]
 
 
 def test_figure_8_shows_hybrid_attention_and_its_halves(findings):
@@ -98,7 +96,7 @@ def test_costs_lie_where_they_are_stored_and_read(findings):
     (ax,) = draw.costs(means).axes
     of = means[means["method"] == "quest"]
     assert curve_of(ax, draw.COLOURS["quest"]) == dict(zip(of["read"], of["stored"], strict=True))
-    assert named(ax)[-1] == "stored = read" and len(ax.lines) == 8
+    assert legend(ax)[-1] == "stored = read" and len(ax.lines) == 8
     assert ticks(ax) == ["2 %", "5 %", "10 %", "25 %", "100 %"]
 
 

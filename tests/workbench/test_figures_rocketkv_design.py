@@ -6,7 +6,8 @@ import itertools
 
 import pandas
 import pytest
-from support.drawing import curve, curves, drawing, heights, named, seeded, ticks, title, values
+from support.drawing import bars, curves, legend, ticks, title
+from support.made_up import made_up, values
 
 from kvlab import papers
 from kvlab.analyses.rocketkv import budgets, common, design
@@ -15,15 +16,12 @@ from kvlab.workbench.figures import rocketkv_design as draw
 QUALITY = list(budgets.QUALITY)
 
 
-@pytest.fixture(autouse=True)
-def headless():
-    with drawing():
-        yield
+pytestmark = pytest.mark.usefixtures("headless")
 
 
 def test_figure_6_has_a_bar_for_each_change_and_the_redundancy_beside_it():
     compressions = {"compression": [6, 12]}
-    findings = seeded(
+    findings = made_up(
         {
             budgets.VALUE: {"measure": QUALITY, "method": list(design.LADDER), **compressions},
             design.REDUNDANCY: compressions,
@@ -33,28 +31,28 @@ def test_figure_6_has_a_bar_for_each_change_and_the_redundancy_beside_it():
     )
     figure = draw.figure_6(findings)
     for ax, measure in zip(figure.axes, ("output_error", "mass_lost"), strict=False):
-        bars = [findings.metrics[f"{measure}/{method}/c{c}"] for method in design.LADDER for c in (6, 12)]
-        assert heights(ax) == bars and ticks(ax) == ["c = 6", "c = 12"]
+        expected = [findings.metrics[f"{measure}/{method}/c{c}"] for c in (6, 12) for method in design.LADDER]
+        assert bars(ax) == expected and ticks(ax) == ["c = 6", "c = 12"]
         low, high = ax.collections[1].get_segments()[1][:, 1]
         assert (low, high) == pytest.approx(findings.intervals[f"{measure}/snapkv_gqa/c12"])
     again, over = (
         [findings.metrics[f"{name}/c{c}"] for c in (6, 12)] for name in ("redundancy", "redundancy/over_chance")
     )
-    assert heights(figure.axes[2]) == pytest.approx([*again, again[0] - over[0], again[1] - over[1]])
-    assert named(figure) == list(design.LADDER.values()) and named(figure.axes[2]) == ["measured", "by chance"]
+    assert bars(figure.axes[2]) == pytest.approx([again[0], again[0] - over[0], again[1], again[1] - over[1]])
+    assert legend(figure) == list(design.LADDER.values()) and legend(figure.axes[2]) == ["measured", "by chance"]
 
 
 def test_the_first_stage_alone_is_drawn_by_the_tokens_that_it_leaves():
     effect = design.ALONE + budgets.VALUE
     keys = {"measure": QUALITY, "method": list(design.FIRST_STAGE), "compression": [16, 32]}
-    findings = seeded({effect: keys})
+    findings = made_up({effect: keys})
     left, right = draw.first_stage(findings).axes
     for ax, measure in ((left, "output_error"), (right, "mass_lost")):
-        bars = [
-            findings.metrics[f"first_stage/{measure}/{method}/c{c}"] for method in design.FIRST_STAGE for c in (16, 32)
+        expected = [
+            findings.metrics[f"first_stage/{measure}/{method}/c{c}"] for c in (16, 32) for method in design.FIRST_STAGE
         ]
-        assert heights(ax) == bars and ticks(ax) == ["S / 4.0", "S / 5.7"]
-    assert named(left) == list(design.FIRST_STAGE.values())
+        assert bars(ax) == expected and ticks(ax) == ["S / 4.0", "S / 5.7"]
+    assert legend(left) == list(design.FIRST_STAGE.values())
 
 
 def test_figure_7_sets_the_papers_best_kernels_beside_ours():
@@ -63,20 +61,20 @@ def test_figure_7_sets_the_papers_best_kernels_beside_ours():
         {"document": d, "length": n, "kernel": k, "output_error": float(k != best[d, n])}
         for d, n, k in itertools.product("ab", (500, 1900), (7, 63))
     ]
-    findings = seeded(
+    findings = made_up(
         {design.KERNEL: {"measure": QUALITY, "kernel": [7, 63], "length": [500, 1900]}}, table=pandas.DataFrame(rows)
     )
     left, middle, right = draw.figure_7(findings).axes
     for ax, measure in ((left, "output_error"), (middle, "mass_lost")):
         ours = values(findings, design.KERNEL, "kernel", measure=measure, length=1900)
-        assert curve(ax, "1900 tokens") == ours and ticks(ax) == ["7", "63"]
-    assert named(left) == ["500 tokens", "1900 tokens"] and middle.get_legend() is None
+        assert curves(ax)["1900 tokens"].points() == ours and ticks(ax) == ["7", "63"]
+    assert legend(left) == ["500 tokens", "1900 tokens"] and middle.get_legend() is None
     printed, ours = (points.get_offsets().tolist() for points in right.collections)
     table = papers.figure("rocketkv", "figure7")
     assert printed == table[["length", "kernel"]].to_numpy().tolist()
     assert sorted(ours) == [[500, 7], [500, 63], [1900, 63], [1900, 63]]
-    assert curve(right, "here, geometric mean") == pytest.approx({500: (7 * 63) ** 0.5, 1900: 63})
-    assert named(right) == ["paper, three models", "here, each document", "here, geometric mean"]
+    assert curves(right)["here, geometric mean"].points() == pytest.approx({500: (7 * 63) ** 0.5, 1900: 63})
+    assert legend(right) == ["paper, three models", "here, each document", "here, geometric mean"]
 
 
 def test_table_1_stands_beside_its_formula():
@@ -91,12 +89,12 @@ def test_table_1_stands_beside_its_formula():
         }
         for (i, method), c in itertools.product(enumerate(common.METHODS), (4, 16, 64))
     ]
-    left, right = draw.table_1(seeded({}, table=pandas.DataFrame(rows))).axes
+    left, right = draw.table_1(made_up({}, table=pandas.DataFrame(rows))).axes
     pairs = [(common.storage_by_paper(m, 16), i + 1 / 16) for i, m in enumerate(common.METHODS)]
-    assert heights(left) == pytest.approx(list(itertools.chain(*pairs)))
+    assert bars(left) == pytest.approx(list(itertools.chain(*pairs)))
     assert ticks(left) == ["SnapKV", "Quest", "SparQ", "RocketKV"] and "compression of 16" in title(left)
-    assert curve(right, "stored, measured") == pytest.approx({c + 0.1: 3 + 1 / c for c in (4, 16, 64)})
-    formula = curve(right, "table 1: 1/√c + 2/c^(3/4)")
+    assert curves(right)["stored, measured"].points() == pytest.approx({c + 0.1: 3 + 1 / c for c in (4, 16, 64)})
+    formula = curves(right)["table 1: 1/√c + 2/c^(3/4)"].points()
     assert min(formula) == pytest.approx(4.1) and max(formula) == pytest.approx(64.1)
     assert formula[max(formula)] == pytest.approx(64.1**-0.5 + 2 * 64.1**-0.75)
     assert len(curves(right)) == 5 and ticks(right) == ["4", "16", "64"]
@@ -105,14 +103,14 @@ def test_table_1_stands_beside_its_formula():
 def test_splits_have_a_curve_for_each_compression_and_a_star_for_the_published_one():
     methods = {"split0": 0.0, "split0.5": 0.5, design.PUBLISHED: float("nan")}
     measures = ["output_error", "mass_lost", "survived"]
-    findings = seeded(
+    findings = made_up(
         {budgets.VALUE: {"measure": measures, "method": list(methods), "compression": [16, 32]}},
         table=pandas.DataFrame({"method": list(methods), "exponent": list(methods.values())}),
     )
     for ax, measure in zip(draw.splits(findings).axes, measures, strict=True):
-        assert named(ax) == ["c = 16", "c = 32", "paper: even split", "published code"]
+        assert legend(ax) == ["c = 16", "c = 32", "paper: even split", "published code"]
         expected = {e: findings.metrics[f"{measure}/split{e:g}/c32"] for e in (0, 0.5)}
-        assert curve(ax, "c = 32") == expected
+        assert curves(ax)["c = 32"].points() == expected
         stars = [line for line in ax.lines if line.get_marker() == "*" and len(line.get_xdata())]
         assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in stars] == [
             (design.published_exponent(c), findings.metrics[f"{measure}/splitpublished/c{c}"]) for c in (16, 32)
@@ -122,12 +120,12 @@ def test_splits_have_a_curve_for_each_compression_and_a_star_for_the_published_o
 
 def test_pages_run_from_tokens_to_pages():
     exponents = {f"pages{e:g}": e for e in (0.0, 0.5, 1.0)}
-    findings = seeded(
+    findings = made_up(
         {budgets.VALUE: {"measure": QUALITY, "method": list(exponents), "compression": [16]}},
         table=pandas.DataFrame({"method": list(exponents), "exponent": list(exponents.values())}),
     )
     axes = draw.pages(findings).axes
     for ax, measure in zip(axes, ("output_error", "mass_lost", "step_recall"), strict=True):
         expected = {e: findings.metrics[f"{measure}/{method}/c16"] for method, e in exponents.items()}
-        assert curve(ax, "c = 16") == expected and named(ax)[-1] == "paper: even split"
+        assert curves(ax)["c = 16"].points() == expected and legend(ax)[-1] == "paper: even split"
     assert title(axes[2]) == "Share of the step's top t read"

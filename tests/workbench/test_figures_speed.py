@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
-from support import figures
+from support import drawing
 
 from kvlab import papers
 from kvlab.analyses.speed import footprint, ratios
 from kvlab.workbench.figures import comparing, plots
 from kvlab.workbench.figures import speed as draw
 
-drawing = pytest.fixture(autouse=True)(figures.headless)
+pytestmark = pytest.mark.usefixtures("headless")
 
 POLICIES = ["h2o", "zsmerge", "compilerkv"]
 
@@ -44,24 +44,24 @@ def table_a1(column):
 
 def test_speed_by_length_beside_the_papers_ratios(decoded):
     left, right = draw.speed(ratios.speed_findings(decoded), POLICIES).axes
-    steps = figures.curves(left)
+    steps = drawing.curves(left)
     assert list(steps) == ["full cache (transformers)", *POLICIES]
     assert steps["full cache (transformers)"] == ([250, 1600], pytest.approx([150, 150]))
-    assert steps["h2o"][1] == pytest.approx([75, 37.5])
-    speedups = figures.curves(right)
+    assert steps["h2o"].y == pytest.approx([75, 37.5])
+    speedups = drawing.curves(right)
     assert speedups["compilerkv"] == ([250, 1600], pytest.approx([2, 4]))
     assert speedups["paper, compilerkv"] == table_a1("speedup")
     figure_3 = footprint.zsmerge_speedups(papers.figure("zsmerge", "figure3"))
-    assert speedups["paper, zsmerge"][1] == figure_3["speedup"].tolist()
+    assert speedups["paper, zsmerge"].y == figure_3["speedup"].tolist()
     best = papers.figure("rocketkv", "figure5")["speedup"].max()
-    assert set(speedups["paper, rocketkv's best"][1]) == {best}
+    assert set(speedups["paper, rocketkv's best"].y) == {best}
     tints = [left.lines[0].get_color(), left.lines[1].get_color()]
     assert tints == [comparing.INK, plots.COLOURS[0]]
 
 
 def test_batches_beside_zsmerges_table_4(decoded):
     (ax,) = draw.batches(ratios.speed_findings(decoded), POLICIES).axes
-    curves = figures.curves(ax)
+    curves = drawing.curves(ax)
     assert curves["zsmerge"] == ([1, 4], pytest.approx([2, 2])) and "h2o" not in curves
     assert ax.lines[0].get_color() == plots.COLOURS[1], "the colour that it has in the other figures"
     printed = footprint.zsmerge_batches(papers.figure("zsmerge", "table4"))
@@ -69,8 +69,8 @@ def test_batches_beside_zsmerges_table_4(decoded):
     assert len(grey) == printed.groupby(["method", "prompt"]).ngroups
     drawn = sorted(value for line in grey for value in line.get_ydata())
     assert drawn == pytest.approx(sorted(printed["speedup"]))
-    assert {f"{prompt:,}" for prompt in printed["prompt"]} <= set(figures.texts(ax))
-    assert {"paper, h2o, prompts as marked", "paper, zsmerge, prompts as marked"} <= set(figures.legend(ax))
+    assert {f"{prompt:,}" for prompt in printed["prompt"]} <= set(drawing.texts(ax))
+    assert {"paper, h2o, prompts as marked", "paper, zsmerge, prompts as marked"} <= set(drawing.legend(ax))
 
 
 def test_first_tokens_and_answers_beside_table_a1(decoded):
@@ -88,21 +88,21 @@ def test_first_tokens_and_answers_beside_table_a1(decoded):
         (left, "overhead", overhead, "first_token/compilerkv"),
         (right, "latency_saved", answers, "answer_saved/compilerkv"),
     ):
-        assert figures.bars(ax, plots.PAPER) == pytest.approx(table_a1(column)[1])
-        assert figures.bars(ax, plots.COLOURS[2]) == pytest.approx([findings.metrics[effect]])
-        assert figures.ticks(ax) == ["compilerkv,\n8k", "compilerkv,\n16k", "compilerkv,\n32k", "compilerkv,\n250"]
-    assert figures.texts(left)[-1] == "15.0%"
-    assert figures.titles(left.figure) == ["Additional time to the first token", "Time saved over a whole answer"]
+        assert drawing.bars(ax, plots.PAPER) == pytest.approx(table_a1(column)[1])
+        assert drawing.bars(ax, plots.COLOURS[2]) == pytest.approx([findings.metrics[effect]])
+        assert drawing.ticks(ax) == ["compilerkv,\n8k", "compilerkv,\n16k", "compilerkv,\n32k", "compilerkv,\n250"]
+    assert drawing.texts(left)[-1] == "15.0%"
+    assert drawing.titles(left.figure) == ["Additional time to the first token", "Time saved over a whole answer"]
 
 
 def test_memory_by_length_beside_the_papers_savings(decoded):
     left, right = draw.memory(ratios.memory_findings(decoded, weight_bytes=100 * 2**20), POLICIES).axes
-    stored, saved = figures.curves(left), figures.curves(right)
-    assert stored["full cache (transformers)"] == ([250, 1600], [250, 1600]) and stored["h2o"][1] == [125, 125]
-    assert saved["h2o"][1] == pytest.approx([100 * (1 - 225 / 350), 100 * (1 - 225 / 1700)])
-    assert saved["paper, compilerkv"][1] == pytest.approx([100 * share for share in table_a1("memory_saved")[1]])
+    stored, saved = drawing.curves(left), drawing.curves(right)
+    assert stored["full cache (transformers)"] == ([250, 1600], [250, 1600]) and stored["h2o"].y == [125, 125]
+    assert saved["h2o"].y == pytest.approx([100 * (1 - 225 / 350), 100 * (1 - 225 / 1700)])
+    assert saved["paper, compilerkv"].y == pytest.approx([100 * share for share in table_a1("memory_saved")[1]])
     best = papers.figure("rocketkv", "figure5")["memory_saving"].max()
-    assert saved["paper, rocketkv's best"][1] == pytest.approx([100 * best] * 2)
+    assert saved["paper, rocketkv's best"].y == pytest.approx([100 * best] * 2)
 
 
 def test_what_is_printed_stands_against_arithmetic():
@@ -111,13 +111,13 @@ def test_what_is_printed_stands_against_arithmetic():
     workloads = footprint.zsmerge_workloads(papers.figure("zsmerge", "table4"))
     left, middle, right = draw.printed(memory, saving, workloads).axes
     rows = memory.table.query("quantity != 'token_mb'")
-    assert figures.bars(left, plots.PAPER) == rows["printed"].tolist()
-    assert figures.bars(left, plots.COLOURS[0]) == rows["float32"].tolist()
-    assert figures.legend(left) == ["paper", "32-bit floats", "16-bit floats"]
-    curves = figures.curves(middle)
+    assert drawing.bars(left, plots.PAPER) == rows["printed"].tolist()
+    assert drawing.bars(left, plots.COLOURS[0]) == rows["float32"].tolist()
+    assert drawing.legend(left) == ["paper", "32-bit floats", "16-bit floats"]
+    curves = drawing.curves(middle)
     assert list(curves)[:2] == ["budget 256, by arithmetic", "budget 512, by arithmetic"]
     for row in papers.figure("rocketkv", "figure5").itertuples():
-        assert set(curves[f"paper's best, budget {row.budget}"][1]) == {row.memory_saving}
+        assert set(curves[f"paper's best, budget {row.budget}"].y) == {row.memory_saving}
     ran = workloads.table.dropna(subset="tokens_per_second")
     assert sum(len(points.get_offsets()) for points in right.collections) == len(ran)
-    assert figures.legend(right)[:2] == ["paper, full", "paper, h2o"] and right.get_xscale() == "log"
+    assert drawing.legend(right)[:2] == ["paper, full", "paper, h2o"] and right.get_xscale() == "log"

@@ -6,14 +6,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
-from support import figures
+from support import drawing
 
 from kvlab import papers
 from kvlab.analyses.tasks import gains
 from kvlab.workbench.figures import comparing, plots
 from kvlab.workbench.figures import tasks as draw
 
-drawing = pytest.fixture(autouse=True)(figures.headless)
+pytestmark = pytest.mark.usefixtures("headless")
 
 MET = {
     "needle": {"dapq": [128, 256], "snapkv": [128, 256], "h2o": [128], "quest": [128]},
@@ -49,15 +49,15 @@ def found():
 def test_every_policys_needle_stands_beside_the_papers(found):
     left, middle, right = draw.needles(found).axes
     order = sorted(MET["needle"], key=lambda policy: found.metrics[f"nll/needle/{policy}/128"])
-    assert figures.ticks(left, "y") == figures.ticks(middle, "y") == order
-    assert figures.texts(left)[-1] == "full cache"
+    assert drawing.ticks(left, "y") == drawing.ticks(middle, "y") == order
+    assert drawing.texts(left)[-1] == "full cache"
     hits = [f"{found.metrics[f'hits/needle/{policy}/128']:.2f}" for policy in order]
-    assert figures.texts(middle) == hits
+    assert drawing.texts(middle) == hits
     dapq = papers.figure("dapq", "table9").query("model == 'Llama3.1-8B-Instruct' and budget == 64")
-    names = figures.ticks(right, "y")
+    names = drawing.ticks(right, "y")
     assert {f"{method.lower()} (DapQ)" for method in dapq["method"]} <= set(names)
     assert any(name.endswith("(RocketKV)") for name in names)
-    values = [float(text) for text in figures.texts(right)]
+    values = [float(text) for text in drawing.texts(right)]
     assert values == sorted(values, reverse=True) and len(values) == len(names)
     best = dapq.set_index("method")["accuracy"]["DapQ"] / 100
     assert values[names.index("dapq (DapQ)")] == pytest.approx(best, abs=0.005)
@@ -73,41 +73,41 @@ def test_losses_by_budget_stand_above_dapqs_tables(found):
     for ax, name, column, top in ((table_3, "table3", "average", 256), (table_5, "table5", "niah_multikey_1", 512)):
         printed = papers.figure("dapq", name).query("model == 'Llama3-8B-Instruct' and method == 'DapQ'")
         printed = printed[printed["budget"].between(64, top)].sort_values("budget")
-        assert figures.curves(ax)["DapQ"] == (printed["budget"].tolist(), printed[column].tolist())
-        assert "full cache" in figures.texts(ax) and figures.ticks(ax)[0] == "64"
-        assert figures.legend(ax) == ["DapQ", "SnapKV", "PyramidKV", "H2O"]
+        assert drawing.curves(ax)["DapQ"] == (printed["budget"].tolist(), printed[column].tolist())
+        assert "full cache" in drawing.texts(ax) and drawing.ticks(ax)[0] == "64"
+        assert drawing.legend(ax) == ["DapQ", "SnapKV", "PyramidKV", "H2O"]
 
 
 def test_zsmerges_gains_stand_beside_its_table_2(found):
     left, right = draw.zsmerge_table_2(found).axes
-    ours = [found.metrics[f"gain/qa/zsmerge_over_h2o/{budget}"] for budget in (64, 128)]
-    assert figures.bars(left, plots.COLOURS[1]) == pytest.approx(ours)
-    assert figures.bars(left, plots.COLOURS[0]) == pytest.approx(
+    ours = [found.metrics[f"gain/qa/zsmerge_over_h2o/{budget}"] for budget in (128, 64)]
+    assert drawing.bars(left, plots.COLOURS[1]) == pytest.approx(ours)
+    assert drawing.bars(left, plots.COLOURS[0]) == pytest.approx(
         [found.metrics["gain/qa/zsmerge_question_over_h2o/64"]]
     )
-    assert figures.ticks(left) == figures.ticks(right) == ["20%", "10%", "5%"]
+    assert drawing.ticks(left) == drawing.ticks(right) == ["20%", "10%", "5%"]
     centres = [bar.get_x() + bar.get_width() / 2 for bar in left.patches if to_hex(bar.get_facecolor()) == "#d55e00"]
     assert centres == pytest.approx([2.18, 1.18]), "64 entries are 5 %, 128 are 10 %"
     printed = papers.figure("zsmerge", "table2").set_index(["model", "budget", "method"])["rougeL"]
     expected = [
         printed[model, share, "zsmerge"] - printed[model, share, "h2o"]
-        for model in figures.legend(right)
         for share in (0.2, 0.1, 0.05)
+        for model in drawing.legend(right)
     ]
-    assert sorted(figures.bars(right)) == pytest.approx(sorted(expected)) and len(expected) == 6
+    assert drawing.bars(right) == pytest.approx(expected) and len(expected) == 6
 
 
 def test_claimed_gains_that_were_measured_have_a_row_each(found):
     (ax,) = draw.gains(found).axes
     rows = gains.claimed(found)
-    assert figures.ticks(ax, "y") == rows["label"].tolist() and set(rows["paper"]) == set(figures.texts(ax))
+    assert drawing.ticks(ax, "y") == rows["label"].tolist() and set(rows["paper"]) == set(drawing.texts(ax))
     values = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
     assert values == pytest.approx(rows["value"].tolist())
 
 
 def test_what_the_question_is_worth_has_two_rows(found):
     (ax,) = draw.question(found).axes
-    assert figures.ticks(ax, "y") == ["snapkv at 128, question read", "snapkv at 128, question held back"]
-    read, held_back = (float(text) for text in figures.texts(ax)[:2])
+    assert drawing.ticks(ax, "y") == ["snapkv at 128, question read", "snapkv at 128, question held back"]
+    read, held_back = (float(text) for text in drawing.texts(ax)[:2])
     assert held_back - read == pytest.approx(found.metrics["question_aware/needle/snapkv/128"], abs=0.011)
     assert {label.get_color() for label in ax.get_yticklabels()} == {comparing.colour("snapkv")}

@@ -6,7 +6,7 @@ import re
 
 import pandas as pd
 import pytest
-from support import figures
+from support import drawing
 from support.equal_bytes import FEW, table
 
 from kvlab.analyses.findings import Findings
@@ -14,7 +14,7 @@ from kvlab.analyses.together import equal_bytes
 from kvlab.workbench.figures import comparing
 from kvlab.workbench.figures import together as draw
 
-drawing = pytest.fixture(autouse=True)(figures.headless)
+pytestmark = pytest.mark.usefixtures("headless")
 
 SHARES = {"stored": 0.2, "read": 0.2}
 
@@ -22,7 +22,7 @@ SHARES = {"stored": 0.2, "read": 0.2}
 def test_a_front_names_each_policy_and_rings_what_nothing_beats():
     figure = draw.pareto(FEW, "read")
     (ax,) = figure.axes
-    assert {"keeps", "selects", "small"} <= set(figures.texts(ax)) and figures.titles(figure) == [
+    assert {"keeps", "selects", "small"} <= set(drawing.texts(ax)) and drawing.titles(figure) == [
         "Error against read bytes"
     ]
     points = equal_bytes.points(FEW, "read", "output_error")
@@ -35,16 +35,16 @@ def test_a_front_names_each_policy_and_rings_what_nothing_beats():
 def test_the_full_cache_is_a_line_at_its_bytes():
     figure = draw.pareto(table(full={"a": [(50, 40, 0.0)]}, snapkv={"a": [(5, 5, 0.4), (20, 20, 0.2)]}), "stored")
     (ax,) = figure.axes
-    assert "full cache" in figures.texts(ax) and [50, 50] in [list(line.get_xdata()) for line in ax.lines]
+    assert "full cache" in drawing.texts(ax) and [50, 50] in [list(line.get_xdata()) for line in ax.lines]
     assert comparing.colour("snapkv") in {line.get_color() for line in ax.lines}
 
 
 def test_rows_at_equal_bytes_stand_best_first_or_say_why_not():
     figure = draw.at_equal_bytes(FEW, SHARES)
     left, right = figure.axes
-    assert {"–  stores at least 100 MiB", "–  stores at most 5 MiB", "0.400"} <= set(figures.texts(left))
-    assert figures.ticks(right, "y") == ["selects", "keeps", "small"]
-    assert figures.titles(figure) == [
+    assert {"–  stores at least 100 MiB", "–  stores at most 5 MiB", "0.400"} <= set(drawing.texts(left))
+    assert drawing.ticks(right, "y") == ["selects", "keeps", "small"]
+    assert drawing.titles(figure) == [
         f"equal {side} bytes: 20.0 MiB, 20.0% of the full cache" for side in ("stored", "read")
     ]
     assert left.get_xlabel() == "relative error of the attention output"
@@ -73,5 +73,5 @@ def test_needles_have_a_panel_for_each_policy_the_best_first():
     for policy, both in scores.items():
         findings.add(equal_bytes.NEEDLE, both, policy=policy)
     figure = draw.needles(findings, 128)
-    assert figures.titles(figure) == ["full: 0.88", "snapkv, 128: 0.50", "h2o, 128: 0.38"]
+    assert drawing.titles(figure) == ["full: 0.88", "snapkv, 128: 0.50", "h2o, 128: 0.38"]
     assert figure.get_suptitle() == "Needles at a budget of 128: share of digits right, after the first"

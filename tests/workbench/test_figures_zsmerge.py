@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support import drawn
+from support import drawing
 
 from kvlab import papers
 from kvlab.analyses.zsmerge import merging, sensitivity
-from kvlab.workbench.figures import zsmerge
+from kvlab.workbench.figures import plots, zsmerge
 
 pytestmark = pytest.mark.usefixtures("headless")
 
@@ -25,15 +25,19 @@ def swept(random_traces):
 def test_figure_4_has_a_curve_for_each_variant_and_the_papers_points(errors):
     figure = zsmerge.figure_4(errors)
     left, right = figure.axes
-    curves = drawn.curves(left)
+    curves = drawing.curves(left)
     assert list(curves) == ["eviction (no residual slots)", "residual merging", "residual merging, alpha = 0"]
-    assert curves["residual merging"] == [errors.metrics[f"error/merge/{ratio}"] for ratio in ("0.15", "0.30", "0.50")]
-    assert len(curves["residual merging, alpha = 0"]) == 2 and left.get_yscale() == "log"
-    assert drawn.names(left) == [*curves, "paper, eviction and merging at 50 %"]
-    assert drawn.diamonds(left) == [(0.5, 2.5e-3), (0.5, 2.72e-4)]
-    assert drawn.curves(right)["of the error"] == [errors.metrics[f"reduction/{r}"] for r in ("0.15", "0.30", "0.50")]
-    assert drawn.curves(right)["of the squared error"][-1] == errors.metrics["reduction_squared/0.50"]
-    assert [gain for _, gain in drawn.diamonds(right)] == papers.figure("zsmerge", "figure4")["reduction"].tolist()
+    assert curves["residual merging"].y == [
+        errors.metrics[f"error/merge/{ratio}"] for ratio in ("0.15", "0.30", "0.50")
+    ]
+    assert len(curves["residual merging, alpha = 0"].y) == 2 and left.get_yscale() == "log"
+    assert drawing.legend(left) == [*curves, "paper, eviction and merging at 50 %"]
+    assert drawing.diamonds(left) == [(0.5, 2.5e-3), (0.5, 2.72e-4)]
+    assert drawing.curves(right)["of the error"].y == [
+        errors.metrics[f"reduction/{r}"] for r in ("0.15", "0.30", "0.50")
+    ]
+    assert drawing.curves(right)["of the squared error"].y[-1] == errors.metrics["reduction_squared/0.50"]
+    assert [gain for _, gain in drawing.diamonds(right)] == papers.figure("zsmerge", "figure4")["reduction"].tolist()
     figure.canvas.draw()
 
 
@@ -49,28 +53,23 @@ def test_by_layer_what_is_worse_than_eviction_lies_above_zero(errors):
 def test_figure_5_has_a_panel_for_each_parameter_with_what_the_paper_prints_of_it(swept):
     figure = zsmerge.figure_5(swept)
     *panels, flat = figure.axes
-    assert [drawn.title(ax) for ax in panels] == ["proximity", "residual", "alpha", "decay", "window"]
+    assert [drawing.title(ax) for ax in panels] == ["proximity", "residual", "alpha", "decay", "window"]
     changes = sensitivity.changes(swept).set_index(["parameter", "measure"])["mean"]
     for ax in panels:
-        parameter = drawn.title(ax)
-        curves = drawn.curves(ax)
-        assert curves["error of the output"] == pytest.approx((100 * changes.loc[parameter, "error"]).tolist())
-        assert curves["attention mass lost"] == pytest.approx((100 * changes.loc[parameter, "mass_lost"]).tolist())
-    assert drawn.ticks(panels[-1].xaxis) == ["4", "8", "16"], "the recommended window is measured unasked"
+        parameter = drawing.title(ax)
+        curves = drawing.curves(ax)
+        assert curves["error of the output"].y == pytest.approx((100 * changes.loc[parameter, "error"]).tolist())
+        assert curves["attention mass lost"].y == pytest.approx((100 * changes.loc[parameter, "mass_lost"]).tolist())
+    assert drawing.ticks(panels[-1]) == ["4", "8", "16"], "the recommended window is measured unasked"
     printed = [band for band in panels[1].collections if band.get_label() == "paper, ROUGE lost"]
     heights = [band.get_paths()[0].vertices[:, 1] for band in printed]
     without_slots, too_many = [(height.min(), height.max()) for height in heights]
     assert without_slots == pytest.approx((6, 11)) and too_many == pytest.approx((7, 18))
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "error of the output",
-        "attention mass lost",
-        "paper, ROUGE lost",
-    ]
-    assert drawn.ticks(flat.xaxis) == ["proximity", "residual", "decay", "window"]
+    assert drawing.legend(figure) == ["error of the output", "attention mass lost", "paper, ROUGE lost"]
+    assert drawing.ticks(flat) == ["proximity", "residual", "decay", "window"]
     yardstick = sensitivity.paper_yardstick(papers.figure("zsmerge", "figure5"))
-    assert drawn.bars(flat, printed=True) == [yardstick["decay"], yardstick["window"]]
-    assert drawn.bars(flat, printed=False) == [
+    assert drawing.bars(flat, plots.PAPER) == [yardstick["decay"], yardstick["window"]]
+    assert drawing.our_bars(flat) == [
         swept.metrics[f"spread_over_merging/{name}"] for name in ("proximity", "residual", "decay", "window")
     ]
     figure.canvas.draw()
@@ -81,5 +80,5 @@ def test_figure_5_of_two_parameters_leaves_the_other_panels_out(random_traces):
     figure = zsmerge.figure_5(sensitivity.figure_5(random_traces, 0.3, sweeps))
     *panels, flat = figure.axes
     assert [ax.get_visible() for ax in panels] == [True, True, False, False, False]
-    assert drawn.ticks(flat.xaxis) == ["residual", "decay"]
+    assert drawing.ticks(flat) == ["residual", "decay"]
     figure.canvas.draw()

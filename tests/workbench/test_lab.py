@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from pathlib import Path
 
 import psutil
 import pytest
 from playwright.sync_api import expect
 from support.browsing import missing_images, opened, overflow
+from support.lab_pages import (
+    LEGIBLE,
+    SLOW,
+    choose_theme,
+    drawings,
+    drawn,
+    outlined,
+    outlines,
+    run_cell,
+    shown,
+    slider_of,
+)
 from support.projects import BODY, EXPERIMENT, PARAMETERS, blank_store, cell, experiment, notebook
-from support.servers import environment, free_port
+from support.servers import Lab, environment
 
 from kvlab.workbench.jobs import worker
 from kvlab.workbench.store import database
 
 pytestmark = pytest.mark.roundtrip
 
-ROOT = Path(__file__).parents[2]
-SLOW = 120_000  # ms; nothing waits as long on an idle machine
 LAYERS, HEADS, KV_HEADS, PROMPT, STEPS = 3, 4, 2, 48, 8
 TRACE = f"""import torch
 import kvlab
@@ -41,31 +48,6 @@ BEFORE, AFTER = "layer 0, query head 2, decoding step 3", "layer 1, query head 2
 
 def write_notebook(path):
     notebook(path, cell(f"{TRACE}explorer"), cell("print(explorer)"), cell("explorer.show(layer=2, budget=44)"))
-
-
-def drawings(html):
-    """The drawings of a static picture, as the browser gets them."""
-    return re.findall(r'<img class="kvlab-[a-z]+"[^>]* src="([^"]+)"', html)
-
-
-def drawn(page):
-    """The drawings that a page shows in a static picture."""
-    return page.locator(".kvlab-picture img").evaluate_all("images => images.map(each => each.src)")
-
-
-def shown(page):
-    """The picture that is seen: beside the widgets stands the one that is saved."""
-    return page.locator(".kvlab-picture").filter(visible=True)
-
-
-def outlines(html):
-    """The outlines of a picture's drawings, as they were sent to the widgets."""
-    return re.findall(r'<path[^>]* d="([^"]*)"', html)
-
-
-def outlined(page):
-    """The outlines that the widgets show."""
-    return page.locator(".kvlab-picture svg path").evaluate_all("paths => paths.map(each => each.getAttribute('d'))")
 
 
 @pytest.fixture(scope="module")
@@ -90,66 +72,6 @@ def executed(tmp_path_factory):
     command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace", str(path)]
     subprocess.run(command, check=True, capture_output=True, timeout=300, env=environment())
     return path
-
-
-class Lab:
-    """`make lab` in a project's folder: JupyterLab and the MLflow server, each on a free port."""
-
-    def __init__(self, project, home):
-        self.project, self.home, self.mlflow_port = project, home, free_port()
-        self.mlflow = f"http://127.0.0.1:{self.mlflow_port}"
-        self.process, self.server = None, {}
-
-    def start(self):
-        command = [
-            "make",
-            "-f",
-            str(ROOT / "Makefile"),
-            "--old-file",
-            ".venv/.stamp",
-            "lab",
-            f"BIN={Path(sys.executable).parent}",
-            f"PORT={self.mlflow_port}",
-        ]
-        folders = {f"JUPYTER_{name}_DIR": str(self.home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
-        with (self.home / "log").open("w") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=self.project,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=environment(
-                    JUPYTER_PORT=str(free_port()), BROWSER="true", IPYTHONDIR=str(self.home / "ipython"), **folders
-                ),
-            )
-        deadline = time.monotonic() + 240
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, (self.home / "log").read_text()
-            for path in (self.home / "runtime").glob("jpserver-*.json"):
-                self.server = json.loads(path.read_text() or "{}")
-            try:
-                if self.server:
-                    urllib.request.urlopen(f"{self.mlflow}/health", timeout=2).close()
-                    return self
-            except OSError:
-                pass
-            time.sleep(0.2)
-        raise AssertionError((self.home / "log").read_text())
-
-    def address(self, path, token=True):
-        return f"{self.server['url']}lab/tree/{path}" + (f"?token={self.server['token']}" if token else "")
-
-    def stop(self):
-        """Ask it to end, and its kernels with it; kill what stays."""
-        if self.process is None or self.process.poll() is not None:
-            return
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        os.killpg(self.process.pid, signal.SIGTERM)
-        _, left = psutil.wait_procs([*family, psutil.Process(self.process.pid)], timeout=20)
-        for one in left:
-            one.kill()
-        self.process.wait(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -185,19 +107,6 @@ def test_both_servers_listen_on_loopback_alone_and_want_a_token(lab, browser):
     with opened(browser, lab.address("notebooks/explore.ipynb", token=False)) as (page, _):
         assert "/login?" in page.url and page.locator("input[type=password]").count() > 0
         assert page.request.get(f"{lab.server['url']}api/contents/notebooks").status == 403
-
-
-def run_cell(page, number=0):
-    """Run a cell of the notebook that a page shows, once there is a kernel to run it."""
-    page.set_default_timeout(SLOW)
-    # A cell that is run before there is a kernel is silently not run.
-    expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=SLOW)
-    page.locator(".jp-Notebook .jp-CodeCell").nth(number).locator(".cm-content").click()
-    page.keyboard.press("Shift+Enter")
-
-
-def slider_of(page, name):
-    return page.locator(".widget-slider", has=page.get_by_text(name, exact=True))
 
 
 def test_a_slider_moved_in_jupyterlab_moves_the_picture(lab, browser, pictures):
@@ -271,36 +180,6 @@ def test_a_token_in_the_table_leads_to_its_place_in_the_text(lab, browser):
         slider_of(page, "layer").locator(".noUi-handle").focus()
         page.keyboard.press("ArrowRight")
         expect(shown(page)).to_contain_text(AFTER, timeout=SLOW)
-
-
-def choose_theme(page, name):
-    page.get_by_role("menuitem", name="Settings").click()
-    page.get_by_text("Theme", exact=True).hover()
-    page.get_by_text(f"JupyterLab {name}", exact=True).click()
-    page.wait_for_selector(f"body[data-jp-theme-name='JupyterLab {name}']", state="attached")
-
-
-LEGIBLE = """() => {
-    // Contrast of each piece of text with what lies behind it, as WCAG 2 defines it.
-    const light = colour => {
-        const parts = colour.match(/[0-9.]+/g).map(Number).slice(0, 3).map(each => each / 255)
-            .map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
-    };
-    const behind = element => {
-        const colour = getComputedStyle(element).backgroundColor;
-        return /, 0\\)$/.test(colour) ? behind(element.parentElement) : colour;
-    };
-    const seen = new Map(), walk = document.createTreeWalker(
-        document.querySelector('.kvlab-picture'), NodeFilter.SHOW_TEXT);
-    while (walk.nextNode()) {
-        const element = walk.currentNode.parentElement;
-        if (!walk.currentNode.data.trim() || element.closest('style, svg')) continue;
-        const [one, other] = [light(getComputedStyle(element).color), light(behind(element))];
-        seen.set(walk.currentNode.data.slice(0, 40), (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05));
-    }
-    return [...seen].sort((a, b) => a[1] - b[1]);
-}"""
 
 
 @pytest.mark.parametrize("name", ["explore", "executed"])

@@ -6,17 +6,16 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from support.projects import EXPERIMENT, experiment, project  # noqa: F401
+from support.paths import ROOT
+from support.projects import EXPERIMENT, experiment
 
 from kvlab.errors import KvlabError
 from kvlab.methods import policy, registry
 from kvlab.workbench import experiments
 from kvlab.workbench.experiments import content, limits, notebooks
 
-ROOT = Path(__file__).parents[2]
 WRONG = [
     (["zsmerge_error_curves", "-p", "tokens=100000"], "beyond the 8,192 that smollm2-135m takes"),
     (["zsmerge_error_curves", "-p", "tokens=8100"], "prompts of 8,100 tokens, and the document sotu/1975 has"),
@@ -85,7 +84,7 @@ def test_the_context_of_a_folder(tmp_path):
     assert content.model_folder("") is None and content.model_folder("org/none") is None
 
 
-def test_limits_are_those_of_parameters_that_there_are(project):  # noqa: F811
+def test_limits_are_those_of_parameters_that_there_are(project):
     experiment(project, limits={"scale": [0, 1]})
     assert experiments.jobs(EXPERIMENT, overrides={"scale": "0.7"})[0].parameters["scale"] == 0.7
     for value, told in (("1.5", "at most 1, and is 1.5"), ("-1", "at least 0, and is -1.0")):

@@ -6,16 +6,14 @@ from __future__ import annotations
 import ast
 import json
 import re
-from pathlib import Path
 
 import pytest
+from support.paths import NOTEBOOKS, ROOT
 
 from kvlab import papers
 from kvlab.workbench import experiments
 from kvlab.workbench.experiments import notebooks
 
-ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXPERIMENTS = {name: experiments.load(name) for name in experiments.names()}
 
 # A column of a printed table that says where a figure stands, and is no figure itself.

@@ -6,37 +6,13 @@ import sqlite3
 import threading
 import time
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import requests
 from mlflow.exceptions import MlflowException
-from support.projects import project  # noqa: F401
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.store import database, patience
-
-
-class Health(BaseHTTPRequestHandler):
-    code = 200
-
-    def do_GET(self):
-        self.send_response(self.code)
-        self.end_headers()
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def health():
-    """A server that answers with the code it is told to."""
-    handler = type("Told", (Health,), {})
-    with HTTPServer(("127.0.0.1", 0), handler) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        handler.uri = f"http://127.0.0.1:{made.server_port}"
-        yield handler
-        made.shutdown()
 
 
 class Sender:
@@ -122,7 +98,7 @@ def test_whoever_gives_up_does_not_wait(health):
         client.log_batch("run")
 
 
-def test_a_locked_sqlite_store_is_waited_for(project):  # noqa: F811
+def test_a_locked_sqlite_store_is_waited_for(project):
     """Longer than sqlite itself waits (five seconds), as on a slow shared disk."""
     client = database.client()
     with closing(sqlite3.connect(database.database_path(database.store_uri()), check_same_thread=False)) as other:

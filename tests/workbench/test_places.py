@@ -10,8 +10,8 @@ import sys
 
 import pytest
 from rich.console import Console
-from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, notebook, project  # noqa: F401
-from support.runs import artifacts, runs
+from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, notebook
+from support.runs import ARTIFACTS, artifacts, runs
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import driver, places
@@ -33,7 +33,7 @@ def cluster():
         yield made
 
 
-def test_a_cluster_keeps_what_this_machine_would_have_kept(project, console, cluster):  # noqa: F811
+def test_a_cluster_keeps_what_this_machine_would_have_kept(project, console, cluster):
     experiment(project, grid={"reduction": [0.55, 0.62]})
     found = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
     assert [result.state for result in found] == ["finished", "finished"], console.file.getvalue()
@@ -41,20 +41,12 @@ def test_a_cluster_keeps_what_this_machine_would_have_kept(project, console, clu
     for result, value in zip(found, (0.55, 0.62), strict=True):
         run = by_id[result.run_id]
         assert run.info.status == "FINISHED" and run.data.metrics["reduction/0.20"] == value
-        assert artifacts(run) == {
-            "notebook/toy.ipynb",
-            "notebook/toy.html",
-            "figures/curve.png",
-            "figures/curve.svg",
-            "tables/errors.parquet",
-            "tables/errors.json",
-            "claims.json",
-        }
+        assert artifacts(run) == ARTIFACTS
     again = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
     assert [result.state for result in again] == ["done earlier"] * 2
 
 
-def test_a_worker_that_is_killed_is_replaced_and_its_job_begun_anew(project, console, cluster):  # noqa: F811
+def test_a_worker_that_is_killed_is_replaced_and_its_job_begun_anew(project, console, cluster):
     """The notebook kills the worker process that it runs under, the first time only."""
     marker = project / "died"
     suicide = (
@@ -73,14 +65,14 @@ def test_a_worker_that_is_killed_is_replaced_and_its_job_begun_anew(project, con
     assert [run.info.run_id for run in finished] == [result.run_id]
 
 
-def test_a_slow_job_is_stopped_by_its_worker(project, console, cluster):  # noqa: F811
+def test_a_slow_job_is_stopped_by_its_worker(project, console, cluster):
     notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell("import time\ntime.sleep(600)"))
     experiment(project, timeout=8)
     (result,) = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
     assert (result.state, result.error) == ("failed", "took longer than its limit of 8 s")
 
 
-def test_a_cluster_that_cannot_be_used_is_one_sentence(project, monkeypatch, cluster):  # noqa: F811
+def test_a_cluster_that_cannot_be_used_is_one_sentence(project, monkeypatch, cluster):
     monkeypatch.setattr(places, "CONNECT_S", 1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -91,7 +83,7 @@ def test_a_cluster_that_cannot_be_used_is_one_sentence(project, monkeypatch, clu
         places.connect(cluster.scheduler_address)
 
 
-def test_workers_elsewhere_cannot_share_a_sqlite_file(project, monkeypatch, cluster):  # noqa: F811
+def test_workers_elsewhere_cannot_share_a_sqlite_file(project, monkeypatch, cluster):
     monkeypatch.setattr(places.socket, "gethostname", lambda: "the-driver")
     with pytest.raises(KvlabError, match="mlflow server"):
         places.connect(cluster.scheduler_address)
@@ -107,14 +99,14 @@ def test_workers_elsewhere_cannot_share_a_sqlite_file(project, monkeypatch, clus
         ("quueue: short", r"slurm.yaml: .*quueue"),
     ],
 )
-def test_settings_for_slurm_that_are_wrong(project, monkeypatch, fake_slurm, content, sentence):  # noqa: F811
+def test_settings_for_slurm_that_are_wrong(project, monkeypatch, fake_slurm, content, sentence):
     if content is not None:
         (project / "slurm.yaml").write_text(content)
     with pytest.raises(KvlabError, match=sentence):
         places.connect("slurm")
 
 
-def test_without_slurm(project, monkeypatch):  # noqa: F811
+def test_without_slurm(project, monkeypatch):
     (project / "slurm.yaml").write_text("queue: short\n")
     monkeypatch.setenv("PATH", str(project))
     with pytest.raises(KvlabError, match="sbatch"):
@@ -140,7 +132,7 @@ def fake_slurm(tmp_path, monkeypatch):
     return folder
 
 
-def test_jobs_go_through_slurm(project, console, fake_slurm):  # noqa: F811
+def test_jobs_go_through_slurm(project, console, fake_slurm):
     (project / "slurm.yaml").write_text("queue: short\nwalltime: '00:10:00'\nmemory: 2GB\ninterface: lo\njobs: 1\n")
     (result,) = driver.run(EXPERIMENT, cluster="slurm", console=console)
     assert result.state == "finished", console.file.getvalue() + (fake_slurm / "out").read_text()

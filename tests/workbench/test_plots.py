@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy
 import pandas
 import pytest
+from support import drawing
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.figures import plots
 
-
-@pytest.fixture(autouse=True)
-def headless():
-    with plt.rc_context():
-        plt.switch_backend("agg")
-        plots.style()
-        yield
-        plt.close("all")
+pytestmark = pytest.mark.usefixtures("headless")
 
 
 def test_paper_beside_ours_draws_both_and_leaves_a_gap():
     ax = plots.paper_beside_ours(
         {"a": 0.7, "b": None}, {"a": 0.6, "b": -0.2}, {"a": (0.5, 0.65)}, ylabel="cosine", labels={"a": "first"}
     )
-    assert sorted(round(bar.get_height(), 6) for bar in ax.patches) == [-0.2, 0.6, 0.7]
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["first", "b"]
-    assert [text.get_text() for text in ax.texts] == ["0.70", "0.60", "-0.20"] and ax.get_ylabel() == "cosine"
+    assert drawing.bars(ax) == [0.7, 0.6, -0.2] and drawing.bars(ax, plots.PAPER) == [0.7]
+    assert drawing.ticks(ax) == ["first", "b"]
+    assert drawing.texts(ax) == ["0.70", "0.60", "-0.20"] and ax.get_ylabel() == "cosine"
     (segment,) = ax.collections[0].get_segments()
     assert sorted(point[1] for point in segment) == pytest.approx([0.5, 0.65])
 
@@ -34,17 +27,17 @@ def test_paper_beside_ours_draws_both_and_leaves_a_gap():
 def test_lines_sort_their_points_and_bands_span_the_interval():
     frame = pandas.DataFrame({"x": [2, 1], "y": [0.2, 0.1], "lo": [0.15, 0.05], "hi": [0.3, 0.2], "who": ["a", "a"]})
     ax = plots.lines(frame, x="x", y="y", hue="who", low="lo", high="hi", log=True, xlabel="step", ylabel="error")
-    assert list(ax.lines[0].get_xdata()) == [1, 2] and list(ax.lines[0].get_ydata()) == [0.1, 0.2]
+    assert drawing.curves(ax) == {"a": ([1, 2], [0.1, 0.2])}
     heights = ax.collections[0].get_paths()[0].vertices[:, 1]
     assert (heights.min(), heights.max()) == (0.05, 0.3) and ax.get_yscale() == "log"
     plots.paper_points(ax, [1], [0.5])
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "paper"]
+    assert drawing.legend(ax) == ["a", "paper"]
 
 
 def test_boxes_keep_the_order_and_heatmaps_name_the_unit():
     frame = pandas.DataFrame({"condition": ["b"] * 4 + ["a"] * 4, "value": [1, 2, 3, 4, 5, 6, 7, 8]})
     ax = plots.boxes(frame, x="condition", y="value", ylabel="v", order=["a", "b"], labels={"a": "A"})
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["A", "b"]
+    assert drawing.ticks(ax) == ["A", "b"]
     level = [line.get_ydata()[0] for line in ax.lines if len(set(line.get_ydata())) == 1]
     assert [height for height in level if height in (2.5, 6.5)] == [6.5, 2.5]
     ax = plots.heatmap(
@@ -71,13 +64,13 @@ def needles():
 
 def test_needle_heatmaps_have_a_panel_for_each_policy_and_budget_and_average_a_cell():
     panels = plots.needle_heatmap(needles(), names={"full": "full cache"}, columns=2, title="needles")
-    assert [ax.get_title(loc="left") for ax in panels] == ["full cache: 0.75", "snapkv, 64: 0.38", "snapkv, 128: 0.56"]
+    assert [drawing.title(ax) for ax in panels] == ["full cache: 0.75", "snapkv, 64: 0.38", "snapkv, 128: 0.56"]
     for ax, value in zip(panels, (0.75, 0.375, 0.5625), strict=True):
         cells = ax.images[0].get_array()
         assert cells.shape == (3, 2) and (cells == value).all()
         assert ax.images[0].get_clim() == (0, 1) and ax.images[0].get_cmap().name == "cividis"
-    assert [text.get_text() for text in panels[2].get_xticklabels()] == ["256", "1,024"]
-    assert [text.get_text() for text in panels[0].get_yticklabels()] == ["0", "50", "100"]
+    assert drawing.ticks(panels[2]) == ["256", "1,024"]
+    assert drawing.ticks(panels[0], "y") == ["0", "50", "100"]
     assert panels[2].get_xlabel() == "prompt (tokens)" and "%" in panels[0].get_ylabel()
     panels[0].figure.canvas.draw()
 
@@ -94,32 +87,32 @@ def test_needle_heatmaps_leave_gaps_and_refuse_other_tables():
 
 
 def test_bars_stand_in_groups_with_whiskers():
-    frame = pandas.DataFrame({"c": [8, 4, 8, 4], "who": ["b", "b", "a", "a"], "y": [0.4, 0.3, 0.2, 0.1]}).assign(
-        low=lambda rows: rows["y"] - 0.05, high=lambda rows: rows["y"] + 0.1
+    frame = pandas.DataFrame({"c": [8, 4, 8, 4], "who": ["b", "b", "a", "a"], "value": [0.4, 0.3, 0.2, 0.1]}).assign(
+        low=lambda rows: rows["value"] - 0.05, high=lambda rows: rows["value"] + 0.1
     )
     ax = plots.bars(
         frame,
         x="c",
-        y="y",
         hue="who",
-        low="low",
-        high="high",
         names={"a": "A", "b": "B"},
         labels={4: "four", 8: "eight"},
         xlabel="x",
         ylabel="y",
     )
-    assert [round(bar.get_height(), 6) for bar in ax.patches] == [0.1, 0.2, 0.3, 0.4]
+    assert drawing.bars(ax) == [0.1, 0.3, 0.2, 0.4]
     centres = [bar.get_x() + bar.get_width() / 2 for bar in ax.patches]
     assert centres == pytest.approx([-0.2, 0.8, 0.2, 1.2]) and max(bar.get_width() for bar in ax.patches) < 0.4
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["four", "eight"]
+    assert drawing.ticks(ax) == ["four", "eight"]
     assert [line.get_segments()[1][:, 1].tolist() for line in ax.collections] == [
         pytest.approx([0.15, 0.3]),
         pytest.approx([0.35, 0.5]),
     ]
 
 
-def test_doublings_are_plain_numbers_on_a_logarithmic_axis():
-    ax = plots.doublings(plots.axes(), [0.5, 4, 128])
-    assert ax.get_xscale() == "log" and list(ax.get_xticks()) == [0.5, 4, 128]
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["0.5", "4", "128"]
+@pytest.mark.parametrize(
+    "places, named", [([0.5, 4, 128], ["0.5", "4", "128"]), ([64, 1024], ["64", "1,024"])], ids=["few", "thousands"]
+)
+def test_doublings_are_equally_wide_and_plain_numbers(places, named):
+    ax = plots.doublings(plots.axes(), places)
+    assert ax.get_xscale() == "log" and ax.get_xaxis().get_transform().base == 2
+    assert list(ax.get_xticks()) == places and drawing.ticks(ax) == named

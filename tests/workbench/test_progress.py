@@ -6,7 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
-from support.projects import experiment, project  # noqa: F401
+from support.projects import experiment
 
 from kvlab.errors import KvlabError
 from kvlab.workbench import experiments
@@ -81,7 +81,7 @@ def test_on_a_low_screen_what_runs_and_what_failed_stays():
     assert "experiment_11 " in text and "experiment_15 " in text and "experiment_12" not in text
 
 
-def test_long_jobs_begin_first(project, monkeypatch):  # noqa: F811
+def test_long_jobs_begin_first(project, monkeypatch):
     """Expected seconds come from the profile, as long as no run has shown them."""
     for name, seconds in (("a", 10), ("b", None), ("c", 90), ("d", 30)):
         experiment(project, name, profiles={"quick": {"seconds": seconds} if seconds else {}})
@@ -93,7 +93,7 @@ def test_long_jobs_begin_first(project, monkeypatch):  # noqa: F811
     assert "4 jobs, 2 at once, about 1 min 30 s" in console.file.getvalue()
 
 
-def test_notebooks_come_in_that_order_too(project):  # noqa: F811
+def test_notebooks_come_in_that_order_too(project):
     (project / "experiments" / "zsmerge_error_curves.yaml").unlink()
     for name, seconds in (("a", 10), ("b", None), ("c", 90), ("d", 30)):
         experiment(
@@ -106,7 +106,7 @@ def test_notebooks_come_in_that_order_too(project):  # noqa: F811
 
 
 @pytest.mark.parametrize("seconds", [0, -3, "long"])
-def test_seconds_are_positive(project, seconds):  # noqa: F811
+def test_seconds_are_positive(project, seconds):
     experiment(project, "a", profiles={"quick": {"seconds": seconds}})
     with pytest.raises(KvlabError, match=r"profiles\.quick\.seconds"):
         experiments.load("a")

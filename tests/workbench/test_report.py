@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 
 import pandas
 import pytest
 from matplotlib.figure import Figure
-from support.projects import EXPERIMENT, project  # noqa: F401
+from support.projects import EXPERIMENT
+from support.report_pages import CLAIM, Page, slug
 from support.runs import job
 
 from kvlab import papers
@@ -31,7 +31,6 @@ COLUMNS = [
     "model",
     "run_id",
 ]
-CLAIM = "zsmerge.figure4.reduction_20"
 
 
 def entry(**narrow) -> pandas.Series:
@@ -46,7 +45,7 @@ def test_without_a_store_everything_is_not_measured_and_none_is_made(tmp_path, m
     assert set(frame["verdict"]) == {"not measured"} and list(tmp_path.iterdir()) == []
 
 
-def test_the_newest_finished_job_counts(project):  # noqa: F811
+def test_the_newest_finished_job_counts(project):
     job(0.1)
     newest = job(0.6)
     job(-1.0, status="FAILED")
@@ -58,7 +57,7 @@ def test_the_newest_finished_job_counts(project):  # noqa: F811
     assert (found.low, found.high) == (0.5, 0.7)
 
 
-def test_model_and_profile_narrow_the_runs(project):  # noqa: F811
+def test_model_and_profile_narrow_the_runs(project):
     small, full = job(0.6), job(0.1, profile="full", model="big@1")
     assert entry(profile="quick").run_id == entry(model="toy").run_id == small
     assert entry(profile="full").run_id == entry(model="big").run_id == full
@@ -66,7 +65,7 @@ def test_model_and_profile_narrow_the_runs(project):  # noqa: F811
     assert entry(model="none").verdict == "not measured"
 
 
-def test_a_run_with_all_that_a_claim_needs_goes_before_a_newer_one_without(project):  # noqa: F811
+def test_a_run_with_all_that_a_claim_needs_goes_before_a_newer_one_without(project):
     run = tracking.create_run(database.client(), EXPERIMENT, {}, {"kvlab.kind": "job", "model": "toy"}, "complete")
     run.log({"reduction/0.50": 0.9, "reduction/0.20": 0.6})
     run.finish()
@@ -75,22 +74,7 @@ def test_a_run_with_all_that_a_claim_needs_goes_before_a_newer_one_without(proje
     assert (found.run_id, found.verdict) == (run.id, "holds")
 
 
-class Page(HTMLParser):
-    """The addresses that a page asks for, its tags and its ids."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.addresses, self.tags, self.ids = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        named = dict(attributes)
-        self.tags.append(tag)
-        self.ids += [named["id"]] if "id" in named else []
-        self.addresses += [named[key] for key in ("src", "href") if key in named]
-
-
-def test_the_page_is_self_contained_and_escapes_what_runs_say(project):  # noqa: F811
+def test_the_page_is_self_contained_and_escapes_what_runs_say(project):
     run_id = job(0.6, figure=True)
     page = report.write()
     assert page == project / "report" / "report.html"
@@ -120,10 +104,6 @@ def runs() -> list:
     return client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id])
 
 
-def slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_]+", "-", text)
-
-
 def with_figure(name: str, *ids: str):
     """The papers with these claims shown by a figure of that name, and the others by one that nobody draws."""
     return tuple(
@@ -139,7 +119,7 @@ def with_figure(name: str, *ids: str):
     )
 
 
-def test_a_thumbnail_leads_to_the_figure_which_is_embedded_once(project, monkeypatch):  # noqa: F811
+def test_a_thumbnail_leads_to_the_figure_which_is_embedded_once(project, monkeypatch):
     """Two claims share a figure; what the run has not drawn is simply not shown."""
     two = (CLAIM, "zsmerge.figure4.reduction_10")
     changed = with_figure("error curves", *two)
@@ -160,14 +140,14 @@ def test_a_thumbnail_leads_to_the_figure_which_is_embedded_once(project, monkeyp
     assert all(f'href="#{slug(name)}"' in caption for name in two)
 
 
-def test_runs_on_a_tracking_server_link_there_without_a_password(project, monkeypatch):  # noqa: F811
+def test_runs_on_a_tracking_server_link_there_without_a_password(project, monkeypatch):
     run_id = job(0.6)
     (run,) = [run for run in runs() if run.info.run_id == run_id]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:secret@runs.example:8443/")
     assert report.run_link(run) == (f"https://runs.example:8443/#/experiments/{run.info.experiment_id}/runs/{run_id}")
 
 
-def test_findings_and_checks_are_counted_apart_and_add_up(project):  # noqa: F811
+def test_findings_and_checks_are_counted_apart_and_add_up(project):
     job(0.6)
     job(0.0, metric="theorem1/violations")
     found = report.entries()
@@ -201,7 +181,7 @@ def matrix(text: str) -> dict[str, list[int]]:
     return rows
 
 
-def test_a_check_that_is_not_met_is_shouted(project):  # noqa: F811
+def test_a_check_that_is_not_met_is_shouted(project):
     job(0.0, metric="theorem1/violations")
     assert "not met" not in report.write().read_text()
     job(2.0, metric="theorem1/violations")
@@ -240,7 +220,7 @@ def test_the_small_axis_puts_everything_where_it_is():
     assert report.scale(judged({"kind": "greater", "than": 0.0}, None)) is None
 
 
-def test_writing_replaces_whole_files_and_leaves_nothing_else(project, monkeypatch):  # noqa: F811
+def test_writing_replaces_whole_files_and_leaves_nothing_else(project, monkeypatch):
     job(0.6)
     first = report.write().read_text()
     assert sorted(path.name for path in (project / "report").iterdir()) == ["claims.csv", "report.html"]
@@ -255,7 +235,7 @@ def test_writing_replaces_whole_files_and_leaves_nothing_else(project, monkeypat
     assert (project / "report" / "report.html").read_text() == first
 
 
-def test_a_file_in_the_way_is_one_sentence(project):  # noqa: F811
+def test_a_file_in_the_way_is_one_sentence(project):
     (project / "taken").write_text("")
     with pytest.raises(KvlabError, match="it is a file"):
         report.write(project / "taken")

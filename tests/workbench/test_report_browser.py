@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from matplotlib.figure import Figure
 from support.browsing import DESKTOP, PHONE, missing_images, opened, overflow
-from support.projects import EXPERIMENT, project  # noqa: F401
+from support.projects import EXPERIMENT
 
 from kvlab import papers
 from kvlab.workbench.report import page as report
@@ -15,7 +15,7 @@ LONG = "a_very_long_name_without_any_place_to_break_it_" * 4
 
 
 @pytest.fixture
-def page_of_report(project, monkeypatch):  # noqa: F811
+def page_of_report(project, monkeypatch):
     """The address of a report on every claim of two experiments, each with a figure, and texts that are hard to fit."""
     asked = papers.claims()
     shown = [
@@ -90,7 +90,7 @@ def test_a_header_that_stays_and_links_that_lead_somewhere(browser, page_of_repo
 
 
 @pytest.fixture
-def pages_of_models(project):  # noqa: F811
+def pages_of_models(project):
     """The folder of a report on five models, which do not fit beside each other on a phone."""
     names = ("tiny", LONG, "qwen2.5-coder-0.5b", "of-unknown-size", "large")
     for number, name in enumerate(names):
@@ -135,7 +135,7 @@ def test_models_side_by_side_fit_and_link_to_their_pages(browser, pages_of_model
         assert complaints == []
 
 
-def test_without_any_run_the_page_is_whole_too(browser, project):  # noqa: F811
+def test_without_any_run_the_page_is_whole_too(browser, project):
     """What `kvlab reproduce` leaves where every job failed; `kvlab report` refuses to write it."""
     address = report.save(report.entries()).as_uri()
     with opened(browser, address, PHONE) as (page, complaints):

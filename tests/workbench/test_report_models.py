@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pandas
 import pytest
-from support.projects import project  # noqa: F401
+from support.report_pages import CLAIM, Page, slug
 from support.runs import job
-from test_report import CLAIM, Page, slug
 
 from kvlab import papers
 from kvlab.inputs import models as known
@@ -29,7 +28,7 @@ def of_claim(found, claim: str = CLAIM) -> dict[str, ledger.Entry]:
 # ---------------------------------------------------------------- which runs count
 
 
-def test_for_each_model_its_own_newest_run_counts(project):  # noqa: F811
+def test_for_each_model_its_own_newest_run_counts(project):
     job(0.1, **SMALL)
     newest = job(0.3, **SMALL)
     other = job(0.6, **LARGE)
@@ -44,7 +43,7 @@ def test_for_each_model_its_own_newest_run_counts(project):  # noqa: F811
     assert {entry.state for entry in elsewhere.values()} <= {"not measured"}
 
 
-def test_the_table_has_a_row_for_each_claim_and_model(project):  # noqa: F811
+def test_the_table_has_a_row_for_each_claim_and_model(project):
     job(0.3, **SMALL)
     job(0.6, **LARGE)
     frame = pandas.read_csv(report.write().parent / "claims.csv")
@@ -56,7 +55,7 @@ def test_the_table_has_a_row_for_each_claim_and_model(project):  # noqa: F811
     assert len(both) == 2 * len(one)
 
 
-def test_a_model_that_measured_no_claim_is_no_part_of_it(project):  # noqa: F811
+def test_a_model_that_measured_no_claim_is_no_part_of_it(project):
     job(0.3, **SMALL)
     job(0.6, metric="nobody/asked", **LARGE)
     assert {entry.model for entry in report.entries()} == {"small"}
@@ -66,7 +65,7 @@ def test_a_model_that_measured_no_claim_is_no_part_of_it(project):  # noqa: F811
 # ---------------------------------------------------------------- the models
 
 
-def test_models_stand_in_the_order_of_their_sizes(project, monkeypatch):  # noqa: F811
+def test_models_stand_in_the_order_of_their_sizes(project, monkeypatch):
     """As the newest run says that does; else as the catalogue says; the unknown ones last."""
     monkeypatch.setitem(known.MODELS, "known", Subject("known", 500_000_000))
     job(0.1, model="unknown")
@@ -105,7 +104,7 @@ def test_a_model_is_called_by_its_name_alone():
     assert Subject("toy@0123").label == "toy" and Subject("random:llama-2-7b").label == "random:llama-2-7b"
 
 
-def test_what_went_without_tables_says_so(project):  # noqa: F811
+def test_what_went_without_tables_says_so(project):
     job(0.6, tables="none", heads="none", **SMALL)
     job(0.0, metric="theorem1/violations", tables="none", **SMALL)
     mine = of_claim(report.entries())["small"]
@@ -219,7 +218,7 @@ def test_the_turn_of_a_test_of_several_is_that_of_its_own_metric():
 
 
 @pytest.fixture
-def pages(project) -> dict[str, str]:  # noqa: F811
+def pages(project) -> dict[str, str]:
     """File -> its text, of a report on three models, one of which is a folder of the same name as another."""
     job(0.3, figure=True, **SMALL)
     job(0.6, **LARGE)
@@ -266,7 +265,7 @@ def test_the_matrix_shows_every_finding_on_every_model(pages):
     ]
 
 
-def test_counts_stand_for_each_model(pages, project):  # noqa: F811
+def test_counts_stand_for_each_model(pages, project):
     text = pages["report.html"]
     table = text[text.index('<table class="matrix models"') : text.index("</table>")]
     rows = re.findall(r"<td class=\"n (?:holds|direction|fails|unmeasured|untested|none)\">([^<]*)</td>", table)
@@ -276,7 +275,7 @@ def test_counts_stand_for_each_model(pages, project):  # noqa: F811
     assert counts == expected and len(counts) == 3 * len(ledger.STATES)
 
 
-def test_pages_of_models_that_are_gone_go_too(pages, project):  # noqa: F811
+def test_pages_of_models_that_are_gone_go_too(pages, project):
     folder = project / "report"
     (folder / "model-mine.html").write_text("<p>written by somebody else</p>")
     report.write(model=["small"])

@@ -16,8 +16,8 @@ import pandas
 import pytest
 from rich.console import Console
 from support.commands import call
-from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook, project  # noqa: F401
-from support.runs import artifacts, runs
+from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook
+from support.runs import ARTIFACTS, artifacts, runs
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import driver
@@ -34,7 +34,7 @@ def console():
     return Console(file=io.StringIO(), width=200)
 
 
-def test_a_sweep_is_logged_skipped_and_reported(project, console):  # noqa: F811
+def test_a_sweep_is_logged_skipped_and_reported(project, console):
     experiment(project, grid={"reduction": [0.55, 0.62]})
     first = driver.run(EXPERIMENT, workers=2, console=console)
     assert [result.state for result in first] == ["finished", "finished"], console.file.getvalue()
@@ -53,15 +53,7 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):  # noqa: F811
     tags = child.data.tags
     assert tags["kvlab.key"] == first[1].job.key and tags["kvlab.profile"] == "quick" and tags["seed"] == "0"
     assert tags["kvlab.version"] and float(tags["kvlab.seconds"]) > 0
-    assert artifacts(child) == {
-        "notebook/toy.ipynb",
-        "notebook/toy.html",
-        "figures/curve.png",
-        "figures/curve.svg",
-        "tables/errors.parquet",
-        "tables/errors.json",
-        "claims.json",
-    }
+    assert artifacts(child) == ARTIFACTS
     page = Path(database.client().download_artifacts(child.info.run_id, "notebook/toy.html")).read_text()
     assert not re.search(r'(src|href)="(https?:|")', page) and "0.62" in page
     assert list((project / "mlruns" / "work").iterdir()) == []
@@ -78,7 +70,7 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):  # noqa: F811
     assert (entry.run_id, entry.verdict, entry.value, entry.model) == (fresh.run_id, "holds", 0.62, "toy")
 
 
-def test_a_failing_job_keeps_its_copy_and_stops_nobody(project, console, capsys):  # noqa: F811
+def test_a_failing_job_keeps_its_copy_and_stops_nobody(project, console, capsys):
     experiment(project, grid={"boom": [True, False]})
     failed, finished = driver.run(EXPERIMENT, workers=1, console=console)
     assert (failed.state, finished.state) == ("failed", "finished")
@@ -101,7 +93,7 @@ def test_a_failing_job_keeps_its_copy_and_stops_nobody(project, console, capsys)
     assert "1 of 2 jobs failed" in last and "boom=True" in last and "roof" in last and "Traceback" not in said
 
 
-def test_dead_kernels_and_slow_notebooks_fail(project, console):  # noqa: F811
+def test_dead_kernels_and_slow_notebooks_fail(project, console):
     notebook(
         project / "notebooks" / "toy.ipynb",
         cell("how = 'die'", "parameters"),
@@ -118,7 +110,7 @@ def test_dead_kernels_and_slow_notebooks_fail(project, console):  # noqa: F811
 
 
 @pytest.mark.parametrize("polite", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_marks_runs_killed_and_ends_the_kernels(project, polite):  # noqa: F811
+def test_an_interrupt_marks_runs_killed_and_ends_the_kernels(project, polite):
     marker = project / "alive"
     notebook(
         project / "notebooks" / "toy.ipynb",
@@ -137,7 +129,7 @@ def test_an_interrupt_marks_runs_killed_and_ends_the_kernels(project, polite):  
         os.kill(int(marker.read_text()), 0)
 
 
-def test_nothing_starts_if_one_experiment_is_wrong(project, console):  # noqa: F811
+def test_nothing_starts_if_one_experiment_is_wrong(project, console):
     experiment(project, "another", parameters={"sede": 1})
     before = (project / "mlruns" / "mlflow.db").read_bytes()
     with pytest.raises(KvlabError, match="did you mean 'seed'"):
@@ -147,7 +139,7 @@ def test_nothing_starts_if_one_experiment_is_wrong(project, console):  # noqa: F
     assert (project / "mlruns" / "mlflow.db").read_bytes() == before
 
 
-def test_tables_read_back_and_plain_progress(project, console):  # noqa: F811
+def test_tables_read_back_and_plain_progress(project, console):
     notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(CHECK))
     experiment(project)
     (result,) = driver.run(EXPERIMENT, console=console)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook, project  # noqa: F401
+from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook
 from support.runs import runs
 
 from kvlab.errors import KvlabError
@@ -50,7 +50,7 @@ class Desk:
 
 
 @pytest.fixture
-def sweep(project, monkeypatch):  # noqa: F811
+def sweep(project, monkeypatch):
     """Run the experiment with jobs that only call a function; returns how they ended, and what a log says."""
 
     def run(work=lambda parameters, folder: None, names=EXPERIMENT, **options):
@@ -61,7 +61,7 @@ def sweep(project, monkeypatch):  # noqa: F811
     return run
 
 
-def edited(project):  # noqa: F811
+def edited(project):
     notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell("1 + 1"), cell(CHECK))
 
 
@@ -69,7 +69,7 @@ def states(results):
     return [result.state for result in results]
 
 
-def test_a_notebook_edited_during_a_sweep_runs_under_the_key_of_what_it_is_then(sweep, project):  # noqa: F811
+def test_a_notebook_edited_during_a_sweep_runs_under_the_key_of_what_it_is_then(sweep, project):
     """Put back as it was, the jobs that ran the edited one are no longer taken for done."""
     experiment(project, grid={"reduction": [0.5, 0.6, 0.7]})
     before = (project / "notebooks" / "toy.ipynb").read_text()
@@ -94,7 +94,7 @@ def test_a_notebook_edited_during_a_sweep_runs_under_the_key_of_what_it_is_then(
     assert states(sweep(workers=1)[0]) == ["finished", "finished", "done earlier"]
 
 
-def test_a_job_is_expected_to_take_as_long_as_the_last_one_on_its_model(project):  # noqa: F811
+def test_a_job_is_expected_to_take_as_long_as_the_last_one_on_its_model(project):
     """A model ten times as large takes longer; of a model that never ran the experiment's own estimate is taken."""
     notebook(project / "notebooks" / "toy.ipynb", cell("model = 'small'\nseed = 0", "parameters"))
     experiment(project, profiles={"quick": {"seconds": 7}})
@@ -117,7 +117,7 @@ def test_a_job_is_expected_to_take_as_long_as_the_last_one_on_its_model(project)
     assert [sweep.progress.expected(number) for number in range(4)] == [10, 400, 7, 30]
 
 
-def test_models_take_turns_and_the_longest_job_of_each_begins_first(sweep, project):  # noqa: F811
+def test_models_take_turns_and_the_longest_job_of_each_begins_first(sweep, project):
     notebook(project / "notebooks" / "toy.ipynb", cell("model = 'random:a'\nseed = 0", "parameters"))
     notebook(project / "notebooks" / "long.ipynb", cell("model = 'random:a'\nseed = 1", "parameters"))
     experiment(project, profiles={"quick": {"seconds": 5}})
@@ -131,20 +131,20 @@ def test_models_take_turns_and_the_longest_job_of_each_begins_first(sweep, proje
     assert order == [("random:b", 1), ("random:b", 0), ("random:a", 1), ("random:a", 0)]
 
 
-def test_a_notebook_that_vanishes_fails_its_jobs_and_not_the_sweep(sweep, project):  # noqa: F811
+def test_a_notebook_that_vanishes_fails_its_jobs_and_not_the_sweep(sweep, project):
     experiment(project, grid={"reduction": [0.5, 0.6]})
     found, _ = sweep(lambda *_: (project / "notebooks" / "toy.ipynb").unlink(), workers=1)
     assert states(found) == ["finished", "failed"] and "toy.ipynb is missing" in found[1].error
 
 
-def test_the_same_job_twice_runs_once(sweep, project):  # noqa: F811
+def test_the_same_job_twice_runs_once(sweep, project):
     experiment(project, grid={"reduction": [0.5, 0.5]})
     found, said = sweep(workers=2)
     assert sorted(states(found)) == ["done earlier", "finished"] and len(runs("job")) == 1
     assert "the same job is running" in said
 
 
-def test_experiments_with_the_same_notebook_have_runs_of_their_own(sweep, project):  # noqa: F811
+def test_experiments_with_the_same_notebook_have_runs_of_their_own(sweep, project):
     experiment(project, parameters={"seed": 0})
     sweep(workers=1)
     experiment(project, "another", parameters={"seed": 0})
@@ -152,7 +152,7 @@ def test_experiments_with_the_same_notebook_have_runs_of_their_own(sweep, projec
     assert states(both) == ["done earlier", "finished"]
 
 
-def test_a_full_disk_is_one_sentence_that_says_how_to_go_on(sweep, project):  # noqa: F811
+def test_a_full_disk_is_one_sentence_that_says_how_to_go_on(sweep, project):
     experiment(project, grid={"reduction": [0.5, 0.6]})
 
     def fill(parameters, folder):
@@ -166,7 +166,7 @@ def test_a_full_disk_is_one_sentence_that_says_how_to_go_on(sweep, project):  # 
     assert states(sweep(workers=1)[0]) == ["done earlier", "finished"]
 
 
-def test_files_are_on_the_disk_before_a_run_counts_as_finished(sweep, project, monkeypatch):  # noqa: F811
+def test_files_are_on_the_disk_before_a_run_counts_as_finished(sweep, project, monkeypatch):
     written, real = [], os.fsync
 
     def note(handle):
@@ -182,7 +182,7 @@ def test_files_are_on_the_disk_before_a_run_counts_as_finished(sweep, project, m
 
 
 @pytest.mark.parametrize("asked", stopping.ASKING)
-def test_signals_stop_a_sweep_between_jobs(sweep, project, asked):  # noqa: F811
+def test_signals_stop_a_sweep_between_jobs(sweep, project, asked):
     """A closed terminal hangs up twice, and a sweep that is ending has to end all the same."""
     experiment(project, grid={"reduction": [0.5, 0.6]})
 
@@ -204,7 +204,7 @@ def test_what_waits_hears_a_signal():
     assert not patience.Flag().wait(0.01)
 
 
-def test_who_ignores_a_signal_goes_on(sweep, project):  # noqa: F811
+def test_who_ignores_a_signal_goes_on(sweep, project):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert states(sweep(lambda *_: os.kill(os.getpid(), signal.SIGHUP), workers=1)[0]) == ["finished"]
@@ -236,7 +236,7 @@ def test_a_half_written_notebook_says_nothing_yet(tmp_path):
 # ---------------------------------------------------------------- leavings
 
 
-def test_what_the_dead_left_on_the_disk_is_cleared_and_what_lives_is_left(project):  # noqa: F811
+def test_what_the_dead_left_on_the_disk_is_cleared_and_what_lives_is_left(project):
     client = database.client()
     ids = {EXPERIMENT: database.experiment_id(client, EXPERIMENT)}
     ended, running = (
@@ -254,7 +254,7 @@ def test_what_the_dead_left_on_the_disk_is_cleared_and_what_lives_is_left(projec
     earlier.release(held)
 
 
-def test_a_run_whose_job_is_locked_lives_whatever_the_clock_says(project):  # noqa: F811
+def test_a_run_whose_job_is_locked_lives_whatever_the_clock_says(project):
     """A clock that was set makes the start of a living process look wrong."""
     client = database.client()
     key = "c" * 64
@@ -286,7 +286,7 @@ def spec(folder, **changes):
     return {**found, **changes}
 
 
-def test_a_worker_whose_driver_died_before_it_began_leaves_with_all_it_started(project):  # noqa: F811
+def test_a_worker_whose_driver_died_before_it_began_leaves_with_all_it_started(project):
     started = project / "started"
     notebook(
         project / "notebooks" / "toy.ipynb",
@@ -318,7 +318,7 @@ def test_a_worker_whose_driver_died_before_it_began_leaves_with_all_it_started(p
         (ValueError("Kernel died"), False),
     ],
 )
-def test_a_kernel_that_dies_while_it_starts_may_have_another_try(project, monkeypatch, error, died):  # noqa: F811
+def test_a_kernel_that_dies_while_it_starts_may_have_another_try(project, monkeypatch, error, died):
     import papermill
 
     def fail(*_, **__):

@@ -8,8 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 from support.commands import call
-from support.projects import EXPERIMENT, experiment, project  # noqa: F401
-from test_patience import health  # noqa: F401
+from support.projects import EXPERIMENT, experiment
 
 from kvlab.workbench import experiments, ui
 from kvlab.workbench.jobs import driver
@@ -17,12 +16,12 @@ from kvlab.workbench.store import database
 
 
 @pytest.fixture
-def number(project):  # noqa: F811
+def number(project):
     """The MLflow experiment's id."""
     return database.experiment_id(database.client(), EXPERIMENT)
 
 
-def test_without_a_server_the_command_that_starts_one_is_told(number, project):  # noqa: F811
+def test_without_a_server_the_command_that_starts_one_is_told(number, project):
     link, how = ui.told([EXPERIMENT]).splitlines()
     assert link.startswith(f"http://127.0.0.1:5000/#/experiments/{number}/runs")
     words = shlex.split(how.partition("once this runs: ")[2])
@@ -31,7 +30,7 @@ def test_without_a_server_the_command_that_starts_one_is_told(number, project): 
     assert words[2:] == ui.command(database.store_uri(), 5000)[3:-4]
 
 
-def test_the_ui_of_make_lab_is_known_while_it_answers(number, health):  # noqa: F811
+def test_the_ui_of_make_lab_is_known_while_it_answers(number, health):
     ui.note().write_text(health.uri)
     assert ui.told([EXPERIMENT]) == f"{health.uri}/#/experiments/{number}/runs?workflowType=machine_learning"
     health.code = 503
@@ -40,12 +39,12 @@ def test_the_ui_of_make_lab_is_known_while_it_answers(number, health):  # noqa: 
     assert ui.running() is None
 
 
-def test_a_tracking_server_is_its_own_ui(number, health, monkeypatch):  # noqa: F811
+def test_a_tracking_server_is_its_own_ui(number, health, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{health.uri}/")
     assert ui.running() == health.uri
 
 
-def test_several_experiments_have_one_table(number, project, health):  # noqa: F811
+def test_several_experiments_have_one_table(number, project, health):
     ui.note().write_text(health.uri)
     other = database.experiment_id(database.client(), "other")
     link = unquote(ui.told([EXPERIMENT, "other", "never run"]))
@@ -55,7 +54,7 @@ def test_several_experiments_have_one_table(number, project, health):  # noqa: F
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_run_and_reproduce_end_with_the_link(number, project, health, capsys, monkeypatch, fails):  # noqa: F811
+def test_run_and_reproduce_end_with_the_link(number, project, health, capsys, monkeypatch, fails):
     ui.note().write_text(health.uri)
     (job,) = experiments.jobs(EXPERIMENT)
     ended = driver.Result(job, "failed" if fails else "finished", "1", error="the roof is on fire" if fails else "")
@@ -66,7 +65,7 @@ def test_run_and_reproduce_end_with_the_link(number, project, health, capsys, mo
         assert f"{health.uri}/#/experiments/{number}/runs" in said
 
 
-def test_names_of_jobs_tell_what_differs_in_a_sweep_or_from_the_profile(project):  # noqa: F811
+def test_names_of_jobs_tell_what_differs_in_a_sweep_or_from_the_profile(project):
     """And nothing else: neither what all jobs share, nor what was given as it is anyway."""
     experiment(project, grid={"reduction": [0.1, 0.2], "scale": [0.5]})
     named = [job.name for job in experiments.jobs(EXPERIMENT, overrides={"seed": "3", "boom": "false", "names": "x,y"})]

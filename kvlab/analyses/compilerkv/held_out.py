@@ -11,8 +11,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
-from transformers.cache_utils import DynamicCache
 
 from kvlab.analyses.compilerkv.tables import visits
 from kvlab.analyses.compilerkv.variants import static_thresholds
@@ -22,8 +20,11 @@ from kvlab.compile import Settings
 from kvlab.compile.contexts import Context
 from kvlab.compile.trials import Prefilled, neutral, prefilled
 from kvlab.core import attention, hooks
+from kvlab.core.adapter import StoreCache, twin
+from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
+from kvlab.lib import bars
 from kvlab.methods.lookup import DecisionTables
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def held_out(
     with ExitStack() as opened:
         prefills = [
             opened.enter_context(prefilled(lm, context, settings))
-            for context in tqdm(contexts, desc="prefill", unit="window", leave=False)
+            for context in bars.each(contexts, "prefill", "window")
         ]
         kept = [
             {name: prefill.kept(neutral(settings).using(variant)) for name, variant in tables.items()}
@@ -163,7 +164,7 @@ def held_out(
             for prefill, sets in zip(prefills, kept, strict=True):
                 sets[name] = prefill.kept(policy)
         pairs = list(zip(prefills, kept, strict=True))
-        for prefill, sets in tqdm(pairs, desc="held out", unit="window", leave=False):
+        for prefill, sets in bars.each(pairs, "held out", "window"):
             rows += _of_window(prefill, sets)
     return _compared(pd.DataFrame(rows))
 
@@ -209,7 +210,7 @@ def _at_equal_storage(
     for kind in dict.fromkeys(_kind(name) for name, variant in tables.items() if variant.risk is not None):
         members = [name for name in tables if _kind(name) == kind]
         mean = round(float(np.mean([_entries(sets[name]) for sets in kept for name in members])))
-        free = neutral(Settings(**settings.model_dump() | {"budget": max(1, mean)}))
+        free = neutral(settings.replace(budget=max(1, mean)))
         heads = tables[members[0]].heads
         ungated[f"ungated {kind}"] = free if heads is None else free.using(DecisionTables(heads=heads, risk=None))
         if kind == "learnt":
@@ -249,13 +250,13 @@ def continuation_attention(prefill: Prefilled) -> Tensor:
 
     def look(call: hooks.Call) -> Tensor:
         visible = attention.last_visible(call.queries.shape[2], call.keys.shape[2], call.keys.device)
-        weights = attention.weights(call.queries, call.keys, call.scaling, visible)
-        shares[call.layer] = weights[0, :, :, :length].mean((0, 1)).cpu().double()
+        weights = attention.weights(call.queries, call.keys, call.softmax, visible)
+        shares[call.place] = weights[0, :, :, :length].mean((0, 1)).cpu().double()
         return call.attend()
 
-    cache = DynamicCache()
-    for layer, prompt in enumerate(prefill.prompts):
-        cache.update(prompt.keys, prompt.values, layer)
+    cache = StoreCache([LayerStore(prompt.keys, prompt.values) for prompt in prefill.prompts], prefill.lm.model)
+    for number, layer in prefill.cache.others.items():
+        cache.layers[number] = twin(layer)
     with hooks.hooked(prefill.lm.model, look, pre_rope=False):
         ids = prefill.context.continuation[None, :-1].to(prefill.lm.device)
         prefill.lm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -85,7 +85,7 @@ def reliability(samples: Mapping[str, Samples], settings: Settings, splits: int 
         whose actions changed nothing, or of which both halves visited fewer than two states.
     """
     rng = np.random.default_rng(seed)
-    free = Settings(**settings.model_dump() | {"penalty": 0.0})
+    free = settings.replace(penalty=0.0)
     frames = {}
     for table, of_table in samples.items():
         products = np.array([_split(table, of_table, free, rng) for _ in range(splits)])

@@ -17,11 +17,11 @@ from itertools import product
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
+from kvlab.lib import bars
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -83,11 +83,10 @@ def sweep(traces: Sequence[Trace], settings: Sequence[tuple[str, Policy]]) -> pd
         (entries of the prompt that the head's KV head stores).
     """
     jobs = [(trace, name, method) for trace in traces for name, method in settings]
-    bar = tqdm(jobs, desc="budgets", unit="replay", disable=len(jobs) < 20, leave=False)
     return pd.concat(
         [
             _by_head(trace, method).assign(document=trace.document, method=name, budget=getattr(method, "budget", None))
-            for trace, name, method in bar
+            for trace, name, method in bars.each(jobs, "budgets", "replay")
         ],
         ignore_index=True,
     )
@@ -99,14 +98,14 @@ def _by_head(trace: Trace, method: Policy) -> pd.DataFrame:
     def measured() -> pd.DataFrame:
         replay = replayed(trace, method)
         group = trace.heads // trace.kv_heads
-        stored = torch.stack([(replay.kept(layer) != EMPTY).sum(-1) for layer in range(trace.n_layers)])
+        stored = torch.stack([(replay.kept(layer) != EMPTY).sum(-1) for layer in trace.layers])
         of_heads = {
             "kept": 1 - replay.mass_lost.mean(-1),
             "recall": replay.recall.repeat_interleave(group, 1),
             "error": replay.output_error.mean(-1),
             "stored": stored.repeat_interleave(group, 1),
         }
-        places = pd.MultiIndex.from_product([range(trace.n_layers), range(trace.heads)], names=["layer", "head"])
+        places = pd.MultiIndex.from_product([trace.layers, range(trace.heads)], names=["layer", "head"])
         frame = pd.DataFrame({key: value.flatten().double().numpy() for key, value in of_heads.items()}, index=places)
         return frame.reset_index().assign(entries=replay.budget)
 

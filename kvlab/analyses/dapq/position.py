@@ -13,16 +13,18 @@ import pandas as pd
 import torch
 from scipy import stats
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.texts import to_summarise
+from kvlab.core import hookable
 from kvlab.core.adapter import StoreCache
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.instruments import measures
+from kvlab.lib import bars
 from kvlab.lib.bootstrap import summarise
 from kvlab.traces import shared
+from kvlab.traces.recording import encoder
 from kvlab.traces.run import prefilled, pseudo_queries
 from kvlab.traces.trace import Trace
 
@@ -104,9 +106,7 @@ def ids_of(trace: Trace) -> Tensor:
 
 def nonsense(lm: LM, n: int) -> Tensor:
     """`n` tokens of the paper's fixed sentence, repeated."""
-    tokenizer = lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
-    ids = torch.tensor(tokenizer(SENTENCE * n, add_special_tokens=False).input_ids)
-    return ids[:n]
+    return encoder(lm)(SENTENCE * n)[:n]
 
 
 def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
@@ -122,13 +122,13 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
         documents.
     """
     rows = []
-    for trace in tqdm(traces, desc="table 1", unit="doc", disable=len(traces) < 3, leave=False):
+    for trace in bars.each(traces, "table 1", "doc"):
         true, different = response(trace, n), nonsense(lm, n)
         right, wrong = torch.arange(n) + trace.prompt_length, torch.arange(n)
         cosines = similarities(
             lm,
             trace,
-            prefilled(trace),
+            prefilled(trace, lm),
             torch.stack([true, different, true, different]),
             torch.stack([right, right, wrong, wrong]),
         )
@@ -195,13 +195,13 @@ def figure_2a(
         content at a random position), `..._less_sc_dp_100` and `gap_random/post/dc_dp_m_less_dc_dp_100`; means over
         documents of the documents' means, with intervals over documents.
     """
-    vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
+    vocabulary = hookable.text_config(lm.model).vocab_size
     rows, jobs = [], 5 * trials * len(traces)
-    with tqdm(total=jobs, desc="figure 2a", unit="trial", leave=False) as bar:
+    with bars.counting(jobs, "figure 2a", "trial") as bar:
         for number, trace in enumerate(traces):
             generator = torch.Generator().manual_seed(seed + number)
             wanted = _random_conditions(trace, trials, n, near, vocabulary, generator)
-            cache = prefilled(trace)
+            cache = prefilled(trace, lm)
             for condition, (ids, positions) in wanted.items():
                 for batch in torch.arange(trials).split(TOGETHER):
                     cosines = similarities(lm, trace, cache, ids[batch], positions[batch])
@@ -263,12 +263,12 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
         `offset/curve/2k/{parts}` (similarity after each even step).
     """
     rows, even = [], {}
-    for trace in tqdm(traces, desc="figure 2b", unit="context", leave=False):
+    for trace in bars.each(traces, "figure 2b", "context"):
         length, context, text = trace.prompt_length, context_name(trace.prompt_length), plain_name(trace)
         steps = torch.linspace(0, length, parts + 1).round().long()
         near = 4 ** torch.arange(1, 8)
         offsets = torch.cat([steps, near[near < length // parts]]).unique()
-        true, cache = response(trace, n), prefilled(trace)
+        true, cache = response(trace, n), prefilled(trace, lm)
         for batch in offsets.split(TOGETHER):
             positions = (length - batch)[:, None] + torch.arange(n)
             values = similarities(lm, trace, cache, true.expand(len(batch), n), positions)[0].mean(-1)

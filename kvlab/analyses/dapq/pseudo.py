@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvlab.analyses.dapq.recall import with_pseudo
 from kvlab.analyses.findings import Findings
 from kvlab.core import attention
 from kvlab.errors import KvlabError
+from kvlab.lib import bars
 from kvlab.lib.bootstrap import summarise
 from kvlab.methods.dapq import DapQ
 from kvlab.replays.reference import reference
@@ -110,7 +110,7 @@ def figure_6a(
         `content/position_less_spread/recall/b128`. Larger is better everywhere: for mass lost the signs are turned.
     """
     rows, usual, elsewhere = [], USUAL | {"window": n}, f"F4L{n - 4} at 0"
-    for number, trace in enumerate(tqdm(traces, desc="figure 6a", unit="doc", leave=False)):
+    for number, trace in enumerate(bars.each(traces, "figure 6a", "doc")):
         wanted = contents(n, firsts, range(seed + draws * number, seed + draws * (number + 1)))
         own = with_pseudo(lm, trace, [asked(parameters) for variants in wanted.values() for parameters in variants])
         away = with_pseudo(lm, trace, [asked(usual)], start=0)
@@ -188,7 +188,7 @@ def figure_6b(
         `length/best/recall/r32`: the best length on average, by responses of 32 tokens.
     """
     rows = []
-    for trace in tqdm(traces, desc="figure 6b", unit="doc", leave=False):
+    for trace in bars.each(traces, "figure 6b", "doc"):
         options = {n: {"content": "first_last", "first": round(share * n), "window": n} for n in lengths}
         own = with_pseudo(lm, trace, [asked(parameters) for parameters in options.values()])
         kept = {n: asked(parameters, budget).prefill(own.prompt) for n, parameters in options.items()}

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pandas as pd
-import torch
-from tqdm.auto import tqdm
 
 from kvlab.analyses.dapq.position import ids_of
 from kvlab.analyses.findings import Findings
 from kvlab.core import ranking
+from kvlab.lib import bars
 from kvlab.methods import Policy, policy
 from kvlab.methods.dapq import DapQ
 from kvlab.replays.reference import reference
-from kvlab.traces.run import prefilled, pseudo_queries
+from kvlab.traces.recording import pseudo_tokens
+from kvlab.traces.run import prefilled, pseudo_queries_by_key
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -41,19 +41,9 @@ def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | Non
         policies: their pseudo-tokens, at positions start .. start + window - 1.
         start: the prompt's length unless given, which is where the response will be.
     """
+    tokens = pseudo_tokens(lm, ids_of(trace)[: trace.prompt_length], policies)
     first = trace.prompt_length if start is None else start
-    vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
-    prompt, cache = ids_of(trace)[: trace.prompt_length], prefilled(trace)
-
-    def encode(text: str) -> torch.Tensor:
-        tokenizer = lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
-        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
-
-    tokens = {method.pseudo_key: method.pseudo_tokens(prompt, vocabulary, encode) for method in policies}
-    queries = {
-        key: pseudo_queries(lm, cache, ids, torch.arange(first, first + len(ids)))[0] for key, ids in tokens.items()
-    }
-    return replace(trace, pseudo=queries)
+    return replace(trace, pseudo=pseudo_queries_by_key(lm, prefilled(trace, lm), tokens, first))
 
 
 def recalls(trace: Trace, method: Policy) -> dict[str, float]:
@@ -97,7 +87,7 @@ def figure_3(
     if window not in windows:
         settings.append((window, budget))
     rows = []
-    for number, trace in enumerate(tqdm(traces, desc="figure 3", unit="doc", leave=False)):
+    for number, trace in enumerate(bars.each(traces, "figure 3", "doc")):
         seeds = [seed + contents * number + i for i in range(contents)]
         random = {
             (w, s): DapQ(budget=1.0, content="vocabulary", window=w, seed=s) for w in {*windows, window} for s in seeds

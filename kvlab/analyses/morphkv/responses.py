@@ -7,6 +7,7 @@ true continuation drift from those of the full cache.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -15,12 +16,12 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.morphkv.windows import MEASURES, along_steps, slope
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
+from kvlab.lib import bars
 from kvlab.lib.bootstrap import summarise
 from kvlab.live import gather
 from kvlab.live import session as live_session
@@ -93,13 +94,11 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         over the steps from COUNTED_FROM on, with intervals over documents.
     """
     frames = []
-    with tqdm(desc="small budgets", unit="replay", leave=False) as bar:
-        for trace in traces:
-            for share in shares:
-                for name, method in at_budget(trace, share, window).items():
-                    setting = {"document": trace.document, "share": share, "policy": name}
-                    frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method))]
-                    bar.update()
+    jobs = list(itertools.product(traces, shares))
+    for trace, share in bars.each(jobs, "small budgets", "budget"):
+        for name, method in at_budget(trace, share, window).items():
+            setting = {"document": trace.document, "share": share, "policy": name}
+            frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method))]
     findings = Findings(pd.concat(frames, ignore_index=True))
     means = _counted(findings.table).groupby(["measure", "policy", "share", "document"]).value.mean()
     names = list(findings.table["policy"].unique())
@@ -151,15 +150,13 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
         `fading`, and `times/mass_lost/h2o`: that policy's slope over MorphKV's.
     """
     frames = []
-    with tqdm(desc="long responses", unit="replay", leave=False) as bar:
-        for trace in traces:
-            for name, method in writing(budget, window).items():
-                result = Replay(trace, method)
-                stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}
-                parts = [*along_steps(result), pd.DataFrame(stored | {"value": result.stored_bytes.tolist()})]
-                setting = {"document": trace.document, "policy": name, "prompt": trace.prompt_length}
-                frames += [part.assign(**setting) for part in parts]
-                bar.update()
+    jobs = list(itertools.product(traces, writing(budget, window).items()))
+    for trace, (name, method) in bars.each(jobs, "long responses", "replay"):
+        result = Replay(trace, method)
+        stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}
+        parts = [*along_steps(result), pd.DataFrame(stored | {"value": result.stored_bytes.tolist()})]
+        setting = {"document": trace.document, "policy": name, "prompt": trace.prompt_length}
+        frames += [part.assign(**setting) for part in parts]
     findings = fading(pd.concat(frames, ignore_index=True), ("mass_lost", "output_error"))
     for measure in ("mass_lost", "output_error"):
         slopes = _slopes(findings.table, measure)
@@ -275,7 +272,7 @@ def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]
     # Policies that act at every step take their steps together; the others need no single steps.
     acting = [name for name, method in policies.items() if method.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
-    for names in tqdm(parts, desc="inside the model", unit="part", leave=False):
+    for names in bars.each(parts, "inside the model", "part"):
         decoded = _decoded(lm, fed, [policies[name] for name in names], prefilled)
         for step, (logits, stored) in enumerate(decoded, 1):
             rows = logits.float().log_softmax(-1)
@@ -319,6 +316,6 @@ def _decoded(lm: LM, ids: Tensor, together: Sequence[Policy], prefilled: LiveCac
                 sizes = zip(before, growth, strict=True)
                 yield logits[:, :, step], [(size + more * (step + 1)) / len(ids) for size, more in sizes]
             return
-        for token in tqdm(fed.unbind(1), desc="inside the model", unit="token", leave=False):
+        for token in bars.each(fed.unbind(1), "inside the model", "token"):
             logits = lm.model(token[:, None], past_key_values=past, logits_to_keep=1).logits[:, -1]
             yield logits.unflatten(0, shape), [session.kv_bytes / len(ids) for session in sessions]

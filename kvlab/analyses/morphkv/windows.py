@@ -6,6 +6,7 @@ along a response: mass lost, recall of each step's own top-k, and error of the a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 from scipy import stats
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.texts import common_traces
@@ -21,6 +21,7 @@ from kvlab.core import attention
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
+from kvlab.lib import bars
 from kvlab.methods import policy
 from kvlab.replays.run import Replay
 from kvlab.traces import shared
@@ -64,18 +65,13 @@ def window_ablation(
     """
     settings = [(f, w, c) for c in capacities for f in fusions for w in windows if w < c]
     frames = []
-    with tqdm(desc="window ablation", unit="replay", leave=False) as bar:
-        for trace in traces:
-            known = trace.queries.shape[2] - trace.steps
-            if known < min(max(windows), trace.prompt_length):
-                raise KvlabError(
-                    f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}"
-                )
-            for fusion, window, capacity in settings:
-                result = Replay(trace, policy("morphkv", budget=capacity, window=window, fusion=fusion))
-                setting = {"document": trace.document, "fusion": fusion, "window": window, "capacity": capacity}
-                frames += [frame.assign(**setting) for frame in along_steps(result)]
-                bar.update()
+    if any(trace.queries.shape[2] - trace.steps < min(max(windows), trace.prompt_length) for trace in traces):
+        raise KvlabError(f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}")
+    jobs = list(itertools.product(traces, settings))
+    for trace, (fusion, window, capacity) in bars.each(jobs, "window ablation", "replay"):
+        result = Replay(trace, policy("morphkv", budget=capacity, window=window, fusion=fusion))
+        setting = {"document": trace.document, "fusion": fusion, "window": window, "capacity": capacity}
+        frames += [frame.assign(**setting) for frame in along_steps(result)]
     findings = Findings(pd.concat(frames, ignore_index=True))
     means = _means(findings.table)
     for measure in MEASURES:
@@ -185,12 +181,14 @@ def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = Fa
             f"the captured prompt has {trace.prompt_length} tokens, and {prompt} + {response} are asked for"
         )
     queries, keys, values = (t[:, :, :both].clone() for t in (trace.queries, trace.keys, trace.values))
-    cut = Trace.from_tensors(queries, keys, values, prompt, scaling=trace.scaling)
+    softmax = {"scaling": trace.scaling, "softcap": trace.softcap, "sinks": trace.sinks}
+    cut = Trace.from_tensors(queries, keys, values, prompt, **softmax)
+    cut.layout = trace.layout
     cut.ids = None if trace.ids is None else trace.ids[:both].clone()
     cut.meta = trace.meta | {"document": f"{trace.document}[:{prompt}+{response}]"}
     if accumulate:
-        pairs = zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True)
-        cut.accumulated = torch.stack([attention.accumulate(q, k, trace.scaling) for q, k in pairs])
+        pairs = enumerate(zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True))
+        cut.accumulated = torch.stack([attention.accumulate(q, k, trace.softmax.row(row)) for row, (q, k) in pairs])
     return cut
 
 

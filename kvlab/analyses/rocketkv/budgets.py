@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
+from kvlab.lib import bars
 from kvlab.methods import Policy, policy
 from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.reference import reference
@@ -101,7 +101,7 @@ def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
     trace, full = result.trace, reference(result.trace)
     shares = torch.empty(full.step_ranks.shape[:3])
     for now in range(trace.steps):
-        of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in range(trace.n_layers)]
+        of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in trace.layers]
         widest = max(slots.shape[1] for slots in of_layer)
         sets = torch.stack([F.pad(slots, (0, widest - slots.shape[1]), value=EMPTY) for slots in of_layer])
         shares[:, :, now] = full.share_found(full.step_ranks[:, :, now], sets, k)
@@ -146,7 +146,7 @@ def figure_4(
         raise KvlabError("token budgets are about decoding, and a trace has no response; capture it with new_tokens=32")
     jobs = [(trace, c) for trace in traces for c in compressions]
     rows = []
-    for trace, c in tqdm(jobs, desc="figure 4", unit="budget", leave=False):
+    for trace, c in bars.each(jobs, "figure 4", "budget"):
         budget = budget_at(trace, c)
         for method, contender in contenders(trace, budget, heads).items():
             numbers = measured(Replay(trace, contender), budget)

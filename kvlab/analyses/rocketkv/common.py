@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
+from kvlab.lib import bars
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -83,7 +83,7 @@ def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Fi
     full = Replay(trace, policy("full")).summary
     rows = []
     jobs = [(method, budget) for method in METHODS for budget in budgets]
-    for method, budget in tqdm(jobs, desc="table 1", unit="replay", leave=False):
+    for method, budget in bars.each(jobs, "table 1", "replay"):
         c = trace.length / budget
         contender = _of_the_table(method, budget, trace)
         sizes = (

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import torch
 from pydantic import Field
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.rocketkv import common
@@ -26,6 +25,7 @@ from kvlab.analyses.rocketkv.budgets import (
     values_of,
 )
 from kvlab.errors import KvlabError
+from kvlab.lib import bars
 from kvlab.methods import Policy, policy
 from kvlab.methods.rocketkv import RocketKV
 from kvlab.methods.snapkv import SnapKV
@@ -90,7 +90,7 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
     rows = []
     jobs = [(trace, c) for trace in traces for c in compressions]
     shared, blind = {}, {}
-    for trace, c in tqdm(jobs, desc="stages", unit="budget", leave=False):
+    for trace, c in bars.each(jobs, "stages", "budget"):
         budget = budget_at(trace, c)
         snapkv = snapkv_as_compared(trace, budget)
         if snapkv is not None:
@@ -202,7 +202,7 @@ def kernels(
     """
     rows = []
     jobs = [(trace, n) for trace in traces for n in lengths]
-    for trace, n in tqdm(jobs, desc="kernels", unit="prompt", leave=False):
+    for trace, n in bars.each(jobs, "kernels", "prompt"):
         cut = truncated(trace, n, steps)
         for size in sizes:
             own = Replay(cut, policy("rocketkv", budget=budget_at(cut, compression), kernel=size)).summary
@@ -274,7 +274,7 @@ def splits(
     """
     rows = []
     jobs = [(trace, c) for trace in traces for c in compressions]
-    for trace, c in tqdm(jobs, desc="splits", unit="budget", leave=False):
+    for trace, c in bars.each(jobs, "splits", "budget"):
         budget = budget_at(trace, c)
         tried = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
         tried += [(PUBLISHED, math.nan, RocketKV(budget=budget, split="adaptive"))]
@@ -308,7 +308,7 @@ def pages_against_dimensions(
     """
     rows = []
     jobs = [(trace, c) for trace in traces for c in compressions]
-    for trace, c in tqdm(jobs, desc="pages", unit="budget", leave=False):
+    for trace, c in bars.each(jobs, "pages", "budget"):
         for e in exponents:
             contender = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
             own = Replay(trace, contender).summary

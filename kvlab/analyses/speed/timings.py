@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import DynamicCache
 
 from kvlab.bench import clock, memory, meters
+from kvlab.core.adapter import twin
+from kvlab.core.hookable import text_config
 from kvlab.errors import KvlabError
-from kvlab.lib import devices
+from kvlab.lib import bars, devices
 from kvlab.live.gather import gather
 from kvlab.live.session import compress
 from kvlab.methods import Policy, policy
@@ -55,8 +56,11 @@ def loaded_bytes(lm: LM) -> int:
 
 def plain_cache(prefilled: LiveCache) -> DynamicCache:
     """The entries of a prefill as transformers' own cache; nothing is copied until a step adds to it."""
-    cache = DynamicCache()
-    for number, layer in enumerate(prefilled.layers):
+    layout = prefilled.session.layout
+    cache = DynamicCache(config=text_config(prefilled.session.model)) if layout.mixed else DynamicCache()
+    for number, layer in prefilled.others.items():
+        cache.layers[number] = twin(layer)
+    for number, layer in zip(layout.compressed, prefilled.compressed, strict=True):
         (group,) = layer.groups
         cache.update(group.store.keys, group.store.values, number)
     return cache
@@ -132,7 +136,7 @@ def decoding(
     _check(lm, lengths, batches, steps, repeats)
     settings = [(length, 1) for length in sorted(lengths)] + [(min(lengths), n) for n in sorted(set(batches) - {1})]
     rows: list[dict[str, Any]] = []
-    bar = tqdm(total=len(settings), desc="decoding", unit="setting", leave=False)
+    bar = bars.counting(len(settings), "decoding", "setting")
     with bar, _measuring(lm, chosen):
         for length, batch in settings:
             taking_part = {
@@ -202,7 +206,7 @@ def first_tokens(lm: LM, chosen: dict[str, Policy | None], lengths: Sequence[int
     rows = []
     jobs = [(length, turn, name) for length in sorted(lengths) for turn, name in clock.rounds(list(chosen), repeats)]
     with _measuring(lm, chosen):
-        for length, turn, name in tqdm(jobs, desc="to first token", unit="run", leave=False):
+        for length, turn, name in bars.each(jobs, "to first token", "run"):
             ids, _ = meters.prompt(lm, length)
             memory.tidy()
             try:

@@ -23,11 +23,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
 from kvlab import evaluation
 from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
+from kvlab.lib import bars
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
 from kvlab.methods import Policy
@@ -167,7 +167,7 @@ def measure(
     rows = []
     total = sum(len(items) for items, _ in plan)
     with (
-        tqdm(total=total, desc="tasks", unit="example", leave=False) as bar,
+        bars.counting(total, "tasks", "example") as bar,
         nullcontext() if path is None else Path(path).open("a", encoding="utf-8") as file,
         warnings.catch_warnings(),
     ):

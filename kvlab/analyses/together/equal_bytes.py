@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.tasks import scores
@@ -22,6 +21,7 @@ from kvlab.analyses.tasks.contenders import contenders
 from kvlab.analyses.tasks.examples import needle_grid
 from kvlab.analyses.texts import DOCUMENTS
 from kvlab.errors import KvlabError
+from kvlab.lib import bars
 from kvlab.lib.bootstrap import summarise
 from kvlab.methods import Policy, policy, registry
 from kvlab.replays.run import Replay
@@ -65,7 +65,7 @@ def measure(
     every = contenders(budgets, heads, tables, names, pad="budget")
     rows = []
     with (
-        tqdm(total=len(traces) * len(every), desc="replay", unit="policy", leave=False) as bar,
+        bars.counting(len(traces) * len(every), "replay", "policy") as bar,
         warnings.catch_warnings(),
     ):
         # compilerkv and duoattention say at every replay that they run without tables or head scores.

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.core import attention
 from kvlab.core.store import LayerStore
+from kvlab.lib import bars
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -57,7 +57,7 @@ def figure_4(
     """
     rows = []
     jobs = [(trace, ratio) for trace in traces for ratio in ratios]
-    for trace, ratio in tqdm(jobs, desc="figure 4", unit="ratio", leave=False):
+    for trace, ratio in bars.each(jobs, "figure 4", "ratio"):
         for variant, zsmerge in variants(ratio).items():
             if variant == "merge_alpha0" and ratio not in without_bias:
                 continue
@@ -74,7 +74,7 @@ def figure_4(
                     "squared_error": s,
                     "mass_lost": m,
                 }
-                for layer, (e, s, m) in enumerate(zip(*(t.tolist() for t in (errors, squared, lost)), strict=True))
+                for layer, e, s, m in zip(trace.layers, *(t.tolist() for t in (errors, squared, lost)), strict=True)
             ]
     findings = Findings(pd.DataFrame(rows))
     by_document = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="error")
@@ -120,10 +120,10 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
         new = slice(trace.prompt_length, trace.prompt_length + 1)
         store.append(trace.keys[:, :, new].double(), trace.values[:, :, new].double())
         query = trace.response_queries[:, :, :1].double()
-        full = attention.weights(query, trace.keys[:, :, : new.stop].double(), trace.scaling)[:, :, 0]
+        full = attention.weights(query, trace.keys[:, :, : new.stop].double(), trace.softmax)[:, :, 0]
         bias = zsmerge.bias(store)
         bias = None if bias is None else attention.to_query_heads(bias, trace.heads)[:, :, None]
-        compensated = attention.weights(query, store.keys, trace.scaling, bias=bias)[:, :, 0]
+        compensated = attention.weights(query, store.keys, trace.softmax, bias=bias)[:, :, 0]
         where = attention.to_query_heads(store.positions, trace.heads)
         unmerged = attention.to_query_heads(store.fusion_counts, trace.heads) == 1
         margin = (compensated - full.gather(-1, where)).masked_fill(~unmerged, torch.inf)
@@ -134,10 +134,10 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
                 "document": trace.document,
                 "layer": layer,
                 "head": head,
-                "smallest_margin": float(smallest[layer, head]),
-                "entries": int(unmerged[layer, head].sum()),
+                "smallest_margin": float(smallest[row, head]),
+                "entries": int(unmerged[row, head].sum()),
             }
-            for layer in range(trace.n_layers)
+            for row, layer in enumerate(trace.layers)
             for head in range(trace.heads)
         ]
     findings = Findings(pd.DataFrame(rows))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
+from kvlab.lib import bars
 from kvlab.lib.bootstrap import summarise
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
@@ -79,7 +79,7 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
         for value in sorted({*values, RECOMMENDED[parameter]})
     ]
     measured: dict[tuple[int, Policy], dict[str, float]] = {}
-    for trace, parameter, value in tqdm(jobs, desc="figure 5", unit="setting", leave=False):
+    for trace, parameter, value in bars.each(jobs, "figure 5", "setting"):
         zsmerge = policy("zsmerge", budget=ratio, **{**RECOMMENDED, parameter: value})
         if (id(trace), zsmerge) not in measured:
             result = Replay(trace, zsmerge)

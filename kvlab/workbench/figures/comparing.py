@@ -78,13 +78,6 @@ def at(table: pandas.DataFrame, /, **keys: object) -> pandas.DataFrame:
     return table
 
 
-def doublings(ax: Axes, ticks: Sequence[float]) -> None:
-    """A horizontal axis to the base of 2, with these ticks only."""
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(list(ticks), [f"{tick:,g}" for tick in ticks])
-    ax.minorticks_off()
-
-
 def whisker_lengths(table: pandas.DataFrame, scale: float = 1.0) -> list[Any]:
     """How far intervals reach below and above their values, for error bars.
 
@@ -199,17 +192,7 @@ def forest(table: pandas.DataFrame, *, xlabel: str, title: str, ax: Axes | None 
     ax = plots.axes(ax, (8.6, 1.0 + 0.27 * (len(rows) + len(papers))))
     place, places, labels = 0, [], []
     for paper in papers:
-        ax.annotate(
-            paper,
-            (0, place),
-            xycoords=blended_transform_factory(ax.transAxes, ax.transData),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=10,
-            fontweight="bold",
-            color=INK,
-        )
+        in_row(ax, place, paper, fontsize=10, fontweight="bold", color=INK)
         place += 1
         for row in rows:
             if row["paper"] == paper:
@@ -223,6 +206,13 @@ def forest(table: pandas.DataFrame, *, xlabel: str, title: str, ax: Axes | None 
     ax.set_xlabel(xlabel)
     ax.set_title(title)
     return ax
+
+
+def in_row(ax: Axes, place: float, text: str, **font: Any) -> None:
+    """A text at the left end of a row, inside the axes."""
+    where = blended_transform_factory(ax.transAxes, ax.transData)
+    offset = {"xytext": (6, 0), "textcoords": "offset points"}
+    ax.annotate(text, (0, place), xycoords=where, va="center", **offset, **font)
 
 
 def named_rows(

@@ -11,7 +11,7 @@ from kvlab import papers
 from kvlab.analyses.compilerkv import ablation, printed, quality, theorem
 from kvlab.analyses.compilerkv.variants import ladder
 from kvlab.workbench.figures import plots
-from kvlab.workbench.figures.comparing import AXIS, at, beside_paper, doublings, whisker_lengths
+from kvlab.workbench.figures.comparing import AXIS, at, beside_paper, whisker_lengths
 
 if TYPE_CHECKING:
     import pandas
@@ -145,7 +145,7 @@ def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None
     ax.fill_between(ours["budget"], ours["low"], ours["high"], color=OURS, alpha=0.18, linewidth=0)
     filled = at(curves, method="filled").sort_values("budget")
     ax.plot(filled["budget"], filled["value"], "--", color=OURS, label=quality.LABELS["filled"])
-    doublings(ax, ours["budget"].tolist())
+    plots.doublings(ax, ours["budget"].tolist())
     if legend := ax.get_legend():
         legend.remove()
 
@@ -178,12 +178,9 @@ def _paper_at(ax: Axes, entries: float) -> None:
 
 
 def _through_the_gate(ax: Axes, stored: pandas.DataFrame) -> None:
-    plots.lines(
+    plots.estimates(
         stored,
         x="budget",
-        y="value",
-        low="low",
-        high="high",
         xlabel=BUDGET,
         ylabel="entries stored of the prompt",
         title="What CompilerKV's gate lets through",
@@ -192,7 +189,7 @@ def _through_the_gate(ax: Axes, stored: pandas.DataFrame) -> None:
     budgets = sorted(stored["budget"])
     ax.plot(budgets, budgets, color=AXIS, linewidth=1, linestyle=":")
     ax.annotate("the budget", (budgets[-1], budgets[-1]), ha="right", va="bottom", fontsize=9, color=AXIS)
-    doublings(ax, budgets)
+    plots.doublings(ax, budgets)
     ax.set_yscale("log", base=2)
     ax.set_yticks(budgets, [f"{budget:,}" for budget in budgets])
 
@@ -296,13 +293,10 @@ def steps_to_snapkv(findings: Findings, shares: Sequence[float]) -> Figure:
     left.grid(axis="x")
     left.set(xlabel="attention lost", title="One change at a time")
     left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
-    plots.lines(
+    plots.estimates(
         ablation.by_layer(findings, shares[0]),
         x="layer",
-        y="value",
         hue="method",
-        low="low",
-        high="high",
         colours={names[1]: plots.COLOURS[0], names[4]: plots.COLOURS[2], names[6]: plots.COLOURS[1]},
         xlabel="layer",
         ylabel="attention lost",

@@ -101,13 +101,10 @@ def figure_3(findings: Findings, window: int, budget: int) -> Figure:
     del names["pyramidkv"]
     recalls = findings.frame(recall.RECALL).query("measure == 'window_recall' and policy in @names.keys()")
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), sharey=True)
-    plots.lines(
+    plots.estimates(
         recalls.loc[recalls["budget"] == budget],
         x="window",
-        y="value",
         hue="policy",
-        low="low",
-        high="high",
         names=names,
         colours=COLOURS,
         xlabel="pseudo-queries or prompt tokens in the window",
@@ -115,13 +112,10 @@ def figure_3(findings: Findings, window: int, budget: int) -> Figure:
         title=f"Figure 3: along the window, {budget} entries",
         ax=left,
     )
-    plots.lines(
+    plots.estimates(
         recalls.loc[recalls["window"] == window],
         x="budget",
-        y="value",
         hue="policy",
-        low="low",
-        high="high",
         names=names,
         colours=COLOURS,
         xlabel=ENTRIES,
@@ -142,13 +136,10 @@ def retained_sets(findings: Findings, window: int) -> Figure:
     recalls = findings.frame(recall.RECALL).query("measure == 'recall' and window == @window")
     leads = findings.frame(recall.LEAD).query("policy == 'snapkv' and window == @window")
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4))
-    plots.lines(
+    plots.estimates(
         recalls,
         x="budget",
-        y="value",
         hue="policy",
-        low="low",
-        high="high",
         names=POLICIES,
         colours=COLOURS,
         xlabel=ENTRIES,
@@ -158,13 +149,10 @@ def retained_sets(findings: Findings, window: int) -> Figure:
     )
     left.set_ylim(0, 1)
     left.legend(fontsize=9, ncols=2, loc="upper left")
-    plots.lines(
+    plots.estimates(
         leads.sort_values("measure", ascending=False),
         x="budget",
-        y="value",
         hue="measure",
-        low="low",
-        high="high",
         names={"window_recall": "raw window scores", "recall": "retained sets"},
         xlabel=ENTRIES,
         ylabel="DapQ less SnapKV, paired by document",
@@ -222,25 +210,19 @@ def figure_6b(findings: Findings, budget: int) -> Figure:
     pseudo-queries."""
     recalls = pseudo.by_length(findings, "recall").sort_values("response", ascending=False, kind="stable")
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4))
-    plots.lines(
+    plots.estimates(
         recalls,
         x="length",
-        y="value",
         hue="response",
-        low="low",
-        high="high",
         names={response: f"response of {response} tokens" for response in recalls["response"].unique()},
         xlabel="pseudo-queries",
         ylabel="recall of the gold top-k",
         title=f"Figure 6b: length, {budget} entries",
         ax=left,
     )
-    plots.lines(
+    plots.estimates(
         pseudo.by_length(findings, "mass_lost", aligned=True),
         x="length",
-        y="value",
-        low="low",
-        high="high",
         xlabel="pseudo-queries",
         ylabel="attention mass lost, documents aligned",
         title="What is lost with the rest",

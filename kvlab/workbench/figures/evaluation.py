@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.evaluation import Answer, summary, table
 from kvlab.lib.files import replacing
+from kvlab.lib.terminal import titled
 from kvlab.workbench.store import tracking
 
 if TYPE_CHECKING:
@@ -73,19 +74,12 @@ def draw(answers: Sequence[Answer], path: Path) -> Path | None:
 
 def show(rows: pd.DataFrame, console: Console) -> None:
     """Print a table of `kvlab.evaluation.results.summary`."""
-    from rich.table import Table
-
     at = ", ".join(sorted(set(rows["compress_at"])))
-    grid = Table(
-        "task",
-        "policy",
-        "budget",
-        title=f"compressed at the {at}'s end",
-        title_justify="left",
-        header_style="dim",
-        pad_edge=False,
-    )
-    for heading in ("n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"):
+    grid = titled("task", "policy", "budget", title=f"compressed at the {at}'s end")
+    headings = ["n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"]
+    others = "uncompressed_bytes" in rows
+    headings[-1:-1] = ["other layers, MiB"] * others
+    for heading in headings:
         grid.add_column(heading, justify="right")
     for row in rows.to_dict("records"):
         difference, low, high = (100 * row[name] for name in ("difference", "difference_low", "difference_high"))
@@ -99,6 +93,7 @@ def show(rows: pd.DataFrame, console: Console) -> None:
             f"{100 * row['low']:.1f}-{100 * row['high']:.1f}",
             f"{difference:+.1f} ({low:+.1f} to {high:+.1f})" if paired else "",
             f"{row['kv_bytes'] / 2**20:.2f}",
+            *([f"{row['uncompressed_bytes'] / 2**20:.2f}"] if others else []),
             f"{row['seconds']:.2f}",
         )
     console.print(grid, highlight=False)
@@ -109,16 +104,12 @@ def show(rows: pd.DataFrame, console: Console) -> None:
 
 def show_kinds(rows: pd.DataFrame, console: Console) -> None:
     """Print a table of `kvlab.evaluation.results.summary` by kind: scores, with a column for each kind."""
-    from rich.table import Table
-
     if len(rows["task"].unique()) > 1:
         rows = rows.assign(kind=rows["task"] + " " + rows["kind"].fillna("").astype(str))
     settings = rows.drop_duplicates(["policy", "budget"]).to_dict("records")
     kinds = list(dict.fromkeys(rows["kind"]))
     for first in range(0, len(kinds), KINDS_ABREAST):
-        grid = Table(
-            "policy", "budget", title="score by kind, %", title_justify="left", header_style="dim", pad_edge=False
-        )
+        grid = titled("policy", "budget", title="score by kind, %")
         for kind in kinds[first : first + KINDS_ABREAST]:
             grid.add_column(str(kind), justify="right")
         for setting in settings:

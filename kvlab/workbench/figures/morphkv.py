@@ -59,13 +59,10 @@ def figures_10_and_11(small: Findings) -> Figure:
     points = small.frame(responses.AT_SHARE)
     points["percent"] = 100 * points["share"]
     for ax, (measure, title) in zip(axes, MEASURES.items(), strict=False):
-        plots.lines(
+        plots.estimates(
             points.loc[points["measure"] == measure],
             x="percent",
-            y="value",
             hue="policy",
-            low="low",
-            high="high",
             names=NAMES,
             colours=COLOURS,
             xlabel="budget (% of the prompt's cache)",
@@ -215,13 +212,10 @@ def figure_7(along: Findings, inside: Findings) -> Figure:
 
 
 def _along_steps(ax: Axes, table: pandas.DataFrame, measure: str, ylabel: str, title: str) -> None:
-    plots.lines(
+    plots.estimates(
         responses.binned(table, measure),
         x="step",
-        y="value",
         hue="policy",
-        low="low",
-        high="high",
         names=NAMES,
         colours=COLOURS,
         marker=None,
@@ -274,13 +268,10 @@ def table_6(ablation: Findings) -> Figure:
     figure, axes = plt.subplots(len(capacities), 4, figsize=(15, 3.9 * len(capacities)), squeeze=False)
     for row, capacity in zip(axes, capacities, strict=True):
         for ax, (measure, title) in zip(row, MEASURES.items(), strict=False):
-            plots.lines(
+            plots.estimates(
                 means.loc[(means["measure"] == measure) & (means["capacity"] == capacity)],
                 x="place",
-                y="value",
                 hue="fusion",
-                low="low",
-                high="high",
                 xlabel="window R (tokens)",
                 ylabel=title,
                 title=f"C + R = {capacity}: {BETTER[measure]}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import matplotlib.pyplot as plt
 import seaborn
@@ -44,14 +44,14 @@ def style() -> None:
             "axes.grid": True,
             "axes.grid.axis": "y",
             "grid.color": "#e6e9ed",
-            "axes.edgecolor": "#566173",
-            "axes.labelcolor": "#1c2430",
+            "axes.edgecolor": EDGE,
+            "axes.labelcolor": INK,
             "axes.titlesize": 12,
             "axes.titleweight": "bold",
             "axes.titlelocation": "left",
             "axes.labelsize": 11,
-            "xtick.color": "#566173",
-            "ytick.color": "#566173",
+            "xtick.color": EDGE,
+            "ytick.color": EDGE,
             "xtick.labelsize": 10,
             "ytick.labelsize": 10,
             "legend.frameon": False,
@@ -148,7 +148,7 @@ def _bar(
     below, above = _bars(interval, value)
     ax.bar(place, value, width, color=colour, zorder=2)
     if interval:
-        ax.errorbar(place, value, yerr=[[below], [above]], color="#1c2430", capsize=3, linewidth=1.2, zorder=3)
+        ax.errorbar(place, value, yerr=[[below], [above]], color=INK, capsize=3, linewidth=1.2, zorder=3)
     up = value >= 0
     ax.annotate(
         value_format.format(value),
@@ -158,7 +158,7 @@ def _bar(
         xytext=(0, 2 if up else -2),
         textcoords="offset points",
         fontsize=9,
-        color="#1c2430",
+        color=INK,
     )
 
 
@@ -233,14 +233,19 @@ def lines(
     return _finish(ax, xlabel, ylabel, title)
 
 
+def estimates(frame: pandas.DataFrame, *, x: str, **options: Any) -> Axes:
+    """`lines` of findings: their values over `x`, with the bands of their intervals.
+
+    frame: from `Findings.frame`; the options are those of `lines`.
+    """
+    return lines(frame, x=x, y="value", low="low", high="high", **options)
+
+
 def bars(
     frame: pandas.DataFrame,
     *,
     x: str,
-    y: str,
     hue: str,
-    low: str,
-    high: str,
     names: Mapping[str, str],
     labels: Mapping[float, str],
     xlabel: str,
@@ -249,27 +254,26 @@ def bars(
     colours: Sequence[str] = COLOURS,
     ax: Axes | None = None,
 ) -> Axes:
-    """Bars of `y` with whiskers from `low` to `high`: a group for each of `labels`, in it a bar for each of `names`.
+    """Bars of findings with their intervals: a group for each of `labels`, in it a bar for each of `names`.
 
-    One row of `frame` for each bar; a bar without a row is left out. labels: value of `x` -> text below the group;
-    names: value of `hue` -> legend, in the order of the bars.
+    frame: from `Findings.frame`, with one row for each bar; a bar without a row is left out. labels: value of `x` ->
+    text below the group; names: value of `hue` -> legend, in the order of the bars.
     """
     ax = axes(ax)
     width = 0.8 / len(names)
     for number, (value, name) in enumerate(names.items()):
         part = frame[frame[hue] == value].set_index(x).reindex(list(labels))
         places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(labels))]
-        ax.bar(places, part[y], width * 0.94, color=colours[number], label=name, zorder=2)
-        ends = [part[y] - part[low], part[high] - part[y]]
-        ax.errorbar(places, part[y], yerr=ends, fmt="none", color=INK, capsize=3, linewidth=1.2, zorder=3)
+        ax.bar(places, part["value"], width * 0.94, color=colours[number], label=name, zorder=2)
+        ax.errorbar(places, part["value"], yerr=spread(part), fmt="none", color=INK, capsize=3, linewidth=1.2, zorder=3)
     ax.set_xticks(range(len(labels)), list(labels.values()))
     return _finish(ax, xlabel, ylabel, title)
 
 
 def doublings(ax: Axes, places: Sequence[float]) -> Axes:
-    """A logarithmic x axis to the base of 2, with plain numbers at `places`."""
+    """An x axis on which each doubling is as wide as the last, with plain numbers at `places` alone."""
     ax.set_xscale("log", base=2)
-    ax.set_xticks(places, [f"{place:g}" for place in places])
+    ax.set_xticks(places, [f"{place:,g}" for place in places])
     ax.minorticks_off()
     return ax
 

@@ -72,13 +72,10 @@ def gains(findings: Findings) -> Figure:
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.8))
     for ax, (measure, label) in zip(axes, measures.items(), strict=True):
         points = budgets.gains_of(findings, measure)
-        plots.lines(
+        plots.estimates(
             points.loc[points["other"].isin(OTHERS)],
             x="compression",
-            y="value",
             hue="other",
-            low="low",
-            high="high",
             colours=OTHERS,
             names=NAMES,
             xlabel=COMPRESSION,
@@ -149,13 +146,10 @@ def costs_table(means: pandas.DataFrame) -> Styler:
 def _ours(ax: Axes, points: pandas.DataFrame, methods: Sequence[str], ylabel: str, title: str) -> None:
     """A measure of some methods by compression."""
     part = points.loc[points["method"].isin(methods)]
-    plots.lines(
+    plots.estimates(
         part,
         x="compression",
-        y="value",
         hue="method",
-        low="low",
-        high="high",
         colours=COLOURS,
         names=NAMES,
         xlabel=COMPRESSION,

@@ -69,13 +69,10 @@ def figure_7(findings: Findings) -> Figure:
     values, kernels = findings.frame(design.KERNEL), sorted(findings.table["kernel"].unique())
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.8))
     for ax, (measure, label) in zip(axes, LOSSES.items(), strict=False):
-        plots.lines(
+        plots.estimates(
             values.loc[values["measure"] == measure],
             x="kernel",
-            y="value",
             hue="length",
-            low="low",
-            high="high",
             names={length: f"{length} tokens" for length in values["length"].unique()},
             xlabel="pooling kernel (tokens)",
             ylabel=label,
@@ -176,10 +173,7 @@ def _losses(
         plots.bars(
             values.loc[values["measure"] == measure],
             x="compression",
-            y="value",
             hue="method",
-            low="low",
-            high="high",
             names=names,
             labels=labels,
             colours=colours,
@@ -192,13 +186,10 @@ def _losses(
 
 def _by_exponent(ax: Axes, points: pandas.DataFrame, xlabel: str, label: str) -> None:
     """A measure by the exponent of a split, a curve for each compression."""
-    plots.lines(
+    plots.estimates(
         points,
         x="exponent",
-        y="value",
         hue="compression",
-        low="low",
-        high="high",
         names={c: f"c = {c:g}" for c in points["compression"].unique()},
         xlabel=xlabel,
         ylabel=label,

@@ -11,7 +11,7 @@ from kvlab import papers
 from kvlab.analyses.speed import footprint, ratios
 from kvlab.analyses.speed.timings import FULL
 from kvlab.workbench.figures import plots
-from kvlab.workbench.figures.comparing import AXIS, INK, at, doublings
+from kvlab.workbench.figures.comparing import AXIS, INK, at
 
 if TYPE_CHECKING:
     import pandas
@@ -134,7 +134,7 @@ def batches(findings: Findings, policies: Sequence[str]) -> Figure:
             last = part["batch"].iloc[-1], part["speedup"].iloc[-1]
             ax.annotate(f"{prompt:,}", last, xytext=(6, -3), textcoords="offset points", fontsize=9, color=AXIS)
     ax.axhline(1, color=AXIS, linewidth=1)
-    doublings(ax, sorted({*findings.table["batch"], *printed["batch"]}))
+    plots.doublings(ax, sorted({*findings.table["batch"], *printed["batch"]}))
     ax.margins(x=0.09)
     ax.legend(fontsize=9, loc="upper left")
     return figure

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from kvlab import papers
 from kvlab.analyses.tasks import gains as analysis
 from kvlab.workbench.figures import comparing, plots
-from kvlab.workbench.figures.comparing import AXIS, FAINT, INK, at, doublings
+from kvlab.workbench.figures.comparing import AXIS, FAINT, INK, at
 
 if TYPE_CHECKING:
     import pandas
@@ -92,7 +92,7 @@ def against_budget(findings: Findings) -> Figure:
     for ax in grid.flat:
         ax.set_xscale("log", base=2)
         low, high = ax.get_xlim()
-        doublings(ax, [budget for budget in (64, 128, 256, 512) if low <= budget <= high])
+        plots.doublings(ax, [budget for budget in (64, 128, 256, 512) if low <= budget <= high])
     return figure
 
 

@@ -19,6 +19,7 @@ from kvlab.workbench.figures.comparing import (
     INK,
     colour,
     dot,
+    in_row,
     named_rows,
     plain_ticks,
     spread_out,
@@ -166,7 +167,8 @@ def at_equal_bytes(measured: pandas.DataFrame, shares: Mapping[str, float], meas
         rows = table.to_dict("records")
         for place, row in enumerate(rows):
             if row["reason"]:
-                _reason(ax, place, row["reason"])
+                # Why a policy has no value, where its dot would stand.
+                in_row(ax, place, f"–  {row['reason']}", fontsize=9.5, color=FAINT, style="italic")
             else:
                 interval = row[f"{measure}_low"], row[f"{measure}_high"]
                 dot(ax, place, row[measure], interval, colour(row["policy"]), "{:.3f}")
@@ -181,21 +183,6 @@ def at_equal_bytes(measured: pandas.DataFrame, shares: Mapping[str, float], meas
     grid.flat[0].minorticks_off()
     figure.suptitle(TITLES[measure], x=0.01, ha="left", fontweight="bold", fontsize=12.5)
     return figure
-
-
-def _reason(ax: Axes, place: int, reason: str) -> None:
-    """The reason why a policy has no value, at the place of its dot."""
-    ax.annotate(
-        f"–  {reason}",
-        (0, place),
-        xycoords=blended_transform_factory(ax.transAxes, ax.transData),
-        xytext=(6, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=9.5,
-        color=FAINT,
-        style="italic",
-    )
 
 
 def measures_table(table: pandas.DataFrame, *, caption: str) -> Styler:

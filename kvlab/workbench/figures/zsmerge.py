@@ -33,13 +33,10 @@ def figure_4(findings: Findings) -> Figure:
     """
     printed = papers.figure("zsmerge", "figure4")
     figure, (errors, gains) = plt.subplots(1, 2, figsize=(12, 4.4))
-    plots.lines(
+    plots.estimates(
         findings.frame(merging.ERROR),
         x="ratio",
-        y="value",
         hue="variant",
-        low="low",
-        high="high",
         log=True,
         names=VARIANTS,
         xlabel=BUDGET,
@@ -54,12 +51,9 @@ def figure_4(findings: Findings) -> Figure:
         "paper, eviction and merging at 50 %",
     )
     errors.legend(loc="upper right", fontsize=9)
-    plots.lines(
+    plots.estimates(
         findings.frame(merging.REDUCTION),
         x="ratio",
-        y="value",
-        low="low",
-        high="high",
         xlabel=BUDGET,
         ylabel="share of eviction's error removed",
         title="What merging gains",

@@ -1,0 +1,47 @@
+"""What somebody gives by name, so that a mistake in it is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvlab.errors import KvlabError, nearest
+
+
+class Parameters(BaseModel):
+    """Parameters as typed fields, frozen, so that they can stand in a signature.
+
+    Raises:
+        KvlabError: a parameter that there is not, with the nearest that there is, or a value that does not fit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str] = ""
+    """Whose parameters they are: it stands before every such sentence."""
+    called: ClassVar[str] = "parameter"
+    """What a field is called in these sentences."""
+
+    def __init__(self, **given: Any):
+        whose = f"{self.name}: " if self.name else ""
+        unknown = sorted(set(given) - set(type(self).model_fields))
+        if unknown:
+            raise KvlabError(whose + nearest(unknown[0], type(self).model_fields, self.called))
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise KvlabError(whose + self._sentence(error.errors()[0])) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with other values, checked again (KvlabError for a parameter that does not exist or fit)."""
+        return type(self)(**{**dict(self), **changes})
+
+    @classmethod
+    def _sentence(cls, problem: Mapping[str, Any]) -> str:
+        """What is wrong with the value of a field, or with several that do not fit together."""
+        message = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:
+            return message
+        return f"{problem['loc'][0]} = {problem['input']!r} is not right: {message[0].lower()}{message[1:]}"
