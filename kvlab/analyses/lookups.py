@@ -30,7 +30,8 @@ def _chosen(lm: LM, kind: type[Measured], wanted: str | None) -> str | None:
     if wanted != AUTO:
         return wanted or None
     config = lm.model.config.get_text_config(decoder=True)
-    return kind.shipped_for(lm.name, lm.sha256, lm.n_layers, config.num_attention_heads)
+    # Tables and head scores have a row for each layer that policies compress.
+    return kind.shipped_for(lm.name, lm.sha256, len(lm.layout.compressed), config.num_attention_heads)
 
 
 def heads_in_words(heads: str | None) -> str:

@@ -174,11 +174,12 @@ class Run:
         config = lm.model.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        compressed = f" ({len(lm.layout.compressed)} compressed)" if lm.layout.mixed else ""
         own = {
             "model_sha256": lm.sha256,
             PARAMETERS: lm.model.num_parameters(),
             "dtype": str(lm.dtype).removeprefix("torch."),
-            "shape": f"{lm.n_layers} layers, {heads} query heads, {kv_heads} KV heads",
+            "shape": f"{lm.n_layers} layers{compressed}, {heads} query heads, {kv_heads} KV heads",
         }
         for key, value in (own | chosen).items():
             self.tag(key, NONE if value is None else value)
