@@ -25,7 +25,8 @@ class Example:
         chat: whether the prompt goes through the model's chat template, where it has one.
         prefix: how the answer begins; fed after the prompt and not part of the prediction.
         marks: columns for the result tables: length, depth, kind, all_classes, ...
-        until: generation ends at this text, unless nothing else precedes it; empty for the model's own end alone.
+        until: generation ends at this text (whitespace at the start does not count); empty for the model's own end
+            alone.
     """
 
     id: str

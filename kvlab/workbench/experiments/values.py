@@ -97,7 +97,7 @@ def plain(value: Any, label: str = "value") -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise KvlabError(f"{label} has the key {short(key)}, but a key must be a text: put it in quotes")
+                raise KvlabError(f"{label} has the key {short(key)}, and a key is a text: put it in quotes")
         return {plain(key, label): plain(entry, label) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(entry, label) for entry in value]
