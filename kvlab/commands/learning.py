@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -75,7 +75,8 @@ def compile_(
     from kvlab.methods.lookup import DecisionTables
 
     given = dict(budget=budget, contexts=contexts, samples=samples, risk_samples=risk_samples, alpha=alpha, seed=seed)
-    settings = compiling.Settings(**given | {"pool": max(64, contexts)} | options.task_parameters(parameters or []))
+    asked: dict[str, Any] = given | {"pool": max(64, contexts)} | options.task_parameters(parameters or [])
+    settings = compiling.Settings(**asked)
     known = DecisionTables.load(source) if source else None
     texts = [corpus.document(name) for name in options.names(documents)] or None
     lm = models.load(model, device, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -33,6 +33,10 @@ class Parameters(BaseModel):
             super().__init__(**given)
         except ValidationError as error:
             raise KvlabError(whose + self._sentence(error.errors()[0])) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with other parameters, checked again (KvlabError for one that does not exist or fit)."""
+        return type(self)(**{**dict(self), **changes})
 
     @classmethod
     def _sentence(cls, problem: Mapping[str, Any]) -> str:

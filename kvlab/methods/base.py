@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -107,10 +107,6 @@ class Policy(Parameters):
         return ""
 
     __repr__ = __str__
-
-    def replace(self, **parameters) -> Self:
-        """The same policy with other parameters, checked again (KvlabError for one that does not exist or fit)."""
-        return type(self)(**{**dict(self), **parameters})
 
     # ------------------------------------------------------------------ what it needs
 

@@ -209,7 +209,7 @@ def _at_equal_storage(
     for kind in dict.fromkeys(_kind(name) for name, variant in tables.items() if variant.risk is not None):
         members = [name for name in tables if _kind(name) == kind]
         mean = round(float(np.mean([_entries(sets[name]) for sets in kept for name in members])))
-        free = neutral(Settings(**settings.model_dump() | {"budget": max(1, mean)}))
+        free = neutral(settings.replace(budget=max(1, mean)))
         heads = tables[members[0]].heads
         ungated[f"ungated {kind}"] = free if heads is None else free.using(DecisionTables(heads=heads, risk=None))
         if kind == "learnt":

@@ -83,7 +83,7 @@ def reliability(samples: Mapping[str, Samples], settings: Settings, splits: int 
         Metrics `heads/split_half` and `risk/split_half`, correlations, with intervals over states.
     """
     rng = np.random.default_rng(seed)
-    free = Settings(**settings.model_dump() | {"penalty": 0.0})
+    free = settings.replace(penalty=0.0)
     frames = {}
     for table, of_table in samples.items():
         products = np.array([_split(table, of_table, free, rng) for _ in range(splits)])
