@@ -72,8 +72,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
-            found = globals()[name] = getattr(importlib.import_module(f"kvlab.{module}"), name)
-            return found
+            value = globals()[name] = getattr(importlib.import_module(f"kvlab.{module}"), name)
+            return value
     raise AttributeError(f"module 'kvlab' has no attribute {name!r}")
 
 

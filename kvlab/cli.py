@@ -47,7 +47,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -109,10 +109,10 @@ def _leave(sentence: str, code: int, debug: bool) -> NoReturn:
     if debug:
         raise
     # A file's name in it may hold line breaks or a terminal's control codes; these are written as escapes.
-    told = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in " ".join(sentence.split()))
+    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in " ".join(sentence.split()))
     # stderr may be closed.
     with suppress(OSError, ValueError, AttributeError):
-        print(f"kvlab: {told}", file=sys.stderr)
+        print(f"kvlab: {line}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -12,7 +12,7 @@ class KvlabError(Exception):
     """A mistake that the user can mend; its text is one sentence that says what was wrong and what would be right."""
 
 
-def nearest(name: str, options: Iterable[str], what: str = "name", limit: int = 12) -> str:
+def nearest(name: str, options: Iterable[str], kind: str = "name", limit: int = 12) -> str:
     """The sentence for an unknown `name`: the nearest of `options`, else the options themselves.
 
     >>> nearest("snapk", ["snapkv", "full"], "policy")
@@ -25,9 +25,9 @@ def nearest(name: str, options: Iterable[str], what: str = "name", limit: int = 
     # The start of a longer name is near in every sense but the edit distance.
     close = close or [option for option in lowered if len(wanted) > 2 and wanted in option][:3]
     if close:
-        return f"unknown {what} {name!r}; did you mean {' or '.join(repr(lowered[c]) for c in close)}?"
+        return f"unknown {kind} {name!r}; did you mean {' or '.join(repr(lowered[c]) for c in close)}?"
     known = ", ".join(options[:limit]) + (f", ... ({len(options)} in all)" if len(options) > limit else "")
-    return f"unknown {what} {name!r}; known are: {known or 'none'}"
+    return f"unknown {kind} {name!r}; known are: {known or 'none'}"
 
 
 def whole(name: str, value: Any) -> int:

@@ -37,7 +37,7 @@ def run_of(experiment: str):
 
 @functools.cache
 def artifacts(run_id: str, folder: str | None = None) -> frozenset[str]:
-    return frozenset(each.path for each in client().list_artifacts(run_id, folder))
+    return frozenset(artifact.path for artifact in client().list_artifacts(run_id, folder))
 
 
 @pytest.mark.parametrize("name", experiments.names())

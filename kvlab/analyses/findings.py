@@ -18,7 +18,7 @@ class Row:
 
     Attributes:
         effect: the template of its metric's name, such as `"error/{variant}/{ratio:.2f}"`.
-        keys: what the template's fields stand for, in the types that they have in tables.
+        keys: the values of the template's fields, with the types that they have in tables.
         low, high: the 95 % interval; None where the number has none.
     """
 
@@ -30,13 +30,13 @@ class Row:
 
     @property
     def metric(self) -> str:
-        """The name under which MLflow and the claims know the number: the one place where such names are made."""
+        """The number's name in MLflow and in the claims. This is the only place where such names are made."""
         return self.effect.format(**self.keys)
 
 
 @dataclass
 class Findings:
-    """What an analysis found: a tidy table of what was measured, and a row for each number that came of it.
+    """What an analysis found: a tidy table of the measurements, and a row for each number computed from it.
 
     An effect is written once, as a template, and its keys are given by name:
 
@@ -52,7 +52,7 @@ class Findings:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows, in the order in which they were found."""
+        """All rows, in the order in which they were added."""
         return list(self._rows.values())
 
     def add(self, effect: str, repetitions: Iterable[float], /, **keys: Hashable) -> None:
@@ -81,7 +81,7 @@ class Findings:
             raise KvlabError(f"the effect {effect!r} has the keys {sorted(named)}, and was given {sorted(keys)}")
         low, high = interval or (None, None)
         row = Row(effect, keys, float(value), low, high)
-        # The same name again replaces what stood there.
+        # The same name again replaces the earlier row.
         self._rows[row.metric] = row
 
     def frame(self, effect: str) -> pd.DataFrame:
@@ -98,7 +98,7 @@ class Findings:
         """The row of an effect at certain keys. Raises KvlabError if there is none."""
         name = effect.format(**keys)
         if name not in self._rows:
-            raise KvlabError(f"nothing was found for {name}")
+            raise KvlabError(f"no finding has the name {name}")
         return self._rows[name]
 
     @property
@@ -112,7 +112,7 @@ class Findings:
         return {row.metric: (row.low, row.high) for row in self.rows if row.low is not None and row.high is not None}
 
     def __or__(self, other: Findings) -> Findings:
-        """Both sets of rows, with the left one's table; where both have a metric, the right one's counts."""
+        """The rows of both, with the left one's table; where both have a metric, the right one's row counts."""
         return Findings(self.table, self._rows | other._rows)
 
 

@@ -1,6 +1,6 @@
 """The papers' analyses as functions: a model or traces in; tidy tables, metrics and intervals out.
 
-Notebooks stay thin because the work is here; each module follows one paper's section.
+The work of the notebooks is done here; each module follows one paper's section.
 """
 
 from __future__ import annotations

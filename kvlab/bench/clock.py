@@ -1,4 +1,4 @@
-"""Clocks that wait for the device, and rounds in which what is compared takes turns.
+"""Clocks that wait for the device, and rounds in which the compared methods take turns.
 
 All timings of kvlab are taken with these: `kvlab bench`, the notebook on speed, and the scripts in benchmarks/.
 """
@@ -14,23 +14,23 @@ from typing import TypeVar
 
 import torch
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 
 def wall(device: torch.device) -> float:
-    """Seconds of the wall's clock, which starts anywhere, once everything queued on `device` is done."""
+    """Wall-clock seconds from an arbitrary start, once everything queued on `device` is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def busy(device: torch.device) -> float:
-    """Seconds that start anywhere: the processor's own on a CPU, which leave out other processes; else `wall`."""
+    """Seconds from an arbitrary start: on a CPU this process's CPU time, without other processes; else `wall`."""
     return time.process_time() if device.type == "cpu" else wall(device)
 
 
 def seconds(device: torch.device, run: Callable[..., object], *arguments: object) -> float:
-    """Seconds of one call by the wall's clock, until `device` has done all that the call gave it to do."""
+    """Wall-clock seconds of one call, until `device` has finished all work that the call gave it."""
     gc.collect()
     start = wall(device)
     run(*arguments)
@@ -49,11 +49,11 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def rounds(things: Sequence[Thing], repeats: int) -> list[tuple[int, Thing]]:
-    """Everything once in each round (counted from 0), each round the other way round than the last, so that a drifting
+def rounds(items: Sequence[Item], repeats: int) -> list[tuple[int, Item]]:
+    """(round from 0, item) pairs: every item once in each round. Odd rounds run in reverse order, so that a drifting
     clock speed cancels.
     """
-    return [(turn, thing) for turn in range(repeats) for thing in (things if turn % 2 == 0 else things[::-1])]
+    return [(turn, item) for turn in range(repeats) for item in (items if turn % 2 == 0 else items[::-1])]
 
 
 def ratios(values: Sequence[float], reference: Sequence[float]) -> list[float]:

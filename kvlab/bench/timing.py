@@ -4,7 +4,7 @@ Both run the same greedy loop: the prompt in one pass, then single-token passes.
 the policy compresses; it counts into the time to the first token, and the passes after it are the decoding steps. The
 runs of one context length are taken in turns, in alternating order, so that a drifting clock speed cancels.
 
-Times are in seconds, memory in bytes. What is stored and read is that of the last step.
+Times are in seconds, memory in bytes. Bytes stored and read are those of the last step.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Contender:
 
     @property
     def against(self) -> Contender:
-        """What its ratios refer to: probes to the same policy without them, everything else to the full cache."""
+        """The contender that its ratios refer to: the same policy without its probes, or the full cache."""
         return replace(self, probes=()) if self.probes else Contender()
 
     def session(self, lm: models.LM) -> AbstractContextManager[Session | None]:
@@ -109,15 +109,15 @@ def contenders(policies: Sequence[str], budgets: Sequence[float] = (), probes: S
         probe(name)
     if not budgets and policies:
         raise KvlabError("no budget was given; say how many entries each head may keep (512), or which fraction (0.2)")
-    found = [Contender()]
+    chosen = [Contender()]
     for name in registry() if "all" in policies else policies:
         if name in registry() and "budget" not in registry()[name].model_fields:
-            found.append(Contender(policy(name)))
+            chosen.append(Contender(policy(name)))
         else:
-            found += [Contender(policy(name, budget=budget)) for budget in budgets]
-    found = list(dict.fromkeys(found))
-    with_probes = [replace(one, probes=tuple(probes)) for one in found[1:]] if probes else []
-    return found + with_probes
+            chosen += [Contender(policy(name, budget=budget)) for budget in budgets]
+    chosen = list(dict.fromkeys(chosen))
+    with_probes = [replace(contender, probes=tuple(probes)) for contender in chosen[1:]] if probes else []
+    return chosen + with_probes
 
 
 def generate(lm: models.LM, ids: Tensor, steps: int, contender: Contender) -> dict[str, float]:
@@ -134,13 +134,13 @@ def generate(lm: models.LM, ids: Tensor, steps: int, contender: Contender) -> di
         times.append(clock.wall(device))
         held = meters.stored(cache, session)
     prefill, first, *decoding = [after - before for before, after in zip(times, times[1:], strict=False)]
-    found = {"time_to_first_token": prefill + first, "prompt_time": prefill, "first_step": first}
+    numbers = {"time_to_first_token": prefill + first, "prompt_time": prefill, "first_step": first}
     if decoding:
-        found |= {
+        numbers |= {
             "tokens_per_second": ids.shape[0] * steps / sum(decoding),
             "time_per_output_token": statistics.median(decoding),
         }
-    return found | held
+    return numbers | held
 
 
 METRICS = {
@@ -160,13 +160,13 @@ def peak_bytes(lm: models.LM, subject: Subject, contender: Contender, context: i
         return _peak_here(lm, contender, context, batch, steps)
     chosen = None if contender.policy is None else [contender.policy.name, dict(contender.policy)]
     order = json.dumps([asdict(subject), chosen, contender.probes, context, batch, steps])
-    what = f"{contender.name} at {context} tokens"
-    return int(memory.in_fresh_process(["-m", "kvlab.bench.timing", order], what))
+    label = f"{contender.name} at {context} tokens"
+    return int(memory.in_fresh_process(["-m", "kvlab.bench.timing", order], label))
 
 
 def _peak_here(lm: models.LM, contender: Contender, context: int, batch: int, steps: int) -> int:
     ids, _ = meters.prompt(lm, context, batch)
-    generate(lm, ids[:, :32], 1, contender)  # what is set up once is not the prompt's
+    generate(lm, ids[:, :32], 1, contender)  # what torch sets up once is not part of the prompt's memory
     with memory.Peak(lm.device) as peak:
         generate(lm, ids, steps, contender)
     return peak.bytes
@@ -184,16 +184,16 @@ def measure(
 ) -> pd.DataFrame:
     """Run one task: a tidy table, one row for each contender, context and metric.
 
-    `value` is the median of the repetitions, `low` and `high` their extremes; `ratio` is that of the medians to the row
-    of `against`, `ratio_low` and `ratio_high` the extremes of the ratios within one round. What does not fit into the
-    GPU's memory has nan; where torch does not count a GPU's peak memory there are no rows of it. `attrs` holds what it
-    was measured on.
+    `value` is the median of the repetitions, `low` and `high` are their extremes. `ratio` is this median over that of
+    the contender `against`; `ratio_low` and `ratio_high` are the extremes of the ratios within one round. A run that
+    does not fit into the GPU's memory has nan; where torch does not count a GPU's peak memory, the table has no rows of
+    it. `attrs` says what the table was measured on.
 
     Args:
         chosen: as from `contenders`, the full cache among them.
         new_tokens: decoding steps after the one that ends the prompt.
         repeats: rounds of timed runs; bytes are measured once.
-        advance: called after each run with what it was and how many tokens of prompt it fed.
+        advance: called after each run with a label and the number of prompt tokens that it fed.
 
     Raises:
         KvlabError: an unknown task, lengths that make no sense, or a context longer than the model's.
@@ -214,31 +214,33 @@ def measure(
     facts = meters.facts(lm)
     if task == "decode":
         facts["bandwidth"] = meters.bandwidth(lm.device)
+    metrics = METRICS[task] + (("uncompressed_bytes",) if task == "memory" and lm.layout.mixed else ())
     rows: list[dict] = []
     for context in contexts:
         ids, source = meters.prompt(lm, context, batch)
-        samples: dict[Contender, Samples] = {one: defaultdict(list) for one in chosen}
-        for one, found in _runs(task, lm, ids, chosen, steps, repeats, advance):
+        samples: dict[Contender, Samples] = {contender: defaultdict(list) for contender in chosen}
+        for contender, numbers in _runs(task, lm, ids, chosen, steps, repeats, advance):
             if task == "decode":
-                found["step_lower_bound"] = (facts["weight_bytes"] + found["read_bytes"]) / facts["bandwidth"]
-            for metric in METRICS[task]:
+                read = numbers["read_bytes"] + numbers["uncompressed_bytes"]
+                numbers["step_lower_bound"] = (facts["weight_bytes"] + read) / facts["bandwidth"]
+            for metric in metrics:
                 if metric != "peak_bytes":
-                    samples[one][metric].append(found[metric])
+                    samples[contender][metric].append(numbers[metric])
         if "peak_bytes" in METRICS[task] and devices.counts_peak(lm.device):
-            for one in chosen:
-                samples[one]["peak_bytes"] = [_or_nan(peak_bytes, lm, subject, one, context, batch, steps)]
-                advance(f"peak memory of {one.name}, {context} tokens", ids.numel())
-        for one in chosen:
-            signature = f"{lm.signature}|{source}|{one.policy or FULL_CACHE}|seed 0|kvlab {kvlab.__version__}"
+            for contender in chosen:
+                samples[contender]["peak_bytes"] = [_or_nan(peak_bytes, lm, subject, contender, context, batch, steps)]
+                advance(f"peak memory of {contender.name}, {context} tokens", ids.numel())
+        for contender in chosen:
+            signature = f"{lm.signature}|{source}|{contender.policy or FULL_CACHE}|seed 0|kvlab {kvlab.__version__}"
             marks = {
                 "task": task,
-                "policy": one.name,
-                "budget": getattr(one.policy, "budget", None),
+                "policy": contender.name,
+                "budget": getattr(contender.policy, "budget", None),
                 "context": context,
                 "batch": batch,
                 "signature": signature,
             }
-            rows += [marks | row for row in _summary(samples, one)]
+            rows += [marks | row for row in _summary(samples, contender)]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     table.attrs.update(facts)
     return table
@@ -253,15 +255,15 @@ def _runs(
     repeats: int,
     advance: Callable[[str, int], None],
 ) -> Iterator[tuple[Contender, dict[str, float]]]:
-    """Every contender in every round, each round the other way round than the last."""
-    # A GPU chooses its kernels by shape, when it first meets one.
+    """Every contender in every round, in the order of `clock.rounds`."""
+    # A GPU chooses its kernels when it first meets a shape.
     warm = ids if lm.device.type != "cpu" and task != "memory" else ids[:, :128]
-    for one in chosen:
-        _or_nan(generate, lm, warm, 2, one)
+    for contender in chosen:
+        _or_nan(generate, lm, warm, 2, contender)
     for _, contender in clock.rounds(chosen, 1 if task == "memory" else repeats):
         memory.tidy()
-        found = _or_nan(generate, lm, ids, steps, contender)
-        yield contender, found if isinstance(found, dict) else defaultdict(lambda: math.nan)
+        numbers = _or_nan(generate, lm, ids, steps, contender)
+        yield contender, numbers if isinstance(numbers, dict) else defaultdict(lambda: math.nan)
         advance(f"{contender.name}, {ids.shape[1]} tokens", ids.numel())
 
 
@@ -272,9 +274,9 @@ def _or_nan(run: Callable, *arguments: Any) -> Any:
         return math.nan
 
 
-def _summary(samples: dict[Contender, Samples], one: Contender) -> Iterator[dict]:
-    for metric, values in samples[one].items():
-        reference = samples[one.against][metric]
+def _summary(samples: dict[Contender, Samples], contender: Contender) -> Iterator[dict]:
+    for metric, values in samples[contender].items():
+        reference = samples[contender.against][metric]
         middle, base = statistics.median(values), statistics.median(reference)
         ratios = clock.ratios(values, reference)
         yield {
@@ -285,12 +287,12 @@ def _summary(samples: dict[Contender, Samples], one: Contender) -> Iterator[dict
             "ratio": middle / base if base else math.nan,
             "ratio_low": min(ratios),
             "ratio_high": max(ratios),
-            "against": one.against.name,
+            "against": contender.against.name,
         }
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
-    """The table, with what it was measured on in columns of its own; a file that is half written is never there."""
+    """Write the table, with columns for what it was measured on; the file appears only once it is whole."""
     with replacing(path) as part:
         table.assign(**{str(name): value for name, value in table.attrs.items()}).to_csv(part, index=False)
 
@@ -307,6 +309,7 @@ SHOWN = {
     "aux_bytes": ("beside, MiB", 2**-20, 2),
     "allocated_bytes": ("allocated, MiB", 2**-20, 2),
     "read_bytes": ("read, MiB", 2**-20, 2),
+    "uncompressed_bytes": ("other layers, MiB", 2**-20, 2),
 }  # heading, factor, decimals
 
 

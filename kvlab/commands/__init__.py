@@ -1,1 +1,1 @@
-"""The subcommands of `kvlab`, in files by what they are for, and what these have in common."""
+"""The subcommands of `kvlab`, in files by purpose, and what they share."""

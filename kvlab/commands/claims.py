@@ -21,8 +21,8 @@ STYLES = {
 }
 
 
-def show(found: list[Entry]) -> None:
-    """The claims that were measured, then how many of each paper's stand where; checks are counted apart."""
+def show(ledger: list[Entry]) -> None:
+    """Print the measured claims, then each paper's counts by verdict; checks are counted separately."""
     from rich import box
     from rich.console import Console
 
@@ -34,8 +34,8 @@ def show(found: list[Entry]) -> None:
     for heading in ("paper's", "here", "interval"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", overflow="fold", max_width=14)
-    for label, mine in by_paper(found).items():
-        for entry in mine:
+    for label, of_paper in by_paper(ledger).items():
+        for entry in of_paper:
             claim, verdict = entry.claim, entry.verdict
             if claim.untested:
                 continue
@@ -53,11 +53,11 @@ def show(found: list[Entry]) -> None:
         table.add_section()
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table, highlight=False)
-    console.print(_counts(found), highlight=False)
+    console.print(_counts(ledger), highlight=False)
 
 
-def _counts(found: list[Entry]) -> Table:
-    """Findings by paper and verdict; apart from these the checks that are met, and what was recomputed and agrees."""
+def _counts(ledger: list[Entry]) -> Table:
+    """Findings by paper and verdict; beside them the checks that are met, and the recomputed sums that agree."""
     from rich import box
 
     from kvlab.workbench.report.ledger import Tally, by_paper
@@ -68,14 +68,14 @@ def _counts(found: list[Entry]) -> Table:
         show_footer=True,
         box=box.SIMPLE_HEAD,
     )
-    total = Tally.of(found)
+    total = Tally.of(ledger)
     table.add_column("paper", footer="all")
     for state, style in STYLES.items():
         table.add_column(state, justify="right", footer=f"[{style}]{total.findings[state]}[/]")
     table.add_column("checks met", justify="right", footer=total.met("checks"))
     table.add_column("recomputed, agree", justify="right", footer=total.met("recomputed"))
-    for label, mine in by_paper(found).items():
-        tally = Tally.of(mine)
+    for label, of_paper in by_paper(ledger).items():
+        tally = Tally.of(of_paper)
         style = "red" if tally.checks_missed else "dim"
         table.add_row(
             label,

@@ -27,7 +27,7 @@ Cluster = Annotated[
         help="Hand the jobs to a Dask scheduler (tcp://HOST:8786), or to Slurm (`slurm`, set up by slurm.yaml).",
     ),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Run again what has finished before.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Run finished jobs again.")]
 app = typer.Typer()
 
 
@@ -36,7 +36,7 @@ app = typer.Typer()
     "|   kvlab run morphkv_window_ablation -p documents=my.txt -p windows=8,32"
 )
 def run(
-    experiment: Annotated[str, typer.Argument(help="Its name, as in `kvlab list experiments`.")],
+    experiment: Annotated[str, typer.Argument(help="Name of the experiment, as in `kvlab list experiments`.")],
     profile: Profile = "quick",
     parameters: Annotated[
         list[str] | None,
@@ -48,7 +48,7 @@ def run(
     fresh: Fresh = False,
     cluster: Cluster = None,
 ) -> None:
-    """Run one experiment through papermill, logged to MLflow. What has finished before is not run again."""
+    """Run one experiment through papermill and log it to MLflow. Finished jobs are not run again."""
     from kvlab.workbench import ui
     from kvlab.workbench.jobs import driver
 
@@ -70,16 +70,18 @@ def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = Fals
     if not names:
         experiments.load("")  # says where experiments would have to be
     results = driver.run(names, profile, None, jobs, fresh, cluster=cluster)
-    found = report.entries()
-    page = report.save(found)
-    claims.show(found)
+    ledger = report.entries()
+    page = report.save(ledger)
+    claims.show(ledger)
     _places(page, names)
     _finish(results, quiet=True)
 
 
 @app.command(epilog="Examples:   kvlab report   |   kvlab report --out /tmp/report --model smollm2-135m")
 def report(
-    out: Annotated[Path | None, typer.Option("--out", help="Folder (default: report).", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder to write to (default: report).", show_default=False)
+    ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Only runs of this model.")] = None,
     profile: Annotated[str | None, typer.Option("--profile", help="Only runs of this profile.")] = None,
 ) -> None:
@@ -94,12 +96,12 @@ def _finish(results: list[Result], quiet: bool = False) -> None:
     """Say how the jobs ended; raises KvlabError if one failed."""
     failed = [result for result in results if result.state != "finished" and result.state != "done earlier"]
     if failed:
-        told = [
+        causes = [
             f"{result.job.experiment} ({result.job.name}): {result.error}"
             + (f" [executed copy: {result.copy}]" if result.copy else "")
             for result in failed
         ]
-        raise KvlabError(f"{len(failed)} of {len(results)} jobs failed: " + "; ".join(told))
+        raise KvlabError(f"{len(failed)} of {len(results)} jobs failed: " + "; ".join(causes))
     if not quiet:
         earlier = sum(result.state == "done earlier" for result in results)
         ran = len(results) - earlier

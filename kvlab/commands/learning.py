@@ -1,4 +1,4 @@
-"""Learning compilerkv's tables: compile."""
+"""The command that learns compilerkv's tables: compile."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ def compile_(
         str,
         typer.Option(
             "--documents",
-            help="What to learn from, names or files between commas (default: speeches, articles, chats and code).",
+            help="Texts to learn from: names or files with commas between them (default: speeches, articles, "
+            "chats and code).",
         ),
     ] = "",
-    budget: Annotated[int, typer.Option("--budget", min=1, help="Entries for each layer and head.")] = 128,
-    contexts: Annotated[int, typer.Option("--contexts", min=1, help="Prompts to try actions in.")] = 40,
-    samples: Annotated[int, typer.Option("--samples", min=0, help="Joint actions on the heads in each.")] = 48,
+    budget: Annotated[int, typer.Option("--budget", min=1, help="Entries for each layer and KV head.")] = 128,
+    contexts: Annotated[int, typer.Option("--contexts", min=1, help="Number of prompts to learn from.")] = 40,
+    samples: Annotated[int, typer.Option("--samples", min=0, help="Random head weights to try in each prompt.")] = 48,
     risk_samples: Annotated[
-        int, typer.Option("--risk-samples", min=0, help="Joint actions on the thresholds in each.")
+        int, typer.Option("--risk-samples", min=0, help="Random thresholds to try in each prompt.")
     ] = 24,
     alpha: Annotated[float, typer.Option("--alpha", min=0, help="Weight of the conservative penalty.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of prompts and actions.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of prompts and trials.")] = 0,
     parameters: Annotated[
         list[str] | None,
         typer.Option(
             "--parameter",
             "-p",
             metavar="KEY=VALUE",
-            help="Set another of kvlab.compile.Settings (lengths, pool, "
+            help="Set another field of kvlab.compile.Settings (lengths, pool, "
             "continuation, weights, thresholds, penalty, bins, ...); may be repeated.",
         ),
     ] = None,
@@ -54,7 +55,9 @@ def compile_(
     log: Annotated[
         Path | None,
         typer.Option(
-            "--log", help="The JSONL file that a run goes on from (default: beside the tables).", show_default=False
+            "--log",
+            help="JSONL file of trials, from which a stopped run goes on (default: beside the tables).",
+            show_default=False,
         ),
     ] = None,
     source: Annotated[
@@ -68,15 +71,17 @@ def compile_(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Learn compilerkv's tables on calibration texts; a run that was cut off goes on where it stopped."""
+    """Learn compilerkv's tables on calibration texts. The same command continues a run that was stopped."""
     options.check_out(out)
     from kvlab import compile as compiling
     from kvlab.inputs import corpus, models
     from kvlab.methods.lookup import DecisionTables
 
-    given = dict(budget=budget, contexts=contexts, samples=samples, risk_samples=risk_samples, alpha=alpha, seed=seed)
-    asked: dict[str, Any] = given | {"pool": max(64, contexts)} | options.task_parameters(parameters or [])
-    settings = compiling.Settings(**asked)
+    given: dict[str, Any] = dict(
+        budget=budget, contexts=contexts, samples=samples, risk_samples=risk_samples, alpha=alpha, seed=seed
+    )
+    given |= {"pool": max(64, contexts), **options.task_parameters(parameters or [])}
+    settings = compiling.Settings(**given)
     known = DecisionTables.load(source) if source else None
     texts = [corpus.document(name) for name in options.names(documents)] or None
     lm = models.load(model, device, dtype)
@@ -85,14 +90,14 @@ def compile_(
         typer.echo(compiling.write(compiling.mapped(known, lm), path))
         return
     with progress.bar("learning") as update:
-        found = compiling.learn(
+        learnt = compiling.learn(
             lm,
             settings,
             texts,
             log or path.with_suffix(".jsonl"),
-            lambda what, done, total: update(description=what, completed=done, total=total),
+            lambda phase, done, total: update(description=phase, completed=done, total=total),
         )
-    for line in found.told():
+    for line in learnt.told():
         typer.echo(line)
-    for written in found.save(path):
+    for written in learnt.save(path):
         typer.echo(written)

@@ -23,27 +23,34 @@ app = typer.Typer()
     "kvlab bench memory --shape llama-3.1-8b --layers 2 --contexts 1000,16000"
 )
 def bench(
-    task: Annotated[str, typer.Argument(help="decode, prefill or memory.")],
+    task: Annotated[str, typer.Argument(help="What to measure: decode, prefill or memory.")],
     model: Model = "smollm2-135m",
     shape: Annotated[
-        str | None, typer.Option("--shape", help="Random weights of a published shape instead.", show_default=False)
+        str | None,
+        typer.Option("--shape", help="Random weights of this published shape, instead of --model.", show_default=False),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option("--layers", min=1, help="Cut the shape to this depth.", show_default=False)
+        int | None, typer.Option("--layers", min=1, help="Cut the shape to this many layers.", show_default=False)
     ] = None,
-    policies: Annotated[str, typer.Option("--policies", help="Names between commas, or all.")] = "snapkv,streamingllm",
-    budget: Annotated[str, typer.Option("--budget", help="Entries, or fractions of the prompt (0.2).")] = "512",
-    probes: Annotated[str, typer.Option("--probes", help="Also with these probes: what they cost.")] = "",
+    policies: Annotated[
+        str, typer.Option("--policies", help="Policies with commas between them, or all.")
+    ] = "snapkv,streamingllm",
+    budget: Annotated[
+        str, typer.Option("--budget", help="Budgets: entries, or fractions of the prompt (0.2).")
+    ] = "512",
+    probes: Annotated[str, typer.Option("--probes", help="Time each policy with these probes, too.")] = "",
     contexts: Annotated[str, typer.Option("--contexts", help="Prompt lengths in tokens.")] = "1000,4000",
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Decoding steps that are timed.")] = 64,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds of timed runs.")] = 3,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Number of timed decoding steps.")] = 64,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Number of timed rounds.")] = 3,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences in a batch.")] = 1,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    out: Annotated[Path | None, typer.Option("--out", help="A CSV file for the table.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The table and what it was measured on.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="CSV file for the table.", show_default=False)] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the table as JSON, with what it was measured on.")
+    ] = False,
 ) -> None:
-    """Speed, time to first token and memory of policies, beside transformers' own full cache."""
+    """Measure speed, time to first token and memory of policies, beside transformers' own full cache."""
     from rich.console import Console
 
     lengths, budgets = (
@@ -71,15 +78,15 @@ def bench(
     "kvlab heads ./my-model --out my-heads.json"
 )
 def heads(
-    model: Annotated[str, typer.Argument(help="As for kvlab.load.")] = "smollm2-135m",
+    model: Annotated[str, typer.Argument(help="Name, folder, GGUF file or Hugging Face id.")] = "smollm2-135m",
     out: Annotated[
         Path | None, typer.Option("--out", help="The JSON file (default: MODEL-heads.json here).", show_default=False)
     ] = None,
     context: Annotated[int, typer.Option("--context", min=32, help="Tokens of hay in each prompt.")] = 1000,
-    needles: Annotated[int, typer.Option("--needles", min=1, help="Needles, at as many depths.")] = 8,
-    seed: Annotated[int, typer.Option("--seed", help="Of the needles and their hay.")] = 0,
+    needles: Annotated[int, typer.Option("--needles", min=1, help="Number of needles, each at another depth.")] = 8,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the needles and their hay.")] = 0,
 ) -> None:
-    """Measure which attention heads look at a needle while the model answers; duoattention keeps what these need."""
+    """Measure which attention heads look at a needle while the model answers; duoattention uses the result."""
     options.check_out(out)
     from kvlab.inputs import models
     from kvlab.traces.retrieval_heads import measure

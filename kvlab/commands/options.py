@@ -1,4 +1,4 @@
-"""Options that several commands have, and how their texts are read."""
+"""Options that several commands share, and how their values are read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvlab.lib.files import located
 Number = TypeVar("Number")
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
-Model = Annotated[str, typer.Option("--model", help="As for kvlab.load.")]
-AsJson = Annotated[bool, typer.Option("--json", help="A JSON list of objects.")]
+Model = Annotated[str, typer.Option("--model", help="Name, folder, GGUF file or Hugging Face id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list of objects.")]
 
 
 def names(text: str) -> list[str]:
@@ -37,31 +37,31 @@ def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Numbe
 
 
 def overrides(pairs: Iterable[str]) -> dict[str, str]:
-    """Texts like KEY=VALUE as a mapping; a value that names a file is made a path from the root of the disk."""
-    found = {}
+    """Texts like KEY=VALUE as a mapping; a value that names a file becomes its absolute path."""
+    values = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise typer.BadParameter(f"a parameter is given as key=value, not {pair!r}")
-        found[key.strip()] = located(value)
-    return found
+        values[key.strip()] = located(value)
+    return values
 
 
 def task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     """KEY=VALUE as a mapping, with the values read as YAML: numbers, tuples, true and false, or texts."""
     from kvlab.lib import yamls
 
-    found = {}
+    parameters = {}
     for key, value in overrides(pairs).items():
         try:
-            found[key] = yamls.value(value)
+            parameters[key] = yamls.value(value)
         except ValueError:
             raise typer.BadParameter(f"the value of {key} is no YAML: {value[:80]!r}") from None
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
 
 
 def check_out(out: Path | None) -> None:
-    """Raise KvlabError, before a command's work is done, where its `--out` is not a file that could be written."""
+    """Raise KvlabError if `--out` is not a file that could be written: a command calls this before its work."""
     if out is not None and out.is_dir():
         raise KvlabError(f"--out {out} is a folder; name a file in it")
     if out is not None and not out.absolute().parent.is_dir():

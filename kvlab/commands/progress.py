@@ -1,4 +1,4 @@
-"""Bars of commands that take long."""
+"""Progress bars of commands."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def bar(label: str, total: int | None = None) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def counting(label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that is moved by (what, done, total): how many of the answers there are."""
+    """A bar of answers; yields the function that moves it, of (label, done, total)."""
     with bar(label) as update:
-        yield lambda what, done, total: update(
-            description=f"{label}, {done} of {total}: {what}"[:60], completed=done, total=total
+        yield lambda phase, done, total: update(
+            description=f"{label}, {done} of {total}: {phase}"[:60], completed=done, total=total
         )
 
 
 @contextmanager
 def feeding(tokens: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar that is moved by (what, fed): so many more tokens have gone into the model."""
+    """A bar of tokens fed into the model; yields the function that moves it, of (label, tokens fed since)."""
     with bar("loading the model", tokens) as update:
-        yield lambda what, fed: update(description=what, advance=fed)
+        yield lambda phase, fed: update(description=phase, advance=fed)

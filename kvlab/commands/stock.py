@@ -1,4 +1,4 @@
-"""What there is: pull, list, doctor."""
+"""Models, texts, lists and checks: pull, list, doctor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pull(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL|PACK|all]...",
-            help="What to fetch (default: everything that the experiments need).",
+            help="Names to fetch (default: everything that the experiments need).",
             show_default=False,
         ),
     ] = None,
@@ -41,24 +41,24 @@ def pull(
 
 @app.command("list", epilog="Examples:   kvlab list policies   |   kvlab list claims --json")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help=", ".join(LISTS))],
+    kind: Annotated[str, typer.Argument(metavar="WHAT", help=f"What to list: {', '.join(LISTS)}.")],
     as_json: AsJson = False,
 ) -> None:
-    """List what there is."""
-    if what not in LISTS:
-        raise KvlabError(nearest(what, LISTS, "list"))
+    """List policies, experiments, claims, models and more."""
+    if kind not in LISTS:
+        raise KvlabError(nearest(kind, LISTS, "list"))
     from kvlab.workbench.listing import entries
 
-    found = entries(what)
+    rows = entries(kind)
     if as_json:
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
-    elif not found:
-        typer.echo(f"There are no {what} yet.")
+        typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+    elif not rows:
+        typer.echo(f"There are no {kind} yet.")
     else:
-        _print_list(found)
+        _print_list(rows)
 
 
-def _print_list(found: list[dict[str, Any]]) -> None:
+def _print_list(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -66,7 +66,7 @@ def _print_list(found: list[dict[str, Any]]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for entry in found:
+    for entry in rows:
         paper = f"[{entry['where']}] " if "where" in entry else ""
         table.add_row(Text(entry["name"]), Text(paper + entry["summary"]))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
@@ -74,15 +74,15 @@ def _print_list(found: list[dict[str, Any]]) -> None:
 
 @app.command(epilog="Examples:   kvlab doctor   |   kvlab doctor --json")
 def doctor(as_json: AsJson = False) -> None:
-    """Check the environment, the model, the texts, the store and the machine; name the mend for what is wrong."""
+    """Check the environment, the model, the texts, the store and the machine, and say how to mend what is wrong."""
     from rich.console import Console
 
     from kvlab.workbench import doctor as checks
 
     if as_json:
-        found = checks.as_json()
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
-        well = all(one["state"] != checks.BAD for one in found)
+        findings = checks.as_json()
+        typer.echo(json.dumps(findings, indent=1, ensure_ascii=False))
+        well = all(finding["state"] != checks.BAD for finding in findings)
     else:
         well = checks.show(Console())
     if not well:

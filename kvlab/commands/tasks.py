@@ -29,19 +29,22 @@ def eval_(
         str,
         typer.Argument(
             metavar="TASK",
-            help="Or several with commas between them: needle, ruler, longbench, longgen, icl, arithmetic.",
+            help="Tasks with commas between them: needle, ruler, longbench, longgen, icl, arithmetic.",
         ),
     ],
     policies: Annotated[
-        str, typer.Option("--policies", help="Names between commas, or all; the full cache is always there.")
+        str,
+        typer.Option("--policies", help="Policies with commas between them, or all; the full cache is always added."),
     ] = "streamingllm,snapkv,dapq",
-    budgets: Annotated[str, typer.Option("--budgets", help="Entries, or fractions of the prompt (0.2).")] = "64,256",
+    budgets: Annotated[
+        str, typer.Option("--budgets", help="Budgets: entries, or fractions of the prompt (0.2).")
+    ] = "64,256",
     model: Model = "smollm2-135m",
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Examples of each task (default: all).", show_default=False)
     ] = None,
     compress_at: Annotated[
-        str, typer.Option("--compress-at", help="prompt: after the question; context: before it is known.")
+        str, typer.Option("--compress-at", help="prompt: compress after the question; context: before it.")
     ] = "prompt",
     parameters: Annotated[
         list[str] | None,
@@ -57,7 +60,7 @@ def eval_(
     dtype: Dtype = "auto",
     log: Annotated[bool, typer.Option("--log/--no-log", help="Log a run to MLflow.")] = True,
 ) -> None:
-    """Run tasks with policies and budgets on a live model; a run that was cut off goes on where it stopped."""
+    """Run tasks with policies and budgets on a live model. The same command continues a run that was stopped."""
     from rich.console import Console
 
     from kvlab import evaluation as evaluate
@@ -77,19 +80,19 @@ def eval_(
     ]
     if not plans:
         raise typer.BadParameter("name at least one task")
-    lm, found = models.load(model, device, dtype), []
+    lm, answers = models.load(model, device, dtype), []
     for plan in plans:
         path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
         with progress.counting(plan.task.name) as advance:
             answered = evaluate.run(lm, plan, path, advance)
-        found += answered
+        answers += answered
         typer.echo(path, err=True)
         if figure := evaluation.draw(answered, path.with_name(f"{path.stem}-{plan.task.name}") if out else path):
             typer.echo(figure, err=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    evaluation.show(evaluate.summary(found), console)
-    if len({answer.marks.get("kind") for answer in found}) > 1:
-        evaluation.show_kinds(evaluate.summary(found, by="kind"), console)
+    evaluation.show(evaluate.summary(answers), console)
+    if len({answer.marks.get("kind") for answer in answers}) > 1:
+        evaluation.show_kinds(evaluate.summary(answers, by="kind"), console)
     if log:
         kept = {
             "tasks": names,
@@ -100,7 +103,7 @@ def eval_(
             "compress_at": compress_at,
             **given,
         }
-        typer.echo(f"MLflow run {evaluation.log(found, kept)}", err=True)
+        typer.echo(f"MLflow run {evaluation.log(answers, kept)}", err=True)
 
 
 @app.command("score", epilog="Example:   kvlab score qasper predictions/qasper.jsonl")
@@ -108,21 +111,21 @@ def score_(
     task: Annotated[str, typer.Argument(help="A LongBench task, such as qasper or trec.")],
     file: Annotated[Path, typer.Argument(help='JSONL with {"pred", "answers", "all_classes"} on each line.')],
 ) -> None:
-    """Score anybody's LongBench predictions with LongBench's metric; JSON on stdout, scores in percent."""
+    """Score LongBench predictions of any model with LongBench's metric; prints JSON, scores in percent."""
     from kvlab import scores
 
     rule = scores.convention(task)
-    found = scores.score_each(task, scores.read_predictions(file))
+    points = scores.score_each(task, scores.read_predictions(file))
     from kvlab import __version__
     from kvlab.lib.bootstrap import interval
 
-    low, high = (round(100 * end, 2) for end in interval(found))
+    low, high = (round(100 * end, 2) for end in interval(points))
     typer.echo(
         json.dumps(
             {
                 "task": task,
-                "score": scores.percent(found),
-                "n": len(found),
+                "score": scores.percent(points),
+                "n": len(points),
                 "low": low,
                 "high": high,
                 "metric": rule.metric.__name__,

@@ -30,7 +30,7 @@ Advance = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Learnt:
-    """What `learn` found.
+    """The result of `learn`.
 
     Attributes:
         tables: both tables, with how they were learnt.
@@ -44,7 +44,7 @@ class Learnt:
         return Samples.of(self.lines[phase])
 
     def told(self) -> list[str]:
-        """What came out, in a few lines."""
+        """The result in a few lines of text."""
         tables, lines = self.tables, []
         about = tables.model_extra or {}
         if tables.heads is not None:
@@ -75,18 +75,18 @@ def learn(
     """Learn both of CompilerKV's tables for a model (sections 3.2, 4.3, 4.4 and appendix B.1).
 
     A pool of contexts is measured, and some are taken evenly over the bins of entropy and perplexity. In each of these
-    the heads' weights are drawn at random, all at once, many times; each time the prompt is compressed and the NLL of
-    what follows is compared with the full cache's. Then the thresholds, likewise, with the learnt weights in place.
-    Conservative Q-learning makes tables of the two logs; see `learning` for whose credit a reward is.
+    the weights of all heads are drawn at random, many times; each time the prompt is compressed and the NLL of its
+    continuation is compared with the full cache's. The same is done for the thresholds, with the learnt weights in
+    place. Conservative Q-learning turns the two logs into tables; `learning` says how rewards are credited.
 
     The query heads of a GQA group have the same values and, by eq. 6, the same attention, so that only the largest of
-    their weights counts (eq. 10): they act as one here, and get one weight. Cells of risk that no context fell into
-    keep the neutral threshold, 0.
+    their weights counts (eq. 10): here they share one weight. Cells of risk that no context fell into keep the neutral
+    threshold, 0.
 
     Args:
         documents: what to learn from; `DOCUMENTS` unless given. Texts that kvlab evaluates on are refused.
         journal: a JSONL file that keeps what was measured; with it a run that was cut off goes on where it stopped.
-        advance: called with a label, how many tokens have been fed and how many will be, about.
+        advance: called with a label, the tokens fed so far, and roughly how many there will be.
 
     Raises:
         KvlabError: documents that are too short or overlap with evaluations, contexts beyond what the model takes, a
@@ -111,18 +111,18 @@ class _Run:
     def __init__(self, lm: LM, settings: Settings, journal: Journal, advance: Advance):
         self.lm, self.settings, self.journal, self._advance = lm, settings, journal, advance
         self.fed = self.todo = 0
-        # All that a line can depend on besides its context and its actions.
+        # Everything that a line depends on besides its context and its actions.
         names = ("budget", "continuation", "window", "utility_window", "kernel")
         self.about = [lm.sha256, str(lm.dtype), lm.device.type, [getattr(settings, name) for name in names]]
 
     def learn(self, documents: Sequence[Document]) -> Learnt:
         settings = self.settings
         contexts = pool(self.lm, documents, settings)
-        each = sum(len(context.ids) for context in contexts) / len(contexts)
+        mean_length = sum(len(context.ids) for context in contexts) / len(contexts)
         trials = settings.samples + settings.risk_samples
         phases = (settings.samples > 0) + (settings.risk_samples > 0)
         n = min(settings.contexts, len(contexts))
-        self.todo = int(each * len(contexts) + n * (phases * each + trials * settings.continuation))
+        self.todo = int(mean_length * len(contexts) + n * (phases * mean_length + trials * settings.continuation))
         measured = [self._measured(context) for context in contexts]
         entropy, perplexity = zip(*measured, strict=True)
         chosen = stratified(cells(entropy, perplexity, settings), settings.contexts, settings.seed)
@@ -133,7 +133,7 @@ class _Run:
         if settings.samples:
             lines["heads"] = [self._phase("heads", context, None) for context in contexts]
             samples = Samples.of(lines["heads"])
-            weights = learning.weights(samples, settings, self.lm.n_layers)
+            weights = learning.weights(samples, settings, len(self.lm.layout.compressed))
         if settings.risk_samples:
             lines["risk"] = [self._phase("risk", context, weights) for context in contexts]
         return Learnt(self._tables(weights, lines, documents), lines)
@@ -147,9 +147,9 @@ class _Run:
         name = log.key("context", self.about, context.name)
         line = self.journal.get(name)
         if line is None:
-            with prefilled(self.lm, context, self.settings) as found:
-                told = {"entropy": round(found.entropy, 6), "perplexity": round(found.perplexity, 6)}
-            line = self.journal.add(name, {"kind": "context", "context": context.name, **told})
+            with prefilled(self.lm, context, self.settings) as prefill:
+                measured = {"entropy": round(prefill.entropy, 6), "perplexity": round(prefill.perplexity, 6)}
+            line = self.journal.add(name, {"kind": "context", "context": context.name, **measured})
         self._step("measuring contexts", len(context.ids))
         return line["entropy"], line["perplexity"]
 
@@ -160,12 +160,12 @@ class _Run:
         label = "trying weights" if phase == "heads" else "trying thresholds"
         propensities = settings.propensities(phase)
         text = self.lm.model.config.get_text_config(decoder=True)
-        states = self.lm.n_layers * (text.num_key_value_heads if phase == "heads" else 1)
+        states = len(self.lm.layout.compressed) * (text.num_key_value_heads if phase == "heads" else 1)
         seed = [settings.seed, 3, len(phase), *context.name.encode()]
         actions = draw(np.random.default_rng(seed), samples, states, propensities)
-        told = ["".join(DIGITS[a] for a in row) for row in actions]
+        written = ["".join(DIGITS[a] for a in row) for row in actions]
         tried = None if weights is None else weights.tolist()
-        name = log.key(phase, self.about, context.name, settings.actions(phase), told, tried)
+        name = log.key(phase, self.about, context.name, settings.actions(phase), written, tried)
         line = self.journal.get(name)
         if line is None:
             line = self.journal.add(
@@ -175,7 +175,7 @@ class _Run:
                     "context": context.name,
                     "propensities": propensities,
                     **self._tried(phase, context, weights, actions),
-                    "actions": told,
+                    "actions": written,
                 },
             )
         self._step(label, len(context.ids) + samples * settings.continuation)
@@ -183,21 +183,21 @@ class _Run:
 
     def _tried(self, phase: str, context: Context, weights: np.ndarray | None, actions: np.ndarray) -> dict[str, Any]:
         settings, values = self.settings, np.array(self.settings.actions(phase))
-        with prefilled(self.lm, context, settings) as found:
+        with prefilled(self.lm, context, settings) as prefill:
             kept, retained = [], []
-            group = found.prompts[0].queries.shape[1] // found.kv_heads
+            group = prefill.prompts[0].queries.shape[1] // prefill.kv_heads
             if phase == "heads":
                 for row in actions:
-                    grid = values[row].reshape(-1, found.kv_heads)
-                    kept.append(found.kept(with_weights(settings, grid, group)))
+                    grid = values[row].reshape(-1, prefill.kv_heads)
+                    kept.append(prefill.kept(with_weights(settings, grid, group)))
             else:
                 base = neutral(settings) if weights is None else with_weights(settings, weights, group)
-                counts = candidates(base, found, settings.thresholds)
+                counts = candidates(base, prefill, settings.thresholds)
                 for row in actions:
-                    kept.append(found.kept(with_thresholds(base, values[row])))
+                    kept.append(prefill.kept(with_thresholds(base, values[row])))
                     retained.append(counts[np.arange(len(row)), row].tolist())
-            losses, full = found.losses(kept).tolist(), found.full_loss()
-            line = {"entropy": round(found.entropy, 6), "perplexity": round(found.perplexity, 6)}
+            losses, full = prefill.losses(kept).tolist(), prefill.full_loss()
+            line = {"entropy": round(prefill.entropy, 6), "perplexity": round(prefill.perplexity, 6)}
         line |= {"full": round(full, 6), "nll": [round(loss, 6) for loss in losses]}
         return line | ({"retained": retained} if phase == "risk" else {})
 
@@ -224,7 +224,7 @@ class _Run:
             "settings": settings.model_dump(mode="json"),
             "propensities": {phase: settings.propensities(phase) for phase in lines},
             "documents": [document.signature for document in documents],
-            "samples": {phase: sum(len(line["nll"]) for line in found) for phase, found in lines.items()},
+            "samples": {phase: sum(len(line["nll"]) for line in trials) for phase, trials in lines.items()},
             "contexts": len(next(iter(lines.values()))),
             "visited": visited,
         }
@@ -233,7 +233,7 @@ class _Run:
 
 
 OPTIONS = ("budget", "contexts", "samples", "risk_samples", "alpha", "seed")
-"""Settings with an option of their own on the command line; the others go by -p."""
+"""Settings with an option of their own on the command line; the others are set by -p."""
 
 
 def command(lm: LM, settings: Settings, documents: Sequence[Document]) -> str:
@@ -250,7 +250,7 @@ def command(lm: LM, settings: Settings, documents: Sequence[Document]) -> str:
 
 
 def mapped(tables: DecisionTables, lm: LM) -> DecisionTables:
-    """Tables learnt on one model for another, by relative depth; what they were learnt on is noted."""
+    """Tables learnt on one model, mapped to another by relative depth; they note where they were learnt."""
     text = lm.model.config.get_text_config(decoder=True)
     sha = str(getattr(tables, "sha256", ""))
     about = {
@@ -260,7 +260,7 @@ def mapped(tables: DecisionTables, lm: LM) -> DecisionTables:
         "kv_heads": text.num_key_value_heads,
         "dtype": str(lm.dtype).removeprefix("torch."),
     }
-    return tables.mapped(lm.n_layers, text.num_attention_heads).model_copy(update=about)
+    return tables.mapped(len(lm.layout.compressed), text.num_attention_heads).model_copy(update=about)
 
 
 def write(tables: DecisionTables, path: str | Path) -> Path:

@@ -87,7 +87,7 @@ class Context:
 
 
 def checked(documents: Sequence[Document], held_apart: Sequence[str] = HELD_APART) -> list[Document]:
-    """The documents, unless one of them is, or shares a paragraph with, a text that evaluations read.
+    """The documents, once it is sure that none is a text which evaluations read, or shares a paragraph with one.
 
     Raises:
         KvlabError: there is none, or one overlaps.
@@ -106,13 +106,13 @@ def checked(documents: Sequence[Document], held_apart: Sequence[str] = HELD_APAR
 
 
 def _paragraphs(document: Document) -> Iterator[str]:
-    """Its lines of some length, blanks evened out."""
+    """Its lines that are not short, with single spaces."""
     lines = (" ".join(line.split()) for line in document.text.splitlines())
     return (line for line in lines if len(line) >= PARAGRAPH)
 
 
 def pool(lm: LM, documents: Sequence[Document], settings: Settings) -> list[Context]:
-    """Windows of the documents in turn, of the wanted lengths in turn, at places drawn by the seed; none twice.
+    """Windows of the documents. Documents and lengths take turns, the seed draws the places, and no window comes twice.
 
     A document that is too short for a length gives one of the longest length that fits.
 
@@ -130,7 +130,7 @@ def pool(lm: LM, documents: Sequence[Document], settings: Settings) -> list[Cont
         raise KvlabError(
             f"no document has the {min(settings.lengths) + after} tokens that a context and what follows it take"
         )
-    found: dict[str, Context] = {}
+    contexts: dict[str, Context] = {}
     rng = np.random.default_rng([settings.seed, 1])
     for number in range(settings.pool):
         document, ids, fitting = texts[number % len(texts)]
@@ -139,9 +139,9 @@ def pool(lm: LM, documents: Sequence[Document], settings: Settings) -> list[Cont
         start = int(rng.integers(len(ids) - tokens - after + 1))
         part = ids[start : start + tokens + after]
         sha = hashlib.sha256(np.ascontiguousarray(part.numpy()).tobytes()).hexdigest()[:8]
-        one = Context(f"{document.name}[{start}:{start + tokens}]@{sha}", part[:tokens], part[tokens:])
-        found.setdefault(one.name, one)
-    return list(found.values())
+        context = Context(f"{document.name}[{start}:{start + tokens}]@{sha}", part[:tokens], part[tokens:])
+        contexts.setdefault(context.name, context)
+    return list(contexts.values())
 
 
 def cells(
@@ -159,9 +159,9 @@ def cells(
 
 
 def stratified(cells: np.ndarray, n: int, seed: int) -> list[int]:
-    """`n` of the pool, as evenly over the occupied cells as their contexts allow: indices in ascending order.
+    """Indices of `n` contexts of the pool, ascending, as evenly over the occupied cells as possible.
 
-    In rounds, each of which takes one context, drawn by the seed, from every cell that has any left.
+    Each round takes one context, drawn by the seed, from every cell that has some left.
     """
     order = np.random.default_rng([seed, 2]).permutation(len(cells))
     left = {cell: [int(i) for i in order if cells[i] == cell] for cell in np.unique(cells)}

@@ -1,4 +1,4 @@
-"""Conservative Q-learning where nothing follows an action: one state, one action, one reward (CompilerKV, eq. 4).
+"""Conservative Q-learning for single steps: one state, one action, one reward (CompilerKV, eq. 4).
 
 Q of a state minimises
 
@@ -25,7 +25,7 @@ class Evidence:
     """What the log says of each state and action.
 
     Attributes:
-        counts: `[states, actions]`, how many samples, or their weights added up.
+        counts: `[states, actions]`, the number of samples, or the sum of their weights.
         means: `[states, actions]`, their mean reward, by the same weights; 0 where there is none.
     """
 
@@ -55,7 +55,7 @@ def solve(evidence: Evidence, propensities: np.ndarray, alpha: float) -> np.ndar
     """Q `[states, actions]`, float64; NaN for states without samples, and with alpha = 0 for actions without any.
 
     Args:
-        propensities: `[actions]`, what the behaviour policy draws each action with; they add up to 1.
+        propensities: `[actions]`, the behaviour policy's probability of each action; they add up to 1.
         alpha: weight of the conservative penalty; 0 leaves the mean rewards.
 
     Raises:
@@ -66,14 +66,14 @@ def solve(evidence: Evidence, propensities: np.ndarray, alpha: float) -> np.ndar
     behaviour = np.asarray(propensities, dtype=np.float64)
     if behaviour.min() <= 0 or abs(behaviour.sum() - 1) > 1e-9:
         raise KvlabError("every action needs a propensity above 0, and together they must be 1")
-    found = np.full(evidence.counts.shape, np.nan)
+    values = np.full(evidence.counts.shape, np.nan)
     known = evidence.counts.sum(1) > 0
     counts, means = evidence.counts[known].astype(np.float64), evidence.means[known]
     if alpha == 0:
-        found[known] = np.where(counts > 0, means, np.nan)
+        values[known] = np.where(counts > 0, means, np.nan)
     elif len(counts):
-        found[known] = _newton(counts / counts.sum(1, keepdims=True), means, behaviour, alpha)
-    return found
+        values[known] = _newton(counts / counts.sum(1, keepdims=True), means, behaviour, alpha)
+    return values
 
 
 def _newton(shares: np.ndarray, means: np.ndarray, behaviour: np.ndarray, alpha: float) -> np.ndarray:

@@ -13,9 +13,9 @@ from kvlab.compile.settings import Settings
 def centred(samples: Samples) -> np.ndarray:
     """Minus the NLL change of each sample, less the mean over its context's samples, `[samples]`.
 
-    All heads are drawn at once and independently, so that what one head's action is worth is the mean reward of the
-    samples that took it: the others' actions average out. What a context adds to all of its samples says nothing about
-    actions, and is taken out because it varies most.
+    All heads are drawn at once and independently, so the worth of one head's action is the mean reward of the samples
+    that took it: the actions of other heads average out. The mean of a context says nothing about actions; it is
+    subtracted because it varies most.
     """
     sums, counts = (np.bincount(samples.context, weights=w) for w in (samples.change, None))
     return (sums / counts.clip(min=1))[samples.context] - samples.change
@@ -24,8 +24,8 @@ def centred(samples: Samples) -> np.ndarray:
 def precision(samples: Samples) -> np.ndarray:
     """Weight of each sample: one over the variance of its context's NLL changes, 1 on average, `[samples]`.
 
-    Actions matter ten times as much in some contexts as in others, whatever the action; unweighted, a few contexts in
-    which compression hurts would outshout all others. Variances below a hundredth of their median count as that.
+    In some contexts every action matters ten times as much as in others. Without weights, a few contexts in which
+    compression hurts would outweigh all others. Variances below a hundredth of their median count as that hundredth.
     """
     counts = np.bincount(samples.context).clip(min=1)
     variance = np.bincount(samples.context, centred(samples) ** 2) / counts
@@ -37,7 +37,7 @@ def precision(samples: Samples) -> np.ndarray:
 def head_evidence(samples: Samples, settings: Settings) -> Evidence:
     """Of each (layer, KV head), over all contexts: `[layers x kv_heads, actions]` (section 4.3, lambda = 0)."""
     states = samples.actions.shape[1]
-    rewards, weights = (np.repeat(each, states) for each in (centred(samples), precision(samples)))
+    rewards, weights = (np.repeat(numbers, states) for numbers in (centred(samples), precision(samples)))
     where = np.tile(np.arange(states), len(samples))
     return Evidence.of(where, samples.actions.ravel(), rewards, (states, len(settings.weights)), weights)
 
@@ -45,8 +45,8 @@ def head_evidence(samples: Samples, settings: Settings) -> Evidence:
 def risk_evidence(samples: Samples, settings: Settings) -> Evidence:
     """Of each (layer, cell of risk): `[layers x cells, actions]` (section 4.4).
 
-    The penalty of a layer is that of its own candidates (eq. 14), relative to the budget; it is known exactly, and the
-    other layers' is left out of the layer's reward because it does not depend on the layer's action.
+    A layer's penalty is that of its own candidates (eq. 14), relative to the budget, and is known exactly. Its reward
+    leaves out the penalties of other layers, which do not depend on its action.
     """
     n_layers, n_cells = samples.actions.shape[1], settings.bins[0] * settings.bins[1]
     cell = cells(samples.entropy, samples.perplexity, settings)[samples.context]

@@ -1,4 +1,4 @@
-"""The log of what was tried: JSON lines while learning, one compressed table to ship and to learn from again."""
+"""The log of all trials: JSON lines while learning, then one compressed table to ship and to learn from again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Journal:
         """The journal at `path`, for this process alone; half a line at its end is taken out.
 
         Raises:
-            KvlabError: another process writes it, it cannot be written, or a line that no journal has.
+            KvlabError: another process writes it, it cannot be written, or a line of it belongs to no journal.
         """
         if path is None:
             yield cls(None, {})
@@ -62,7 +62,7 @@ class Journal:
         return self._lines.get(key)
 
     def add(self, key: str, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a line and return it as it will be read again."""
+        """Write a line, and return it as a later run will read it."""
         text = json.dumps({"key": key, **line})
         if self._file is not None:
             self._file.write(text + "\n")
@@ -73,7 +73,7 @@ class Journal:
 
 
 def key(*parts: Any) -> str:
-    """The name of a line by all that its numbers depend on."""
+    """The name of a line: a hash of everything that its numbers depend on."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
@@ -82,20 +82,20 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
-    found = {}
+    lines = {}
     for number, line in enumerate(content[:whole].decode("utf-8", "replace").split("\n")[:-1], 1):
         try:
             fields = parsed(line)
-            found[fields["key"]] = fields
+            lines[fields["key"]] = fields
         except (json.JSONDecodeError, TypeError, KeyError):
             raise KvlabError(f"{path}, line {number} is no line of a log of `kvlab compile`; name another") from None
     if whole < len(content):
-        # Half a line of a run that was killed; but not the only line of somebody else's file.
-        if not found and not content.startswith(b'{"key": "'):
+        # Half a line of a killed run is cut off; but a file with no line of ours may be somebody else's.
+        if not lines and not content.startswith(b'{"key": "'):
             raise KvlabError(f"{path} is no log of `kvlab compile`; name another")
         with path.open("r+b") as file:
             file.truncate(whole)
-    return found
+    return lines
 
 
 @dataclass(frozen=True)
@@ -160,30 +160,30 @@ def load(path_or_name: str | Path) -> dict[str, Samples]:
     """The samples of each phase in a table that `save` wrote, or in the one that comes with kvlab for a model's name.
 
     Raises:
-        KvlabError: no such file, or one that is no such table.
+        KvlabError: there is no such file, or it is not such a table.
     """
     import pandas as pd
 
     shipped = {file.name: file for file in SHIPPED_TABLES.glob("*.parquet")}
     path = shipped.get(f"{path_or_name}-log.parquet") or Path(path_or_name)
-    if not os.path.isfile(path):  # pandas would read a folder as well, and whatever lies in it
+    if not os.path.isfile(path):  # pandas would also read a folder, with all files in it
         raise KvlabError(f"cannot read {path}: no such file")
     try:
         table = pd.read_parquet(path)
-        found = {str(phase): Samples.of(_lines(rows)) for phase, rows in table.groupby("phase", sort=False)}
+        samples = {str(phase): Samples.of(_lines(rows)) for phase, rows in table.groupby("phase", sort=False)}
     except Exception as error:
         raise KvlabError(f"{path} is no log of `kvlab compile`: {first_line(error)}") from None
-    if not found:
+    if not samples:
         raise KvlabError(f"{path} is no log of `kvlab compile`: there is nothing in it")
-    return found
+    return samples
 
 
 def _lines(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    found = []
+    lines = []
     for name, part in rows.groupby("context", sort=False):
         first = part.iloc[0]
         line = {"context": name, "nll": part["nll"].tolist(), "actions": part["actions"].tolist()}
         line |= {key: float(first[key]) for key in ("entropy", "perplexity", "full")}
         retained = [list(map(int, row)) for row in part["retained"]]
-        found.append(line | ({"retained": retained} if retained[0] else {}))
-    return found
+        lines.append(line | ({"retained": retained} if retained[0] else {}))
+    return lines

@@ -24,14 +24,14 @@ class Settings(Parameters):
             that of an attention sink. On the default model the 128th of 400 to 800 tokens reaches 0.001 to 0.02 of it,
             by layer, so that the default set reaches from everything to about half of a budget of 128. (The paper
             bounds its thresholds too, for utilities on another scale.)
-        neutral: propensity of the neutral action; all actions alike unless given.
+        neutral: propensity of the neutral action; unless given, all actions have the same.
         alpha: weight of the conservative penalty (eq. 4).
-        penalty: lambda, nats for a deviation from the budget by the budget itself (eq. 2, 14); the heads' is 0.
+        penalty: lambda, nats for a deviation from the budget by one whole budget (eq. 2, 14); 0 for the heads.
         bins: of entropy and of perplexity.
         entropy: range of the entropy bins in nats, linear.
         perplexity: range of the perplexity bins, logarithmic.
         window, utility_window, kernel: the policy's.
-        seed: of windows, choice and actions.
+        seed: for windows, the choice of contexts, and actions.
     """
 
     called: ClassVar[str] = "setting"
@@ -72,7 +72,7 @@ class Settings(Parameters):
         return self
 
     def propensities(self, phase: str) -> list[float]:
-        """What the behaviour policy draws each action of "heads" or "risk" with."""
+        """The behaviour policy's probability of each action of "heads" or "risk"."""
         actions, neutral = self.actions(phase), self.at_rest(phase)
         if self.neutral is None:
             return [1 / len(actions)] * len(actions)

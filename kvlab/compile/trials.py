@@ -31,10 +31,10 @@ ROWS = 8
 
 
 def draw(rng: np.random.Generator, samples: int, states: int, propensities: Sequence[float]) -> np.ndarray:
-    """Joint actions `[samples, states]`, each with its propensity, and each of a state's as often as that allows.
+    """Joint actions `[samples, states]`, drawn with their propensities, as evenly as possible.
 
-    Every state's draws are spread evenly over the unit interval from a random start and then shuffled, so that no
-    action is met more than once oftener or more seldom than samples x propensity. States are independent.
+    For each state, points lie evenly on the unit interval from a random start and are then shuffled. So an action's
+    count differs by at most one from samples x propensity. States are independent.
     """
     spread = (np.arange(samples)[:, None] + rng.random(states)) / max(samples, 1)
     ends = np.cumsum(propensities)
@@ -43,7 +43,7 @@ def draw(rng: np.random.Generator, samples: int, states: int, propensities: Sequ
 
 
 class Watcher(CompilerKV):
-    """CompilerKV that compresses nothing and remembers what it would have decided upon."""
+    """CompilerKV that compresses nothing and remembers the planned prompts."""
 
     name: ClassVar[str] = "watcher"
     _prompts: list[Prompt] = PrivateAttr(default_factory=list)
@@ -60,7 +60,7 @@ class Watcher(CompilerKV):
 
 
 class Kept(Policy):
-    """Keeps what it is told to of each layer: `[rows, kv_heads, n]` positions, -1 padded."""
+    """Keeps given positions of each layer: `[rows, kv_heads, n]`, -1 padded."""
 
     name: ClassVar[str] = "kept"
     budget: int
@@ -68,9 +68,9 @@ class Kept(Policy):
 
     @classmethod
     def of(cls, positions: list[Tensor]) -> Kept:
-        one = cls(budget=max(layer.shape[-1] for layer in positions))
-        one._positions = positions
-        return one
+        kept = cls(budget=max(layer.shape[-1] for layer in positions))
+        kept._positions = positions
+        return kept
 
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         store.budget = self.budget
@@ -99,18 +99,18 @@ class Prefilled:
     def kv_heads(self) -> int:
         return self.prompts[0].kv_heads
 
-    def kept(self, one: CompilerKV) -> list[Tensor]:
+    def kept(self, policy: CompilerKV) -> list[Tensor]:
         """Positions that a policy keeps of each layer, `[1, kv_heads, n]`."""
-        return [one.prefill(prompt) for prompt in self.prompts]
+        return [policy.prefill(prompt) for prompt in self.prompts]
 
     @torch.inference_mode()
     def losses(self, kept: Sequence[list[Tensor]]) -> Tensor:
         """Mean NLL of the continuation (eq. 3) with each of several selections, float64 `[selections]`.
 
-        The whole continuation goes through the model at once: nothing changes after the prefill, so this is what
-        feeding token by token gives.
+        The whole continuation goes through the model at once. Nothing is evicted after the prefill, so feeding it token
+        by token would give the same.
         """
-        found = []
+        losses = []
         for start in range(0, len(kept), ROWS):
             rows = kept[start : start + ROWS]
             layers = [_stack([row[layer] for row in rows]) for layer in range(len(self.prompts))]
@@ -119,12 +119,12 @@ class Prefilled:
                 if len(rows) > 1:
                     past.batch_repeat_interleave(len(rows))
                 session.end_prompt()
-                found.append(self._losses(past, len(rows)))
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+                losses.append(self._losses(past, len(rows)))
+        return torch.cat(losses) if losses else torch.zeros(0, dtype=torch.float64)
 
     @torch.inference_mode()
     def full_loss(self) -> float:
-        """The same with everything kept."""
+        """Mean NLL of the continuation with everything kept."""
         with compress(self.lm.model, "full", turns="leave") as session:
             past = session.branch(self.cache)
             session.end_prompt()
@@ -133,8 +133,8 @@ class Prefilled:
     def _losses(self, past: LiveCache, rows: int) -> Tensor:
         ids = self.context.continuation.to(self.lm.device)
         logits = self.lm.model(ids[None, :-1].expand(rows, -1), past_key_values=past, use_cache=True).logits
-        told = ids[1:].expand(rows, -1)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), told.flatten(), reduction="none").view(rows, -1)
+        targets = ids[1:].expand(rows, -1)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(rows, -1)
         return loss.cpu().double().mean(1)
 
 
@@ -176,17 +176,17 @@ def with_weights(settings: Settings, weights: np.ndarray | Sequence[Sequence[flo
     return neutral(settings).using(DecisionTables(heads=heads, risk=None))
 
 
-def with_thresholds(one: CompilerKV, thresholds: np.ndarray | Sequence[float]) -> CompilerKV:
+def with_thresholds(policy: CompilerKV, thresholds: np.ndarray | Sequence[float]) -> CompilerKV:
     """A policy's head table with one threshold for each layer, whatever the risk."""
-    tables = DecisionTables(heads=one.tables_in_use.heads, risk=[[[float(tau)]] for tau in thresholds])
-    return one.using(tables)
+    tables = DecisionTables(heads=policy.tables_in_use.heads, risk=[[[float(tau)]] for tau in thresholds])
+    return policy.using(tables)
 
 
-def candidates(one: CompilerKV, found: Prefilled, thresholds: np.ndarray | Sequence[float]) -> np.ndarray:
+def candidates(policy: CompilerKV, prefill: Prefilled, thresholds: np.ndarray | Sequence[float]) -> np.ndarray:
     """How many tokens reach each threshold in each layer, `[layers, thresholds]` (eq. 15)."""
-    layers = len(found.prompts)
+    layers = len(prefill.prompts)
     columns = []
     for tau in thresholds:
-        gated = with_thresholds(one, [tau] * layers)
-        columns.append([int(gated.candidates(prompt)) for prompt in found.prompts])
+        gated = with_thresholds(policy, [tau] * layers)
+        columns.append([int(gated.candidates(prompt)) for prompt in prefill.prompts])
     return np.array(columns).T

@@ -1,4 +1,4 @@
-"""Tasks x policies x budgets on a live model: one prefill serves all, and every answer is on disk at once."""
+"""Tasks x policies x budgets on a live model: one prefill serves all; every answer is written to disk at once."""
 
 from kvlab.evaluation.answering import answers, feed
 from kvlab.evaluation.planning import Plan, plan

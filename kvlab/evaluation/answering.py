@@ -1,4 +1,4 @@
-"""One example on a live model: its prompt is fed once, and every policy goes on from there to an answer of its own."""
+"""One example on a live model: the prompt is fed once, and from there every policy generates its own answer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fed:
-    """A prompt as the model is fed it: ids `[1, tokens]`, of which the first `context` may be compressed before the
-    rest comes.
-    """
+    """A prompt as ids `[1, tokens]`; the first `context` of them may be compressed before the rest is fed."""
 
     ids: Tensor
     context: int
@@ -44,7 +42,7 @@ def feed(lm: LM, example: Example, compress_at: CompressAt) -> Fed:
     if compress_at == "context":
         if not example.question:
             raise KvlabError(
-                f"{example.id} does not tell its context from its question, so it can only be compressed at the prompt"
+                f"{example.id} has no separate question, so it can only be compressed after the whole prompt"
             )
         context = _tokens_of_context(lm, example)
     if example.prefix:
@@ -65,7 +63,7 @@ def _tokens_of_context(lm: LM, example: Example) -> int:
     if templated:
         message = [{"role": "user", "content": text}]
         text = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
-    # Templates trim what they are given, so the question is looked for, and not counted from the front.
+    # A template may trim the text, so the question is searched for instead of counted from the front.
     question = example.question.rstrip()
     start = text.rfind(question)
     if start < 0:
@@ -77,7 +75,7 @@ def _tokens_of_context(lm: LM, example: Example) -> int:
 
 @torch.inference_mode()
 def _generate(lm: LM, past: Any, logits: Tensor, example: Example) -> list[int]:
-    """Greedy tokens until the model or the example ends, or the limit comes."""
+    """Greedy tokens, up to the model's end token, the text `until` of the example, or the limit."""
     stops, tokens = _stops(lm), []
     for step in range(example.max_new_tokens):
         token = int(logits.argmax(-1))
@@ -94,8 +92,8 @@ def _generate(lm: LM, past: Any, logits: Tensor, example: Example) -> list[int]:
 
 def _stops(lm: LM) -> set[int]:
     configured = getattr(lm.model.generation_config, "eos_token_id", None)
-    found = configured if isinstance(configured, list) else [configured]
-    return {token for token in [*found, getattr(lm.tokenizer, "eos_token_id", None)] if token is not None}
+    tokens = configured if isinstance(configured, list) else [configured]
+    return {token for token in [*tokens, getattr(lm.tokenizer, "eos_token_id", None)] if token is not None}
 
 
 @torch.inference_mode()
@@ -119,7 +117,7 @@ def answers(lm: LM, example: Example, wanted: Sequence[Policy], compress_at: Com
                 rest = fed.ids[:, fed.context :]
                 first = lm.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
             tokens = _generate(lm, past, first, example)
-            # An answer that ends at once never had a decoding step, which would have ended the prompt.
+            # The first decoding step ends the prompt, but an answer that ends at once has none.
             session.end_prompt()
             yield {
                 "prediction": lm.decode(tokens) if tokens else "",
@@ -129,4 +127,5 @@ def answers(lm: LM, example: Example, wanted: Sequence[Policy], compress_at: Com
                 "seconds": time.perf_counter() - start,
                 "kv_bytes": session.kv_bytes,
                 "aux_bytes": session.aux_bytes,
+                "uncompressed_bytes": session.uncompressed_bytes,
             }

@@ -51,18 +51,18 @@ def plan(
     """A plan from names; the full cache always comes first.
 
     Raises:
-        KvlabError: an unknown policy, a budget that it cannot work with, or none for a policy that needs one.
+        KvlabError: an unknown policy, a budget that a policy cannot work with, or no budget for one that needs it.
     """
     if compress_at not in ("prompt", "context"):
         raise KvlabError(f"compress_at={compress_at!r} is neither 'prompt' nor 'context'")
-    found: list[Policy] = [Full()]
+    chosen: list[Policy] = [Full()]
     for wanted in policies:
         if isinstance(wanted, Policy) and not budgets:
-            found.append(wanted)
+            chosen.append(wanted)
         elif wanted == FULL or isinstance(wanted, Full):
             continue
         elif not budgets:
             raise KvlabError(f"{wanted} needs a budget: entries for each head (256), or a share of the prompt (0.2)")
         else:
-            found += [policy(wanted, budget=budget) for budget in budgets]
-    return Plan(task, tuple(dict.fromkeys(found)), compress_at, limit)
+            chosen += [policy(wanted, budget=budget) for budget in budgets]
+    return Plan(task, tuple(dict.fromkeys(chosen)), compress_at, limit)

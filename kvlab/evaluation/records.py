@@ -1,4 +1,4 @@
-"""Answers, one line each on disk, and how they are read again."""
+"""Answers on disk, one line each, and how they are read again."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Answer:
     seconds: float
     kv_bytes: int
     aux_bytes: int
+    uncompressed_bytes: int = 0
     marks: dict[str, Any] = field(default_factory=dict)
     signature: str = ""
 
@@ -43,10 +44,10 @@ ANSWER = TypeAdapter(Answer)
 
 
 def read(path: str | Path, mend: bool = False) -> list[Answer]:
-    """The answers in a results file; of a line that was cut off at its end nothing is known.
+    """The answers in a results file, without a last line that was cut off.
 
     Args:
-        mend: take such a half line out of the file.
+        mend: remove such a half line from the file.
 
     Raises:
         KvlabError: a line that is no answer, with its number.
@@ -62,15 +63,15 @@ def read(path: str | Path, mend: bool = False) -> list[Answer]:
     if mend and whole < len(content):
         with path.open("r+b") as file:
             file.truncate(whole)
-    found = []
+    answers = []
     for number, line in enumerate(content[:whole].decode("utf-8", "replace").split("\n")[:-1], 1):
         try:
-            found.append(ANSWER.validate_python(parsed(line)))
+            answers.append(ANSWER.validate_python(parsed(line)))
         except (json.JSONDecodeError, ValidationError) as error:
             raise KvlabError(
                 f"{path}, line {number} is no answer of an evaluation ({_problem(error)}); name another file"
             ) from None
-    return found
+    return answers
 
 
 def _problem(error: json.JSONDecodeError | ValidationError) -> str:

@@ -1,4 +1,4 @@
-"""Answers summed up: tidy tables, and scores with intervals."""
+"""Answers as tidy tables, and mean scores with intervals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from kvlab.evaluation.records import Answer
 
 
-def table(found: Sequence[Answer]) -> pd.DataFrame:
+def table(answers: Sequence[Answer]) -> pd.DataFrame:
     """Tidy: one row for each answer, with its marks and its score."""
     import pandas as pd
 
+    mixed = any(answer.uncompressed_bytes for answer in answers)
     return pd.DataFrame(
         {
             "task": answer.task,
@@ -32,15 +33,16 @@ def table(found: Sequence[Answer]) -> pd.DataFrame:
             "seconds": answer.seconds,
             "kv_bytes": answer.kv_bytes,
             "aux_bytes": answer.aux_bytes,
+            **({"uncompressed_bytes": answer.uncompressed_bytes} if mixed else {}),
             **answer.marks,
         }
-        for answer in found
+        for answer in answers
     )
 
 
-def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
-    """One row for each task, policy and budget: mean score with its 95 % bootstrap interval over examples, the paired
-    difference from the full cache on the same examples with its own, bytes and seconds.
+def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
+    """One row for each task, policy and budget: the mean score, its paired difference from the full cache on the same
+    examples (both with 95 % bootstrap intervals over examples), bytes and seconds.
 
     Args:
         by: a mark ("kind", "length", "depth") whose values get rows of their own.
@@ -48,12 +50,13 @@ def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     import pandas as pd
 
     groups: dict[tuple, list[Answer]] = {}
-    for answer in found:
+    for answer in answers:
         value = answer.marks.get(by) if by else None
         kind = answer.task, value, answer.policy, answer.budget, answer.compress_at, answer.signature
         groups.setdefault(kind, []).append(answer)
-    whole = {(a.task, a.compress_at, a.example): a.scores[a.metric] for a in found if a.policy == FULL}
+    whole = {(a.task, a.compress_at, a.example): a.scores[a.metric] for a in answers if a.policy == FULL}
     rows = []
+    mixed = any(answer.uncompressed_bytes for answer in answers)
     for (task, value, name, budget, at, signature), members in groups.items():
         full = {a.example: whole[task, at, a.example] for a in members if (task, at, a.example) in whole}
         scores = [a.scores[a.metric] for a in members]
@@ -76,6 +79,7 @@ def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
                 "difference_low": least,
                 "difference_high": most,
                 "kv_bytes": sum(a.kv_bytes for a in members) / len(members),
+                **({"uncompressed_bytes": sum(a.uncompressed_bytes for a in members) / len(members)} if mixed else {}),
                 "seconds": sum(a.seconds for a in members) / len(members),
                 "prefill_seconds": sum(a.prefill_seconds for a in members) / len(members),
             }

@@ -31,7 +31,8 @@ Advance = Callable[[str, int, int], None]
 
 
 def run(lm: LM, wanted: Plan, path: str | Path, advance: Advance = lambda *_: None) -> list[Answer]:
-    """Evaluate, appending every answer to the JSONL at `path` as soon as it is there; what is in it is not run again.
+    """Evaluate a plan. Every answer is appended to the JSONL at `path` as soon as it is there; answers in it are not
+    run again.
 
     Returns:
         The answers of this plan, in the order of examples and policies.
@@ -57,12 +58,12 @@ def run(lm: LM, wanted: Plan, path: str | Path, advance: Advance = lambda *_: No
 
 
 def _complete(lm: LM, wanted: Plan, path: Path, advance: Advance) -> list[Answer]:
-    """All answers of the plan: those in the file as they are, and each that is missing run and appended to it."""
+    """All answers of the plan: those in the file are taken from it, missing ones are run and appended."""
     known = {answer.key: answer for answer in read(path, mend=True)}
     examples = list(wanted.task.examples(lm, wanted.limit))
     total, done = len(examples) * len(wanted.policies), 0
     signatures = {policy: wanted.signature(lm, policy) for policy in wanted.policies}
-    found: list[Answer] = []
+    complete: list[Answer] = []
     with path.open("a", encoding="utf-8") as file:
         for example in examples:
             keys = {policy: _key(signatures[policy], example) for policy in wanted.policies}
@@ -75,10 +76,10 @@ def _complete(lm: LM, wanted: Plan, path: Path, advance: Advance) -> list[Answer
                 file.flush()
                 os.fsync(file.fileno())
                 advance(f"{example.id}, {policy.name}", done + missing.index(policy) + 1, total)
-            found += [known[keys[policy]] for policy in wanted.policies]
+            complete += [known[keys[policy]] for policy in wanted.policies]
             done += len(wanted.policies)
             advance(example.id, done, total)
-    return found
+    return complete
 
 
 def _answer(wanted: Plan, example: Example, policy: Policy, key: str, signature: str, made: dict[str, Any]) -> Answer:

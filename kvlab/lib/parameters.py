@@ -35,7 +35,7 @@ class Parameters(BaseModel):
             raise KvlabError(whose + self._sentence(error.errors()[0])) from None
 
     def replace(self, **changes: Any) -> Self:
-        """The same with other parameters, checked again (KvlabError for one that does not exist or fit)."""
+        """The same with other values, checked again (KvlabError for a parameter that does not exist or fit)."""
         return type(self)(**{**dict(self), **changes})
 
     @classmethod

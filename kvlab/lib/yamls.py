@@ -1,4 +1,4 @@
-"""YAML files of people: read by the safe loader, and whatever is wrong in them is told with its line."""
+"""YAML files that people write: the safe loader reads them, and every error names its line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from kvlab.errors import KvlabError
 from kvlab.lib.files import read_text, writable
 
-# Aliases make a small file stand for a huge one; no file of ours comes near this many values, or characters.
+# With aliases a small file can stand for huge data. No file of kvlab comes near this many values or characters.
 LARGEST = 200_000
 LONGEST = 500_000
 BITS = 8192
@@ -35,7 +35,7 @@ class Lines:
         return None
 
     def shown(self, place: Sequence[str | int]) -> str:
-        """ ", line 7" for a place that is known, else nothing: to stand behind a file's name."""
+        """ ", line 7" for a place that is known, else "": to follow a file's name in a message."""
         line = self.at(place)
         return f", line {line}" if line else ""
 
@@ -44,7 +44,7 @@ def value(text: str) -> Any:
     """The value that a text stands for on a command line. Raises ValueError where it is no YAML."""
     try:
         return yaml.safe_load(text)
-    # A date that does not exist, or what nests deeply, is no YAMLError.
+    # PyYAML raises these for a date that does not exist and for deep nesting.
     except (yaml.YAMLError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from None
 
@@ -57,7 +57,7 @@ def load(path: Path) -> tuple[Any, Lines]:
     """
     text = read_text(path)
     if len(text) > LONGEST:
-        raise KvlabError(f"{path.name} has more than {LONGEST:,} characters, which is none of kvlab's files")
+        raise KvlabError(f"{path.name} has more than {LONGEST:,} characters; no file of kvlab is that large")
     lines = Lines()
     loader = None
     try:
@@ -66,7 +66,7 @@ def load(path: Path) -> tuple[Any, Lines]:
         if node is None:
             return None, lines
         _walk(node, (), lines, path.name, [], {})
-        # Of the very nodes that were looked at.
+        # From the same nodes that were checked.
         data = loader.construct_document(node)
         _writable(data, lines, path.name)
         return data, lines
@@ -74,7 +74,7 @@ def load(path: Path) -> tuple[Any, Lines]:
         raise KvlabError(f"{path.name} is not valid YAML{_where(error)}: {_problem(error)}") from None
     except RecursionError:
         raise KvlabError(f"{path.name} is nested too deeply to be one of kvlab's files") from None
-    # A date or a number that Python has no value for, or that does not look like the tag it was given.
+    # A date or a number that Python cannot hold, or a value that does not fit its tag.
     except (ValueError, OverflowError, LookupError, AttributeError) as error:
         raise KvlabError(f"{path.name} is not valid YAML: {error}") from None
     finally:
@@ -83,7 +83,7 @@ def load(path: Path) -> tuple[Any, Lines]:
 
 
 def _walk(node: yaml.Node, place: tuple, lines: Lines, name: str, within: list[int], sizes: dict[int, int]) -> int:
-    """Note the lines below a node; how many values it stands for with its aliases written out."""
+    """Note the lines of the values below a node, and count these values with all aliases written out."""
     if id(node) in within:
         raise KvlabError(f"{name}, line {node.start_mark.line + 1}: an alias refers to what contains it")
     if id(node) in sizes:
@@ -98,7 +98,7 @@ def _walk(node: yaml.Node, place: tuple, lines: Lines, name: str, within: list[i
             if word in seen and word is not None:
                 raise KvlabError(f"{name}, line {line}: the key '{word}' stands there twice")
             seen.add(word)
-            # What is no scalar is no key of ours; that the file is wrong is said where its data are checked.
+            # No file of kvlab has a key that is not a scalar; the check of the data refuses such a file.
             below = (*place, "" if word is None else word)
             lines.note(below, line)
             size += _walk(value, below, lines, name, within, sizes)
@@ -107,7 +107,7 @@ def _walk(node: yaml.Node, place: tuple, lines: Lines, name: str, within: list[i
             lines.note((*place, number), value.start_mark.line + 1)
             size += _walk(value, (*place, number), lines, name, within, sizes)
     if size > LARGEST:
-        raise KvlabError(f"{name} stands for more than {LARGEST:,} values, which is none of kvlab's files")
+        raise KvlabError(f"{name} stands for more than {LARGEST:,} values; no file of kvlab is that large")
     within.pop()
     sizes[id(node)] = size
     return size

@@ -1,6 +1,6 @@
-"""Policies by name: every class with a `name` in a file of this folder is one, and is found when first asked for.
+"""Policies by name: every class with a `name` in a file of this folder. The files are read when the first is asked for.
 
-A user's own needs no name: pass the object; or register its class as an entry point.
+A policy of a user needs no name: pass the object, or register its class as an entry point.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ def policy(name: str | Policy, **parameters) -> Policy:
 
 
 def unknown(name: str) -> str:
-    """The sentence for a policy that does not exist: the nearest, and all that there are."""
-    told = nearest(name, registry(), "policy", limit=len(registry()))
-    return told if "known are" in told else f"{told} (known are: {', '.join(sorted(registry()))})"
+    """The message for an unknown policy: the nearest names, and all that there are."""
+    sentence = nearest(name, registry(), "policy", limit=len(registry()))
+    return sentence if "known are" in sentence else f"{sentence} (known are: {', '.join(sorted(registry()))})"
 
 
-def listed(wanted: Any, what: str = "policies") -> list[Any]:
-    """Policies, probes and the like as a list: one, by name or as an object, counts as a list of one."""
+def listed(wanted: Any, kind: str = "policies") -> list[Any]:
+    """Policies, probes and the like as a list; a single name or object becomes a list of one."""
     if isinstance(wanted, str | Policy):
         return [wanted]
     if isinstance(wanted, Iterable):
         return list(wanted)
-    raise KvlabError(f"{what} are names or objects, one or a list of them, and not {wanted!r:.60}")
+    raise KvlabError(f"{kind} are names or objects, one or a list of them, and not {wanted!r:.60}")

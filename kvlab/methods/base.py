@@ -20,6 +20,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_va
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.core.softmax import Scaling
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError
 from kvlab.lib.parameters import Parameters
@@ -98,12 +99,12 @@ class Policy(Parameters):
 
     def __str__(self) -> str:
         given = f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self)})"
-        # A file may change under its name; what was read from it belongs to the signature.
+        # A file can change and keep its name, so the signature also holds a hash of its content.
         return f"{given}@{hashlib.sha256(self.from_files.encode()).hexdigest()[:8]}" if self.from_files else given
 
     @property
     def from_files(self) -> str:
-        """What the policy read from files that its parameters name; empty if it names none."""
+        """The content of the files that the policy's parameters name; empty if they name none."""
         return ""
 
     __repr__ = __str__
@@ -127,12 +128,12 @@ class Policy(Parameters):
 
     @property
     def reads_perplexity(self) -> int:
-        """Of how many of the last prompt tokens it needs the model's perplexity (`Prompt.perplexity`)."""
+        """The number of last prompt tokens whose perplexity it needs (`Prompt.perplexity`); 0 for none."""
         return 0
 
     @property
     def pseudo_key(self) -> str | None:
-        """Under which name a trace keeps the pseudo-queries that this policy asks for; None if it asks for none."""
+        """The name under which a trace keeps this policy's pseudo-queries; None if it asks for none."""
         return None
 
     def pseudo_tokens(self, prompt: Tensor, vocabulary: int, encode: Callable[[str], Tensor]) -> Tensor:
@@ -147,7 +148,7 @@ class Policy(Parameters):
 
     @property
     def asked(self) -> int | float | None:
-        """The budget as the user gave it: entries, or a fraction of the prompt; None of a policy that has none."""
+        """The budget as the user gave it: entries, or a fraction of the prompt; None for a policy without one."""
         return getattr(self, "budget", None)
 
     def entries(self, prompt_length: int) -> int:
@@ -169,11 +170,11 @@ class Policy(Parameters):
     # ------------------------------------------------------------------ before the layers are compressed
 
     def survey(self, prompt: Prompt) -> Tensor:
-        """What a layer tells the others, `[rows, ...]`, for a method that shares out budgets among all of them."""
+        """What each layer reports, `[rows, ...]`, for a method that shares its budget out among all layers."""
         raise NotImplementedError(f"{self.name} decides for each layer by itself")
 
     def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
-        """What the surveys of all layers `[n_layers, batch, ...]` come to: `[n_layers, batch, ...]`.
+        """The plan, `[n_layers, batch, ...]`, that follows from the surveys of all layers, `[n_layers, batch, ...]`.
 
         Args:
             prompt: that of any layer; its length and its head counts are those of all.
@@ -211,7 +212,7 @@ class Policy(Parameters):
         """Bring the store, which holds the whole prompt, down to what the prefill stage keeps."""
         store.budget = self.entries(prompt.length)
         kept = self.prefill(prompt)
-        # The widest row may keep the whole prompt where others keep less of it.
+        # One row may keep the whole prompt while others keep less.
         if kept.shape[2] < prompt.length or bool((kept == EMPTY).any()):
             store.evict(kept)
 
@@ -232,7 +233,7 @@ class Policy(Parameters):
         Args:
             queries: `[batch, heads, n, head_dim]`, post-RoPE queries of the LAST n prompt positions.
             keys, values: `[batch, kv_heads, length, head_dim]`.
-            layer, n_layers: for layer-wise budgets.
+            layer, n_layers: for layer-wise budgets: a place, from 0, among that many compressed layers.
             pseudo: `[batch, heads, m, head_dim]`, post-RoPE pseudo-queries.
             accumulated: `[batch, heads, length]`, attention summed over all prompt queries.
             max_new_tokens: length that the response may reach.
@@ -252,7 +253,9 @@ class Policy(Parameters):
                 "kvlab.replay(trace, policy) and result.kept(layer)"
             )
         if not 0 <= layer < n_layers:
-            raise KvlabError(f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; say of how many n_layers=")
+            raise KvlabError(
+                f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; give the number of layers as n_layers="
+            )
         _check(queries, keys, values, pseudo, accumulated)
         need = keys.shape[2] if self.observes is None else min(self.observes, keys.shape[2])
         if queries.shape[2] < need:
@@ -264,12 +267,13 @@ class Policy(Parameters):
 
     # ------------------------------------------------------------------ a decoding step, in this order
 
-    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         """Slots that this step reads, int64 `[rows, kv_heads, n]`, -1 padded; None reads everything stored.
 
         Args:
             queries: `[rows, heads, 1, head_dim]`; the step's own entry is already the store's last.
-            scaling: factor of the logits, 1 / sqrt(head_dim) if None.
+            scaling: factor of the logits, 1 / sqrt(head_dim) if None; a `Softmax` of a model that caps its logits or
+                has sinks. `attention.weights` takes each of them.
         """
         return None
 
@@ -278,11 +282,11 @@ class Policy(Parameters):
         return None
 
     def amend(self, store: LayerStore, output: Tensor) -> Tensor:
-        """What the step puts out, given its attention output `[rows, heads, 1, head_dim]`."""
+        """The output of the step, given its attention output `[rows, heads, 1, head_dim]`."""
         return output
 
     def overhead_bytes(self, store: LayerStore) -> int:
-        """Bytes that the step loads besides the entries it reads: all that is kept beside them, unless overridden."""
+        """Bytes that the step loads besides the entries it reads: all that is stored beside them, unless overridden."""
         return store.aux_bytes
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
@@ -290,7 +294,7 @@ class Policy(Parameters):
 
         Args:
             weights: the attention `[rows, heads, slots]` over the entries then stored, bias included, own entry last;
-                None where the policy says that it does not look at it (`weighs`).
+                None where the policy does not need it (`weighs` is False).
         """
 
     @property

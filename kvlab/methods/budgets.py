@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Shares are computed in float64; what differs by less is rounding noise, and a tie.
+# Shares are computed in float64; smaller differences are rounding noise and count as ties.
 _NOISE_DIGITS = 9
 
 
 def share_out(weights: Tensor, total: int, ceiling: int, floor: int = 0) -> Tensor:
     """Whole numbers in proportion to `weights` that sum to exactly min(total, n x ceiling).
 
-    The shares are the one level c for which the sum of clamp(c x weight, floor, ceiling) is the total: what does not
-    fit under the ceiling goes to the others in proportion, and so does the cost of lifting shares to the floor. Where
-    only weights of zero are left to give to, they get equal shares. Shares are rounded by largest remainder; of equal
-    remainders the earlier one is rounded up.
+    A share is clamp(c x weight, floor, ceiling), with the one level c at which the shares sum to the total: so what
+    does not fit under the ceiling goes to the others in proportion, and lifting shares to the floor costs the others in
+    proportion. If only weights of zero are left to give to, they get equal shares. Shares are rounded by largest
+    remainder; of equal remainders the earlier one is rounded up.
 
     Args:
         weights: `[..., n]`, not negative.
         total: what there is to share, at least n x floor.
-        ceiling: the most that one may get.
-        floor: the least that one may get; at most the ceiling.
+        ceiling: the largest share.
+        floor: the smallest share; at most the ceiling.
 
     Returns:
         int64 `[..., n]`.
@@ -37,18 +37,18 @@ def share_out(weights: Tensor, total: int, ceiling: int, floor: int = 0) -> Tens
         raise ValueError("weights to share by must be finite and not negative")
     total = min(total, n * ceiling)
     # On the CPU, since not every GPU has float64.
-    there, weights = weights.device, weights.cpu().double()
-    some = weights > 0
-    starved = torch.where(some, ceiling, floor).sum(-1, keepdim=True) < total
-    weights = torch.where(starved, torch.where(some, 1e18, 1.0), weights)
+    device, weights = weights.device, weights.cpu().double()
+    positive = weights > 0
+    starved = torch.where(positive, ceiling, floor).sum(-1, keepdim=True) < total
+    weights = torch.where(starved, torch.where(positive, 1e18, 1.0), weights)
 
-    # The sum of clamped shares rises with the level, in straight pieces between the levels where some share leaves the
-    # floor or meets the ceiling; the total is met in the piece that begins at the last of these below it.
+    # The sum of the clamped shares is piecewise linear in the level: it bends where a share leaves the floor or meets
+    # the ceiling. The total lies in the piece that begins at the last bend whose sum is not above it.
     finite = torch.where(weights > 0, weights, 1.0)
     bends = torch.cat([floor / finite, ceiling / finite], -1).sort(-1).values
     spent = (bends[..., None] * weights[..., None, :]).clamp(floor, ceiling).sum(-1)
     piece = ((spent <= total).sum(-1, keepdim=True) - 1).clamp(0, 2 * n - 2)
-    # Anywhere inside the piece will do to tell whose shares are still in between.
+    # Any level inside the piece tells which shares lie between floor and ceiling.
     inside = (bends.gather(-1, piece) + bends.gather(-1, piece + 1)) / 2 * weights
     low, high = inside <= floor, inside >= ceiling
     between = ~(low | high)
@@ -61,4 +61,4 @@ def share_out(weights: Tensor, total: int, ceiling: int, floor: int = 0) -> Tens
     missing = total - whole.sum(-1, keepdim=True)
     order = remainders.sort(dim=-1, descending=True, stable=True).indices
     place = torch.empty_like(order).scatter_(-1, order, torch.arange(n, device=order.device).expand_as(order))
-    return (whole + (place < missing)).clamp(floor, ceiling).long().to(there)
+    return (whole + (place < missing)).clamp(floor, ceiling).long().to(device)

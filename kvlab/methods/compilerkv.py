@@ -23,12 +23,12 @@ class CompilerKV(Policy):
 
     CompilerKV, section 4. A_i is the attention of the last `utility_window` queries to token i, averaged over layers
     and heads (eq. 6); times the relative norm of the value (eq. 7) it is the utility of each head (eq. 8). The score of
-    a layer's token is the largest over its heads, each weighted by the head table (eq. 10). Candidates reach, in scores
-    relative to the largest, the threshold that the risk table has for the layer, the entropy of the mean attention over
-    the last `window` queries (eq. 11-12) and the perplexity of their tokens (eq. 13; eq. 15). All candidates are kept
-    if they fit the budget, else the best of them (eq. 16). One set for each layer, shared by its heads; nothing is
-    forced. Every generated token is kept besides. All layers are seen before any is compressed. Cost: SnapKV's, and the
-    norms of all values.
+    a layer's token is the largest over its heads, each weighted by the head table (eq. 10). A token is a candidate if
+    its score, relative to the layer's largest, reaches the threshold (eq. 15). The risk table gives it for the layer,
+    the entropy of the mean attention over the last `window` queries (eq. 11-12) and the perplexity of their tokens (eq.
+    13). All candidates are kept if they fit the budget, else the best of them (eq. 16). One set for each layer, shared
+    by its heads; nothing is forced. Every generated token is kept besides. All layers are seen before any is
+    compressed. Cost: SnapKV's, and the norms of all values.
 
     Choices where the paper is silent: the norm is the Euclidean one; a query head's value is that of its KV head. The
     authors' runs differ: scores are average-pooled (`kernel=7`) and sets are filled up to the budget (`pad="budget"`),
@@ -41,7 +41,7 @@ class CompilerKV(Policy):
         kernel: width of the average pooling of scores, odd (1: none).
         pad: "none" keeps the candidates alone; "budget" fills up to the budget with the best of the others.
         tables: JSON file of both tables, as `kvlab compile` writes it, or the name of a model whose tables come with
-            kvlab; without one all heads weigh 1 and every token passes, which a warning says.
+            kvlab; without tables all heads weigh 1 and every token passes, and a warning says so.
     """
 
     name: ClassVar[str] = "compilerkv"
@@ -70,7 +70,7 @@ class CompilerKV(Policy):
         return self
 
     def using(self, tables: DecisionTables) -> Self:
-        """The same policy with tables that lie in no file."""
+        """The same policy with tables from memory, not from a file."""
         policy = self.replace(tables=None)
         policy._tables = tables
         return policy
@@ -90,7 +90,7 @@ class CompilerKV(Policy):
 
     @property
     def gates(self) -> bool:
-        """Whether a threshold can turn a token away that would fit the budget."""
+        """Whether a threshold can turn away a token that would fit the budget."""
         return self._tables.gates and self.pad == "none"
 
     @property
@@ -101,14 +101,14 @@ class CompilerKV(Policy):
         """Attention of the utility window and of the whole window, averaged over heads, `[rows, 2, length]`."""
         if prompt.lossy:
             raise KvlabError(
-                "compilerkv averages attention over layers, position by position, and an earlier turn left each layer "
-                "other positions; store later turns whole (turns='leave')"
+                "compilerkv averages attention over layers by position, but an earlier turn left different positions "
+                "in each layer; store later turns whole (turns='leave')"
             )
         risk, utility = (prompt.window_sums(n).mean(1) for n in (self.window, self.utility_window))
         return torch.stack([utility, risk], 1)
 
     def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
-        """The same averaged over layers, `[n_layers, batch, 2, length]` (eq. 6 and 11)."""
+        """The surveys averaged over layers, `[n_layers, batch, 2, length]` (eq. 6 and 11)."""
         if self.tables is None and self._tables.neutral:
             warnings.warn(
                 "compilerkv runs with neutral tables: all heads weigh the same and no token is turned away; pass "
@@ -127,12 +127,12 @@ class CompilerKV(Policy):
         weights = self._head_weights(prompt)
         # The heads of a group share their utility, so the largest weight decides among them.
         best = norms if weights is None else norms * weights.view(*norms.shape[:2], -1).amax(-1, keepdim=True)
-        # Nothing was planned for a prompt within the budget, whose scores decide nothing.
+        # A prompt within the budget has no plan, and its scores decide nothing.
         attended = 1 if prompt.plan is None else prompt.plan[:, 0]
         return best.amax(1) * attended
 
     def _head_weights(self, prompt: Prompt) -> Tensor | None:
-        """Of the query heads, `[rows, heads]`."""
+        """Weights of the query heads, `[rows, heads]`."""
         table, heads = self._tables.heads, prompt.queries.shape[1]
         if table is None:
             return None
@@ -152,7 +152,7 @@ class CompilerKV(Policy):
         return entropy, prompt.perplexity(self).cpu()
 
     def _thresholds(self, prompt: Prompt) -> Tensor:
-        """Of each row, `[rows]` (eq. 15)."""
+        """The threshold of each row, `[rows]` (eq. 15)."""
         risk = self._tables.risk
         assert risk is not None, "only a risk table gates"
         if len(risk) != prompt.n_layers:
@@ -164,7 +164,7 @@ class CompilerKV(Policy):
         return torch.stack([self._tables.thresholds(*row) for row in rows])
 
     def _pooled(self, prompt: Prompt) -> Tensor:
-        """Scores as they are compared, `[rows, length]`."""
+        """The scores that are compared, `[rows, length]`."""
         scores = self._weighted(prompt)
         if self.kernel > 1:
             scores = F.avg_pool1d(scores, self.kernel, stride=1, padding=self.kernel // 2)

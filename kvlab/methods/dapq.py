@@ -13,8 +13,7 @@ from kvlab.methods.prompt import Prompt
 
 
 class DapQ(Policy):
-    """Keeps the prompt tokens that pseudo-tokens, standing at the first positions of the response, attend to; prefill
-    only.
+    """Keeps the prompt tokens that pseudo-tokens at the response's first positions attend to most; prefill only.
 
     DapQ, section 4: `window` pseudo-tokens run after the prompt at positions P .. P + window - 1 (eq. 4); their
     attention over the prompt's keys is summed (eq. 5) and its top `budget` are kept (eq. 6), nothing forced and
@@ -72,8 +71,8 @@ class DapQ(Policy):
         def summed() -> Tensor:
             pseudo = prompt.pseudo(self)
             rows = [
-                attention.attention_over_prompt(q, k, prompt.scaling).sum(-2)
-                for q, k in zip(pseudo, prompt.keys, strict=True)
+                attention.attention_over_prompt(q, k, prompt.softmax(row)).sum(-2)
+                for row, (q, k) in enumerate(zip(pseudo, prompt.keys, strict=True))
             ]
             return attention.sum_over_group(torch.stack(rows), prompt.kv_heads)
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
 
 
@@ -21,39 +22,47 @@ def begin(store: LayerStore, length: int, rank: int | None) -> None:
 
 
 def affordable(store: LayerStore, page: int = 1) -> int:
-    """How many dimensions of one vector for each `page` entries a step loads to find what it reads, between 1 and
-    head_dim: as given, else what half the budget pays for at the expected length, or at the true one once it is longer.
+    """How many dimensions a step loads to find what it reads, of one vector for each `page` entries; 1 to head_dim. It
+    is the given number, else what half the budget pays for at the expected length (once exceeded, at the true one).
     """
     head_dim, length = store.keys.shape[-1], max(store.numbers["expected"], store.length)
     return min(store.numbers["rank"] or max(1, store.budget * head_dim * page // length), head_dim)
 
 
 def room(store: LayerStore, vectors: int, rank: int) -> int:
-    """Entries that a step may read once `rank` dimensions of `vectors` keys have found them: half the budget, less what
-    finding takes beyond the other half, and at least one.
+    """Entries that a step may read after finding them by `rank` dimensions of `vectors` keys: half the budget, less
+    what finding costs beyond the other half; at least one.
     """
     finding = -(-vectors * rank // (2 * store.keys.shape[-1]))
     return max(1, min(store.budget // 2, store.budget - finding))
 
 
-def partial_queries(grouped: Tensor, dims: Tensor, scaling: float | None) -> Tensor:
+def partial_queries(grouped: Tensor, dims: Tensor, scaling: Scaling) -> Tensor:
     """Queries cut down to some dimensions, scaled to the temperature that makes up for the missing ones.
 
     Args:
         grouped: `[rows, kv_heads, group, head_dim]`.
         dims: which dimensions, `[rows, kv_heads, r]`.
-        scaling: 1 / sqrt(head_dim) if None.
+        scaling: 1 / sqrt(head_dim) if None, or a `Softmax`.
 
     Returns:
         `[rows, kv_heads, group, r]`: q_r / sqrt(head_dim x |q_r|_1 / |q|_1), whose products with the keys' r dimensions
         are the approximate logits.
     """
     grouped = attention.exact(grouped)
-    scaling = float(grouped.shape[-1] ** -0.5) if scaling is None else scaling
+    factor = Softmax.of(scaling).factor
+    factor = float(grouped.shape[-1] ** -0.5) if factor is None else factor
     part = grouped.gather(-1, dims[:, :, None].expand(*grouped.shape[:3], -1))
     tiny = torch.finfo(part.dtype).tiny
     share = part.abs().sum(-1, keepdim=True).clamp_min(tiny) / grouped.abs().sum(-1, keepdim=True).clamp_min(tiny)
-    return part * (scaling / share.sqrt())
+    return part * (factor / share.sqrt())
+
+
+def shares(logits: Tensor, softmax: Softmax) -> Tensor:
+    """Attention weights of capped logits in the layout of groups, both `[rows, kv_heads, group, n]`."""
+    if softmax.sinks is None:
+        return logits.softmax(-1)
+    return softmax.shares(logits.flatten(1, 2)[:, :, None])[:, :, 0].unflatten(1, (logits.shape[1], -1))
 
 
 def logits(part: Tensor, which: Tensor, table: Tensor) -> Tensor:
@@ -63,7 +72,7 @@ def logits(part: Tensor, which: Tensor, table: Tensor) -> Tensor:
     rows, kv_heads, m, n = table.shape
     r = which.shape[-1]
     if 3 * r >= m or table.stride(-1) != 1:
-        # Copying many rows, or rows that do not lie in one stretch, costs more than multiplying the others by zero.
+        # To copy many rows, or rows that are not contiguous, costs more than to multiply the others by zero.
         whole = part.new_zeros(*part.shape[:3], m).scatter_(-1, which[:, :, None].expand(part.shape), part)
         return whole @ attention.exact(table)
     first = torch.arange(rows * kv_heads, device=which.device).view(rows, kv_heads, 1) * m

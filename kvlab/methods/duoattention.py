@@ -18,16 +18,16 @@ from kvlab.methods.prompt import Prompt
 class DuoAttention(Policy):
     """Retrieval heads keep every entry; streaming heads keep the first and the most recent ones, at every step.
 
-    DuoAttention; the sizes of its parts as in RocketKV, appendix A.3. As many heads of all layers are
-    retrieval heads as layers x KV heads x budget entries pay for at the prompt's length, the best scores first.
+    DuoAttention; the sizes of its parts as in RocketKV, appendix A.3. At the prompt's length all heads together hold at
+    most layers x KV heads x budget entries, which sets the number of retrieval heads; those of best score are taken.
     Streaming heads roll on while decoding; retrieval heads keep the response. Cost: none while running; the scores are
     measured once for a model.
 
-    Choices: the paper tells heads apart by gates that it trains; here they are measured (`kvlab heads`): the share of
-    attention that a needle's tokens get from the answer's, the largest in the GQA group. Of equal scores the earlier
-    layer wins, then the earlier head; without scores all are equal, which a warning says. Where the parts of a
-    streaming head leave nothing of the budget, all heads stream; else a prompt within the budget is kept whole by
-    every head, and so is its response.
+    Choices: the paper trains gates to tell heads apart; here scores are measured (`kvlab heads`): the share of the
+    answer tokens' attention that falls on a needle's tokens, the largest in the GQA group. Of equal scores the earlier
+    layer wins, then the earlier head; without scores all are equal, and a warning says so. If the parts of a streaming
+    head take the whole budget, all heads stream; else every head keeps a prompt within the budget whole, and its
+    response.
 
     Parameters:
         budget: entries for each layer and KV head on average.
@@ -58,7 +58,7 @@ class DuoAttention(Policy):
 
     @property
     def from_files(self) -> str:
-        return "" if self._measured is None else self._measured.model_dump_json()
+        return "" if self._measured is None else self._measured.model_dump_json(exclude_none=True)
 
     @property
     def minimum(self) -> int:
@@ -92,7 +92,7 @@ class DuoAttention(Policy):
             raise KvlabError(
                 f"the head scores of {self.heads!r} are of {measured.model}, {measured.n_layers} layers of "
                 f"{measured.kv_heads} KV heads, and this model has {n_layers} of {kv_heads}; measure it with "
-                "`kvlab heads` (and tell keep() which layer= of how many n_layers= it is)"
+                "`kvlab heads` (and pass keep() its layer= and n_layers=)"
             )
         return measured.per_kv_head().flatten().sort(descending=True, stable=True).indices
 
@@ -124,7 +124,7 @@ class DuoAttention(Policy):
         store.numbers = {"length": store.seen, "n_layers": prompt.n_layers}
         store.numbers |= {"streams": int(not everything.all()), "retrieves": int(everything.any())}
         if store.ragged or store.length < store.seen:
-            # A later turn of a chat: what streaming heads lost cannot be chosen, and slots are not positions.
+            # In a later turn of a chat streaming heads have already lost entries, and slots are not positions.
             self._stream(store)
         else:
             super().compress(store, prompt)
@@ -133,7 +133,7 @@ class DuoAttention(Policy):
         self._stream(store)
 
     def _stream(self, store: LayerStore) -> None:
-        """Let streaming heads drop the oldest entries after their sinks that are over their size."""
+        """Let each streaming head drop its oldest entries after the sinks, down to its size."""
         sinks, recent = self.parts(store.budget)
         size = sinks + recent
         numbers = store.numbers
@@ -154,8 +154,8 @@ class DuoAttention(Policy):
 
 
 def _drop_runs(store: LayerStore, start: int, n: Tensor) -> None:
-    """Evict `n` `[rows, kv_heads]` slots of each head from `start` on; some head must lose nothing."""
-    # Moving what is behind the gap spares a copy of the heads that lose nothing, which are long.
+    """Evict `n` `[rows, kv_heads]` slots of each head from `start` on; at least one head must lose nothing."""
+    # Only the entries behind the gaps are moved: heads that lose nothing are long, and need not be copied.
     some = n > 0
     losses = zip(some.nonzero().tolist(), n[some].tolist(), store.counts[some].tolist(), strict=True)
     for (row, head), lost, count in losses:

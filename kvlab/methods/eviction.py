@@ -1,4 +1,4 @@
-"""What methods share that evict one entry at a step: the lowest score goes, the newest entries are safe."""
+"""For methods that evict one entry at a step: the lowest score goes, the newest entries are safe."""
 
 from torch import Tensor
 
@@ -12,10 +12,10 @@ def part(share: float, budget: int) -> int:
 
 
 def evict_lowest(store: LayerStore, scores: Tensor, recent: int) -> None:
-    """Come down to the budget: of the entries older than the `recent` newest, the lowest `scores` `[rows, kv_heads,
-    slots]` leave; of equal ones the later.
+    """Evict down to the budget: the lowest `scores` `[rows, kv_heads, slots]` leave, but none of the `recent` newest
+    entries; of equal scores the later leaves.
 
-    One leaves at a step, and more only after a turn of a chat that was stored whole.
+    One entry leaves at a step; more leave only after a turn of a chat that was stored whole.
     """
     leaving = store.length - store.budget
     if leaving == 1:

@@ -13,7 +13,7 @@ from kvlab.methods.prompt import Prompt
 
 
 class H2O(Policy):
-    """Keeps the tokens that have gathered most attention and the most recent ones, one out for each one in.
+    """Keeps the most recent tokens and those that have gathered most attention; each new token evicts one.
 
     H2O, algorithm 1 and eq. 3-4: a token's score is the attention that it got from every query so far, those of the
     prompt included; after each step the lowest score older than the recent part leaves. Cost: one score for each entry,

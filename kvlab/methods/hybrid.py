@@ -6,10 +6,11 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor
 
+from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
 from kvlab.methods import dimensions, pages
 from kvlab.methods.base import Budget, Policy
-from kvlab.methods.dimensions import affordable, largest_dimensions, logits, partial_queries, room
+from kvlab.methods.dimensions import affordable, largest_dimensions, logits, partial_queries, room, shares
 from kvlab.methods.prompt import Prompt
 
 
@@ -25,9 +26,9 @@ class Hybrid(Policy):
     Choices (from the published code where the paper is silent): with c = S / budget, S the prompt and the new tokens
     that are announced, a page has ceil(sqrt(c)) entries, or 1 where that exceeds c, and r = int(d x page / c): finding
     takes half of what is read, and k = budget // 2 entries the other (fewer where a given page or rank makes finding
-    cost more). Beyond S the pages stay as they are, and r falls as the sequence grows. A page may be cut. Nothing
-    forces sinks or the own entry. With mixed signs in a group the score is no upper bound. Pages of one entry are the
-    keys themselves, and nothing is stored for them. Of equal scores the earlier position is read.
+    cost more). Beyond S the pages stay as they are, and r falls as the sequence grows. The last page read may be cut.
+    Nothing forces sinks or the own entry. With mixed signs in a group the score is no upper bound. Pages of one entry
+    are the keys themselves, and nothing is stored for them. Of equal scores the earlier position is read.
 
     Parameters:
         budget: entries read at each step for each layer and KV head, finding included.
@@ -51,7 +52,7 @@ class Hybrid(Policy):
         super().compress(store, prompt)
         begin(store, prompt.length + prompt.max_new_tokens, self.page, self.rank)
 
-    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         return select(store, queries, scaling)
 
     def overhead_bytes(self, store: LayerStore) -> int:
@@ -59,8 +60,8 @@ class Hybrid(Policy):
 
 
 def begin(store: LayerStore, length: int, page: int | None = None, rank: int | None = None) -> None:
-    """Split the compression of `length` entries to the budget evenly between pages and dimensions, and sum up the pages
-    unless everything will be read.
+    """Split the compression of `length` entries to the budget evenly between pages and dimensions; compute the pages'
+    summaries unless everything will be read.
     """
     compression = length / store.budget
     if page is None:
@@ -72,7 +73,7 @@ def begin(store: LayerStore, length: int, page: int | None = None, rank: int | N
         pages.summaries(store)
 
 
-def select(store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+def select(store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
     """The top slots (algorithm 2), `store.budget // 2` or as many as finding leaves, int64 `[rows, kv_heads, k]`; None
     within the budget.
     """
@@ -84,13 +85,14 @@ def select(store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor 
     dims = largest_dimensions(grouped, rank)
     part = partial_queries(grouped, dims, scaling)
     if page == 1:
-        found = logits(part, dims, store.keys.transpose(2, 3))
+        approximate = logits(part, dims, store.keys.transpose(2, 3))
     else:
         lowest = grouped.sum(2).gather(-1, dims) < 0
-        found = logits(part, dims + lowest * grouped.shape[-1], pages.summaries(store).flatten(2, 3))
+        approximate = logits(part, dims + lowest * grouped.shape[-1], pages.summaries(store).flatten(2, 3))
     sizes = pages.sizes(store)
-    # A page weighs in the softmax as often as it has entries; each of them gets its share.
-    scores = (found + sizes.log()).softmax(-1).mean(2) / sizes
+    # In the softmax a page counts once for each of its entries, and each entry gets its share.
+    softmax = Softmax.of(scaling)
+    scores = shares(softmax.capped(approximate) + sizes.log(), softmax).mean(2) / sizes
     return pages.read(store, scores, room(store, pages.number(store), rank), cut=True)
 
 

@@ -59,7 +59,7 @@ class LaCache(Policy):
         return torch.arange(n_layers) // max(1, span - int(self.overlap * span))
 
     def scores(self, prompt: Prompt) -> Tensor:
-        """1 for what is kept, 0 for the rest: the method has no other opinion."""
+        """1 for what is kept, 0 for the rest: the method has no finer scores."""
         blank = super().scores(prompt)
         return blank.scatter(-1, self.prefill(prompt), 1.0)
 

@@ -1,4 +1,4 @@
-"""What is measured once for a model and looked up by policies from then on: small JSON files, checked when read."""
+"""What is measured once for a model and then looked up by policies: small JSON files, checked when read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvlab.lib.files import expanded, parsed, replacing, why
 SHIPPED = Path(__file__).parent / "heads"
 """Head scores that come with kvlab, one file for each model, found by the model's name."""
 SHIPPED_TABLES = Path(__file__).parent / "tables"
-"""CompilerKV's tables that come with kvlab, likewise."""
+"""CompilerKV's tables that come with kvlab, in the same way."""
 
 
 class Measured(BaseModel):
-    """What is in a file: subclasses say in `what` what to call it."""
+    """The content of a file; a subclass says in `title` what messages call it."""
 
-    what: ClassVar[str]
+    title: ClassVar[str]
 
 
 T = TypeVar("T", bound=Measured)
@@ -35,7 +35,7 @@ def read(path: str | Path, kind: type[T]) -> T:
     """The file at `path` as an object of `kind`; read again only when it has changed.
 
     Raises:
-        KvlabError: no such file, or one that is not what it should be; it says where.
+        KvlabError: there is no such file, or its content is not right; the message says where.
     """
     path = expanded(path)
     try:
@@ -53,12 +53,12 @@ def _read(path: Path, kind: type[T], _changed: int, _size: int) -> T:
         problem = error.errors()[0]
         message = problem["msg"].removeprefix("Value error, ")
         where = ".".join(map(str, problem["loc"]))
-        raise KvlabError(f"{path} is no file of {kind.what}: {f'{where}: ' if where else ''}{message}") from None
+        raise KvlabError(f"{path} is no file of {kind.title}: {f'{where}: ' if where else ''}{message}") from None
     except json.JSONDecodeError as error:
         problem = f"not valid JSON, line {error.lineno}: {error.msg}"
-        raise KvlabError(f"{path} is no file of {kind.what}: {problem}") from None
+        raise KvlabError(f"{path} is no file of {kind.title}: {problem}") from None
     except UnicodeDecodeError:
-        raise KvlabError(f"{path} is no file of {kind.what}: not UTF-8 text") from None
+        raise KvlabError(f"{path} is no file of {kind.title}: not UTF-8 text") from None
     except OSError as error:
         raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
 
@@ -77,11 +77,12 @@ class HeadScores(Measured):
         documents: what each needle was hidden in, as `name@sha`.
         seed: of the needles and of the choice of documents.
         kvlab: the version that measured.
+        layers: the numbers of these layers in the model, where there are others besides.
         scores: `[layer][head]`, mean share of the answer tokens' attention that fell on the needle's tokens, in [0, 1].
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    what: ClassVar[str] = "head scores (kvlab heads makes one)"
+    title: ClassVar[str] = "head scores (kvlab heads makes one)"
 
     format: Literal["kvlab-heads-1"] = "kvlab-heads-1"
     model: str
@@ -94,6 +95,7 @@ class HeadScores(Measured):
     documents: list[str] = []
     seed: int
     kvlab: str
+    layers: list[Annotated[int, Field(ge=0)]] | None = None
     scores: list[list[Annotated[FiniteFloat, Field(ge=0, le=1)]]]
 
     @model_validator(mode="after")
@@ -101,6 +103,8 @@ class HeadScores(Measured):
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
         _check_grid("scores", self.scores, self.n_layers, self.heads)
+        if self.layers is not None and len(self.layers) != self.n_layers:
+            raise ValueError(f"layers names {len(self.layers)} layers, and there are scores of {self.n_layers}")
         return self
 
     def per_kv_head(self) -> Tensor:
@@ -109,13 +113,14 @@ class HeadScores(Measured):
         return scores.view(self.n_layers, self.kv_heads, -1).amax(-1)
 
     def best(self, n: int) -> list[tuple[int, int, float]]:
-        """The `n` best (layer, query head, score), best first."""
-        found = [(layer, head, score) for layer, row in enumerate(self.scores) for head, score in enumerate(row)]
-        return sorted(found, key=lambda one: -one[2])[:n]
+        """The `n` best (layer, query head, score), best first; layers by their numbers in the model."""
+        rows = zip(range(self.n_layers) if self.layers is None else self.layers, self.scores, strict=True)
+        scored = [(layer, head, score) for layer, row in rows for head, score in enumerate(row)]
+        return sorted(scored, key=lambda entry: -entry[2])[:n]
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON file; under its name only once it is whole."""
-        fields = self.model_dump(exclude={"scores"})
+        fields = self.model_dump(exclude={"scores"}, exclude_none=True)
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()]
         rows = ",\n".join(f"  {json.dumps([round(score, 6) for score in row])}" for row in self.scores)
         with replacing(path) as temporary:
@@ -146,7 +151,7 @@ class DecisionTables(Measured):
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    what: ClassVar[str] = "CompilerKV tables"
+    title: ClassVar[str] = "CompilerKV tables"
 
     model: str = ""
     heads: list[list[Annotated[FiniteFloat, Field(ge=0)]]] | None
@@ -187,7 +192,7 @@ class DecisionTables(Measured):
 
     @property
     def neutral(self) -> bool:
-        """Whether there is neither table."""
+        """Whether both tables are missing."""
         return self.heads is None and self.risk is None
 
     @cached_property
@@ -203,9 +208,9 @@ class DecisionTables(Measured):
     def mapped(self, n_layers: int, heads: int) -> DecisionTables:
         """The same tables for a model of another shape, by relative depth (CompilerKV, appendix B.1).
 
-        Weights and thresholds are interpolated linearly between the two layers that lie around the same relative
-        depth, which keeps whatever rises or falls with depth rising or falling. Heads have no counterparts in another
-        model; where their number differs, each takes the weight of the one at the same relative place of its layer.
+        Weights and thresholds are interpolated linearly between the two layers around the same relative depth, so that
+        what rises or falls with depth still does. Heads have no counterparts in another model: where their number
+        differs, each takes the weight of the head at the same relative place in its layer.
 
         Raises:
             KvlabError: fewer than one layer or head, or nothing to map.
@@ -232,14 +237,14 @@ class DecisionTables(Measured):
         return grid[bins(entropy, perplexity, (rows, columns), self.entropy, self.perplexity)]
 
 
-def _load(path_or_name: str | Path, kind: type[T], folder: Path, what: str, command: str) -> T:
+def _load(path_or_name: str | Path, kind: type[T], folder: Path, noun: str, command: str) -> T:
     """A file, or the one in `folder` that is named like a model."""
     shipped = {file.stem: file for file in folder.glob("*.json")}
     name = str(path_or_name)
     if name in shipped:
         return read(shipped[name], kind)
     if not Path(name).suffix and not os.path.exists(expanded(name)):
-        raise KvlabError(f"{nearest(name, shipped, what)}; or give the file of `{command}`")
+        raise KvlabError(f"{nearest(name, shipped, noun)}; or give the file of `{command}`")
     return read(name, kind)
 
 

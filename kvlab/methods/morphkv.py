@@ -20,12 +20,12 @@ class MorphKV(Policy):
     before it, prompt tokens at first; their attention rows are cached as they were attended (over the entries then
     stored) and never recomputed. Cost: R cached weights for each entry.
 
-    Choices: attention weights are summed over the GQA group before fusion (algorithm 1). The authors' code differs:
-    `aggregation="logits"` (its Llama file: logits summed over the group, then one softmax) or "max" (its other models:
-    the largest weight in the group), with `renormalise=True`, where a softmax counts the distant keys only: each query
-    head's own *before* the group's maximum is taken, and with "logits" the one of the group. "sum" with renormalisation
-    is in neither paper nor code, and follows "max": each head first, then the sum, so that a head that looks mostly at
-    the window counts as much as the others. The authors' code also stores one entry more.
+    Choices: attention weights are summed over the GQA group before fusion (algorithm 1). The authors' code differs. For
+    Llama it sums logits over the group and takes one softmax (`aggregation="logits"`); for other models it takes the
+    largest weight in the group ("max"). In both a softmax counts the distant keys only (`renormalise=True`): with "max"
+    that of each query head, *before* the group's maximum is taken; with "logits" that of the group. "sum" with
+    renormalisation is in neither paper nor code and follows "max": each head first, then the sum, so that a head that
+    looks mostly at the window counts as much as the others. The authors' code also stores one entry more.
 
     Parameters:
         budget: entries for each layer and KV head, C + R.
@@ -70,7 +70,7 @@ class MorphKV(Policy):
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"
         profile = store.column("profile")
-        # A turn of a chat that was stored whole has no attention rows: those of older tokens must not stand for them.
+        # Tokens of a chat turn that was stored whole have no attention rows; those of older tokens must not stand in.
         unseen = range(max(store.numbers["rows"], store.seen - self.window), store.seen - 1)
         if unseen:
             ring = torch.arange(unseen.start, unseen.stop, device=profile.device) % self.window

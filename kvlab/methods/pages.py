@@ -1,8 +1,8 @@
 """Pages of consecutive entries, each summed up by the elementwise maximum and minimum of its keys (Quest, RocketKV).
 
 The summaries of a store lie in `memory["pages"]`, `[rows, kv_heads, 2, head_dim, pages]`, maximum first, and count as
-storage. Each dimension's pages lie side by side, as in RocketKV (section 3.4, step 1), so that taking some dimensions
-is copying whole stretches of memory. The newest page may hold fewer entries than the others.
+storage. Each dimension's pages lie side by side, as in RocketKV (section 3.4, step 1), so that some dimensions are
+taken by copying whole stretches of memory. The newest page may hold fewer entries than the others.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ def number(store: LayerStore) -> int:
 
 def sizes(store: LayerStore) -> Tensor:
     """Entries of each page, int64 `[pages]`."""
-    found = torch.full((number(store),), store.numbers["page"], device=store.keys.device)
-    found[-1] -= number(store) * store.numbers["page"] - store.length
-    return found
+    entries = torch.full((number(store),), store.numbers["page"], device=store.keys.device)
+    entries[-1] -= number(store) * store.numbers["page"] - store.length
+    return entries
 
 
 def summaries(store: LayerStore) -> Tensor:
-    """`[rows, kv_heads, 2, head_dim, pages]`, brought up to date: only pages that entries joined are looked at."""
+    """`[rows, kv_heads, 2, head_dim, pages]`, brought up to date: only pages with new entries are computed."""
     size, paged = store.numbers["page"], store.numbers["paged"]
     if paged == store.length:
         return store.memory["pages"]
     rows, kv_heads, _, head_dim = store.keys.shape
-    found = store.memory.get("pages")
-    if found is None:
-        found = store.keys.new_empty(rows, kv_heads, 2, head_dim, 0)
-    found = store.memory["pages"] = extended(found, number(store))
+    extremes = store.memory.get("pages")
+    if extremes is None:
+        extremes = store.keys.new_empty(rows, kv_heads, 2, head_dim, 0)
+    extremes = store.memory["pages"] = extended(extremes, number(store))
     first = paged // size
     keys = store.keys[:, :, first * size :]
     whole = keys.shape[2] // size
     for start, part in ((first, keys[:, :, : whole * size]), (first + whole, keys[:, :, whole * size :])):
         if part.shape[2]:
             lowest, highest = part.unflatten(2, (-1, min(size, part.shape[2]))).aminmax(dim=3)
-            found[:, :, 0, :, start : start + lowest.shape[2]] = highest.transpose(2, 3)
-            found[:, :, 1, :, start : start + lowest.shape[2]] = lowest.transpose(2, 3)
+            extremes[:, :, 0, :, start : start + lowest.shape[2]] = highest.transpose(2, 3)
+            extremes[:, :, 1, :, start : start + lowest.shape[2]] = lowest.transpose(2, 3)
     store.numbers["paged"] = store.length
-    return found
+    return extremes
 
 
 def extended(tensor: Tensor, n: int) -> Tensor:
-    """`tensor` `[..., m]` with room for `n` >= m on its last axis: in place while its storage lasts, which grows by an
-    eighth, so that adding costs amortised constant time. The tensor itself counts what is used.
+    """`tensor` `[..., m]` extended to `n` >= m on its last axis: in place while its storage lasts. The storage grows by
+    an eighth each time, so appending costs amortised constant time; the tensor itself counts only what is used.
     """
     capacity = tensor.stride(-2)
     if tensor.shape[-1] and n <= capacity:

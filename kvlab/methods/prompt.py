@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.core.softmax import Scaling, Softmax
 from kvlab.errors import KvlabError
 
 
 class Asks(Protocol):
-    """What a prompt must know of the policy that asks for something: how it is called, and what it needs."""
+    """What a prompt must know of a policy that asks for something: its name, and what it needs."""
 
     name: ClassVar[str]
 
@@ -31,20 +32,21 @@ class Prompt:
     Args:
         queries: `[rows, heads, n, head_dim]`, post-RoPE, of the LAST n prompt positions.
         keys, values: `[rows, kv_heads, length, head_dim]`.
-        layers: the layer of each row.
-        n_layers: how many layers the model has.
+        layers: the layer of each row: its place among those that a policy compresses.
+        n_layers: how many layers these are.
         pseudo: `[rows, heads, m, head_dim]` pseudo-queries, or a function that finds them for a policy.
         accumulated: `[rows, heads, length]`, attention summed over every prompt query.
-        max_new_tokens: what the response may grow to; 0 where nobody knows.
-        scaling: factor of the logits, 1 / sqrt(head_dim) unless given.
+        max_new_tokens: length that the response may reach; 0 if unknown.
+        scaling: factor of the logits, 1 / sqrt(head_dim) unless given; a `Softmax` of a model that caps its logits or
+            has sinks.
         perplexity: `[rows]`, or a function that gives it for the last n tokens.
 
     Attributes:
         plan: these rows' share of what the policy planned over all layers, `[rows, ...]`; None before, and for
             policies that plan nothing.
-        lossy: whether these are the entries that an earlier turn of a chat left, with what came since, so that slots
-            are not positions.
-        seen: tokens that the sequence has had, the same in all layers; more than `length` where it is lossy.
+        lossy: whether an earlier turn of a chat evicted entries. Then these are the entries that it left and those that
+            came since, and slots are not positions.
+        seen: tokens of the sequence so far, the same in all layers; more than `length` if `lossy`.
     """
 
     def __init__(
@@ -57,17 +59,21 @@ class Prompt:
         pseudo: Tensor | Callable[[Asks], Tensor | None] | None = None,
         accumulated: Tensor | None = None,
         max_new_tokens: int = 0,
-        scaling: float | None = None,
+        scaling: Scaling = None,
         perplexity: Tensor | Callable[[int], Tensor | None] | None = None,
     ):
         self.queries, self.keys, self.values = queries, keys, values
         self.layers, self.n_layers = layers, n_layers
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
-        self.max_new_tokens, self.scaling = max_new_tokens, scaling
+        self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).told
         self.plan: Tensor | None = None
         self.lossy = False
         self.seen = keys.shape[2]
         self._shared: dict[tuple, Tensor] = {}
+
+    def softmax(self, row: int) -> Softmax:
+        """What the model makes of the products of one row."""
+        return Softmax.of(self.scaling).row(row)
 
     @property
     def rows(self) -> int:
@@ -82,13 +88,13 @@ class Prompt:
         return self.keys.shape[2]
 
     def with_plan(self, plan: Tensor) -> Prompt:
-        """The same prompt, its shared work included, with a policy's plan `[rows, ...]`."""
+        """The same prompt, with its shared results and with a policy's plan `[rows, ...]`."""
         planned = copy.copy(self)
         planned.plan = plan
         return planned
 
     def share(self, key: tuple, compute: Callable[[], Tensor]) -> Tensor:
-        """What `compute` gives, computed once for all policies that look at this prompt."""
+        """The result of `compute`, computed once for all policies that look at this prompt."""
         if key not in self._shared:
             self._shared[key] = compute()
         return self._shared[key]
@@ -111,8 +117,8 @@ class Prompt:
         queries = self.window(n)
         return torch.stack(
             [
-                weigh(attention.attention_over_prompt(q, k, self.scaling, inside=True))
-                for q, k in zip(queries, self.keys, strict=True)
+                weigh(attention.attention_over_prompt(q, k, self.softmax(row), inside=True))
+                for row, (q, k) in enumerate(zip(queries, self.keys, strict=True))
             ]
         )
 
@@ -126,13 +132,13 @@ class Prompt:
 
     def pseudo(self, policy: Asks) -> Tensor:
         """The pseudo-queries that `policy` asks for, `[rows, heads, m, head_dim]`."""
-        found = self._pseudo(policy) if callable(self._pseudo) else self._pseudo
-        if found is None:
+        queries = self._pseudo(policy) if callable(self._pseudo) else self._pseudo
+        if queries is None:
             raise KvlabError(
                 f"{policy.name} needs pseudo-queries: pass pseudo= to keep(), or capture the trace with "
                 f"pseudo=[{policy}]"
             )
-        return found
+        return queries
 
     def accumulated(self, policy: Asks) -> Tensor:
         """Attention accumulated over all prompt queries, `[rows, heads, length]`."""
@@ -143,12 +149,12 @@ class Prompt:
         return self._accumulated
 
     def perplexity(self, policy: Asks) -> Tensor:
-        """Of the model on the prompt's last tokens, as many as `policy` reads: exp of their mean NLL, `[rows]`."""
-        found = self._perplexity
-        found = found(policy.reads_perplexity) if callable(found) else found
-        if found is None:
+        """Perplexity of the prompt's last tokens, as many as `policy` reads: exp of their mean NLL, `[rows]`."""
+        perplexity = self._perplexity
+        perplexity = perplexity(policy.reads_perplexity) if callable(perplexity) else perplexity
+        if perplexity is None:
             raise KvlabError(
                 f"{policy.name} needs the perplexity of the prompt's last {policy.reads_perplexity} tokens, which is "
                 "not known here; a captured trace and a live run have it"
             )
-        return found
+        return perplexity

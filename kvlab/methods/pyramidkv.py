@@ -41,7 +41,7 @@ class PyramidKV(SnapKV):
         return self.window + share_out(line, n_layers * mean, length - self.window)
 
     def prefill(self, prompt: Prompt) -> Tensor:
-        # In a later turn a layer may hold less than the mean budget and still more than its own.
+        # In a later turn a layer may hold fewer entries than the mean budget, and still more than its own budget.
         if prompt.lossy and prompt.seen > self.entries(prompt.length) and prompt.length > self.window:
             return self.choose(prompt, self.entries(prompt.length))
         return super().prefill(prompt)

@@ -76,7 +76,8 @@ class Scissorhands(Policy):
         assert weights is not None, "a policy that weighs is given the attention weights"
         kv_heads = store.positions.shape[1]
         below = weights.unflatten(1, (kv_heads, -1)).mean(2) < 1 / store.length
-        # Bit e is the prompt's query e from its end; later rows go backwards round the ring, the oldest first.
+        # Bit e belongs to the query that is e places before the prompt's end; a later row replaces the oldest one, so
+        # that the ring runs backwards.
         history = self._queries(store.budget)
         store.numbers["step"] += 1
         ring = -store.numbers["step"] % history
@@ -90,7 +91,7 @@ class Scissorhands(Policy):
     def _history(self, prompt: Prompt, history: int) -> Tensor:
         """Which of the last queries gave a token less than average, as bits: int64 `[rows, kv_heads, length, words]`.
 
-        Bit e of them all is the query e from the prompt's end.
+        Counted over all words, bit e belongs to the query that is e places before the prompt's end.
         """
         n = prompt.window(history).shape[2]
         words = [
@@ -104,7 +105,7 @@ class Scissorhands(Policy):
 
 
 def _word(prompt: Prompt, word: int) -> Tensor:
-    """The bits of the queries `word` * 64 and on from the prompt's end, as far as they are known."""
+    """The bits of up to 64 known queries, counted back from the prompt's end, from query `word` * 64 on."""
     last = prompt.queries.shape[2] - word * WORD
     queries, length = prompt.queries[:, :, max(last - WORD, 0) : last], prompt.length - word * WORD
     n = queries.shape[2]
@@ -113,10 +114,11 @@ def _word(prompt: Prompt, word: int) -> Tensor:
     hidden = ~attention.last_visible(n, n, queries.device)
     bits = torch.zeros(prompt.rows, prompt.kv_heads, prompt.length, dtype=torch.int64, device=queries.device)
     for row in range(prompt.rows):
-        logits = attention.logits(queries[row], prompt.keys[row, :, :length], prompt.scaling)
-        # Only the newest tokens are hidden from some of these queries: masking them alone spares a pass over all.
+        softmax = prompt.softmax(row)
+        logits = attention.logits(queries[row], prompt.keys[row, :, :length], softmax)
+        # Only the newest tokens are hidden from some of these queries; masking only these saves a pass over all.
         logits[..., length - n :].masked_fill_(hidden, -torch.inf)
-        below = logits.softmax(-1).unflatten(0, (prompt.kv_heads, -1)).mean(1) < average
+        below = softmax.shares(logits).unflatten(0, (prompt.kv_heads, -1)).mean(1) < average
         below[..., length - n :] &= ~hidden
         bits[row, :, :length] = (below << shift).sum(-2)
     return bits

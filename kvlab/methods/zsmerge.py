@@ -112,8 +112,8 @@ class ZSMerge(Policy):
         return kept.sort(-1).values, leaving.sort(-1).values
 
     def _runs(self, leaving: Tensor, budget: int) -> list[Tensor]:
-        """What leaves, as the runs that the residual slots start from, `[rows, kv_heads, m]` each, the slot's own
-        token first.
+        """The leaving tokens as runs from which the residual slots start, `[rows, kv_heads, m]` each; the first token
+        of a run gives the slot its position.
         """
         residual = self._parts(budget)[2]
         if self.initial == "similarity":
@@ -149,7 +149,7 @@ class ZSMerge(Policy):
         score = store.column("score")
         score.mul_(self.decay).add_(attention.sum_over_group(weights, kv_heads))
 
-        # One token leaves at a step, and more only after a turn of a chat that was stored whole.
+        # One token leaves at a step; more leave only after a turn of a chat that was stored whole.
         while self._one_leaves(store):
             pass
 

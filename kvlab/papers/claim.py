@@ -53,9 +53,9 @@ class Claim(BaseModel):
 
     @model_validator(mode="after")
     def _has_what_its_tests_need(self) -> Claim:
-        for which in ("direction", "size"):
-            if self.paper_value is None and _needs_paper_value(getattr(self, which)):
-                raise ValueError(f"the test of {which} compares with the paper's value, but paper_value is null")
+        for test in ("direction", "size"):
+            if self.paper_value is None and _needs_paper_value(getattr(self, test)):
+                raise ValueError(f"the test of {test} compares with the paper's value, but paper_value is null")
         return self
 
     @model_validator(mode="after")
@@ -179,27 +179,27 @@ def judge(
         for end, number in zip(("low", "high"), pair, strict=True)
     }
     known = {name: float(number) for name, number in {**metrics, **ends}.items() if math.isfinite(number)}
-    found = {
+    fields = {
         "value": known.get(claim.metric),
         "low": known.get(f"{claim.metric}/low"),
         "high": known.get(f"{claim.metric}/high"),
     }
     absent = sorted(claim.metrics - known.keys())
     if absent:
-        some = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
-        return Verdict(**found, verdict=UNMEASURED, why=claim.untested or f"no run has measured {some}")
+        unmeasured = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+        return Verdict(**fields, verdict=UNMEASURED, why=claim.untested or f"no run has measured {unmeasured}")
 
     value_of = known.__getitem__
     right_way, direction = claim.direction.check(claim.metric, value_of, claim.paper_value)
     right_size, size = claim.size.check(claim.metric, value_of, claim.paper_value)
     doubt = _doubt(claim, known)
     if not right_way:
-        return Verdict(**found, verdict=FAILS, why=f"Direction missed: {direction}{doubt}.")
+        return Verdict(**fields, verdict=FAILS, why=f"Direction missed: {direction}{doubt}.")
     if not right_size:
-        return Verdict(**found, verdict=DIRECTION, why=f"Direction met: {direction}. Size missed: {size}{doubt}.")
+        return Verdict(**fields, verdict=DIRECTION, why=f"Direction met: {direction}. Size missed: {size}{doubt}.")
     same = size == direction
     return Verdict(
-        **found,
+        **fields,
         verdict=HOLDS,
         why=f"Direction met: {direction}" + ("" if same else f". Size met: {size}") + f"{doubt}.",
     )

@@ -15,8 +15,8 @@ def _number(reference: Reference | None, value_of: Lookup) -> tuple[float, str]:
     """The number behind a reference, and how to print it."""
     assert reference is not None, "a claim that asks for the paper's value has one"
     if isinstance(reference, str):
-        found = value_of(reference)
-        return found, f"{reference} ({found:.4g})"
+        value = value_of(reference)
+        return value, f"{reference} ({value:.4g})"
     return float(reference), f"{reference:.4g}"
 
 

@@ -117,9 +117,9 @@ def score_each(task: str, predictions: Iterable[Mapping[str, Any]]) -> list[floa
     """
     convention(task)
     scores = []
-    for number, each in enumerate(predictions, 1):
+    for number, prediction in enumerate(predictions, 1):
         try:
-            scores.append(score(task, each["pred"], each["answers"], each.get("all_classes")))
+            scores.append(score(task, prediction["pred"], prediction["answers"], prediction.get("all_classes")))
         except KvlabError as error:
             raise KvlabError(f"prediction {number}: {error}") from error
     if not scores:

@@ -122,10 +122,10 @@ def _chinese_words(text: str) -> list[str]:
 
 
 def _number_after(name: str, answer: str) -> str:
-    found = re.search(name + r"(\d+)", answer)
-    if not found:
+    match = re.search(name + r"(\d+)", answer)
+    if not match:
         raise KvlabError(f"a reference answer of paragraph retrieval is {name + 'N'!r}, and one is {answer[:40]!r}")
-    return found[1]
+    return match[1]
 
 
 @contextmanager

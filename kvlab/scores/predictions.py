@@ -16,10 +16,10 @@ def read_predictions(path: str | os.PathLike) -> list[dict[str, Any]]:
     anything else, and for a file without predictions.
     """
     path = expanded(path)
-    found = [_prediction(fields, f"{path}, line {number}") for number, fields in objects(path, "prediction")]
-    if not found:
+    predictions = [_prediction(fields, f"{path}, line {number}") for number, fields in objects(path, "prediction")]
+    if not predictions:
         raise KvlabError(f"{path} is empty: there are no predictions in it to score")
-    return found
+    return predictions
 
 
 def _prediction(fields: dict[str, Any], where: str) -> dict[str, Any]:

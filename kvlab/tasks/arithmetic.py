@@ -30,11 +30,11 @@ _HIGHEST = 199
 class Arithmetic(Task):
     """Sums of assignments such as `bak = 3. dol = bak + 4.`: what is the value of a variable?
 
-    The variable that is asked for hangs on a chain of `difficulty` additions and subtractions (0: it is assigned a
-    number); the rest of the length is assignments like these to other variables, which hang on numbers, on each
-    other and on the chain, but which the chain does not need. Every assignment comes after those that it uses. No
-    other variable and no number has the value of the answer (but where it is assigned at difficulty 0); values lie
-    between 1 and 199.
+    The value asked for results from a chain of `difficulty` additions and subtractions (0: a number is assigned). The
+    rest of the length is filled with similar assignments to other variables. They use numbers, each other and the
+    chain, but the chain does not need them. Every assignment comes after those that it uses. No other variable and no
+    number has the value of the answer (except the number that is assigned at difficulty 0); values lie between 1 and
+    199.
 
     `trials` counts the examples for each length and difficulty. Score: `score`, whether the first whole number of the
     prediction is the value.
@@ -57,8 +57,8 @@ class Arithmetic(Task):
 
     def score(self, example: Example, prediction: str) -> dict[str, float]:
         """`score`, see the class."""
-        found = re.search(r"-?\d+", re.sub(r"(?<=\d),(?=\d{3})", "", prediction))
-        return {"score": float(found is not None and found[0] == example.answers[0])}
+        number = re.search(r"-?\d+", re.sub(r"(?<=\d),(?=\d{3})", "", prediction))
+        return {"score": float(number is not None and number[0] == example.answers[0])}
 
     def _example(self, lm: LM, difficulty: int, length: int, trial: int) -> Example:
         draw = Random(f"{self.seed} {difficulty} {length} {trial}")
@@ -70,7 +70,7 @@ class Arithmetic(Task):
         plain_costs = piece_lengths(lm, [f" {line.text}" for line in plain])
 
         def build(room: int) -> Example:
-            # A hanging line may use any before it, so that only the first ones can be had; plain ones fill the rest.
+            # A hanging line may use any line before it, so only the first ones can be taken; plain lines fill the rest.
             upto = [cost for cost in accumulate(costs) if cost <= room - LOOSE]
             left = room - (upto[-1] if upto else 0)
             shown = [*chain, *hanging[: len(upto)], *(plain[i] for i in fill(plain_costs, left))]
@@ -90,7 +90,7 @@ class Arithmetic(Task):
 
 @dataclass(frozen=True)
 class _Line:
-    """An assignment; `place` in (0, 1) orders the lines, and a line's is above those of the variables it uses."""
+    """An assignment. `place` in (0, 1) orders the lines; a line's place is above those of the variables it uses."""
 
     name: str
     text: str
@@ -100,7 +100,7 @@ class _Line:
 
 
 def _names(draw: Random) -> Iterator[str]:
-    """Names of three letters in random order, then those with a figure behind."""
+    """Names of three letters in random order, then the same with a digit at the end."""
     spoken = [a + b + c for a, b, c in product(_CONSONANTS, _VOWELS, _CONSONANTS) if a + b + c not in _NOT_NAMES]
     draw.shuffle(spoken)
     yield from spoken
@@ -123,7 +123,7 @@ def _hanging(draw: Random, name: str, place: float, on: _Line) -> _Line:
 
 
 def _chain(draw: Random, names: Iterator[str], difficulty: int) -> list[_Line]:
-    """The lines up to the one asked for, whose value stands in no other place."""
+    """The lines that lead to the one asked for; its value stands nowhere else."""
     own = [next(names) for _ in range(difficulty + 1)]
     places = sorted(draw.random() for _ in own)
     while True:

@@ -17,16 +17,15 @@ class Example:
     """One prompt and what a right answer would be.
 
     Attributes:
-        id: unique within its task and the task's parameters, and stable: a rerun recognises what is done by it.
+        id: unique for a task and its parameters, and stable: by it a rerun recognises finished answers.
         context: the long part of the prompt, which may be compressed before the question is known.
-        question: what follows; empty where a benchmark does not tell the two apart. The prompt is both, joined as they
-            stand.
-        answers: reference answers; how they are used is the task's.
+        question: what follows; empty where a benchmark does not separate the two. The prompt is context + question.
+        answers: reference answers; the task decides how to use them.
         max_new_tokens: the longest answer.
         chat: whether the prompt goes through the model's chat template, where it has one.
         prefix: how the answer begins; fed after the prompt and not part of the prediction.
-        marks: what the result tables shall know of it: length, depth, kind, all_classes, ...
-        until: generation ends where this follows some text; empty for the model's own end alone.
+        marks: columns for the result tables: length, depth, kind, all_classes, ...
+        until: generation ends at this text, unless nothing else precedes it; empty for the model's own end alone.
     """
 
     id: str
@@ -49,7 +48,7 @@ class Task(Parameters):
 
     summary: ClassVar[str] = ""
     metric: ClassVar[str] = "score"
-    """Which of the scores stands for an answer in tables and figures."""
+    """The score that stands for an answer in tables and figures."""
 
     seed: int = 0
 

@@ -15,7 +15,7 @@ from kvlab.tasks.making import require_tokenizer
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
-# The end of a sentence, with what closes it; not behind an initial or a title, and not before a small letter.
+# The end of a sentence with closing quotes or brackets; not after an initial or a title, not before a small letter.
 _END = re.compile(
     r"""(?<!\b[A-Z]\.)(?<!\b(?:Mr|Dr|St|No|vs)\.)(?<!\bMrs\.)(?<=[.!?])["')\]”’]*\s+(?![a-z])"""
     r"|[。！？]+\s*"
@@ -26,21 +26,21 @@ _SENTENCE_END = ".!?。！？\"')]”’"
 def sentences(text: str) -> list[str]:
     """The sentences of a text in order, whitespace collapsed to single spaces.
 
-    A blank line ends a sentence too, but not behind a comma, a colon, a semicolon or a dash.
+    A blank line ends a sentence too, but not after a comma, a colon, a semicolon or a dash.
     """
-    found = []
+    parts = []
     for paragraph in re.split(r"(?<=[^\s,;:–—-])[ \t]*\n\s*\n", text):
         paragraph, start = " ".join(paragraph.split()), 0
         for end in _END.finditer(paragraph):
-            found.append(paragraph[start : end.end()].strip())
+            parts.append(paragraph[start : end.end()].strip())
             start = end.end()
-        found.append(paragraph[start:].strip())
-    return [sentence for sentence in found if sentence]
+        parts.append(paragraph[start:].strip())
+    return [sentence for sentence in parts if sentence]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Some hay: its sentences, and the tokens of each, that which parts it from the one before included."""
+    """Some hay: its sentences, and the tokens of each, with the separator before it."""
 
     sentences: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -49,7 +49,7 @@ class Cut:
         return " ".join(self.sentences)
 
     def boundary(self, depth: float) -> int:
-        """The number of sentences in front of the boundary nearest to the share `depth` of the tokens (0 .. 1)."""
+        """How many sentences precede the boundary that is nearest to the share `depth` (0 .. 1) of the tokens."""
         wanted, before, nearest, distance = depth * sum(self.lengths), 0, 0, depth * sum(self.lengths)
         for place, length in enumerate(self.lengths, 1):
             before += length
@@ -86,7 +86,7 @@ class Hay:
         self._upto = [0, *(bisect_left(self._ends, end) + 1 for end in places)]
 
     def cut(self, start: int, room: int) -> Cut:
-        """About `room` tokens from sentence `start` on; the last one is cut behind a word and ends with a point."""
+        """About `room` tokens from sentence `start` on; the last one is cut after a word and ends with a full stop."""
         chosen, lengths, place = [], [], start % len(self.sentences)
         while room > 0:
             length = self._upto[place + 1] - self._upto[place]

@@ -23,7 +23,7 @@ _TRAITS = {
     "size": ("tiny", "small", "large", "huge", "narrow", "wide"),
     "place": ("Rome", "Oslo", "Lima", "Cairo", "Kyoto", "Perth"),
 }
-_EXTRAS = ("old", "new", "heavy", "light", "plain", "clean", "strong", "soft")  # they decide nothing
+_EXTRAS = ("old", "new", "heavy", "light", "plain", "clean", "strong", "soft")  # they do not decide the label
 _NAMES: tuple[str, ...] = ("dax", "wug", "fep", "zim", "blick", "tova", "kern", "mool")
 _SOURCES = {"speech": "sotu", "encyclopedia": "squad", "chat": "chitchat"}
 _WORDS = 8, 30  # how long a sentence may be
@@ -34,14 +34,14 @@ class ManyShot(Task):
 
     As many shots as the length takes, labels by turns, then an item without its label. Kinds:
 
-    - `rule`: things with a colour, a size, a place and up to three idle traits; one of the first three, drawn for
-      each example, decides the label, a made-up word, so that nothing but the shots tells it;
+    - `rule`: things with a colour, a size, a place and up to three idle traits. One of the first three, drawn for each
+      example, decides the label. Labels are made-up words, so only the shots tell the rule;
     - `topic`: sentences of SQuAD's articles, labelled with the article's title;
     - `source`: sentences of speeches, encyclopedia articles and chats, labelled so.
 
     `classes` is the number of labels (of `source` at most three); `trials` counts the examples for each kind and
-    length. No chat template, as LongBench has it for its few-shot tasks. Score: `score`, whether the first line of
-    the prediction is the label, whatever its case.
+    length. As in LongBench's few-shot tasks there is no chat template. Score: `score`, whether the first line of the
+    prediction is the label, upper or lower case.
     """
 
     name: ClassVar[str] = "icl"
@@ -112,23 +112,23 @@ class ManyShot(Task):
         return {title.partition("/")[2].replace("_", " "): self._lines([title], draw, length) for title in titles}
 
     def _source(self, draw: Random, length: int) -> dict[str, list[str]]:
-        found = {}
+        lines = {}
         for label in draw.sample(list(_SOURCES), min(self.classes, len(_SOURCES))):
             packs.pull(_SOURCES[label])
             names = corpus.names(_SOURCES[label])
-            found[label] = self._lines(draw.sample(names, min(40, len(names))), draw, length)
-        return found
+            lines[label] = self._lines(draw.sample(names, min(40, len(names))), draw, length)
+        return lines
 
     def _lines(self, names: list[str], draw: Random, length: int) -> list[str]:
         """Sentences of the documents, each once, shuffled, enough for `length` tokens."""
-        found: dict[str, None] = {}
+        lines: dict[str, None] = {}
         for name in names:
             said = [
                 sentence.removeprefix("A: ").removeprefix("B: ").strip()
                 for line in corpus.document(name).text.split("\n")
                 for sentence in sentences(line)
             ]
-            found |= dict.fromkeys(text for text in said if _WORDS[0] <= len(text.split()) <= _WORDS[1])
-            if len(found) > length // 4:
+            lines |= dict.fromkeys(text for text in said if _WORDS[0] <= len(text.split()) <= _WORDS[1])
+            if len(lines) > length // 4:
                 break
-        return draw.sample(list(found), len(found))
+        return draw.sample(list(lines), len(lines))

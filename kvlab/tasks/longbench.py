@@ -30,11 +30,11 @@ LEAST = 64
 class LongBench(Task):
     """LongBench's records with its conventions: prompts, middle truncation, longest answers, metrics.
 
-    A record has a context and an input, which go into `longbench_prompts`, or brings its ready `prompt`, whose question
-    is told apart where it begins as in LongBench's own prompts. A prompt that is too long loses its middle: the first
-    and the last half of the tokens that fit stay (whole characters of the text itself, where LongBench decodes token
-    ids). Six tasks (few-shot and code) go without the chat template. An answer to samsum ends with its first line,
-    as in LongBench. The order is fixed and `seed` changes nothing.
+    A record has a context and an input, which go into `longbench_prompts`, or a ready `prompt`. In a ready prompt the
+    question is found where it begins as in LongBench's own prompts. A prompt that is too long loses its middle: half of
+    the tokens that fit stay at its start and half at its end (cut between characters of the text, where LongBench
+    decodes token ids). Six tasks (few-shot and code) go without the chat template. An answer to samsum ends with its
+    first line, as in LongBench. The order is fixed and `seed` changes nothing.
 
     Attributes:
         folder: a folder of .jsonl files, or one file.
@@ -64,9 +64,9 @@ class LongBench(Task):
         return tuple(part.strip() for part in tasks.split(",")) if isinstance(tasks, str) else tuple(tasks)
 
     def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
-        """One task's example after another's, in turn, until there are `limit` or no more.
+        """The examples of the tasks in turn, at most `limit`.
 
-        Raises KvlabError where no data was named or can be had, a task is unknown or not there, or the model has no
+        Raises KvlabError where no data is named or can be fetched, a task is unknown or missing, or the model has no
         tokenizer.
         """
         made = {task: self._made(lm, task, records) for task, records in self._records().items()}
@@ -102,14 +102,14 @@ class LongBench(Task):
                 "longbench needs data: folder=... names JSONL files in LongBench's format, and hub=true "
                 "fetches LongBench from the hub"
             )
-        found: dict[str, list[longbench_records.Record]] = {}
+        records: dict[str, list[longbench_records.Record]] = {}
         for record in longbench_records.read(self.folder if self.folder is not None else fetch()):
             scores.convention(record.task)
-            found.setdefault(record.task, []).append(record)
-        missing = [task for task in self.tasks if task not in found]
+            records.setdefault(record.task, []).append(record)
+        missing = [task for task in self.tasks if task not in records]
         if missing:
-            raise KvlabError(f"longbench: there are no records of {missing[0]}, only of {', '.join(sorted(found))}")
-        return {task: found[task] for task in PROMPTS if task in found and (not self.tasks or task in self.tasks)}
+            raise KvlabError(f"longbench: there are no records of {missing[0]}, only of {', '.join(sorted(records))}")
+        return {task: records[task] for task in PROMPTS if task in records and (not self.tasks or task in self.tasks)}
 
     def _made(self, lm: LM, task: str, records: list[longbench_records.Record]) -> Iterator[Example]:
         rule, seen = scores.convention(task), set()
@@ -136,10 +136,10 @@ class LongBench(Task):
 
 
 def parts(record: longbench_records.Record) -> tuple[str, str]:
-    """The context and the question of a record's prompt, which joined are the prompt.
+    """The context and the question of a record's prompt; joined they are the prompt.
 
-    Of a ready prompt the question is what follows the last place where LongBench's prompts of that task begin it, and
-    empty where there is no such place.
+    In a ready prompt the question begins at the last place where LongBench's prompts of that task begin it; without
+    such a place it is empty.
     """
     prompt = PROMPTS[record.task]
     if record.prompt is None:
@@ -172,7 +172,7 @@ def _unpack(folder: Path) -> None:
 
 
 def _order(tasks: list[str], limit: int | None) -> list[str]:
-    """`limit` tasks spread over all of them come first."""
+    """The tasks, reordered: the first `limit` are spread over all of them."""
     if limit is None or limit >= len(tasks):
         return tasks
     first = [tasks[i * len(tasks) // limit] for i in range(limit)]

@@ -1,9 +1,9 @@
 """What LongBench's 21 tasks ask for, around a record's context and input.
 
-What is asked, where the context and the input stand and how the answer is cued are the benchmark's; so are the words
-that its metrics look for ("unanswerable", "Paragraph N", "段落N"). The sentences are our own, so scores compare with
-each other, and with published ones only as far as a model does not mind the wording. A record that brings its whole
-`prompt` is asked with that.
+The questions, the places of context and input and the cue for the answer are the benchmark's; so are the words that its
+metrics look for ("unanswerable", "Paragraph N", "段落N"). The sentences are our own. So scores compare with each other,
+but with published ones only as far as the wording does not matter to a model. A record with a whole `prompt` of its own
+is asked with that.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 class Prompt:
     """A task's prompt: `before` + context, then, as the question, `after` with the input in place of its "{input}".
 
-    `starts` is how the question begins in the prompts of LongBench's authors; its last occurrence tells the question
-    apart in a record that brings its whole prompt.
+    `starts` is how the question begins in the prompts of LongBench's authors; in a record with a whole prompt of its
+    own the question begins at the last occurrence.
     """
 
     before: str

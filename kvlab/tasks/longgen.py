@@ -34,15 +34,15 @@ class LongGen(Task):
     template is used where the model has one, and the answer begins with the first entry's heading.
 
     Scores, each in [0, 1] (section 3 of the paper; MorphKV's table 2):
-        completion: entries that are there, with a text, among those wanted.
-        once, range, periodic: checks that are met, a missing entry counting as one that is not (the paper's STIC-2).
+        completion: share of the wanted entries that are there, with a text.
+        once, range, periodic: share of the checks that are met; those of a missing entry are not (the paper's STIC-2).
         accuracy: the mean of these three.
-        accuracy_written: checks that are met among those whose entry is there (STIC-1, pooled over the three; 0 if
-            none is).
+        accuracy_written: share of the checks that are met where the entry is there (STIC-1, pooled over the three; 0
+            if no entry is).
 
     The paper lets a language model judge whether an entry holds what was asked for. Here an entry does if it has at
-    least `share` of the words of the wanted phrase, without filler words, endings and what stands in brackets: cheap
-    and always the same, but a figure to compare policies by, not with the paper's own.
+    least `share` of the words of the wanted phrase, without filler words, endings and text in brackets. This is cheap
+    and always the same; its figures compare policies, not with the paper's.
 
     Attributes:
         file: LongGenBench's JSONL; None makes prompts.
@@ -50,7 +50,7 @@ class LongGen(Task):
         words: about how many words each of its entries shall have.
         number: made prompts of each kind.
         new_tokens: the longest answer; shortened to what the model's context leaves. None for 8,192 (MorphKV's cap)
-            with a file, else half as much again as `entries` and `words` ask for.
+            with a file, else 1.5 times what `entries` and `words` ask for.
         share: of a phrase's words, for a check to be met.
         chat: whether to use the chat template.
     """
@@ -73,13 +73,13 @@ class LongGen(Task):
         return os.fspath(file) if isinstance(file, os.PathLike) else file
 
     def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
-        """One example of each kind after another, in turn, until there are `limit` or no more.
+        """The examples of the kinds in turn, at most `limit`.
 
-        Raises KvlabError for a file that is none of LongGenBench's, and a prompt that leaves no room for an answer.
+        Raises KvlabError for a file that is not LongGenBench's, and for a prompt that leaves no room for an answer.
         """
-        found = self._made() if self.file is None else _in_turn(read(self.file, self.chat))
+        examples = self._made() if self.file is None else _in_turn(read(self.file, self.chat))
         longest = self.new_tokens or (8192 if self.file else 50 + self.entries * (12 + 2 * self.words))
-        for example in found[:limit]:
+        for example in examples[:limit]:
             tokens = lm.encode(example.prompt, chat="auto" if self.chat else False).shape[1]
             tokens += len(piece_tokens(lm, [example.prefix])[0]) if example.prefix else 0
             if tokens >= lm.context_length:
@@ -101,7 +101,7 @@ class LongGen(Task):
             entry = written.get(number)
             met.setdefault(kind, []).append(None if entry is None else holds(entry, phrase, self.share))
         shares = {kind: sum(map(bool, met[kind])) / len(met[kind]) for kind in CHECKS if kind in met}
-        judged = [one for kind in met.values() for one in kind if one is not None]
+        judged = [met_check for kind in met.values() for met_check in kind if met_check is not None]
         return {
             "completion": len(written) / example.marks["entries"],
             **shares,
@@ -124,10 +124,10 @@ class LongGen(Task):
         between = range(first, first + span)
         free = [entry for entry in free if entry not in between]
         singles = sorted(rng.sample(free, min(len(free), len(short.once), max(2, self.entries // 5))))
-        things = dict(zip(singles, rng.sample(short.once, len(singles)), strict=True))
+        events = dict(zip(singles, rng.sample(short.once, len(singles)), strict=True))
         over, again = rng.choice(short.range), rng.choice(short.periodic)
         unit = short.type
-        demands = [f"- {unit} {entry}: {thing}." for entry, thing in things.items()]
+        demands = [f"- {unit} {entry}: {event}." for entry, event in events.items()]
         demands.append(f"- From {unit} {first} to {unit} {between[-1]}: {over}.")
         demands.append(f"- Every {period} {short.units}, starting from {unit} {start}: {again}.")
         text = (
@@ -137,7 +137,7 @@ class LongGen(Task):
             f"'{SEPARATOR} {unit} N:', N being its number, and mention in it what is planned for it. After "
             f"{unit} {self.entries} write '{END} ***'."
         )
-        checks = [f"once {entry}: {thing}" for entry, thing in things.items()]
+        checks = [f"once {entry}: {event}" for entry, event in events.items()]
         checks += [f"range {entry}: {over}" for entry in between]
         checks += [f"periodic {entry}: {again}" for entry in periodic]
         return Example(
@@ -153,18 +153,18 @@ class LongGen(Task):
 
 
 def entries(text: str, unit: str, number: int) -> dict[int, str]:
-    """The entries 1 to `number` of a response by their number; one that is there twice counts as last written.
+    """The entries 1 to `number` of a response, by number; of an entry written twice the last one counts.
 
-    An entry follows the separator and begins with its unit and number ("Week 3"), which are not part of it, and perhaps
-    a bracket; where no words come after these, it is not there.
+    An entry follows the separator. It begins with its unit and number ("Week 3"), which are not part of it, and perhaps
+    a bracket. An entry without words after these counts as missing.
     """
-    found = {}
+    texts = {}
     heading = re.compile(rf"\s*{re.escape(unit)}\s+(\d{{1,9}})\b\s*(\([^)]*\))?", re.IGNORECASE)
     for block in text.split(END)[0].split(SEPARATOR):
         match = heading.match(block)
         if match and 1 <= int(match[1]) <= number and re.search(r"\w", block[match.end() :]):
-            found[int(match[1])] = block[match.end(1) :].strip()
-    return found
+            texts[int(match[1])] = block[match.end(1) :].strip()
+    return texts
 
 
 def holds(entry: str, phrase: str, share: float = 0.75) -> bool:
@@ -179,16 +179,16 @@ def read(path: str | os.PathLike, chat: bool = True) -> list[Example]:
     Fields: prompt, checks_once, checks_range, checks_periodic (number of an entry -> what it shall hold), type (what
     entries are called), prefix (the first entry's heading, which the prompt ends with) and number (of entries).
     """
-    path, found = expanded(path), []
+    path, examples = expanded(path), []
     for line, text in jsonl(path):
         try:
-            found.append(_example(parsed(text), f"{path.stem}-{line}", chat))
+            examples.append(_example(parsed(text), f"{path.stem}-{line}", chat))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             lacks = f"{error} is missing" if isinstance(error, KeyError) else error
             raise KvlabError(f"{path}, line {line} is no record of LongGenBench: {lacks}") from error
-    if not found:
+    if not examples:
         raise KvlabError(f"{path} is empty: there are no records of LongGenBench in it")
-    return found
+    return examples
 
 
 def _example(record: dict[str, Any], name: str, chat: bool) -> Example:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Short:
-    """One kind: what its entries are called (one, many), the prompt's opening, and what can be planned for entries."""
+    """One kind: the name of its entries (singular, plural), the prompt's opening, and plans for entries."""
 
     type: str
     units: str

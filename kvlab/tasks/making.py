@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
 SLACK = 0.02
-"""By how much, at most, an example may be shorter than was asked for."""
+"""An example may be shorter than was asked for by this share at most."""
 LOOSE = 48
 """How many tokens `fill` leaves to the pieces that it chooses by their length."""
 
@@ -66,11 +66,11 @@ def piece_lengths(lm: LM, pieces: Sequence[str]) -> list[int]:
     return [len(ids) for ids in piece_tokens(lm, pieces)]
 
 
-def fit(lm: LM, build: Callable[[int], Example], wanted: int, what: str, slope: float = 1.0) -> Example:
+def fit(lm: LM, build: Callable[[int], Example], wanted: int, label: str, slope: float = 1.0) -> Example:
     """The example `build(n)` of at most `wanted` tokens and at most 2 % below that; its mark `tokens` says how many.
 
-    `build` makes a longer example of a larger n >= 0 (here and there an equal one), with about `slope` tokens for each
-    n, and must make the same one of the same n. Two or three examples are encoded as a rule.
+    From a larger n >= 0 `build` makes a longer example (sometimes an equal one), with about `slope` tokens for each n;
+    from the same n it must make the same one. As a rule two or three examples are encoded.
 
     Raises:
         KvlabError: the wanted length is below what build(0) takes, beyond the model's context, or cannot be met.
@@ -79,10 +79,10 @@ def fit(lm: LM, build: Callable[[int], Example], wanted: int, what: str, slope: 
     best = build(0)
     below, length = 0, tokens(lm, best)
     if length > wanted:
-        raise KvlabError(f"{what}: {wanted} tokens are too few, since the shortest prompt of its kind takes {length}")
+        raise KvlabError(f"{label}: {wanted} tokens are too few, since the shortest prompt of its kind takes {length}")
     if wanted + best.max_new_tokens > lm.context_length:
         raise KvlabError(
-            f"{what}: {wanted} tokens and an answer of {best.max_new_tokens} are more than the "
+            f"{label}: {wanted} tokens and an answer of {best.max_new_tokens} are more than the "
             f"{lm.context_length} that {lm.name} was made for"
         )
     above: tuple[int, int] | None = None
@@ -101,12 +101,12 @@ def fit(lm: LM, build: Callable[[int], Example], wanted: int, what: str, slope: 
         else:
             below, length, best = n, count, example
     if length < wanted * (1 - SLACK):
-        raise KvlabError(f"{what}: no prompt of {wanted} tokens can be made, the nearest below has {length}")
+        raise KvlabError(f"{label}: no prompt of {wanted} tokens can be made, the nearest below has {length}")
     return dataclasses.replace(best, marks={**best.marks, "tokens": length})
 
 
 def fill(lengths: Sequence[int], room: int) -> list[int]:
-    """Which pieces fill `room` tokens: the first ones in order, and of those that follow the ones that fit best.
+    """Which pieces fill `room` tokens: the first ones in order, then those of the rest that fit best.
 
     lengths: tokens of each piece; returns their indices in ascending order.
     """
@@ -121,7 +121,7 @@ def fill(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def spread(cells: Iterable[Item], limit: int | None, kind: Callable[[Item], Hashable]) -> list[Item]:
-    """At most `limit` cells in their order, as many of each kind as of the others, from all over the kind's cells.
+    """At most `limit` cells in their order: equally many of each kind, spread over all cells of that kind.
 
     A larger limit adds cells to those of a smaller one. Raises KvlabError for a limit below 1.
     """
@@ -149,9 +149,9 @@ def words(*lists: str) -> tuple[str, ...]:
     """The plain lower-case words of wonderwords' lists "noun", "adjective", "verb", sorted, each once."""
     from wonderwords import filter_profanity
 
-    found = {
+    lowered = {
         line.strip()
         for name in lists
         for line in (files("wonderwords.assets") / f"{name}list.txt").read_text(encoding="utf-8").splitlines()
     }
-    return tuple(sorted(word for word in filter_profanity(found) if re.fullmatch(r"[a-z]{3,}", word)))
+    return tuple(sorted(word for word in filter_profanity(lowered) if re.fullmatch(r"[a-z]{3,}", word)))

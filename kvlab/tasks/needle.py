@@ -18,7 +18,7 @@ from kvlab.tasks.making import Lengths, Several, fit, spread, words
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
-# Without it, and without "Question:", a small model takes the first or last sentence for no part of the text.
+# Without this line and "Question:", a small model ignores the first or the last sentence of the text.
 _OPENING = "Remember {}, which stands in this text."
 _TOWNS = ("Lindau", "Tarifa", "Bergen", "Ronda", "Visby", "Piran", "Cromer", "Olomouc", "Kotor", "Sintra", "Tromso")
 _DEEDS = (
@@ -48,8 +48,8 @@ class Needle(Task):
     each kind, length and depth.
 
     Scores: `exact`, whether the answer stands in the prediction (as a whole number or word; case and punctuation do
-    not matter), and `score`: the same for numbers and words, and for sentences word recall, the share of the answer's
-    words, small ones left out, that stand in the prediction.
+    not matter), and `score`: the same for numbers and words; for sentences it is word recall, the share of the answer's
+    words (without small ones) that stand in the prediction.
     """
 
     name: ClassVar[str] = "needle"
@@ -108,19 +108,19 @@ class Needle(Task):
 
 
 def _plain(text: str) -> str:
-    """Words and digits in lower case, parted by single spaces; a thousands separator goes."""
+    """Words and digits in lower case, with single spaces between them and without thousands separators."""
     return " ".join(re.findall(r"\w+", re.sub(r"(?<=\d),(?=\d{3})", "", text.lower())))
 
 
 def _needle(kind: str, draw: Random) -> tuple[str, str, str, str]:
-    """What the prompt begins with, the needle, the question and the answer, which is lower case."""
+    """The prompt's opening, the needle, the question, and the answer in lower case."""
     if kind == "number":
         answer = str(draw.randrange(10_000, 100_000))
         return _OPENING.format("the secret code"), f"The secret code is {answer}.", "What is the secret code?", answer
     if kind == "word":
         answer = draw.choice([word for word in words("noun") if 5 <= len(word) <= 9])
         return _OPENING.format("the secret word"), f"The secret word is {answer}.", "What is the secret word?", answer
-    town, (one, other), when = draw.choice(_TOWNS), draw.sample(_DEEDS, 2), draw.choice(_WHENS)
-    answer = f"{one} and {other} {when}"
+    town, (first, second), when = draw.choice(_TOWNS), draw.sample(_DEEDS, 2), draw.choice(_WHENS)
+    answer = f"{first} and {second} {when}"
     best = f"the best thing to do in {town}"
     return _OPENING.format(best), f"The{best[3:]} is to {answer}.", f"What is {best}?", answer

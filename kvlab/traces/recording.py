@@ -125,8 +125,8 @@ def pseudo_tokens(lm: LM, ids: Tensor, policies: Sequence[Policy]) -> dict[str, 
         KvlabError: pseudo-tokens of a sentence for a model without a tokenizer.
     """
     vocabulary = hookable.text_config(lm.model).vocab_size
-    asking = [(key, each) for each in policies if (key := each.pseudo_key)]
-    return {key: each.pseudo_tokens(ids, vocabulary, encoder(lm)) for key, each in asking}
+    keys = ((method.pseudo_key, method) for method in policies)
+    return {key: method.pseudo_tokens(ids, vocabulary, encoder(lm)) for key, method in keys if key}
 
 
 def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Tensor, str]:

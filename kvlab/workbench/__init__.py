@@ -2,6 +2,6 @@
 
 import os
 
-# Before anything here imports mlflow; what is started from here inherits it.
+# Before anything here imports mlflow; started processes inherit it.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "true")

@@ -1,4 +1,4 @@
-"""`kvlab doctor`: checks of everything that kvlab needs; a check that is not well says what mends it."""
+"""`kvlab doctor`: checks of everything that kvlab needs; a check that finds a problem says how to mend it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 GOOD, REMARK, BAD = "ok", "remark", "bad"
 MARKS = {GOOD: ("✓", "green"), REMARK: ("!", "yellow"), BAD: ("✗", "red")}
-# What the default model, the texts and the traces of the quick profile take, and what one of its jobs needs.
+# Disk for the default model, the texts and the traces of the quick profile; memory for one of its jobs.
 DISK_GB, MEMORY_GB = 5, 4
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was looked at, "ok", "remark" or "bad", what was found, and the mend where there is one."""
+    """One check: what was looked at, its state ("ok", "remark" or "bad"), what was found, and a mend, if any."""
 
     what: str
     state: str
@@ -43,7 +43,7 @@ def findings() -> Iterator[Finding]:
             yield check()
         except KvlabError as error:
             yield Finding(_name(check), BAD, str(error))
-        except Exception as error:  # any error here is what the user wants to know
+        except Exception as error:  # the user wants to know of any error here
             yield Finding(_name(check), BAD, f"{type(error).__name__}: {first_line(error)}")
 
 
@@ -77,18 +77,18 @@ def versions() -> Finding:
             "pip install kvlab again" if missing else "",
         )
     pins = dict(re.findall(r"^([\w.\-]+)==(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
-    absent, other = [], []
+    absent, unpinned = [], []
     for name, wanted in pins.items():
         try:
-            found = importlib.metadata.version(name).partition("+")[0]
+            installed = importlib.metadata.version(name).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             absent.append(name)
             continue
-        if found != wanted:
-            other.append(f"{name} {found} (pinned: {wanted})")
+        if installed != wanted:
+            unpinned.append(f"{name} {installed} (pinned: {wanted})")
     needed = [name for name in _missing() if name in absent]
-    if needed or other:
-        wrong = [*(f"{name} is missing" for name in needed), *other]
+    if needed or unpinned:
+        wrong = [*(f"{name} is missing" for name in needed), *unpinned]
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         return Finding(
             "packages",
@@ -106,12 +106,12 @@ def experiments() -> Finding:
     try:
         return Finding("project", GOOD, f"{len(files.names())} experiments in {project.root()}")
     except KvlabError as error:
-        found, _, mend = str(error).partition("; ")
-        return Finding("project", REMARK, found, mend)
+        problem, _, mend = str(error).partition("; ")
+        return Finding("project", REMARK, problem, mend)
 
 
 def _missing() -> list[str]:
-    """What kvlab itself requires and is not installed."""
+    """Packages that kvlab requires and that are not installed."""
     absent = []
     for line in importlib.metadata.requires("kvlab") or []:
         name = re.split(r"[^\w.\-]", line, maxsplit=1)[0]
@@ -131,8 +131,8 @@ def model() -> Finding:
     if not entry.folder.is_dir():
         return Finding("model", REMARK, f"{entry.name} is not here yet", f"kvlab pull {entry.name}")
     lm = models.load(entry.name)
-    found = f"{lm.signature} ({lm.n_layers} layers, {lm.context_length:,} tokens) in {entry.folder}"
-    return Finding("model", GOOD, found)
+    text = f"{lm.signature} ({lm.n_layers} layers, {lm.context_length:,} tokens) in {entry.folder}"
+    return Finding("model", GOOD, text)
 
 
 def texts() -> Finding:
@@ -146,7 +146,7 @@ def texts() -> Finding:
 
 
 def store() -> Finding:
-    """The MLflow store: reached, and, where it is a file, one that may be written to."""
+    """The MLflow store: it answers, and a store that is a file may be written to."""
     from kvlab.workbench.store import database as mlflow_store
 
     if not mlflow_store.exists():
@@ -160,12 +160,12 @@ def store() -> Finding:
 
 
 def _writable(folder: Path) -> None:
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise KvlabError(f"{there} cannot be written to: {why(error)}") from None
+        raise KvlabError(f"{existing} cannot be written to: {why(error)}") from None
 
 
 def disk() -> Finding:
@@ -179,9 +179,9 @@ def disk() -> Finding:
         places["store"] = database.parent
     free = {}
     for name, folder in places.items():
-        there = next(place for place in (folder, *folder.parents) if place.exists())
-        _writable(there)
-        free[name] = shutil.disk_usage(there).free / 1e9
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        _writable(existing)
+        free[name] = shutil.disk_usage(existing).free / 1e9
     shown = ", ".join(f"{gigabytes:.0f} GB free for the {name} ({places[name]})" for name, gigabytes in free.items())
     if min(free.values()) < DISK_GB:
         return Finding("disk", BAD, shown, f"make {DISK_GB} GB free, or point KVLAB_HOME to a larger disk")
@@ -189,20 +189,20 @@ def disk() -> Finding:
 
 
 def machine() -> Finding:
-    """Cores and memory, and the number of jobs that they are good for."""
+    """Cores and memory, and how many jobs at once they are good for."""
     import psutil
 
     from kvlab.workbench.jobs.places import cores
 
     available = psutil.virtual_memory().available / 1e9
     jobs = max(1, min(cores(), int(available // MEMORY_GB)))
-    found = f"{cores()} cores, {available:.0f} GB of memory available: good for --jobs {jobs}"
+    text = f"{cores()} cores, {available:.0f} GB of memory available: good for --jobs {jobs}"
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
-        found += f"; OMP_NUM_THREADS={threads} is set"
+        text += f"; OMP_NUM_THREADS={threads} is set"
     if available < MEMORY_GB:
-        return Finding("machine", BAD, found, f"a job needs about {MEMORY_GB} GB: close something, or use --jobs 1")
-    return Finding("machine", GOOD, found)
+        return Finding("machine", BAD, text, f"a job needs about {MEMORY_GB} GB: close something, or use --jobs 1")
+    return Finding("machine", GOOD, text)
 
 
 def gpu() -> Finding:
@@ -214,10 +214,10 @@ def gpu() -> Finding:
     place = devices.resolved("auto")
     if place.type == "cpu":
         return Finding("gpu", GOOD, "none: everything runs on the CPU; the gpu profiles want one")
-    found, module = f"{devices.name(place)} (device {place.type!r})", torch.get_device_module(place)
+    text, module = f"{devices.name(place)} (device {place.type!r})", torch.get_device_module(place)
     if hasattr(module, "get_device_properties"):
-        found += f", {module.get_device_properties(place).total_memory / 1e9:.0f} GB"
-    return Finding("gpu", GOOD, found)
+        text += f", {module.get_device_properties(place).total_memory / 1e9:.0f} GB"
+    return Finding("gpu", GOOD, text)
 
 
 def jupyter() -> Finding:
@@ -233,18 +233,18 @@ def jupyter() -> Finding:
 
 
 def show(console: Console) -> bool:
-    """Print each check as it is made; whether nothing is bad."""
+    """Print each check as soon as it is made; True if none is bad."""
     well = True
-    for one in findings():
-        mark, colour = MARKS[one.state]
-        console.print(f"[{colour}]{mark}[/] [bold]{one.what:<9}[/]", end=" ")
-        console.print(one.found, markup=False, highlight=False, soft_wrap=True)
-        if one.mend:
-            console.print(f"            mend: {one.mend}", markup=False, highlight=False, soft_wrap=True)
-        well = well and one.state != BAD
+    for finding in findings():
+        mark, colour = MARKS[finding.state]
+        console.print(f"[{colour}]{mark}[/] [bold]{finding.what:<9}[/]", end=" ")
+        console.print(finding.found, markup=False, highlight=False, soft_wrap=True)
+        if finding.mend:
+            console.print(f"            mend: {finding.mend}", markup=False, highlight=False, soft_wrap=True)
+        well = well and finding.state != BAD
     return well
 
 
 def as_json() -> list[dict[str, Any]]:
     """The checks as plain data."""
-    return [asdict(one) for one in findings()]
+    return [asdict(finding) for finding in findings()]

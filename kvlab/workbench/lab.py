@@ -50,10 +50,10 @@ def copies(source: Path, target: Path) -> list[Path]:
 def _made(target: Path) -> dict[str, str]:
     """notebook -> sha256 of its copy as it was made."""
     try:
-        found = parsed((target / MADE).read_text(encoding="utf-8"))
+        hashes = parsed((target / MADE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        found = None
-    return found if isinstance(found, dict) else {}
+        hashes = None
+    return hashes if isinstance(hashes, dict) else {}
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def _mlflow(uri: str, port: int) -> Iterator[str]:
             free.bind((ui.HOST, port))
         except OSError as error:
             raise KvlabError(
-                f"port {port} cannot be had ({error.strerror}); name another: make lab PORT={port + 1}"
+                f"port {port} cannot be used ({error.strerror}); name another: make lab PORT={port + 1}"
             ) from None
     note = ui.note()
     with (note.parent / "server.log").open("wb") as log:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 
-def entries(what: str) -> list[dict[str, Any]]:
+def entries(name: str) -> list[dict[str, Any]]:
     """The entries of one list, by its name ("policies", "claims", ...)."""
-    return _LISTS[what]()
+    return _LISTS[name]()
 
 
-def _first_line(thing: object) -> str:
+def _first_line(documented: object) -> str:
     """The first paragraph of a docstring, on one line."""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    return " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
 
 
 def _policies() -> list[dict[str, Any]]:
@@ -28,8 +28,13 @@ def _experiments() -> list[dict[str, Any]]:
 
     loaded = [experiments.load(name) for name in experiments.names()]
     return [
-        {"name": each.name, "summary": each.summary, "notebook": each.notebook, "profiles": list(each.profiles)}
-        for each in loaded
+        {
+            "name": experiment.name,
+            "summary": experiment.summary,
+            "notebook": experiment.notebook,
+            "profiles": list(experiment.profiles),
+        }
+        for experiment in loaded
     ]
 
 
@@ -58,10 +63,10 @@ def _claims() -> list[dict[str, Any]]:
 def _measures() -> list[dict[str, Any]]:
     from kvlab.instruments import measures
 
-    found = inspect.getmembers(measures, inspect.isfunction)
+    functions = inspect.getmembers(measures, inspect.isfunction)
     own = [
         (name, function)
-        for name, function in found
+        for name, function in functions
         if not name.startswith("_") and function.__module__ == measures.__name__
     ]
     return [{"name": name, "summary": _first_line(function)} for name, function in own]

@@ -1,8 +1,8 @@
-"""MLflow's own server, whose pages open on training runs: `mlflow server --app-name kvlab` (`make lab` starts it so).
+"""MLflow's own server with pages that open on training runs: `mlflow server --app-name kvlab`, as `make lab` starts it.
 
-What MLflow 3.17 shows first is a choice that a browser keeps, not a setting of the server: its pages for
-applications of language models, an assistant that wants a provider or a key, and a note on telemetry. A browser that
-has not chosen yet is given other choices here; the tag `mlflow.experimentKind` alone does not do it.
+MLflow 3.17 first shows its pages for applications of language models, an assistant that wants a provider or a key, and
+a note on telemetry. These choices are kept by the browser and are no settings of the server. A browser that has not
+chosen yet is given other choices here; the tag `mlflow.experimentKind` alone is not enough.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["app"]
 
 CHOICES = {
     "mlflow.workflowType_v1": "machine_learning",
-    "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": True,  # once is enough, and it has been
+    "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": True,  # it opens only once, and this says that it has
     "mlflow.telemetry.info.alert.dismissed_v1": True,
     "mlflow.settings.telemetry.enabled_v1": False,
 }

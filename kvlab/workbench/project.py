@@ -1,4 +1,4 @@
-"""Where the project lies, what state its code is in, and how it was made."""
+"""The project's folder, its version, and the state of its code."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def root() -> Path:
     if named := os.environ.get("KVLAB_ROOT"):
         return expanded(named).resolve()
     try:
-        here = Path.cwd().resolve()
+        start = Path.cwd().resolve()
     except OSError:
         raise KvlabError("the folder that this runs in is gone; change into another") from None
-    return next((folder for folder in (here, *here.parents) if (folder / "experiments").is_dir()), here)
+    return next((folder for folder in (start, *start.parents) if (folder / "experiments").is_dir()), start)
 
 
 def checkout() -> Path:

@@ -1,4 +1,4 @@
-"""MLflow's UI: where it is, how it is started, and the links into it that a command prints at its end."""
+"""MLflow's UI: its address, how to start it, and the links into it that a command prints at its end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvlab.workbench import project
 from kvlab.workbench.store import database
 
 APP = "kvlab"  # kvlab.workbench.mlflow_app, by its entry point
-TRAINING = "workflowType=machine_learning"  # for a server that is not ours, whose pages open elsewhere
+TRAINING = "workflowType=machine_learning"  # for a server that is not ours: its pages open elsewhere
 HOST, PORT = "127.0.0.1", 5000
-# Its background jobs serve language models' traces, and take another gigabyte.
+# Its background jobs serve the traces of language models, and would take another gigabyte.
 SETTINGS = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
@@ -27,14 +27,14 @@ def address(port: int) -> str:
 
 
 def options(uri: str) -> list[str]:
-    """Of `mlflow server`, for a store on this machine."""
-    # An environment that was not made anew since knows no such app.
+    """Options of `mlflow server` for a store on this machine."""
+    # An environment that was installed earlier may not have this app.
     ours = ["--app-name", APP] if entry_points(group="mlflow.app", name=APP) else []
     return ["server", *ours, "--workers", "1", "--backend-store-uri", uri]
 
 
 def command(uri: str, port: int) -> list[str]:
-    """What starts the UI on a store, with SETTINGS in its environment."""
+    """The command that starts the UI on a store, with SETTINGS in its environment."""
     return [sys.executable, "-m", "mlflow", *options(uri), "--host", HOST, "--port", str(port)]
 
 
@@ -44,7 +44,7 @@ def note() -> Path:
 
 
 def running() -> str | None:
-    """The address of a UI on the store: the tracking server's own, or that of `make lab`; None where none answers."""
+    """The address of a UI on the store: the tracking server's own, or that of `make lab`; None if none answers."""
     uri = database.store_uri()
     if database.database_path(uri):
         try:
@@ -56,10 +56,10 @@ def running() -> str | None:
 
 
 def told(names: Iterable[str]) -> str:
-    """The link to the table of runs of these experiments, with how to start the UI where none is running."""
+    """The link to the table of runs of these experiments; if no UI is running, also the command that starts it."""
     connection = database.client()
-    found = [connection.get_experiment_by_name(name) for name in names]
-    ids = [each.experiment_id for each in found if each]
+    experiments = [connection.get_experiment_by_name(name) for name in names]
+    ids = [experiment.experiment_id for experiment in experiments if experiment]
     place = (
         f"/#/experiments/{ids[0]}/runs?{TRAINING}"
         if len(ids) == 1
@@ -77,6 +77,6 @@ def _typed(uri: str) -> str:
     """A command that starts the UI, as short as this shell takes it."""
     beside = Path(sys.executable).with_name("mlflow")
     known = shutil.which("mlflow")
-    here = known is not None and Path(known).samefile(beside)
-    program = "mlflow" if here else min(os.path.relpath(beside), str(beside), key=len)
+    on_path = known is not None and Path(known).samefile(beside)
+    program = "mlflow" if on_path else min(os.path.relpath(beside), str(beside), key=len)
     return f"MLFLOW_DISABLE_TELEMETRY=true {shlex.join([program, *options(uri)])}"

@@ -46,10 +46,10 @@ def test_intervals_are_the_same_each_time_and_degenerate_with_dignity():
 
 
 def test_findings_join_their_metrics():
-    one, two = Findings(pandas.DataFrame({"a": [1]})), Findings(pandas.DataFrame({"b": [1]}))
-    one.add("x", [1.0, 2.0, 6.0])
-    two.add("y", iter([4.0]))
-    both = one | two
+    first, second = Findings(pandas.DataFrame({"a": [1]})), Findings(pandas.DataFrame({"b": [1]}))
+    first.add("x", [1.0, 2.0, 6.0])
+    second.add("y", iter([4.0]))
+    both = first | second
     assert both.metrics == {"x": 3.0, "y": 4.0} and list(both.table) == ["a"]
     assert 1.0 <= both.intervals["x"][0] < 3.0 < both.intervals["x"][1] <= 6.0 and both.intervals["y"] == (4.0, 4.0)
 

@@ -55,8 +55,8 @@ def test_figure_2():
     metrics = analyses()["figure_2"].metrics
     small, large = (
         [
-            1 - quality.replayed(one, policy("compilerkv", budget=budget, tables=tables())).summary["mass_lost"]
-            for one in TRACES
+            1 - quality.replayed(captured, policy("compilerkv", budget=budget, tables=tables())).summary["mass_lost"]
+            for captured in TRACES
         ]
         for budget in (64, 256)
     )
@@ -124,14 +124,14 @@ def test_steps_are_differences_of_what_is_lost():
 
 def test_tables_1_and_2_share_their_replays(monkeypatch):
     """And budgets that are equal as numbers are no less apart: one entry, and the whole prompt."""
-    one = trace(9, "fresh")
-    first = quality.sweep([one], [("a", policy("snapkv", budget=SHARE))])
+    fresh = trace(9, "fresh")
+    first = quality.sweep([fresh], [("a", policy("snapkv", budget=SHARE))])
     monkeypatch.setattr(quality, "replayed", lambda *_: pytest.fail("replayed again"))
-    again = quality.sweep([one], [("b", policy("snapkv", budget=SHARE))])
+    again = quality.sweep([fresh], [("b", policy("snapkv", budget=SHARE))])
     assert set(again["method"]) == {"b"} and first.drop(columns="method").equals(again.drop(columns="method"))
     monkeypatch.undo()
     few, all_of_it = (
-        quality.sweep([one], [("c", policy("streamingllm", budget=budget, sinks=0))]) for budget in (1, 1.0)
+        quality.sweep([fresh], [("c", policy("streamingllm", budget=budget, sinks=0))]) for budget in (1, 1.0)
     )
     assert set(few["stored"]) == {1} and set(all_of_it["stored"]) == {PROMPT}
 

@@ -32,12 +32,12 @@ from kvlab.traces.trace import Trace
 
 def test_a_lonely_head_has_no_veto_and_breaks_the_bound(tmp_path):
     """What only one of three heads attends to goes, however large its weight, since the utility is the mean of all."""
-    one = lonely_head()
-    one.meta["document"] = "made up"
+    lonely = lonely_head()
+    lonely.meta["document"] = "made up"
     path = tmp_path / "trusted.json"
     path.write_text(json.dumps({"heads": [[9.0, 1.0, 1.0]], "risk": None}))
-    assert sets(quality.replayed(one, policy("compilerkv", budget=1, tables=str(path))).kept(0)) == [[2]] * 3
-    findings = veto.protected([one], str(path), 1 / 12, strongest=1)
+    assert sets(quality.replayed(lonely, policy("compilerkv", budget=1, tables=str(path))).kept(0)) == [[2]] * 3
+    findings = veto.protected([lonely], str(path), 1 / 12, strongest=1)
     rows = findings.table.set_index("method")["protected"]
     assert rows["compilerkv"] == 0
 
@@ -56,14 +56,14 @@ def test_a_weight_protects_what_its_head_s_values_single_out(tmp_path):
     )
     values = torch.ones_like(keys)
     values[0, 0, 5], values[0, 1, 2] = 3.0, 4.0
-    one = Trace.from_tensors(queries, keys, values, length)
-    one.meta["document"] = "made up"
+    captured = Trace.from_tensors(queries, keys, values, length)
+    captured.meta["document"] = "made up"
     path = tmp_path / "trusted.json"
     path.write_text(json.dumps({"heads": [[9.0, 1.0]], "risk": None}))
-    findings = veto.protected([one], str(path), 1 / 12, strongest=1)
+    findings = veto.protected([captured], str(path), 1 / 12, strongest=1)
     kept_by = {
-        name: sets(quality.replayed(one, each).kept(0))[0]
-        for name, each in {
+        name: sets(quality.replayed(captured, method).kept(0))[0]
+        for name, method in {
             "learnt": policy("compilerkv", budget=1, tables=str(path)),
             "equal": policy("compilerkv", budget=1),
         }.items()
@@ -78,20 +78,20 @@ def test_a_veto_is_measured_on_the_head_of_the_largest_weight(tmp_path):
     path = table_file(tmp_path, heads=WEIGHTS)
     found = veto.protected(TRACES[:1], path, SHARE, strongest=8).table.set_index(["method", "layer"])["protected"]
     attention = window_attention(TRACES[0])
-    for name, one in {
+    for name, method in {
         "compilerkv": policy("compilerkv", budget=SHARE, tables=path),
         "equal_weights": policy("compilerkv", budget=SHARE),
     }.items():
-        for row, of_layer in enumerate(kept(TRACES[0], one)):
+        for row, of_layer in enumerate(kept(TRACES[0], method)):
             head = int(WEIGHTS[row].argmax())
             wanted = best(attention[row, head], 8)
             assert found[name, row] == pytest.approx(np.isin(wanted, of_layer[head * KV_HEADS // HEADS]).mean())
 
 
 def test_the_bound_breaks_for_a_lonely_head():
-    one = lonely_head()
+    lonely = lonely_head()
 
-    plain = theorem.theorem_4_1([one], [1])
+    plain = theorem.theorem_4_1([lonely], [1])
     assert plain.metrics["theorem41/a2_violated"] == pytest.approx(1 / 3)
     head = plain.table.set_index("head")
     assert head.loc[0, "lost"] > 0.9 > head.loc[0, "bound"] and head.loc[1, "lost"] < head.loc[1, "bound"]

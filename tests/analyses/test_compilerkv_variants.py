@@ -28,38 +28,38 @@ from kvlab.methods import policy
 
 def test_variants_keep_what_their_words_say():
     """Without tables(), against scores computed one query at a time."""
-    one, budget = TRACES[0], 40
-    attention = window_attention(one)
+    trace, budget = TRACES[0], 40
+    attention = window_attention(trace)
     model = attention.mean((0, 1))
-    assert kept(one, variants.NoNorms(budget=budget)) == [[best(model, budget)] * KV_HEADS] * LAYERS
+    assert kept(trace, variants.NoNorms(budget=budget)) == [[best(model, budget)] * KV_HEADS] * LAYERS
     by_layer = [[best(rows.mean(0), budget)] * KV_HEADS for rows in attention]
-    assert kept(one, variants.LayerMean(budget=budget)) == by_layer
+    assert kept(trace, variants.LayerMean(budget=budget)) == by_layer
     largest = [[best(rows.max(0), budget)] * KV_HEADS for rows in attention]
-    assert kept(one, variants.RawAttention(budget=budget)) == largest
+    assert kept(trace, variants.RawAttention(budget=budget)) == largest
     groups = attention.reshape(LAYERS, KV_HEADS, -1, PROMPT).sum(2)
-    assert kept(one, variants.GroupSets(budget=budget)) == [[best(row, budget) for row in rows] for rows in groups]
+    assert kept(trace, variants.GroupSets(budget=budget)) == [[best(row, budget) for row in rows] for rows in groups]
 
 
 def test_raw_attention_is_weighted_and_gated(tmp_path):
-    one, budget = TRACES[0], 40
-    scores = (window_attention(one) * WEIGHTS[..., None]).max(1)
+    trace, budget = TRACES[0], 40
+    scores = (window_attention(trace) * WEIGHTS[..., None]).max(1)
     path = table_file(tmp_path, "gate", heads=WEIGHTS, risk=np.full((LAYERS, *CELLS), 0.5))
     passing = [np.flatnonzero(row >= 0.5 * row.max()).tolist() for row in scores]
     assert all(0 < len(row) < budget for row in passing)
-    assert kept(one, variants.RawAttention(budget=budget, tables=path)) == [[row] * KV_HEADS for row in passing]
+    assert kept(trace, variants.RawAttention(budget=budget, tables=path)) == [[row] * KV_HEADS for row in passing]
 
 
 def test_a_part_taken_away_is_a_table_made_neutral(tmp_path):
-    one, budget = TRACES[0], 300
+    trace, budget = TRACES[0], 300
     alone = policy("compilerkv", budget=budget, tables=table_file(tmp_path, "risk", risk=RISK))
-    assert kept(one, variants.NoHeadTable(budget=budget, tables=tables())) == kept(one, alone)
+    assert kept(trace, variants.NoHeadTable(budget=budget, tables=tables())) == kept(trace, alone)
     middle = np.sort(RISK.reshape(LAYERS, -1))[:, (RISK[0].size - 1) // 2]
     same = policy(
         "compilerkv",
         budget=budget,
         tables=table_file(tmp_path, "static", heads=WEIGHTS, risk=np.broadcast_to(middle[:, None, None], RISK.shape)),
     )
-    assert kept(one, variants.StaticThreshold(budget=budget, tables=tables())) == kept(one, same)
+    assert kept(trace, variants.StaticThreshold(budget=budget, tables=tables())) == kept(trace, same)
 
 
 def test_a_static_threshold_is_the_one_of_the_contexts_seen(tmp_path):
@@ -74,7 +74,7 @@ def test_a_static_threshold_is_the_one_of_the_contexts_seen(tmp_path):
 
 
 def test_variants_differ_in_what_they_drop():
-    found = {name: kept(TRACES[0], one) for name, one in ablation.ablations(300, tables()).items()}
+    found = {name: kept(TRACES[0], method) for name, method in ablation.ablations(300, tables()).items()}
     assert list(found) == ["full", "no_head_table", "static_threshold", "raw_attention", "no_gate"]
     names = list(found)
     for number, name in enumerate(names):
@@ -90,8 +90,8 @@ def test_static_thresholds_need_no_table():
 
 def test_steps_to_snapkv_store_the_same_and_end_there():
     steps = variants.ladder(SHARE)
-    found = [kept(TRACES[1], one) for one in steps.values()]
-    assert {len(one) for rows in found for layer_sets in rows for one in layer_sets} == {72}
+    found = [kept(TRACES[1], method) for method in steps.values()]
+    assert {len(kept_set) for rows in found for layer_sets in rows for kept_set in layer_sets} == {72}
     assert found[-1] == kept(TRACES[1], policy("snapkv", budget=72)) and found[1] == kept(
         TRACES[1], policy("compilerkv", budget=72)
     )

@@ -68,15 +68,15 @@ def test_table_1s_effects_are_differences_paired_by_document(table_1):
 
 
 def test_table_1_of_one_more_prompt_goes_by_its_length(lm, traces, table_1):
-    one = dapq.at_length(lm, traces[0], N)
+    longest = dapq.at_length(lm, traces[0], N)
     length = dapq.context_name(traces[0].prompt_length)
     of_it = table_1.table.query("document == @traces[0].document and rope == 'post'")
     of_it = of_it.set_index("condition")["similarity"]
-    assert one.metrics[f"similarity/post/dc_sp/{length}"] == pytest.approx(of_it["dc_sp"], abs=1e-5)
-    assert not one.intervals and {f"{name}/{length}" for name in table_1.metrics} == set(one.metrics)
+    assert longest.metrics[f"similarity/post/dc_sp/{length}"] == pytest.approx(of_it["dc_sp"], abs=1e-5)
+    assert not longest.intervals and {f"{name}/{length}" for name in table_1.metrics} == set(longest.metrics)
     ratio = table_1.metrics["ratio/post/dc_sp_over_sc_dp"]
-    longer = one.metrics[f"ratio/post/dc_sp_over_sc_dp/{length}"]
-    words = dapq.position_over_content(table_1, "100k", one)
+    longer = longest.metrics[f"ratio/post/dc_sp_over_sc_dp/{length}"]
+    words = dapq.position_over_content(table_1, "100k", longest)
     assert words == f"the right position over the right content: {ratio:.2f} at 100k, {longer:.2f} at {length}"
 
 
@@ -141,8 +141,8 @@ def test_figure_2as_positions_are_where_they_are_said_to_be(trace):
 
 @pytest.fixture(scope="module")
 def figure_2b(small):
-    lm, (one, _, other) = small
-    return dapq.figure_2b(lm, [one, other], parts=4, n=8)
+    lm, (first, _, second) = small
+    return dapq.figure_2b(lm, [first, second], parts=4, n=8)
 
 
 def test_figure_2b_starts_at_the_right_position_and_ends_at_the_first(figure_2b):

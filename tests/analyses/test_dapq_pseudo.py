@@ -24,7 +24,7 @@ def test_contents_are_those_of_the_paper(lm, trace, monkeypatch):
     monkeypatch.setattr("kvlab.traces.run.pseudo_queries", record)
     wanted = pseudo.contents(32, firsts=(2, 4), seeds=(5, 6))
     assert list(wanted) == ["F2L30", "F4L28", "RS_C", "RC_C", "Fix_C"]
-    recall.with_pseudo(lm, trace, [pseudo.asked(one) for many in wanted.values() for one in many])
+    recall.with_pseudo(lm, trace, [pseudo.asked(parameters) for variants in wanted.values() for parameters in variants])
     prompt, length = trace.ids[: trace.prompt_length].tolist(), trace.prompt_length
     f2, f4, rs, rs2, rc, rc2, fix = (ids.tolist() for ids, _ in fed.values())
     assert f2 == prompt[:2] + prompt[-30:] and f4 == prompt[:4] + prompt[-28:]
@@ -57,7 +57,7 @@ def test_figure_6a_is_made_of_replays(lm, traces, figure_6a):
     here = [kvlab.replay(recall.with_pseudo(lm, t, [usual]), usual).summary for t in traces]
     away = [kvlab.replay(recall.with_pseudo(lm, t, [usual], start=0), usual).summary for t in traces]
     for measure, sign in (("recall", 1), ("mass_lost", -1)):
-        a, b = ([one[measure] for one in side] for side in (here, away))
+        a, b = ([summary[measure] for summary in side] for side in (here, away))
         assert figure_6a.metrics[f"content/{measure}/F4L28/b48"] == pytest.approx(np.mean(a), abs=1e-5)
         assert figure_6a.metrics[f"content/{measure}/F4L28 at 0/b48"] == pytest.approx(np.mean(b), abs=1e-5)
         worth = sign * np.subtract(a, b)
@@ -94,10 +94,10 @@ def test_figure_6b_rises_and_falls_by_its_table(lm, traces):
     for measure, sign in (("recall", 1), ("mass_lost", -1)):
         rows = found.table[(found.table["measure"] == measure) & (found.table["response"] == 24)]
         wide = sign * rows.pivot(index="document", columns="length", values="value")
-        one, other = (wide.loc[name] for name in wide.index)
+        first, second = (wide.loc[name] for name in wide.index)
         # With two documents each takes the best length of the other.
-        rise = (one[other.idxmax()] - one[1] + other[one.idxmax()] - other[1]) / 2
-        fall = (one[other.idxmax()] - one[32] + other[one.idxmax()] - other[32]) / 2
+        rise = (first[second.idxmax()] - first[1] + second[first.idxmax()] - second[1]) / 2
+        fall = (first[second.idxmax()] - first[32] + second[first.idxmax()] - second[32]) / 2
         assert found.metrics[f"length/rise/{measure}"] == pytest.approx(rise)
         assert found.metrics[f"length/fall/{measure}"] == pytest.approx(fall)
         assert found.metrics[f"length/best/{measure}/r24"] == wide.mean().idxmax()
@@ -118,7 +118,9 @@ def test_aligned_documents_keep_their_means_and_lose_their_differences():
         for n, v in zip((1, 8), values, strict=True)
     ]
     figure = Findings(pandas.DataFrame(rows))
-    plain, aligned = (pseudo.by_length(figure, "mass_lost", each).set_index("length") for each in (False, True))
+    plain, aligned = (
+        pseudo.by_length(figure, "mass_lost", alignment).set_index("length") for alignment in (False, True)
+    )
     assert plain["value"].tolist() == pytest.approx([0.3, 0.5])
     assert aligned["value"].tolist() == pytest.approx([0.3, 0.5])
     assert (aligned["low"] - aligned["high"]).abs().max() < 1e-9 and plain["low"].tolist() == pytest.approx([0.1, 0.3])
@@ -131,15 +133,15 @@ def test_a_shortened_response_is_what_a_shorter_capture_gives(small):
     assert (short.steps, short.length) == (3, trace.prompt_length + 3) and torch.equal(short.ids, again.ids)
     for name in ("keys", "values", "queries", "pre_queries"):
         torch.testing.assert_close(getattr(short, name), getattr(again, name), atol=1e-5, rtol=1e-5)
-    one = policy("snapkv", budget=50, window=16)
-    assert kvlab.replay(short, one).summary == pytest.approx(kvlab.replay(again, one).summary, rel=1e-4)
+    snapkv = policy("snapkv", budget=50, window=16)
+    assert kvlab.replay(short, snapkv).summary == pytest.approx(kvlab.replay(again, snapkv).summary, rel=1e-4)
     for steps in (0, trace.steps + 1):
-        with pytest.raises(KvlabError, match=f"has 8 tokens, so that its first {steps} cannot be looked at"):
+        with pytest.raises(KvlabError, match=f"has 8 tokens; a part of it has 1 to 8, not {steps}"):
             pseudo.shortened(trace, steps)
 
 
 def test_scores_are_those_of_a_replay(small):
     for trace in small[1][:2]:
-        one = policy("snapkv", budget=60, window=16)
-        found, whole = pseudo.scored(trace, one.prefill(trace.prompt)), kvlab.replay(trace, one).summary
+        snapkv = policy("snapkv", budget=60, window=16)
+        found, whole = pseudo.scored(trace, snapkv.prefill(trace.prompt)), kvlab.replay(trace, snapkv).summary
         assert found == pytest.approx({m: whole[m] for m in ("recall", "mass_lost")}, abs=1e-5)

@@ -24,8 +24,10 @@ def test_the_worst_query_is_told_in_one_line(results):
 
 
 def test_a_trace_without_tokens_has_none_to_show(random_traces):
-    one = random_traces[0]
-    trace = kvlab.Trace.from_tensors(one.queries, one.keys, one.values, one.prompt_length, scaling=one.scaling)
+    captured = random_traces[0]
+    trace = kvlab.Trace.from_tensors(
+        captured.queries, captured.keys, captured.values, captured.prompt_length, scaling=captured.scaling
+    )
     result = kvlab.replay(trace, kvlab.policy("streamingllm", budget=24))
     with pytest.raises(KvlabError, match="its tokens are not known"):
         first_look.lost_tokens("lm", trace, result, first_look.worst(result))

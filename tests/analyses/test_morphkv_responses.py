@@ -19,15 +19,16 @@ from kvlab.errors import KvlabError
 
 
 def test_methods_get_the_same_bytes_or_the_same_entries(random_traces):
-    one = random_traces[0]  # 120 tokens, two query heads for each KV head
-    policies = responses.at_budget(one, 0.2, 4)
-    stored = {name: kvlab.replay(one, each) for name, each in policies.items()}
+    trace = random_traces[0]  # 120 tokens, two query heads for each KV head
+    policies = responses.at_budget(trace, 0.2, 4)
+    stored = {name: kvlab.replay(trace, method) for name, method in policies.items()}
     kept = {
-        name: sum(int((each.kept(layer) >= 0).sum()) for layer in range(one.n_layers)) for name, each in stored.items()
+        name: sum(int((replayed.kept(layer) >= 0).sum()) for layer in range(trace.n_layers))
+        for name, replayed in stored.items()
     }
-    assert kept["snapkv_shared"] == kept["h2o"] == kept["streamingllm"] == 24 * one.n_layers * one.kv_heads
-    assert kept["snapkv"] == 12 * one.n_layers * one.heads == kept["h2o"], "half the entries for twice the sets"
-    last = [stored["morphkv"].stored(layer, one.steps) for layer in range(one.n_layers)]
+    assert kept["snapkv_shared"] == kept["h2o"] == kept["streamingllm"] == 24 * trace.n_layers * trace.kv_heads
+    assert kept["snapkv"] == 12 * trace.n_layers * trace.heads == kept["h2o"], "half the entries for twice the sets"
+    last = [stored["morphkv"].stored(layer, trace.steps) for layer in range(trace.n_layers)]
     assert sum(int((positions >= 0).sum()) for positions in last) == kept["h2o"]
 
 
@@ -37,9 +38,9 @@ def test_small_budgets_pair_their_documents(random_traces):
 
     def lost(name: str, share: float) -> np.ndarray:
         """From the second step on: MorphKV's first reads the whole prompt."""
-        each = [kvlab.replay(t, responses.at_budget(t, share, 4)[name]).mass_lost for t in random_traces]
-        assert all(float(one[..., 0].max()) < 1e-5 for one in each) == (name == "morphkv")
-        return np.array([float(one[..., 1:].mean()) for one in each])
+        losses = [kvlab.replay(t, responses.at_budget(t, share, 4)[name]).mass_lost for t in random_traces]
+        assert all(float(loss[..., 0].max()) < 1e-5 for loss in losses) == (name == "morphkv")
+        return np.array([float(loss[..., 1:].mean()) for loss in losses])
 
     ahead = lost("h2o", 0.1) - lost("morphkv", 0.1)
     assert found.metrics["behind/mass_lost/h2o/0.10"] == pytest.approx(ahead.mean(), abs=1e-6)
@@ -89,7 +90,7 @@ def test_a_response_fades_where_something_is_evicted(random_traces):
     policies = [kvlab.policy("h2o", budget=24), kvlab.policy("morphkv", budget=24, window=4)]
     slopes = np.array(
         [
-            [np.polyfit(range(110), kvlab.replay(t, each).mass_lost.mean((0, 1)), 1)[0] for each in policies]
+            [np.polyfit(range(110), kvlab.replay(t, method).mass_lost.mean((0, 1)), 1)[0] for method in policies]
             for t in cuts
         ]
     )

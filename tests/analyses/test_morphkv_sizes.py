@@ -43,9 +43,9 @@ def test_predicted_bytes_are_those_of_tensors(tiny, shape):
     """A live run on a tiny model, step by step: what its stores hold is what the formula says."""
     lm, ids, (budget, window) = tiny(shape), prompt(50), (16, 4)
     model = sizes.geometry(lm.model.config)
-    for name, one in responses.writing(budget, window).items():
+    for name, method in responses.writing(budget, window).items():
         sets = model.group if name == "snapkv" else 1
-        with kvlab.compress(lm.model, one) as session:
+        with kvlab.compress(lm.model, method) as session:
             past = lm.model(ids[:, :30], use_cache=True).past_key_values
             for step, token in enumerate(ids[0, 30:], 1):
                 lm.model(token.view(1, 1), past_key_values=past)

@@ -22,8 +22,8 @@ def test_a_continuation_is_what_capturing_the_shorter_prompt_gives(tiny, random_
     assert cut.ids.tolist() == ids[:100].tolist()
     for name in ("queries", "keys", "values", "accumulated"):
         torch.testing.assert_close(getattr(cut, name), getattr(fresh, name), atol=2e-4, rtol=1e-3)
-    one = kvlab.policy("morphkv", budget=24, window=6)
-    lost = [float(kvlab.replay(each, one).mass_lost.sum()) for each in (cut, fresh)]
+    morphkv = kvlab.policy("morphkv", budget=24, window=6)
+    lost = [float(kvlab.replay(trace, morphkv).mass_lost.sum()) for trace in (cut, fresh)]
     assert lost[0] == pytest.approx(lost[1], rel=1e-3) and lost[0] > 1
 
 
@@ -72,9 +72,9 @@ def test_the_window_ablation_is_made_of_replays(random_traces):
 
     sums, maxima, narrow = (summaries(budget=32, window=w, fusion=f) for w, f in ((8, "sum"), (8, "max"), (2, "max")))
     for measure in windows.MEASURES:
-        one = [each[measure] for each in maxima]
-        assert found.metrics[f"{measure}/max/w8/c32"] == pytest.approx(np.mean(one), rel=1e-5)
-        assert found.intervals[f"{measure}/max/w8/c32"] == pytest.approx((min(one), max(one)), rel=1e-5)
+        values = [summary[measure] for summary in maxima]
+        assert found.metrics[f"{measure}/max/w8/c32"] == pytest.approx(np.mean(values), rel=1e-5)
+        assert found.intervals[f"{measure}/max/w8/c32"] == pytest.approx((min(values), max(values)), rel=1e-5)
         sign = 1 if measure == "step_recall" else -1
         for name, new, old in (("max/c32/w2_to_w8", maxima, narrow), ("w8/c32/max_to_sum", sums, maxima)):
             gains = [sign * (n[measure] - o[measure]) / o[measure] for n, o in zip(new, old, strict=True)]

@@ -40,8 +40,8 @@ def found(traces):
 
 def test_snapkv_gets_what_the_response_leaves_shared_by_the_group(traces):
     trace = traces[0]
-    one = budgets.snapkv_as_compared(trace, 100)
-    assert (one.budget, one.sets, one.window, one.kernel) == ((100 - 8) // 2, "head", 32, 7)
+    snapkv = budgets.snapkv_as_compared(trace, 100)
+    assert (snapkv.budget, snapkv.sets, snapkv.window, snapkv.kernel) == ((100 - 8) // 2, "head", 32, 7)
     assert budgets.snapkv_as_compared(trace, 74).budget == 33 and budgets.snapkv_as_compared(trace, 73) is None
     assert budgets.snapkv_as_compared(trace, 41, "group").budget == 33
     assert budgets.snapkv_as_compared(trace, 40, "group") is None
@@ -72,8 +72,8 @@ def test_exact_top_k_loses_what_lies_outside_the_groups_top(found, traces):
 @pytest.mark.parametrize("method", ["rocketkv", "quest", "snapkv"])
 def test_recall_and_mass_lost_of_what_was_read(found, traces, method):
     trace, budget = traces[2], budgets.budget_at(traces[2], 8)
-    one = budgets.contenders(trace, budget, None)[method]
-    result = Replay(trace, one)
+    contender = budgets.contenders(trace, budget, None)[method]
+    result = Replay(trace, contender)
     recall, lost = [], []
     for i, h, t in every(trace):
         kept = result.kept(i, t)

@@ -45,7 +45,7 @@ def inside(traces):
 
 def test_the_ladder_stands_at_one_token_budget(ladder, traces):
     steps = design.ladder(traces[0], 151)
-    sizes = {name: one.budget for name, one in steps.items()}
+    sizes = {name: stage.budget for name, stage in steps.items()}
     assert sizes == {"snapkv": (151 - 8) // 2, "snapkv_gqa": 143, "snapkv_pp": 143, "rocketkv": 151}
     assert [steps["snapkv"].sets, steps["snapkv_gqa"].sets] == ["head", "group"]
     shared = rows_of(ladder, method="snapkv_gqa", compression=6)["output_error"]
@@ -183,8 +183,8 @@ def test_the_published_exponent_is_the_policy_s(traces):
 
 def test_pages_and_dimensions_cost_the_same(inside, traces):
     trace, row = traces[0], rows_of(inside, method="pages0.75").loc[traces[0].document]
-    one = policy("hybrid", budget=57, page=8)
-    result = Replay(trace, one)
+    hybrid = policy("hybrid", budget=57, page=8)
+    result = Replay(trace, hybrid)
     assert row["output_error"] == pytest.approx(result.summary["output_error"])
     allowed = LAYERS * KV_HEADS * 57 * 2 * DIM * 4
     for page in (1, 2, 4, 8, 16):

@@ -52,12 +52,12 @@ def test_rounds_alternate_their_order(chosen):
 def test_bytes_are_those_of_a_run_of_its_own(tiny, chosen, decoded):
     lm = tiny()
     ids = torch.randint(256, (1, 96), generator=torch.Generator().manual_seed(0))
-    for name, one in chosen.items():
+    for name, method in chosen.items():
         found = decoded.query("length == 96 and batch == 1 and policy == @name")
-        if one is None:
+        if method is None:
             assert found["kv_bytes"].eq((96 + 5) * 2 * 2 * 2 * 16 * 4).all()  # entries, layers, KV heads, K and V
             continue
-        with kvlab.compress(lm.model, one, max_new_tokens=5) as session:
+        with kvlab.compress(lm.model, method, max_new_tokens=5) as session:
             lm.model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
         for measure in ("kv_bytes", "aux_bytes", "read_bytes"):
             assert found[measure].eq(getattr(session, measure)).all(), (name, measure)
@@ -71,7 +71,7 @@ def test_the_plain_cache_of_a_prefill_goes_on_like_transformers_own(tiny, chosen
     with torch.inference_mode():
         own = lm.model(ids, use_cache=True)
         assert isinstance(own.past_key_values, DynamicCache)
-        with gather(lm.model, [one for one in chosen.values() if one is not None]):
+        with gather(lm.model, [method for method in chosen.values() if method is not None]):
             prefilled = lm.model(ids, use_cache=True).past_key_values
         token = own.logits[:, -1:].argmax(-1)
         for _ in range(2):  # one prefill serves several runs
@@ -81,12 +81,12 @@ def test_the_plain_cache_of_a_prefill_goes_on_like_transformers_own(tiny, chosen
 
 
 def test_what_stays_is_decided_for_each_sequence_of_a_batch(tiny):
-    lm, one = tiny(), kvlab.policy("zsmerge", budget=BUDGET)
+    lm, zsmerge = tiny(), kvlab.policy("zsmerge", budget=BUDGET)
     ids, _ = meters.prompt(lm, 96, 2)
     kept = []
     with torch.inference_mode():
         for rows in (ids, ids[:1], ids[1:]):
-            with kvlab.compress(lm.model, one) as session:
+            with kvlab.compress(lm.model, zsmerge) as session:
                 out = lm.model(rows, use_cache=True)
                 lm.model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
                 kept.append([session.kept_after_prefill(0, sequence) for sequence in range(len(rows))])
@@ -108,10 +108,10 @@ def test_lengths_that_make_no_sense_are_refused(tiny, chosen):
 def test_what_does_not_fit_is_marked_and_has_no_metric(tiny, chosen, monkeypatch):
     decode = timings._decode
 
-    def small(lm, one, *rest):
-        if one is None:
+    def small(lm, method, *rest):
+        if method is None:
             raise torch.OutOfMemoryError
-        return decode(lm, one, *rest)
+        return decode(lm, method, *rest)
 
     monkeypatch.setattr(timings, "_decode", small)
     table = timings.decoding(tiny(), chosen, [48, 64], steps=1, repeats=2)

@@ -29,7 +29,7 @@ def greedy(lm, needle) -> dict:
     """What each policy says by itself, token by token."""
     example = replace(needle.example, max_new_tokens=6)
     found = evaluation.answers(lm, example, POLICIES, "prompt")
-    return {one: made["prediction"] for one, made in zip(POLICIES, found, strict=True)}
+    return {method: made["prediction"] for method, made in zip(POLICIES, found, strict=True)}
 
 
 def test_the_full_caches_likelihood_is_the_models_own(lm, needle):
@@ -46,24 +46,24 @@ def test_the_full_caches_likelihood_is_the_models_own(lm, needle):
 
 
 def test_the_score_is_whether_greedy_decoding_says_the_answer(lm, needle, greedy):
-    wanted = [(one, "prompt") for one in greedy]
+    wanted = [(method, "prompt") for method in greedy]
     judged = dict(zip(greedy, scores.passes(lm, needle, wanted), strict=True))
-    for one, said in greedy.items():
-        assert judged[one]["score"] == said.startswith(needle.answer), one
+    for method, said in greedy.items():
+        assert judged[method]["score"] == said.startswith(needle.answer), method
         own = Item("needle", "", needle.example, said)
         assert lm.decode(lm.tokenizer(said, add_special_tokens=False)["input_ids"]) == said
-        (found,) = scores.passes(lm, own, [(one, "prompt")])
-        assert (found["score"], found["hits"]) == (1.0, 1.0), one
+        (found,) = scores.passes(lm, own, [(method, "prompt")])
+        assert (found["score"], found["hits"]) == (1.0, 1.0), method
     assert {found["score"] for found in judged.values()} == {0.0, 1.0}  # some keep the needle at this budget
 
 
 def test_feeding_at_once_is_the_same_for_policies_that_rest_while_decoding(lm, needle, monkeypatch):
-    resting = [(one, "prompt") for one in POLICIES[:2]]
+    resting = [(method, "prompt") for method in POLICIES[:2]]
     at_once = list(scores.passes(lm, needle, resting))
     monkeypatch.setattr(type(POLICIES[0]), "acts_while_decoding", property(lambda self: True))
     monkeypatch.setattr(type(POLICIES[1]), "acts_while_decoding", property(lambda self: True))
-    for one, other in zip(at_once, scores.passes(lm, needle, resting), strict=True):
-        assert one["nll"] == pytest.approx(other["nll"], abs=1e-3)
+    for together, stepwise in zip(at_once, scores.passes(lm, needle, resting), strict=True):
+        assert together["nll"] == pytest.approx(stepwise["nll"], abs=1e-3)
 
 
 def test_where_nothing_is_evicted_the_question_may_come_later(lm, needle):
@@ -103,7 +103,7 @@ def test_a_run_prefills_once_and_goes_on_where_it_was_cut_off(lm, needle, tmp_pa
     prefills = []
     real = scores.gather
     monkeypatch.setattr(scores, "gather", lambda *args: prefills.append(1) or real(*args))
-    wanted = [(one, "prompt") for one in POLICIES[1:3]]
+    wanted = [(method, "prompt") for method in POLICIES[1:3]]
     first = scores.measure(lm, [([needle], wanted)], path)
     assert len(prefills) == 1
     assert first["policy"].tolist() == ["full", "snapkv", "h2o"] and first["length"].tolist() == [170] * 3
@@ -258,7 +258,7 @@ def test_a_gain_widens_from_the_largest_budget_to_the_smallest():
 def test_variants_are_their_policies_with_one_setting_changed(lm, needle):
     wanted = {"snapkv_unpooled": [64], "dapq_pooled": [64], "compilerkv_filled": [64], "zsmerge_question": [64]}
     made = contenders.by_name(wanted, tables="smollm2-135m")
-    assert [one.name for one in made] == list(wanted)
+    assert [method.name for method in made] == list(wanted)
     unpooled, pooled, filled, question = made
     assert unpooled.model_dump() == kvlab.policy("snapkv", budget=64, kernel=1).model_dump()
     assert pooled.model_dump(exclude={"kernel"}) == kvlab.policy("dapq", budget=64).model_dump()
@@ -268,7 +268,7 @@ def test_variants_are_their_policies_with_one_setting_changed(lm, needle):
     assert not set(wanted) & set(kvlab.policies())
 
     plain = pooled.replace(kernel=1), kvlab.policy("dapq", budget=64)
-    same, as_published, other = scores.passes(lm, needle, [(one, "prompt") for one in (*plain, pooled)])
+    same, as_published, other = scores.passes(lm, needle, [(method, "prompt") for method in (*plain, pooled)])
     assert same["nll"] == pytest.approx(as_published["nll"], abs=1e-4)
     assert other["nll"] != pytest.approx(as_published["nll"], abs=1e-3)
 

@@ -123,9 +123,9 @@ def test_every_policy_meets_every_measure(tiny):
     measured = equal_bytes.measure([trace], [100])
     assert set(measured["policy"]) == set(policies())
     assert not measured[list(equal_bytes.QUALITY)].isna().any().any()
-    one = kvlab.replay(trace, kvlab.policy("snapkv", budget=100)).summary
+    summary = kvlab.replay(trace, kvlab.policy("snapkv", budget=100)).summary
     row = measured[measured["policy"] == "snapkv"].iloc[0]
-    assert {name: row[name] for name in one} == pytest.approx(one)
+    assert {name: row[name] for name in summary} == pytest.approx(summary)
     full = measured[measured["policy"] == "full"].iloc[0]
     assert full["stored_bytes"] == row["full_bytes"] and full["output_error"] == 0
     assert math.isnan(full["budget"])
@@ -137,7 +137,7 @@ def test_contenders_get_what_they_need_and_come_once():
     assert contender("duoattention", 64, heads="smollm2-135m").heads == "smollm2-135m"
     assert contender("compilerkv", 64, pad="budget").pad == "budget" and contender("compilerkv", 64).pad == "none"
     assert contender("snapkv", 64, heads="smollm2-135m") == kvlab.policy("snapkv", budget=64)
-    assert [str(one) for one in by_name({"full": [0], "h2o": [64, 128]})] == [
+    assert [str(method) for method in by_name({"full": [0], "h2o": [64, 128]})] == [
         str(kvlab.policy("full")),
         str(kvlab.policy("h2o", budget=64)),
         str(kvlab.policy("h2o", budget=128)),

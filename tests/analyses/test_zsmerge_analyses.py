@@ -22,8 +22,8 @@ def figure_5(traces):
 
 def test_figure_5_is_made_of_replays(traces, figure_5):
     for parameter, value in (("residual", 0), ("residual", 0.08), ("alpha", 0.0), ("window", 16)):
-        one = kvlab.policy("zsmerge", budget=0.25, **{parameter: value})
-        summaries = [kvlab.replay(trace, one).summary for trace in traces]
+        zsmerge = kvlab.policy("zsmerge", budget=0.25, **{parameter: value})
+        summaries = [kvlab.replay(trace, zsmerge).summary for trace in traces]
         for name, measure in (("error", "output_error"), ("mass_lost", "mass_lost")):
             values = [summary[measure] for summary in summaries]
             metric = f"{name}/{parameter}/{value:g}"

@@ -26,7 +26,7 @@ def run(task, chosen, **more):
 
 @pytest.mark.parametrize("task", ["decode", "prefill"])
 def test_ratios_are_those_of_the_medians_in_the_table(task, monkeypatch):
-    monkeypatch.setattr(timing, "peak_bytes", lambda lm, subject, one, *_: 300 if one.policy else 600)
+    monkeypatch.setattr(timing, "peak_bytes", lambda lm, subject, contender, *_: 300 if contender.policy else 600)
     monkeypatch.setattr(meters, "bandwidth", lambda device: 1e9)
     chosen = timing.contenders(["snapkv", "full"], [40, 48], ["entropy"] if task == "decode" else [])
     table = run(task, chosen, contexts=[64, 96], batch=2)
@@ -54,12 +54,12 @@ def test_bytes_are_the_sessions(monkeypatch):
     lm = TINY.load()
     ids, source = meters.prompt(lm, 96)
     assert source == "random ids"
-    for one in chosen[1:]:
-        with kvlab.compress(lm.model, one.policy) as session, torch.inference_mode():
+    for contender in chosen[1:]:
+        with kvlab.compress(lm.model, contender.policy) as session, torch.inference_mode():
             lm.model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
-        found = table[table["policy"] == one.name].set_index("metric")["value"]
+        found = table[table["policy"] == contender.name].set_index("metric")["value"]
         for metric in ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes"):
-            assert found[metric] == getattr(session, metric), (one.name, metric)
+            assert found[metric] == getattr(session, metric), (contender.name, metric)
     full = table[table["policy"] == timing.FULL_CACHE].set_index("metric")["value"]
     assert full["kv_bytes"] == full["read_bytes"] == (96 + 5) * 2 * 2 * 2 * 16 * 4  # entries, layers, heads, K and V
 
@@ -84,8 +84,8 @@ def test_peak_memory_is_that_of_the_block():
 
 def test_peak_memory_of_a_fresh_process():
     lm = TINY.load()
-    few, many = (timing.peak_bytes(lm, TINY, timing.contenders(["snapkv"], [40])[1], n, 1, 0) for n in (64, 1536))
-    assert 0 <= few < many < 2**30
+    short, long = (timing.peak_bytes(lm, TINY, timing.contenders(["snapkv"], [40])[1], n, 1, 0) for n in (64, 1536))
+    assert 0 <= short < long < 2**30
     broken = timing.Contender(kvlab.policy("snapkv", budget=40), ("nonsense",))
     with pytest.raises(KvlabError, match=r"snapkv\+nonsense at 64 tokens failed: .*unknown probe 'nonsense'"):
         timing.peak_bytes(lm, TINY, broken, 64, 1, 0)
@@ -94,10 +94,10 @@ def test_peak_memory_of_a_fresh_process():
 def test_what_does_not_fit_is_marked_and_the_rest_goes_on(monkeypatch):
     generate = timing.generate
 
-    def small(lm, ids, steps, one):
-        if one.policy is None and ids.shape[1] > 64:
+    def small(lm, ids, steps, contender):
+        if contender.policy is None and ids.shape[1] > 64:
             raise torch.OutOfMemoryError
-        return generate(lm, ids, steps, one)
+        return generate(lm, ids, steps, contender)
 
     monkeypatch.setattr(timing, "generate", small)
     monkeypatch.setattr(timing, "peak_bytes", lambda *_: 1)

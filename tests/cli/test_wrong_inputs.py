@@ -34,9 +34,9 @@ def test_everything_takes_a_model_or_its_lm(tiny, trace, own_home):
     with kvlab.compress(lm, POLICY) as session:
         lm.model.generate(IDS[None], max_new_tokens=3, do_sample=False)
     assert session.model is lm.model and session.kv_bytes
-    both = [kvlab.fidelity(one, POLICY, IDS, new_tokens=3).summary for one in (lm, lm.model)]
+    both = [kvlab.fidelity(model, POLICY, IDS, new_tokens=3).summary for model in (lm, lm.model)]
     assert both[0] == both[1]
-    both = [kvlab.closed_against_open(one, POLICY, IDS, new_tokens=3).table for one in (lm, lm.model)]
+    both = [kvlab.closed_against_open(model, POLICY, IDS, new_tokens=3).table for model in (lm, lm.model)]
     assert both[0].equals(both[1])
 
 
@@ -65,7 +65,7 @@ def test_a_model_alone_has_no_tokenizer(tiny):
 
 def test_the_signature_of_a_model_alone_is_that_of_its_weights(tiny):
     first, second = (models.random_lm("tiny-llama-gqa", seed=seed).model for seed in (0, 1))
-    names = {models.lm_of(one).signature for one in (first, second)}
+    names = {models.lm_of(model).signature for model in (first, second)}
     assert len(names) == 2 and models.lm_of(first).signature == models.lm_of(first).signature
     with torch.no_grad():
         first.model.embed_tokens.weight[7, 0] += 1

@@ -24,7 +24,7 @@ def fresh(n, seed=0):
 
 
 def padded(lists, width):
-    rows = [[one + [-1] * (width - len(one)) for one in row] for row in lists]
+    rows = [[positions + [-1] * (width - len(positions)) for positions in row] for row in lists]
     return torch.tensor(rows, dtype=torch.int64).reshape(ROWS, HEADS, width)
 
 
@@ -90,7 +90,7 @@ class Twin:
             ]
             for r in range(ROWS)
         ]
-        self.store.evict(padded(keep, max(len(one) for row in keep for one in row) + ragged))
+        self.store.evict(padded(keep, max(len(positions) for row in keep for positions in row) + ragged))
         for r, h, entries in self.every:
             entries[:] = [entries[i] for i in keep[r][h]]
 

@@ -282,13 +282,13 @@ def test_random_weights_follow_the_seed_and_leave_the_global_generator_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    one = models.random_lm("tiny-llama-gqa", seed=1)
+    first = models.random_lm("tiny-llama-gqa", seed=1)
     assert torch.equal(torch.rand(3), expected)
     same, other = models.random_lm("tiny-llama-gqa", seed=1), models.random_lm("tiny-llama-gqa", seed=2)
     ids = torch.arange(10, 30)[None]
-    assert torch.equal(one.model(ids).logits, same.model(ids).logits)
-    assert not torch.allclose(one.model(ids).logits, other.model(ids).logits)
-    assert one.sha256 == same.sha256 != other.sha256
+    assert torch.equal(first.model(ids).logits, same.model(ids).logits)
+    assert not torch.allclose(first.model(ids).logits, other.model(ids).logits)
+    assert first.sha256 == same.sha256 != other.sha256
 
 
 @pytest.mark.parametrize("name", [n for n in shapes.SHAPES if n.startswith("tiny-")])

@@ -220,7 +220,7 @@ def test_two_sweeps_at_once_share_the_jobs(project):
     assert sorted(run.data.params["reduction"] for run in runs("job")) == ["0.5", "0.55", "0.6"]
     assert {run.info.status for run in runs("job")} == {"FINISHED"}
     assert {result.state for result in ours} <= {"finished", "done earlier"} and len(ours) == 3
-    assert "another sweep is at it" in console.file.getvalue() + theirs
+    assert "another sweep is running it" in console.file.getvalue() + theirs
     assert not list((project / "mlruns" / "work").iterdir())
 
 
@@ -254,6 +254,6 @@ def find(process, victim):
     wanted = {"worker": r"kvlab\.workbench\.jobs\.worker", "kernel": r"ipykernel"}[victim]
     try:
         family = psutil.Process(process.pid).children(recursive=True)
-        return next((one for one in family if re.search(wanted, " ".join(one.cmdline()))), None)
+        return next((child for child in family if re.search(wanted, " ".join(child.cmdline()))), None)
     except psutil.Error:
         return None

@@ -216,31 +216,33 @@ def test_monotone(values, slack, passes):
 
 
 def test_the_number_of_claims_and_their_papers():
-    assert {each.paper for each in CLAIMS} == {"compilerkv", "dapq", "morphkv", "rocketkv", "zsmerge"}
-    assert len({each.id for each in CLAIMS}) == len(CLAIMS)
-    assert all(each.id.startswith(f"{each.paper}.") for each in CLAIMS)
-    findings = [each for each in CLAIMS if each.kind == "finding"]
-    assert len(findings) >= 60 and sum(each.experiment is not None for each in findings) >= 40
+    assert {entry.paper for entry in CLAIMS} == {"compilerkv", "dapq", "morphkv", "rocketkv", "zsmerge"}
+    assert len({entry.id for entry in CLAIMS}) == len(CLAIMS)
+    assert all(entry.id.startswith(f"{entry.paper}.") for entry in CLAIMS)
+    findings = [entry for entry in CLAIMS if entry.kind == "finding"]
+    assert len(findings) >= 60 and sum(entry.experiment is not None for entry in findings) >= 40
 
 
-@pytest.mark.parametrize("each", [each for each in CLAIMS if each.paper_value is not None], ids=lambda each: each.id)
-def test_the_papers_own_figure_passes_its_test_of_size(each):
+@pytest.mark.parametrize(
+    "entry", [entry for entry in CLAIMS if entry.paper_value is not None], ids=lambda entry: entry.id
+)
+def test_the_papers_own_figure_passes_its_test_of_size(entry):
     """Where a claim is judged on nothing but its own metric, the paper's figure, had we measured it, must hold."""
     measured = {
-        each.metric: each.paper_value,
-        f"{each.metric}/low": each.paper_value - 1e-9 * abs(each.paper_value),
-        f"{each.metric}/high": each.paper_value + 1e-9 * abs(each.paper_value),
+        entry.metric: entry.paper_value,
+        f"{entry.metric}/low": entry.paper_value - 1e-9 * abs(entry.paper_value),
+        f"{entry.metric}/high": entry.paper_value + 1e-9 * abs(entry.paper_value),
     }
-    if each.metrics <= measured.keys():
-        assert judge(each, measured).verdict == "holds", judge(each, measured).why
+    if entry.metrics <= measured.keys():
+        assert judge(entry, measured).verdict == "holds", judge(entry, measured).why
 
 
-@pytest.mark.parametrize("each", CLAIMS, ids=lambda each: each.id)
-def test_every_claim_can_fail_and_says_so(each):
+@pytest.mark.parametrize("entry", CLAIMS, ids=lambda entry: entry.id)
+def test_every_claim_can_fail_and_says_so(entry):
     """Numbers that suit the paper and numbers far from it give different verdicts: no claim holds whatever comes."""
     numbers = (-1e6, -1.0, 0.0, 0.5, 1.0, 1e6)
     # Series that a trend is asked of: level, rising and falling in the order in which the claim names them.
-    named = [name for test in (each.direction, each.size) for name in getattr(test, "metrics", [])]
+    named = [name for test in (entry.direction, entry.size) for name in getattr(test, "metrics", [])]
     slopes = (
         [
             dict.fromkeys(named, 0.0),
@@ -252,11 +254,11 @@ def test_every_claim_can_fail_and_says_so(each):
     )
     verdicts = set()
     for value, others, slope in itertools.product(numbers, numbers, slopes):
-        verdicts.add(judge(each, dict.fromkeys(each.metrics, others) | {each.metric: value} | slope).verdict)
+        verdicts.add(judge(entry, dict.fromkeys(entry.metrics, others) | {entry.metric: value} | slope).verdict)
     assert "fails" in verdicts and "not measured" not in verdicts
-    unmeasured = judge(each, {})
-    assert unmeasured.verdict == "not measured" and unmeasured.why == (each.untested or unmeasured.why)
-    assert each.direction and each.size and len(each.summary) > 20
+    unmeasured = judge(entry, {})
+    assert unmeasured.verdict == "not measured" and unmeasured.why == (entry.untested or unmeasured.why)
+    assert entry.direction and entry.size and len(entry.summary) > 20
 
 
 def test_printed_numbers_judged_on_themselves():
@@ -282,9 +284,9 @@ def test_printed_numbers_judged_on_themselves():
             measured[effect] = table.loc[left, rope] - table.loc[right, rope]
             measured |= {f"{effect}/low": measured[effect] - 1e-9, f"{effect}/high": measured[effect] + 1e-9}
     judged = {
-        each.id: judge(each, measured).verdict
-        for each in papers.claims(paper="dapq")
-        if each.metrics <= measured.keys()
+        entry.id: judge(entry, measured).verdict
+        for entry in papers.claims(paper="dapq")
+        if entry.metrics <= measured.keys()
     }
     assert len(judged) >= 9 and set(judged.values()) == {"holds"}
 
@@ -295,7 +297,7 @@ def test_zsmerge_on_its_own_numbers():
     measured = {f"reduction/{row.ratio:.2f}": row.reduction for row in printed.itertuples()}
     last = printed.iloc[-1]
     measured |= {"error/merge/0.50": last.error_merge, "error/evict/0.50": last.error_evict}
-    judged = {each.id: judge(each, measured).verdict for each in papers.claims(paper="zsmerge")}
+    judged = {entry.id: judge(entry, measured).verdict for entry in papers.claims(paper="zsmerge")}
     for name in ("reduction_20", "reduction_10", "reduction_05", "reduction_50", "error_50"):
         assert judged[f"zsmerge.figure4.{name}"] == "holds"
     assert judged["zsmerge.figure4.tight_budgets"] == "fails"
@@ -303,7 +305,7 @@ def test_zsmerge_on_its_own_numbers():
 
 
 def test_theorem_is_marked_as_an_identity():
-    theorem = next(each for each in CLAIMS if each.id == "zsmerge.theorem1")
+    theorem = next(entry for entry in CLAIMS if entry.id == "zsmerge.theorem1")
     assert theorem.kind == "identity" and "identity" in theorem.summary
     assert judge(theorem, {"theorem1/violations": 1}).verdict == "fails"
 
@@ -356,7 +358,7 @@ def test_the_page_on_claims_is_true(capsys):
     """Its example is a real claim as it stands, its tables name every key, kind and test, and its code runs."""
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     (example,) = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
-    real = next(each for each in CLAIMS if each.id == example["id"])
+    real = next(entry for entry in CLAIMS if entry.id == example["id"])
     assert Claim.model_validate({**example, "paper": real.paper, "experiment": real.experiment}) == real
 
     rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in page.splitlines() if line.startswith("| `")]
@@ -374,7 +376,7 @@ def test_the_page_on_claims_is_true(capsys):
 def test_one_repetition_is_clear_of_nothing(kind):
     """Its interval is the value itself, which lies wholly on one side of everything."""
     value = 5.0 if kind == "clearly_greater" else -5.0
-    one = claim(direction={"kind": "at_least", "value": -9}, size={"kind": kind, "than": 0.0})
-    found = papers.judge(one, {"m": value}, {"m": (value, value)})
+    single = claim(direction={"kind": "at_least", "value": -9}, size={"kind": kind, "than": 0.0})
+    found = papers.judge(single, {"m": value}, {"m": (value, value)})
     assert found.verdict == "holds in direction only" and "single repetition" in found.why
-    assert papers.judge(one, {"m": value}, {"m": (value - 0.1, value + 0.1)}).verdict == "holds"
+    assert papers.judge(single, {"m": value}, {"m": (value - 0.1, value + 0.1)}).verdict == "holds"

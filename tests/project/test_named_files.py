@@ -38,13 +38,13 @@ def there(name: str) -> bool:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            thing = importlib.import_module(".".join(parts[:end]))
+            named_object = importlib.import_module(".".join(parts[:end]))
         except ModuleNotFoundError:
             continue
         for part in parts[end:]:
-            if not hasattr(thing, part):
+            if not hasattr(named_object, part):
                 return False
-            thing = getattr(thing, part)
+            named_object = getattr(named_object, part)
         return True
     return False
 
@@ -53,8 +53,8 @@ def test_imports_in_texts_and_in_programs_within_strings_lead_somewhere():
     named = set()
     for path in written():
         for module, things in re.findall(r"from (kvlab[\w.]*) import ([\w, ]+)", path.read_text(encoding="utf-8")):
-            own = [thing.split()[0] for thing in things.split(",") if thing.strip()]
-            named |= {(f"{module}.{thing}", path.name) for thing in own}
+            own = [imported.split()[0] for imported in things.split(",") if imported.strip()]
+            named |= {(f"{module}.{imported}", path.name) for imported in own}
     assert len(named) > 100
     assert not [(name, file) for name, file in sorted(named) if not there(name)]
 

@@ -143,7 +143,7 @@ def arrows() -> dict[str, set[str]]:
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvlab"
         }
-        found[name] = {file for each in imports(path) | used if (file := behind(each, files))} - {name}
+        found[name] = {file for imported in imports(path) | used if (file := behind(imported, files))} - {name}
     del found["kvlab"]
     return found
 

@@ -46,18 +46,18 @@ def test_policies_times_budgets():
     assert len(result.summary) == 4
     for name in ("streamingllm", "zsmerge"):
         for budget in (12, 16):
-            one = kvlab.replay(trace(), kvlab.policy(name, budget=budget))
-            assert sets(result[name, budget].stored(1, STEPS)) == sets(one.stored(1, STEPS))
+            alone = kvlab.replay(trace(), kvlab.policy(name, budget=budget))
+            assert sets(result[name, budget].stored(1, STEPS)) == sets(alone.stored(1, STEPS))
             row = result.summary[(result.summary.policy == name) & (result.summary.budget == budget)]
-            assert row.mass_lost.item() == pytest.approx(one.summary["mass_lost"])
-            assert row.output_error.item() == pytest.approx(one.summary["output_error"])
+            assert row.mass_lost.item() == pytest.approx(alone.summary["mass_lost"])
+            assert row.output_error.item() == pytest.approx(alone.summary["output_error"])
     assert set(result.table.policy) == {"streamingllm", "zsmerge"} and set(result.table.budget) == {12, 16}
 
 
 def test_every_table_has_the_budget_as_given_and_beside_it_what_it_came_to():
     result = kvlab.replay(trace(), ["full", "streamingllm"], budgets=[0.25, 16], probes=["bytes"])
     tables = {"table": result.table, "intervals": result.intervals, "summary": result.summary}
-    tables |= {"probes": pd.concat([each.records.table for each in result])}
+    tables |= {"probes": pd.concat([replayed.records.table for replayed in result])}
     for name, table in tables.items():
         of_policy = dict(list(table.groupby("policy", observed=True)))
         given = of_policy["streamingllm"][["budget", "entries"]].drop_duplicates()
@@ -83,9 +83,10 @@ def test_summaries_read_well_in_a_terminal_of_80_columns(monkeypatch):
     assert "also" not in signatures and "streamingllm" in signatures and max(map(len, signatures.splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "400")
     assert "also" not in repr(table) and "signature" in repr(table)
-    one = kvlab.replay(trace(), kvlab.policy("streamingllm", budget=12)).summary
-    assert str(one).splitlines()[0].split() == ["recall", f"{one['recall']:.3f}"] and len(str(one).splitlines()) == 7
-    assert one == dict(one) and json.loads(json.dumps(one)) == one
+    summary = kvlab.replay(trace(), kvlab.policy("streamingllm", budget=12)).summary
+    lines = str(summary).splitlines()
+    assert lines[0].split() == ["recall", f"{summary['recall']:.3f}"] and len(lines) == 7
+    assert summary == dict(summary) and json.loads(json.dumps(summary)) == summary
 
 
 def test_policy_objects_with_their_parameters_times_budgets():

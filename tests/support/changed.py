@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Sweeps, servers and browsers: minutes, and `make test` runs them.
-LONG = ("tests/workbench/test_sweep.py", "tests/workbench/test_never_lose.py", "tests/workbench/test_lab.py")
+LONG = ("tests/workbench/test_sweep.py", "tests/lib/test_never_lose.py", "tests/workbench/test_lab.py")
 
 
 def changed() -> list[str]:

@@ -26,9 +26,9 @@ def folder(tmp_path):
     """folder(records...): a folder with a file for each task."""
 
     def write(*records: dict) -> str:
-        for one in records:
-            with (tmp_path / f"{one['dataset']}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(one, ensure_ascii=False) + "\n")
+        for row in records:
+            with (tmp_path / f"{row['dataset']}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
         return str(tmp_path)
 
     return write

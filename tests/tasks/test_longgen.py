@@ -121,7 +121,7 @@ def test_scores_lie_between_0_and_1(answer):
 def demands(prompt: str) -> dict[str, list[tuple[int, str]]]:
     """What a made prompt plans for which entry, read back from its text."""
     unit = r"(?:Menu Week|Week|Floor|Block)"
-    found = {"once": [(int(n), thing) for n, thing in re.findall(rf"^- {unit} (\d+): (.*)\.$", prompt, re.M)]}
+    found = {"once": [(int(n), event) for n, event in re.findall(rf"^- {unit} (\d+): (.*)\.$", prompt, re.M)]}
     ((first, last, over),) = re.findall(rf"^- From {unit} (\d+) to {unit} (\d+): (.*)\.$", prompt, re.M)
     found["range"] = [(entry, over) for entry in range(int(first), int(last) + 1)]
     ((period, start, again),) = re.findall(rf"^- Every (\d+) \w+, starting from {unit} (\d+): (.*)\.$", prompt, re.M)
@@ -137,7 +137,7 @@ def test_what_a_made_prompt_asks_for_is_what_is_checked(small, wanted):
     assert [example.marks["kind"] for example in found[:4]] == list(SHORT)
     for example in found:
         asked = demands(example.prompt)
-        planned = [f"{kind} {entry}: {thing}" for kind, those in asked.items() for entry, thing in those]
+        planned = [f"{kind} {entry}: {event}" for kind, those in asked.items() for entry, event in those]
         assert tuple(planned) == example.answers
         numbers = [int(check.split()[1].rstrip(":")) for check in planned]
         assert len(set(numbers)) == len(numbers) and set(numbers) <= set(range(1, wanted + 1))
@@ -147,12 +147,12 @@ def test_what_a_made_prompt_asks_for_is_what_is_checked(small, wanted):
 
 def obedient(example: Example) -> str:
     """The response that does just what was asked for."""
-    things = {}
+    events = {}
     for check in example.answers:
-        _, number, thing = re.fullmatch(r"(\w+) (\d+): (.*)", check).groups()
-        things[int(number)] = f"{things.get(int(number), '')} {thing}"
+        _, number, event = re.fullmatch(r"(\w+) (\d+): (.*)", check).groups()
+        events[int(number)] = f"{events.get(int(number), '')} {event}"
     said = [
-        f"#*# {example.marks['type']} {n}: Today there was {things.get(n, 'nothing')}."
+        f"#*# {example.marks['type']} {n}: Today there was {events.get(n, 'nothing')}."
         for n in range(1, example.marks["entries"] + 1)
     ]
     return "\n".join(said).removeprefix(example.prefix) + "\n*** finished ***"
@@ -163,16 +163,16 @@ def test_an_obedient_answer_scores_1_and_another_s_does_not(small):
     found = list(task.examples(small))
     for example in found:
         assert set(task.score(example, obedient(example)).values()) == {1}
-    for one, other in zip(found, found[4:], strict=False):
-        assert task.score(one, obedient(other))["accuracy"] < 1
+    for example, later in zip(found, found[4:], strict=False):
+        assert task.score(example, obedient(later))["accuracy"] < 1
 
 
 def test_the_things_of_a_kind_are_told_apart_by_their_words():
     for short in SHORT.values():
-        things = [*short.once, *short.range, *short.periodic]
-        assert len(set(things)) == len(things)
-        for thing in things:
-            assert [other for other in things if holds(thing, other)] == [thing]
+        events = [*short.once, *short.range, *short.periodic]
+        assert len(set(events)) == len(events)
+        for event in events:
+            assert [other for other in events if holds(event, other)] == [event]
 
 
 def test_the_same_seed_gives_the_same_bytes(small):

@@ -67,14 +67,14 @@ def test_needles(lm, made, kind):
         answers = [found for name, found in pairs if name in asked]
         assert sorted(answers) == sorted(example.answers) and len(answers) == n_queries * n_values
         assert all(example.prompt.count(answer) == 1 for answer in answers)
-        one = n_queries * n_values == 1
-        assert example.prefix.endswith(" mentioned in the provided text is" if one else " in the provided text are")
-        assert (f"magic {what.removesuffix('s')} for" in example.prefix) == one
+        single = n_queries * n_values == 1
+        assert example.prefix.endswith(" mentioned in the provided text is" if single else " in the provided text are")
+        assert (f"magic {what.removesuffix('s')} for" in example.prefix) == single
         if hay == "essay":
             assert "The grass is green" not in example.context
         if hay == "noise":
             assert example.context.count(NOISE) > 20
-        if one:
+        if single:
             needle = f"One of the special magic {what} for {asked[0]} is: {answers[0]}."
             before, rest = tokens_before(lm, example.context, needle)
             assert abs(before / rest - example.marks["depth"]) < 0.06

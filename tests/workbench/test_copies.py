@@ -72,7 +72,7 @@ def test_a_port_that_is_taken_is_told(tmp_path, monkeypatch):
         taken.listen()
         port = taken.getsockname()[1]
         with (
-            pytest.raises(KvlabError, match=f"port {port} cannot be had .*PORT={port + 1}"),
+            pytest.raises(KvlabError, match=f"port {port} cannot be used .*PORT={port + 1}"),
             lab._mlflow(database.store_uri(), port),
         ):
             pass

@@ -20,7 +20,7 @@ def project(tmp_path, monkeypatch):
 
 def test_every_check_has_an_end_and_what_is_bad_has_a_mend_or_a_reason(project, monkeypatch):
     monkeypatch.setenv("KVLAB_HOME", str(project / "home"))
-    found = {one.what: one for one in doctor.findings()}
+    found = {finding.what: finding for finding in doctor.findings()}
     assert list(found) == [
         "python",
         "packages",
@@ -43,17 +43,19 @@ def test_every_check_has_an_end_and_what_is_bad_has_a_mend_or_a_reason(project, 
 
 def test_another_version_than_the_pinned_one_is_told(project):
     (project / "constraints.txt").write_text("pydantic==0.0.1\nno-such-package==1.0\n")
-    one = doctor.versions()
-    assert one.state == "remark"
-    assert "pydantic" in one.found and "pinned: 0.0.1" in one.found and "no-such-package" not in one.found
-    assert "constraints.txt" in one.mend
+    versions = doctor.versions()
+    assert versions.state == "remark"
+    assert (
+        "pydantic" in versions.found and "pinned: 0.0.1" in versions.found and "no-such-package" not in versions.found
+    )
+    assert "constraints.txt" in versions.mend
 
 
 def test_a_store_that_is_no_store(project):
     (project / "mlruns").mkdir()
     with sqlite3.connect(project / "mlruns" / "mlflow.db") as connection:
         connection.execute("create table something (x)")
-    found = {one.what: one for one in doctor.findings()}
+    found = {finding.what: finding for finding in doctor.findings()}
     assert found["store"].state == "bad" and "not MLflow's" in found["store"].found
 
 
@@ -69,7 +71,7 @@ def test_a_check_that_breaks_is_a_finding(monkeypatch):
         raise RuntimeError("driver gone\nand much more")
 
     monkeypatch.setattr(doctor, "gpu", gpu)
-    found = {one.what: one for one in doctor.findings()}
+    found = {finding.what: finding for finding in doctor.findings()}
     assert found["gpu"].state == "bad" and found["gpu"].found == "RuntimeError: driver gone"
 
 

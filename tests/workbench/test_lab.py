@@ -309,7 +309,7 @@ def test_the_mlflow_ui_opens_on_training_runs_and_asks_for_nothing(lab, project,
         page.get_by_text("GenAI", exact=True).click()
         page.goto(lab.mlflow)
         page.reload()
-        expect(page.get_by_role("link", name="Prompts")).to_be_visible(timeout=SLOW)
+        expect(page.get_by_role("link", name="Prompts", exact=True)).to_be_visible(timeout=SLOW)
 
 
 def test_the_lab_opens_copies(lab, project):

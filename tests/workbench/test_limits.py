@@ -54,11 +54,15 @@ def test_what_experiments_run_is_within_the_limits(lm):
 @pytest.mark.parametrize("name", ["quickstart", "all_together", "compilerkv_budgets"])
 def test_the_least_budget_is_what_the_policies_need(name):
     found = experiments.load(name)
-    needs = {one: policy(one, budget=1.0).minimum for one in registry() if "budget" in registry()[one].model_fields}
+    needs = {
+        method: policy(method, budget=1.0).minimum
+        for method in registry()
+        if "budget" in registry()[method].model_fields
+    }
     code = "\n".join(notebooks.code(found.path))
-    named = {one for one in needs if re.search(rf'"{one}"', code)} if name == "quickstart" else needs
+    named = {method for method in needs if re.search(rf'"{method}"', code)} if name == "quickstart" else needs
     least = {axis: low for axis, (low, _) in found.limits.items()}
-    assert least and set(least.values()) == {max(needs[one] for one in named)}
+    assert least and set(least.values()) == {max(needs[method] for method in named)}
 
 
 def test_models_and_documents_that_are_not_at_hand_are_left_to_the_job(tmp_path, own_home):

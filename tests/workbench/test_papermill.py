@@ -109,7 +109,9 @@ def kinds(path):
 @BY_NAME
 def test_papermills_help_lists_every_parameter(path, caplog):
     listed = papermill.inspect_notebook(path)
-    assert {name: ast.literal_eval(each["default"]) for name, each in listed.items()} == notebooks.parameters_of(path)
+    assert {
+        name: ast.literal_eval(parameter["default"]) for name, parameter in listed.items()
+    } == notebooks.parameters_of(path)
     assert not caplog.records, "a line that papermill cannot read hides its parameter"
 
 
@@ -160,12 +162,12 @@ def test_every_notebook_takes_its_lists_from_papermill(path, kernel, elsewhere):
     papermill.execute_notebook(
         elsewhere / path.name, elsewhere / f"{path.stem}.out.ipynb", parameters=given, km=kernel, progress_bar=False
     )
-    (name,) = [one for one in experiments.names() if experiments.load(one).path.name == path.name]
+    (name,) = [known for known in experiments.names() if experiments.load(known).path.name == path.name]
     run = logged(elsewhere, name)
     assert run.info.status == ("FINISHED" if path.stem == WHOLE else "RUNNING")
     kept = run.data.params
-    read = {one: declared[one][:1] if kind.startswith("list") else declared[one] for one, kind in types.items()}
-    assert {one: json.loads(kept[one]) for one in types} == read
+    read = {key: declared[key][:1] if kind.startswith("list") else declared[key] for key, kind in types.items()}
+    assert {key: json.loads(kept[key]) for key in types} == read
 
 
 @pytest.mark.roundtrip
@@ -287,7 +289,7 @@ def test_the_parameters_cell_is_the_first_of_plain_values(monkeypatch, ran, decl
 
 
 def test_without_a_parameters_cell_or_a_notebook_one_sentence_says_so(monkeypatch):
-    with pytest.raises(KvlabError, match="say what the parameters are"):
+    with pytest.raises(KvlabError, match="the parameters must be given"):
         parameters()
     shell = InteractiveShell()
     shell.user_ns["In"] = ["", "import os", "run = tracking.start('this')"]

@@ -19,8 +19,8 @@ def following(seconds: list[float | None], workers: int = 2, height: int = 40, t
     jobs = [experiments.Job(f"experiment_{n}", "quick", "quick", None, {}, "") for n in range(len(seconds))]
     console = Console(file=io.StringIO(), width=100, height=height, force_terminal=terminal, color_system=None)
     followed = Progress(jobs, workers, console)
-    for number, each in enumerate(seconds):
-        followed.expect(number, each)
+    for number, expected in enumerate(seconds):
+        followed.expect(number, expected)
     return followed
 
 

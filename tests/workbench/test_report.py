@@ -157,7 +157,7 @@ def test_a_thumbnail_leads_to_the_figure_which_is_embedded_once(project, monkeyp
     small = re.findall(r'background-image: url\("(data:[^"]+)"\)', text)
     assert len(large) == len(small) == 1 and len(small[0]) < len(large[0]) and text.count(large[0]) == 1
     caption = text[text.index("<figcaption>") : text.index("</figcaption>")]
-    assert all(f'href="#{slug(each)}"' in caption for each in two)
+    assert all(f'href="#{slug(name)}"' in caption for name in two)
 
 
 def test_runs_on_a_tracking_server_link_there_without_a_password(project, monkeypatch):

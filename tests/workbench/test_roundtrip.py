@@ -51,7 +51,7 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):
     assert list((project / "mlruns" / "work").iterdir()) == []
 
     again = driver.run(EXPERIMENT, workers=2, console=console)
-    assert [(result.state, result.run_id) for result in again] == [("done earlier", each.run_id) for each in first]
+    assert [(result.state, result.run_id) for result in again] == [("done earlier", result.run_id) for result in first]
     assert len(runs("job")) == 2 and len(runs("sweep")) == 1
     assert f"done earlier: run {first[0].run_id}" in console.file.getvalue()
 
@@ -68,7 +68,7 @@ def test_a_failing_job_keeps_its_copy_and_stops_nobody(project, console, capsys)
     assert (failed.state, finished.state) == ("failed", "finished")
     assert failed.error == "ValueError in cell 4: the roof is on fire"
     copy = json.loads(failed.copy.read_text())
-    assert any("the roof is on fire" in json.dumps(each.get("outputs", [])) for each in copy["cells"])
+    assert any("the roof is on fire" in json.dumps(cell.get("outputs", [])) for cell in copy["cells"])
 
     statuses = {run.info.run_id: run.info.status for run in runs("job")}
     assert statuses == {failed.run_id: "FAILED", finished.run_id: "FINISHED"}

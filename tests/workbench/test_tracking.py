@@ -185,8 +185,8 @@ def test_claims_are_judged_on_the_runs_metrics_and_kept(run):
     assert verdicts["zsmerge, theorem 1 and appendix A"] == "not measured"
     assert "0.605" in styler.to_html()
     kept = json.loads(Path(run.client.download_artifacts(run.id, "claims.json")).read_text())
-    assert [each["verdict"] for each in kept] == list(styler.data["verdict"])
-    assert {each["low"] for each in kept if each["id"] == "zsmerge.figure4.reduction_20"} == {0.5}
+    assert [verdict["verdict"] for verdict in kept] == list(styler.data["verdict"])
+    assert {verdict["low"] for verdict in kept if verdict["id"] == "zsmerge.figure4.reduction_20"} == {0.5}
 
 
 def test_a_driven_run_is_attached_to_and_left_open(run, monkeypatch):
@@ -225,7 +225,7 @@ def test_runs_of_a_dead_driver_are_killed_and_others_left(project):
     left_over = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job"}, "left over")
     by_hand = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "interactive"}, "by hand")
     earlier.tidy(client, {EXPERIMENT: database.experiment_id(client, EXPERIMENT)})
-    assert [fetched(each).info.status for each in (gone, elsewhere, alive, left_over, by_hand)] == [
+    assert [fetched(run).info.status for run in (gone, elsewhere, alive, left_over, by_hand)] == [
         "KILLED",
         "RUNNING",
         "RUNNING",
@@ -250,8 +250,8 @@ def test_many_processes_may_make_the_store_at_once(tmp_path):
                 range(2),
             )
         )
-    assert [each.returncode for each in ended] == [0, 0], ended[0].stderr
-    assert not any("alembic" in each.stderr or "INFO" in each.stderr for each in ended)
+    assert [process.returncode for process in ended] == [0, 0], ended[0].stderr
+    assert not any("alembic" in process.stderr or "INFO" in process.stderr for process in ended)
     with sqlite3.connect(tmp_path / "mlruns" / "mlflow.db") as connection:
         assert connection.execute("select count(*) from runs where status = 'FINISHED'").fetchone() == (2,)
     assert [path.name for path in (tmp_path / "mlruns").glob(".mlflow.db-*")] == []

@@ -1,4 +1,4 @@
-"""CompilerKV, table 2: one part taken away at a time; and from CompilerKV to SnapKV, one change at a time."""
+"""CompilerKV, table 2: one part removed at a time; and the way from CompilerKV to SnapKV, one change at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADS_WORSE = "heads_worse/{percent}"
 
 
 def ablations(budget: int | float, tables: str | None) -> dict[str, Policy]:
-    """Table 2's rows, and CompilerKV without any gate, which the paper does not print; without tables, those rows alone
+    """Table 2's rows, and CompilerKV without any gate, which the paper does not print; without tables only the rows
     that need none.
     """
     whole = policy("compilerkv", budget=budget, tables=tables)
@@ -36,11 +36,11 @@ def ablations(budget: int | float, tables: str | None) -> dict[str, Policy]:
 
 
 def table_2(traces: Sequence[Trace], tables: str | None, share: float) -> Findings:
-    """Table 2: what is lost when one part of CompilerKV is taken away, as a share of what the whole keeps.
+    """Table 2: what is lost when one part of CompilerKV is removed, as a share of what the whole method keeps.
 
-    The gate can only leave entries out, so whoever removes it cannot keep less attention; `equal_storage` therefore
-    compares with the same method without a gate whose budget is the mean of what the gated one stored. Without tables
-    only `raw_attention` has something to take away.
+    The gate can only leave entries out, so the method without a gate keeps at least as much attention. `equal_storage`
+    therefore gives the ungated method the mean number of entries that the gated one stored. Without tables only
+    `raw_attention` has something to remove.
 
     Returns:
         The table of `sweep`; metrics `ablation/kept/PART`, `ablation/recall/PART` (1 - without / with, positive where
@@ -66,7 +66,7 @@ def table_2(traces: Sequence[Trace], tables: str | None, share: float) -> Findin
 
 
 def equal_storage_in_words(table_2: Findings) -> str:
-    """What the gate is worth where both sides store the same; nothing without tables."""
+    """The gain by the gate at equal storage, as text; empty without tables."""
     return "\n".join(
         f"With the gate less without it, at equal entries stored, {row['measure']}: "
         f"{row['value']:+.4f} ({row['low']:+.4f} to {row['high']:+.4f})"
@@ -75,7 +75,7 @@ def equal_storage_in_words(table_2: Findings) -> str:
 
 
 def steps_to_snapkv(traces: Sequence[Trace], shares: Sequence[float]) -> Findings:
-    """Where one set for each layer loses to a set for each KV head: the way from CompilerKV to SnapKV, step by step.
+    """Where one set for each layer loses against a set for each KV head: from CompilerKV to SnapKV, step by step.
 
     All steps store the same entries; there are no tables.
 
@@ -110,7 +110,7 @@ def percent(share: float) -> int:
 
 
 def against_snapkv(steps: Findings, share: float) -> pd.DataFrame:
-    """Attention that neutral CompilerKV loses less what SnapKV does, averaged over documents: a row for each layer, a
+    """Attention lost by neutral CompilerKV minus that lost by SnapKV, averaged over documents: a row for each layer, a
     column for each query head.
     """
     _, ours, *_, theirs = ladder(share)

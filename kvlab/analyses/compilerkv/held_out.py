@@ -1,4 +1,4 @@
-"""CompilerKV, section 4 and appendix B: do learnt tables beat others on text that they were not learnt from?"""
+"""CompilerKV, section 4 and appendix B: do learnt tables beat others on texts that they were not learnt from?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from kvlab.analyses.compilerkv.tables import visits
 from kvlab.analyses.compilerkv.variants import static_thresholds
@@ -21,6 +20,8 @@ from kvlab.compile import Settings
 from kvlab.compile.contexts import Context
 from kvlab.compile.trials import Prefilled, neutral, prefilled
 from kvlab.core import attention, hooks
+from kvlab.core.adapter import StoreCache, twin
+from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib import bars
@@ -42,10 +43,10 @@ PAIRS = {
     "equal/over_neutral": ("learnt", "equal neutral"),
     "equal/gate": ("learnt", "ungated learnt"),
 }
-"""Which kinds of tables a comparison is between: the one that is said to be better comes first."""
+"""The two kinds of tables in each comparison; the one that should be better comes first."""
 
 GATES = {"equal/learnt_over_static": "static", "equal/learnt_over_shuffled_risk": "shuffled risk"}
-"""Against which other gate the learnt one is set, each less its own ungated twin."""
+"""The gate that the learnt one is compared with; of each gate its own ungated twin is subtracted."""
 
 COMPARED = {
     "over_neutral": "learnt, over neutral",
@@ -124,13 +125,13 @@ def held_out(
     continuation: int = 64,
     per_document: int = 2,
 ) -> Findings:
-    """Do learnt tables beat others on text that they were not learnt from?
+    """Do learnt tables beat others on texts that they were not learnt from?
 
-    Each window is prefilled once; what follows is fed by teacher forcing with each variant's cache. A gate can only
-    leave entries out, so that tables with thresholds store fewer than the budget. Each of them therefore meets its own
-    weights without thresholds at one budget for all windows and layers, the mean of what it stored itself (`ungated
-    VARIANT`); `equal neutral` is neither table at what `learnt` stored. For that mean, the caches of all windows are
-    held at once.
+    Each window is prefilled once; then its continuation is fed (teacher forcing) with the cache of each variant. A gate
+    can only leave entries out, so tables with thresholds store fewer entries than the budget. Each of them is therefore
+    compared with its own weights without thresholds (`ungated VARIANT`), at one budget for all windows and layers: the
+    mean of what it stored itself. `equal neutral` has neither table, at what `learnt` stored. For these means, the
+    caches of all windows are held at once.
 
     Returns:
         Table: window, document, variant, nll_change (nats, against the full cache), mass_lost (share of the
@@ -139,9 +140,9 @@ def held_out(
         positive where the learnt tables are better: `gain/MEASURE/over_neutral` (learnt, over neutral),
         `.../heads_over_neutral`, `.../heads_over_shuffled`, `.../learnt_over_shuffled_risk`, `.../learnt_over_static`,
         for the measures nll and mass; and at equal storage `.../equal/over_neutral`, `.../equal/gate` (learnt, over the
-        same weights without thresholds), `.../equal/learnt_over_static` and `.../equal/learnt_over_shuffled_risk` (what
-        the learnt gate gains so, less what the other gate gains over its own ungated twin). Shuffles are averaged
-        within a window; intervals are over windows.
+        same weights without thresholds), `.../equal/learnt_over_static` and `.../equal/learnt_over_shuffled_risk` (the
+        learnt gate's gain over its ungated twin, less the other gate's over its own). Shuffles are averaged within a
+        window; intervals are over windows.
 
     Raises:
         KvlabError: a document that one of the tables was learnt from.
@@ -176,7 +177,7 @@ def _apart(tables: Mapping[str, DecisionTables], documents: Sequence[str]) -> No
 
 
 def _of_window(prefill: Prefilled, sets: Mapping[str, Sequence[Tensor]]) -> list[dict[str, object]]:
-    """The rows of `held_out` of one window; `sets` holds what each variant keeps of it, layer by layer."""
+    """The rows of `held_out` for one window; `sets` holds the positions that each variant keeps, layer by layer."""
     losses, full = prefill.losses([list(layers) for layers in sets.values()]), prefill.full_loss()
     attended, window = continuation_attention(prefill), prefill.context.name
     rows = []
@@ -197,14 +198,14 @@ def _of_window(prefill: Prefilled, sets: Mapping[str, Sequence[Tensor]]) -> list
 
 
 def _entries(layers: Sequence[Tensor]) -> float:
-    """Stored for each layer and head, of one selection."""
+    """Mean number of entries that a selection stores for each layer and head."""
     return float(np.mean([layer.shape[-1] for layer in layers]))
 
 
 def _at_equal_storage(
     tables: Mapping[str, DecisionTables], kept: Sequence[Mapping[str, Sequence[Tensor]]], settings: Settings
 ) -> dict[str, CompilerKV]:
-    """The policies without thresholds that store what those with thresholds did, by kind of variant."""
+    """By kind of variant: the policy without thresholds at the mean storage of the one with thresholds."""
     ungated = {}
     for kind in dict.fromkeys(_kind(name) for name, variant in tables.items() if variant.risk is not None):
         members = [name for name in tables if _kind(name) == kind]
@@ -242,20 +243,20 @@ def _compared(table: pd.DataFrame) -> Findings:
 
 @torch.inference_mode()
 def continuation_attention(prefill: Prefilled) -> Tensor:
-    """Where a continuation looks in its context under the full cache, averaged over its tokens and each layer's query
-    heads: `[layers, tokens]`; what it pays to itself is missing from a sum of 1.
+    """Attention of a continuation to its context under the full cache, averaged over its tokens and each layer's query
+    heads: `[layers, tokens]`. Rows sum to less than 1: attention to the continuation itself is left out.
     """
     length, shares = len(prefill.context.ids), {}
 
     def look(call: hooks.Call) -> Tensor:
         visible = attention.last_visible(call.queries.shape[2], call.keys.shape[2], call.keys.device)
-        weights = attention.weights(call.queries, call.keys, call.scaling, visible)
-        shares[call.layer] = weights[0, :, :, :length].mean((0, 1)).cpu().double()
+        weights = attention.weights(call.queries, call.keys, call.softmax, visible)
+        shares[call.place] = weights[0, :, :, :length].mean((0, 1)).cpu().double()
         return call.attend()
 
-    cache = DynamicCache()
-    for layer, prompt in enumerate(prefill.prompts):
-        cache.update(prompt.keys, prompt.values, layer)
+    cache = StoreCache([LayerStore(prompt.keys, prompt.values) for prompt in prefill.prompts], prefill.lm.model)
+    for number, layer in prefill.cache.others.items():
+        cache.layers[number] = twin(layer)
     with hooks.hooked(prefill.lm.model, look, pre_rope=False):
         ids = prefill.context.continuation[None, :-1].to(prefill.lm.device)
         prefill.lm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -75,7 +75,7 @@ def _by_alpha(table: str, samples: Samples, settings: Settings, alphas: Sequence
 def reliability(samples: Mapping[str, Samples], settings: Settings, splits: int = 20, seed: int = 0) -> Findings:
     """Do two halves of the contexts teach the same? Correlation of their mean NLL changes, action by action.
 
-    Without the penalty of the budget, which both halves share because it is known.
+    The penalty of the budget is left out: it is known exactly, so both halves share it.
 
     Returns:
         Table with a row for each state that both halves visited: table, state, together (product of the two halves'
@@ -102,7 +102,7 @@ def reliability(samples: Mapping[str, Samples], settings: Settings, splits: int 
 
 
 def _split(table: str, samples: Samples, settings: Settings, rng: np.random.Generator) -> np.ndarray:
-    """Of each state: the two halves' product and the mean of their squares, `[states, 2]`; NaN where one lacks it."""
+    """For each state the halves' product and the mean of their squares, `[states, 2]`; NaN where a half lacks it."""
     contexts = len(samples.names)
     half = np.isin(samples.context, rng.permutation(contexts)[: contexts // 2])
     left, right = (_evidence(table, _part(samples, chosen), settings) for chosen in (half, ~half))

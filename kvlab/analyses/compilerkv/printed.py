@@ -8,7 +8,7 @@ from kvlab.analyses.findings import Findings
 
 OURS, WHOLE = "CompilerKV", "FullKV"
 ROUNDING = 0.0051
-"""More than a printed average may differ from its row's because it is rounded."""
+"""A printed average that differs by more from its row's is not explained by rounding."""
 
 AVERAGE_GAP = "printed/average_gap/{method}"
 SMALLEST_LEAD = "printed/smallest_lead"
@@ -29,7 +29,7 @@ def wide(printed: pd.DataFrame) -> pd.DataFrame:
 
 
 def averages(printed: pd.DataFrame) -> pd.DataFrame:
-    """Printed averages beside those of the row's own scores: model, method, printed, again, gap (printed - again)."""
+    """Printed averages beside the averages of the rows: model, method, printed, again, gap (printed - again)."""
     table = wide(printed)
     again = table.drop(columns="average").mean(axis=1)
     frame = pd.DataFrame({"printed": table["average"], "again": again, "gap": table["average"] - again})

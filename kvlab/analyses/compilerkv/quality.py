@@ -1,13 +1,12 @@
 """CompilerKV, section 5: budgets (figure 2) and competitors (table 1) by what replays lose.
 
-LongBench's scores need models of 7 or 8 billion parameters. What stands in for a score is the share of the response's
-attention that falls on what is stored (1 - mass lost), and the recall of the tokens that the response attends to most.
-A method that is compared at "the paper's share" gets the part of each prompt that 512 entries are of LongBench's mean
-prompt.
+LongBench's scores need models of 7 or 8 billion parameters. Two measures stand in for a score: the share of the
+response's attention that falls on stored entries (1 - mass lost), and the recall of the tokens that the response
+attends to most. "The paper's share" of a prompt is the share that 512 entries are of LongBench's mean prompt.
 
-By equation 16 the gate may leave entries of the budget empty. The paper compares at equal nominal budgets and says that
-under tight ones the budget always decides (appendix B.1); with tables learnt for a small model it does not. So rivals
-are met twice: by the gated sets, and by sets filled up to the budget, where all store the same.
+By equation 16 the gate may leave a part of the budget unused. The paper compares at equal nominal budgets and says that
+tight budgets are always filled (appendix B.1); with tables learnt for a small model they are not. So each rival is
+compared twice: with the gated sets, and with sets filled up to the budget, where all store the same.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ LABELS = {
     "streamingllm": "StreamingLLM",
     "full": "FullKV",
 }
-"""How the paper's tables call the methods."""
+"""The names of the methods in the paper's tables."""
 
 AT_BUDGET = "{measure}/{method}/{budget}"
 DROP = "drop/{method}"
@@ -53,19 +52,19 @@ GAIN, GAIN_FILLED = "gain/{measure}/{rival}", "gain_filled/{measure}/{rival}"
 
 
 def paper_share(lengths: pd.DataFrame, entries: int = 512) -> float:
-    """What part `entries` are of LongBench's mean prompt; `lengths` has one row for each task, with its `length`.
+    """The share that `entries` are of LongBench's mean prompt; `lengths` has one row for each task, with its `length`.
 
-    LongBench counts words, of which a prompt has fewer than tokens, so that the paper's own share is somewhat smaller.
+    LongBench counts words, and a prompt has more tokens than words, so the paper's own share is somewhat smaller.
     """
     return entries / float(lengths["length"].to_numpy().mean())
 
 
 def methods(budget: int | float, tables: str | None) -> dict[str, Policy]:
-    """CompilerKV as equation 16 has it, filled up to the budget as in the published runs, and table 1's six others.
+    """CompilerKV by equation 16, CompilerKV filled up to the budget as in the published runs, and table 1's six others.
 
     Args:
         budget: entries for each layer and KV head, or a share of the prompt.
-        tables: as CompilerKV takes them; with None nothing is turned away, and there is nothing to fill up.
+        tables: as CompilerKV takes them; with None no token is turned away, and there is nothing to fill up.
     """
     ours = {"compilerkv": policy("compilerkv", budget=budget, tables=tables)}
     if tables is not None:
@@ -95,19 +94,19 @@ def sweep(traces: Sequence[Trace], settings: Sequence[tuple[str, Policy]]) -> pd
 
 
 def _by_head(trace: Trace, method: Policy) -> pd.DataFrame:
-    """A replay's rows of `sweep`, kept with the trace: tables 1 and 2 share some of their settings."""
+    """The rows of `sweep` for one replay. They are kept with the trace, because tables 1 and 2 share some settings."""
 
     def measured() -> pd.DataFrame:
         replay = replayed(trace, method)
         group = trace.heads // trace.kv_heads
-        stored = torch.stack([(replay.kept(layer) != EMPTY).sum(-1) for layer in range(trace.n_layers)])
+        stored = torch.stack([(replay.kept(layer) != EMPTY).sum(-1) for layer in trace.layers])
         of_heads = {
             "kept": 1 - replay.mass_lost.mean(-1),
             "recall": replay.recall.repeat_interleave(group, 1),
             "error": replay.output_error.mean(-1),
             "stored": stored.repeat_interleave(group, 1),
         }
-        places = pd.MultiIndex.from_product([range(trace.n_layers), range(trace.heads)], names=["layer", "head"])
+        places = pd.MultiIndex.from_product([trace.layers, range(trace.heads)], names=["layer", "head"])
         frame = pd.DataFrame({key: value.flatten().double().numpy() for key, value in of_heads.items()}, index=places)
         return frame.reset_index().assign(entries=replay.budget)
 
@@ -116,7 +115,7 @@ def _by_head(trace: Trace, method: Policy) -> pd.DataFrame:
 
 
 def replayed(trace: Trace, method: Policy) -> Replay:
-    """A replay in which neutral tables are meant, so that nothing warns of them."""
+    """A replay without the warning about neutral tables, which are intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="compilerkv runs with neutral tables")
         return Replay(trace, method)
@@ -148,9 +147,9 @@ def figure_2(
 
     Returns:
         The table of `sweep`; metrics `kept/compilerkv/512`, `recall/...`, `stored/...` (mean entries of the prompt);
-        `lead/RIVAL/512`, the attention that CompilerKV keeps less what the rival does; `drop/METHOD`, what is lost
-        between the two budgets of `steep`, and `flatter/RIVAL`, how much larger that is than CompilerKV's; with tables
-        `lead_filled/...` and `flatter_filled/...`, the same of sets filled up to the budget, and `clamped/512`, the
+        `lead/RIVAL/512`, the attention that CompilerKV keeps less what the rival does; `drop/METHOD`, the loss between
+        the two budgets of `steep`, and `flatter/RIVAL`, the rival's drop less CompilerKV's; with tables
+        `lead_filled/...` and `flatter_filled/...`, the same for sets filled up to the budget, and `clamped/512`, the
         share of prompts and layers whose candidates fill the budget.
     """
     if not set(steep) <= set(budgets):

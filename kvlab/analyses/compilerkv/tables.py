@@ -1,4 +1,4 @@
-"""CompilerKV, figures A2 and A3: what is in learnt tables."""
+"""CompilerKV, figures A2 and A3: the content of learnt tables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def visits(tables: DecisionTables) -> np.ndarray:
 def relative_weights(tables: DecisionTables) -> pd.DataFrame:
     """The head table, each weight over the largest of its layer: layers down, query heads across.
 
-    A layer's tokens are ranked among themselves, so that a factor on all of its heads changes nothing (eq. 10, 16).
+    Tokens are ranked within a layer, so a common factor on all of its heads changes nothing (eq. 10, 16).
     """
     weights = np.array(tables.heads)
     return pd.DataFrame(weights / weights.max(1, keepdims=True)).rename_axis(index="layer", columns="head")
@@ -45,7 +45,7 @@ def relative_weights(tables: DecisionTables) -> pd.DataFrame:
 def mean_thresholds(tables: DecisionTables) -> pd.DataFrame:
     """The risk table averaged over layers: entropy bins down, perplexity bins across, by the middle of each bin.
 
-    NaN where no context fell while the table was learnt.
+    NaN for cells without any context while the table was learnt.
     """
     grid = np.where(visits(tables) > 0, np.array(tables.risk).mean(0), np.nan)
     (least, most), (entropies, perplexities) = tables.perplexity, grid.shape
@@ -108,7 +108,7 @@ def _difference(left: np.ndarray, right: np.ndarray, axis: int = -1) -> np.ndarr
 
 
 def _trends(risk: np.ndarray, seen: np.ndarray, entropies: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Of each layer: slope over entropy, and highest less lowest perplexity; None where fewer than two bins count."""
+    """For each layer the slope over entropy, and highest less lowest perplexity; None with fewer than two bins."""
     columns = [column for column in range(seen.shape[1]) if seen[:, column].sum() > 1]
     slopes = [np.polyfit(entropies[seen[:, c]], risk[:, seen[:, c], c].T, 1)[0] for c in columns]
     rows = [row for row in range(seen.shape[0]) if seen[row].sum() > 1]

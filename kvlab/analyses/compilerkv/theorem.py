@@ -1,4 +1,4 @@
-"""CompilerKV, theorem 4.1 and appendix A on real attention: what is an identity, what is a bound, what is neither."""
+"""CompilerKV, theorem 4.1 and appendix A on real attention: one identity, one bound, and one claim that is neither."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def theorem_4_1(
 ) -> Findings:
     """Appendix A on the rows of every decoding step, layer and head, in double precision.
 
-    (A1) bounds the l1 distance by twice the discarded mass; it is equal to it, because the renormalised subset gains on
-    what is kept exactly what is discarded. For the Frobenius norm (A5) each row's squared l2 distance is at most twice
-    the squared discarded mass: its positive and its negative part both sum to that mass. (A2) says that the discarded
-    mass of a head is at most the utility of the discarded tokens over the head's weight; its formula is lost from the
-    text at hand and taken here as its sentences have it, for the queries of the window that the utility is made from,
-    both sides averaged over the window.
+    (A1) bounds the l1 distance by twice the discarded mass. In fact they are equal: renormalising adds exactly the
+    discarded mass to what is kept. For the Frobenius norm (A5) each row's squared l2 distance is at most twice the
+    squared discarded mass: the positive and the negative part of the difference both sum to that mass. (A2) says that
+    the discarded mass of a head is at most the utility of the discarded tokens over the head's weight. The formula of
+    A2 is missing in the text at hand; here it follows the paper's sentences, for the queries of the utility's window,
+    with both sides averaged over the window.
 
     Returns:
         Table with one row for each document, budget, layer and head: document, budget, layer, head, gap (largest
@@ -57,8 +57,8 @@ def theorem_4_1(
         `theorem41/mean_ratio` and `theorem41/a2_violated` (share of heads whose discarded mass exceeds the bound).
     """
     frames = []
-    # Double precision is for the CPU alone: Apple's GPUs have none.
-    for trace in (each.to("cpu") for each in traces):
+    # In double precision, so on the CPU: Apple's GPUs have none.
+    for trace in (captured.to("cpu") for captured in traces):
         visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
         for budget in budgets:
             method = Inspected(budget=budget, tables=tables)
@@ -73,9 +73,8 @@ def theorem_4_1(
             utility = (method.utilities(planned).double() * ~kept).sum(-1) / queries
             bound = utility[:, None] / method.weights(trace.prompt).double()
             for layer in range(trace.n_layers):
-                rows = attention.weights(
-                    trace.response_queries[layer].double(), trace.keys[layer].double(), trace.scaling, visible
-                )
+                queries, keys = trace.response_queries[layer].double(), trace.keys[layer].double()
+                rows = attention.weights(queries, keys, trace.softmax.row(layer), visible)
                 stays = torch.cat([kept[layer], torch.ones(trace.steps, dtype=torch.bool)]).expand(rows.shape)
                 l1, squares, mass = distances(rows, stays)
                 frames.append(
@@ -83,7 +82,7 @@ def theorem_4_1(
                         {
                             "document": trace.document,
                             "budget": budget,
-                            "layer": layer,
+                            "layer": trace.layers[layer],
                             "head": range(trace.heads),
                             "gap": (l1 - 2 * mass).abs().amax(-1).tolist(),
                             "ratio": (squares.sum(-1) / (2 * mass.square().sum(-1))).tolist(),

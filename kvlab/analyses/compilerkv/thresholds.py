@@ -1,4 +1,4 @@
-"""CompilerKV, appendix B.1: what a threshold can do, given how the scores of a layer are spread."""
+"""CompilerKV, appendix B.1: what a threshold can do, given the spread of a layer's scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlab.traces.trace import Trace
 
 
 def admitted(traces: Sequence[Trace], tables: str | None, share: float) -> pd.DataFrame:
-    """Appendix B.1: what thresholds can do, given how scores relative to the largest are spread.
+    """Appendix B.1: what thresholds can do, given the spread of scores relative to the largest one.
 
     Returns:
         One row for each document and layer: document, layer, needed (the threshold that lets exactly the budget pass),
@@ -29,7 +29,7 @@ def admitted(traces: Sequence[Trace], tables: str | None, share: float) -> pd.Da
             pd.DataFrame(
                 {
                     "document": trace.document,
-                    "layer": range(trace.n_layers),
+                    "layer": trace.layers,
                     "needed": relative.topk(method.entries(trace.prompt_length), -1).values[:, -1].tolist(),
                     "threshold": method.thresholds(planned).tolist(),
                     "at_tenth": (relative >= 0.1).sum(-1).tolist(),
@@ -41,7 +41,7 @@ def admitted(traces: Sequence[Trace], tables: str | None, share: float) -> pd.Da
 
 
 def in_words(admitted: pd.DataFrame, prompt_length: int) -> str:
-    """How many tokens of a prompt pass two round thresholds, and how often the table has none."""
+    """How many tokens of a prompt pass thresholds of 0.1 and 0.5, and how often the table turns nothing away."""
     tenth, half = (admitted[name].to_numpy().mean() for name in ("at_tenth", "at_half"))
     none = (admitted["threshold"] == 0).to_numpy().mean()
     return (

@@ -1,4 +1,4 @@
-"""CompilerKV with one part exchanged at a time: table 2's ablations, and the steps that lead from it to SnapKV."""
+"""CompilerKV with one part replaced at a time: table 2's ablations, and the steps from CompilerKV to SnapKV."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from kvlab.methods.lookup import DecisionTables
 
 
 class Inspected(CompilerKV):
-    """CompilerKV that shows what it decides by."""
+    """CompilerKV that shows the scores, thresholds and weights of its decision."""
 
     name: ClassVar[str] = "compilerkv_inspected"
 
     def planned(self, prompt: Prompt) -> Prompt:
-        """The prompt with the plan of its layers, which must be all of a model's."""
+        """The prompt with its plan; it must hold all layers of the model."""
         return prompt.with_plan(self.plan(self.survey(prompt)[:, None], prompt)[:, 0])
 
     def utilities(self, planned: Prompt) -> Tensor:
-        """S of each layer's tokens, not normalised (eq. 10), `[layers, length]`."""
+        """S, the scores of each layer's tokens, not normalised (eq. 10), `[layers, length]`."""
         return self._weighted(planned)
 
     def thresholds(self, planned: Prompt) -> Tensor:
-        """Tau of each layer for this prompt (eq. 15), `[layers]`; zeros where nothing is turned away."""
+        """Tau, each layer's threshold for this prompt (eq. 15), `[layers]`; 0 where nothing is turned away."""
         return self._thresholds(planned) if self.gates else torch.zeros(planned.n_layers, dtype=torch.float64)
 
     def weights(self, prompt: Prompt) -> Tensor:
-        """W, `[layers, heads]`; ones where no table says otherwise (eq. 9)."""
+        """W, the weights of the heads, `[layers, heads]`; 1 without a table (eq. 9)."""
         weights = self._head_weights(prompt)
         return torch.ones(prompt.n_layers, prompt.queries.shape[1]) if weights is None else weights
 
@@ -46,14 +46,14 @@ class NoHeadTable(CompilerKV):
 
 
 def static_thresholds(tables: DecisionTables) -> Tensor:
-    """One threshold for each layer, float64 `[layers]`: the median of what the table has for the contexts that it was
-    learnt from, or of all its cells if it does not say how many contexts each saw (`visited`).
+    """One threshold for each layer, float64 `[layers]`: the median over the contexts that the table was learnt from, or
+    over all cells if the tables do not say how many contexts fell into each (`visited`).
     """
     grid = torch.tensor(tables.risk, dtype=torch.float64).flatten(1)
     visited = (tables.model_extra or {}).get("visited")
     if visited is not None:
         grid = grid.repeat_interleave(torch.tensor(visited).flatten(), 1)
-    # Of an even number the lower middle one, so that it is a threshold of the table.
+    # Of an even number it is the lower middle one, so that it is a threshold of the table.
     return grid.median(-1).values
 
 
@@ -69,8 +69,8 @@ class StaticThreshold(CompilerKV):
 
 
 class RawAttention(CompilerKV):
-    """Table 2, without stabilised utility: each head's own attention, with no mean over heads and layers (eq. 6) and no
-    norms of values (eq. 7); weights and thresholds as they are.
+    """Table 2, without stabilised utility: each head's own attention, without the mean over heads and layers (eq. 6)
+    and without the norms of values (eq. 7). Weights and thresholds stay.
     """
 
     name: ClassVar[str] = "compilerkv_raw_attention"
@@ -81,7 +81,7 @@ class RawAttention(CompilerKV):
 
 
 class NoNorms(CompilerKV):
-    """Attention averaged over all layers and heads alone, so that all layers keep the same tokens."""
+    """Only the attention averaged over all layers and heads, so that all layers keep the same tokens."""
 
     name: ClassVar[str] = "compilerkv_no_norms"
 

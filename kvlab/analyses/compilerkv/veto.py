@@ -18,10 +18,11 @@ DIFFERENCE = "veto/difference"
 
 
 def protected(traces: Sequence[Trace], tables: str | None, share: float, strongest: int = 16) -> Findings:
-    """Section 4.3's veto: are the tokens kept that a layer's most reliable head attends to most?
+    """Section 4.3's veto: does a layer keep the tokens that its most reliable head attends to most?
 
-    Of each layer's head with the largest weight (all of equal ones), the `strongest` prompt tokens by its own attention
-    over the utility window. Sets are filled up to the budget, so that learnt and equal weights store as much.
+    These tokens are the `strongest` of the prompt by the attention of the layer's head with the largest weight (heads,
+    if several are equal) over the utility window. Sets are filled up to the budget, so that learnt and equal weights
+    store as much.
 
     Returns:
         Table with columns document, method, layer, protected (share of those tokens that are kept); metrics
@@ -36,9 +37,9 @@ def protected(traces: Sequence[Trace], tables: str | None, share: float, stronge
         best = ranking.top_positions(trace.prompt.window_sums(learnt.utility_window), strongest).cpu()
         for name, method in {"compilerkv": learnt, "equal_weights": equal}.items():
             replay = replayed(trace, method)
-            for layer in range(trace.n_layers):
+            for row, layer in enumerate(trace.layers):
                 of_heads = replay.kept(layer).repeat_interleave(trace.heads // trace.kv_heads, 0)
-                share_kept = measures.recall(of_heads, best[layer])[reliable[layer]].mean()
+                share_kept = measures.recall(of_heads, best[row])[reliable[row]].mean()
                 rows.append(
                     {"document": trace.document, "method": name, "layer": layer, "protected": float(share_kept)}
                 )

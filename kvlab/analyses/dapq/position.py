@@ -47,17 +47,17 @@ DISTANCE = "distance/{rope}/{condition}"
 CONTRAST = "effect/{rope}/{contrast}"
 POSITION_OVER_CONTENT = "ratio/{rope}/dc_sp_over_sc_dp"
 CONTENT_OVER_POSITION = "ratio/{rope}/content_over_position"
-AT_LENGTH = "/{context}"  # stands behind an effect of table 1 that was measured at another length
+AT_LENGTH = "/{context}"  # appended to an effect of table 1 that was measured at another length
 SIMILARITY_RANDOM = "similarity_random/{rope}/{condition}"
 GAP_RANDOM = "gap_random/{rope}/{left}_less_{right}"
 DECAY = "offset/spearman/{context}"
 DROP = "offset/drop/{context}"
 CURVE = "offset/curve/{context}/{step}"
-# Those of the context that the claims are about go by names without its length.
+# The effects of the context that the claims are about have names without its length.
 CLAIMED_DECAY, CLAIMED_CURVE = "offset/spearman", "offset/curve/{step}"
 LONGER_DECAYS_MORE = "offset/longer_decays_more"
 
-# Trials that share one forward pass: enough to keep the matrices busy, few enough for a laptop's memory.
+# Trials that share one forward pass: enough to use the processor well, few enough for a laptop's memory.
 TOGETHER = 8
 
 
@@ -83,7 +83,7 @@ def _similarity(queries: Tensor, true: Tensor) -> Tensor:
 
 
 def response(trace: Trace, n: int) -> Tensor:
-    """The first `n` tokens of the response, whose decoding queries are what pseudo-queries are compared with."""
+    """The first `n` tokens of the response; pseudo-queries are compared with their decoding queries."""
     if trace.steps < n:
         raise KvlabError(
             f"{n} pseudo-queries need as many decoding queries to compare with, and the trace has {trace.steps}"
@@ -95,7 +95,7 @@ def ids_of(trace: Trace) -> Tensor:
     """The ids of the prompt and the response, int64 `[tokens]`.
 
     Raises:
-        KvlabError: the trace was made of tensors alone.
+        KvlabError: the trace was made from tensors, and has no ids.
     """
     if trace.ids is None:
         raise KvlabError(
@@ -118,16 +118,21 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
         Table with columns document, condition, rope, similarity; metrics `similarity/post/sc_sp` and so on,
         `distance/post/sc_sp` (1 - similarity), `effect/post/position/same_content` and likewise for CONTRASTS
         (differences paired by document), `ratio/post/dc_sp_over_sc_dp` (the paper's 2.2x) and
-        `ratio/post/content_over_position` (of what they cost where the other is wrong too); intervals over documents.
+        `ratio/post/content_over_position` (ratio of the two costs, each where the other is wrong too); intervals over
+        documents.
     """
     rows = []
     for trace in bars.each(traces, "table 1", "doc"):
-        true, other = response(trace, n), nonsense(lm, n)
-        here, away = torch.arange(n) + trace.prompt_length, torch.arange(n)
-        found = similarities(
-            lm, trace, prefilled(trace), torch.stack([true, other, true, other]), torch.stack([here, here, away, away])
+        true, different = response(trace, n), nonsense(lm, n)
+        right, wrong = torch.arange(n) + trace.prompt_length, torch.arange(n)
+        cosines = similarities(
+            lm,
+            trace,
+            prefilled(trace, lm),
+            torch.stack([true, different, true, different]),
+            torch.stack([right, right, wrong, wrong]),
         )
-        for rope, values in zip(("post", "pre"), found, strict=True):
+        for rope, values in zip(("post", "pre"), cosines, strict=True):
             for condition, row in zip(CONDITIONS, values, strict=True):
                 rows.append(
                     {
@@ -153,7 +158,7 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
 
 
 def at_length(lm: LM, trace: Trace, n: int = 32) -> Findings:
-    """Table 1 on one more prompt, of another length: its metrics as `ratio/post/dc_sp_over_sc_dp/4k`, no intervals."""
+    """Table 1 on one more prompt of another length: metrics like `ratio/post/dc_sp_over_sc_dp/4k`, no intervals."""
     usual = table_1(lm, [trace], n)
     findings = Findings(usual.table)
     for row in usual.rows:
@@ -162,7 +167,7 @@ def at_length(lm: LM, trace: Trace, n: int = 32) -> Findings:
 
 
 def position_over_content(table: Findings, context: str, longest: Findings) -> str:
-    """In words: how many times as similar the right position makes a query as the right content does.
+    """The ratio of similarities, right position over right content, as text.
 
     Args:
         table, context: from `table_1`, and the name of its prompts' length.
@@ -177,7 +182,7 @@ def position_over_content(table: Findings, context: str, longest: Findings) -> s
 def figure_2a(
     lm: LM, traces: Sequence[Trace], trials: int = 20, n: int = 32, near: int = 100, seed: int = 0
 ) -> Findings:
-    """Figure 2a: distributions over random contents (drawn from the vocabulary) and random position spans.
+    """Figure 2a: similarities for random contents (drawn from the vocabulary) and random spans of positions.
 
     A span starts anywhere in [0, prompt] ("dp_m") or in [0, `near`] ("dp_100").
 
@@ -196,15 +201,15 @@ def figure_2a(
         for number, trace in enumerate(traces):
             generator = torch.Generator().manual_seed(seed + number)
             wanted = _random_conditions(trace, trials, n, near, vocabulary, generator)
-            cache = prefilled(trace)
+            cache = prefilled(trace, lm)
             for condition, (ids, positions) in wanted.items():
-                for some in torch.arange(trials).split(TOGETHER):
-                    found = similarities(lm, trace, cache, ids[some], positions[some])
-                    for rope, values in zip(("post", "pre"), found, strict=True):
+                for batch in torch.arange(trials).split(TOGETHER):
+                    cosines = similarities(lm, trace, cache, ids[batch], positions[batch])
+                    for rope, values in zip(("post", "pre"), cosines, strict=True):
                         about = {"document": trace.document, "condition": condition, "rope": rope}
-                        means = zip(some.tolist(), values.mean(-1).tolist(), strict=True)
+                        means = zip(batch.tolist(), values.mean(-1).tolist(), strict=True)
                         rows += [about | {"trial": t, "similarity": v} for t, v in means]
-                    bar.update(len(some))
+                    bar.update(len(batch))
     findings = Findings(pd.DataFrame(rows))
     for rope, part in findings.table.groupby("rope"):
         wide = part.pivot_table(index="document", columns="condition", values="similarity")
@@ -226,7 +231,7 @@ def _random_conditions(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Ids and positions `[trials, n]` of each condition of figure 2a."""
     true = response(trace, n).expand(trials, n)
-    here = (torch.arange(n) + trace.prompt_length).expand(trials, n)
+    right = (torch.arange(n) + trace.prompt_length).expand(trials, n)
 
     def contents() -> Tensor:
         return torch.randint(vocabulary, (trials, n), generator=generator)
@@ -235,7 +240,7 @@ def _random_conditions(
         return torch.randint(max(within - n + 1, 1), (trials, 1), generator=generator) + torch.arange(n)
 
     return {
-        "dc_sp": (contents(), here),
+        "dc_sp": (contents(), right),
         "sc_dp_m": (true, spans(trace.prompt_length)),
         "dc_dp_m": (contents(), spans(trace.prompt_length)),
         f"sc_dp_{near}": (true, spans(near)),
@@ -248,8 +253,8 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
 
     Args:
         traces: of any lengths; those of one `context_name` are averaged.
-        parts: the way from the right position to position 0 is walked in so many even steps; closer offsets (powers of
-            four) are measured besides.
+        parts: number of even steps from the right position to position 0; smaller offsets (powers of four) are measured
+            as well.
 
     Returns:
         Table with columns document, context, start, offset, similarity; for each context, as means over its documents
@@ -263,11 +268,11 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
         steps = torch.linspace(0, length, parts + 1).round().long()
         near = 4 ** torch.arange(1, 8)
         offsets = torch.cat([steps, near[near < length // parts]]).unique()
-        true, cache = response(trace, n), prefilled(trace)
-        for some in offsets.split(TOGETHER):
-            positions = (length - some)[:, None] + torch.arange(n)
-            values = similarities(lm, trace, cache, true.expand(len(some), n), positions)[0].mean(-1)
-            for offset, value in zip(some.tolist(), values.tolist(), strict=True):
+        true, cache = response(trace, n), prefilled(trace, lm)
+        for batch in offsets.split(TOGETHER):
+            positions = (length - batch)[:, None] + torch.arange(n)
+            values = similarities(lm, trace, cache, true.expand(len(batch), n), positions)[0].mean(-1)
+            for offset, value in zip(batch.tolist(), values.tolist(), strict=True):
                 about = {"document": text, "context": context, "start": length - offset, "offset": offset}
                 rows.append(about | {"similarity": value})
         even[text, context] = steps.tolist()
@@ -290,7 +295,7 @@ def _drops(part: pd.DataFrame) -> pd.Series:
 
 
 def longer_decays_more(figure: Findings, short: str, long: str) -> Findings:
-    """Figure 2b's two findings: the decay along the longer of two contexts, and how it exceeds the shorter one's.
+    """Figure 2b's two findings: the decay in the longer of two contexts, and how far it exceeds the shorter one's.
 
     Args:
         figure: from `figure_2b`.
@@ -344,17 +349,17 @@ def responses(lm: LM, traces: Sequence[Trace]) -> str:
 
 
 def plain_name(trace: Trace) -> str:
-    """The name of a trace's text without the part taken of it: "sotu/1962[0:1951]@6a..." -> "sotu/1962"."""
+    """The name of a trace's document, without the span: "sotu/1962[0:1951]@6a..." -> "sotu/1962"."""
     return trace.document.partition("@")[0].partition("[")[0]
 
 
 def context(traces: Sequence[Trace]) -> str:
-    """What the context of traces of one length is called."""
+    """The name of the context of traces of one length."""
     return context_name(traces[0].prompt_length)
 
 
 def context_name(tokens: int) -> str:
-    """3993 -> "4k": how the paper names a context length; below a thousand, to the hundred ("500")."""
+    """3993 -> "4k": the paper's name of a context length; below a thousand it is rounded to hundreds ("500")."""
     if tokens < 950:
         return f"{round(tokens, -2)}"
     return f"{tokens / 1000:.1f}".removesuffix(".0") + "k"

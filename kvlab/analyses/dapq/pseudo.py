@@ -1,7 +1,7 @@
 """DapQ, section 6 and figure 6: what should the pseudo-queries say, and how many should there be?
 
-The paper judges by LongBench scores of an 8B model; here the same pseudo-queries are judged by the recall of what they
-keep and by the attention mass that is lost with the rest.
+The paper judges by LongBench scores of an 8B model; here the same pseudo-queries are judged by the recall of the tokens
+that they keep and by the attention mass lost with the others.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def contents(
         n: pseudo-queries.
         firsts: m of each FmLn, whose n is the rest.
     """
-    found = {f"F{m}L{n - m}": [{"content": "first_last", "first": m, "window": n}] for m in firsts}
-    found |= {name: [{"content": kind, "seed": s, "window": n} for s in seeds] for name, kind in RANDOM.items()}
-    return found | {FIXED: [{"content": "sentence", "window": n}]}
+    variants = {f"F{m}L{n - m}": [{"content": "first_last", "first": m, "window": n}] for m in firsts}
+    variants |= {name: [{"content": kind, "seed": s, "window": n} for s in seeds] for name, kind in RANDOM.items()}
+    return variants | {FIXED: [{"content": "sentence", "window": n}]}
 
 
 def asked(options: Mapping, budget: float = 1.0) -> DapQ:
@@ -96,10 +96,10 @@ def figure_6a(
     draws: int = 2,
     seed: int = 0,
 ) -> Findings:
-    """Figure 6a: `n` pseudo-queries of different contents, at the response's positions; and one content at position 0.
+    """Figure 6a: `n` pseudo-queries of different contents at the response's positions, and one content at position 0.
 
     Args:
-        draws: of each random content, for each document; averaged.
+        draws: draws of each random content for each document; their mean counts.
 
     Returns:
         Table with columns document, content, budget, measure, value. Metrics, for each measure and budget, with
@@ -107,20 +107,23 @@ def figure_6a(
         the contents of their means over documents); `content/ends_less_random/recall/b128` (the mean of all FmLn less
         that of RS_C and RC_C, paired); `content/spread/recall/b128` (largest less smallest content of a document) and
         `content/position/recall/b128` (first 4 and last at the right position less the same at position 0, paired) and
-        `content/position_less_spread/recall/b128`. Signs are such that larger is better; for mass lost they are turned.
+        `content/position_less_spread/recall/b128`. Larger is better everywhere: for mass lost the signs are turned.
     """
     rows, usual, elsewhere = [], USUAL | {"window": n}, f"F4L{n - 4} at 0"
     for number, trace in enumerate(bars.each(traces, "figure 6a", "doc")):
         wanted = contents(n, firsts, range(seed + draws * number, seed + draws * (number + 1)))
-        own = with_pseudo(lm, trace, [asked(one) for many in wanted.values() for one in many])
+        own = with_pseudo(lm, trace, [asked(parameters) for variants in wanted.values() for parameters in variants])
         away = with_pseudo(lm, trace, [asked(usual)], start=0)
         for budget in budgets:
-            sets = {name: [asked(one, budget).prefill(own.prompt) for one in many] for name, many in wanted.items()}
+            sets = {
+                name: [asked(parameters, budget).prefill(own.prompt) for parameters in variants]
+                for name, variants in wanted.items()
+            }
             sets[elsewhere] = [asked(usual, budget).prefill(away.prompt)]
-            for name, several in sets.items():
-                found = [scored(own, kept) for kept in several]
+            for name, retained in sets.items():
+                measured = [scored(own, kept) for kept in retained]
                 about = {"document": trace.document, "content": name, "budget": budget}
-                rows += [about | {"measure": m, "value": float(np.mean([f[m] for f in found]))} for m in MEASURES]
+                rows += [about | {"measure": m, "value": float(np.mean([f[m] for f in measured]))} for m in MEASURES]
     findings = Findings(pd.DataFrame(rows))
     for measure, budget in itertools.product(MEASURES, budgets):
         part = findings.table.query("measure == @measure and budget == @budget")
@@ -139,15 +142,15 @@ def figure_6a(
         )
         spread = right.max(axis=1) - right.min(axis=1)
         findings.add(SPREAD, spread, **at)
-        if (there := f"F4L{n - 4}") in right:
-            worth = sign * (right.loc[:, there] - wide.loc[:, elsewhere])
+        if (published := f"F4L{n - 4}") in right:
+            worth = sign * (right.loc[:, published] - wide.loc[:, elsewhere])
             findings.add(POSITION, worth, **at)
             findings.add_difference(POSITION_LESS_SPREAD, worth, spread, **at)
     return findings
 
 
 def variation(wide: pd.DataFrame) -> tuple[float, tuple[float, float]]:
-    """Coefficient of variation (population) over the columns of their means over the rows.
+    """Coefficient of variation (population) of the columns' means over the rows.
 
     Args:
         wide: a row for each document, a column for each content.
@@ -174,27 +177,27 @@ def figure_6b(
 
     Args:
         share: of the pseudo-tokens that repeat the prompt's start; the others repeat its end.
-        responses: besides the whole response, recall by the gold top-k of its first so many tokens: is the best length
-            just that of the response?
+        responses: recall is also measured by the gold top-k of the response's first tokens, as many as given: is the
+            best length just that of the response?
 
     Returns:
         Table with columns document, response, length, measure, value. Metrics with intervals over documents, for each
         measure and the whole response: `length/recall/n32`; `length/rise/recall` (the best length less the shortest)
-        and `length/fall/recall` (the best less the longest), larger being better for mass lost too. So that the choice
-        of the best does not flatter them, each document takes the length that is best on average over the others.
+        and `length/fall/recall` (the best less the longest), larger being better for mass lost too. For each document
+        the best length is the one that is best on average over the others: otherwise its choice would flatter both.
         `length/best/recall/r32`: the best length on average, by responses of 32 tokens.
     """
     rows = []
     for trace in bars.each(traces, "figure 6b", "doc"):
         options = {n: {"content": "first_last", "first": round(share * n), "window": n} for n in lengths}
-        own = with_pseudo(lm, trace, [asked(one) for one in options.values()])
-        kept = {n: asked(one, budget).prefill(own.prompt) for n, one in options.items()}
+        own = with_pseudo(lm, trace, [asked(parameters) for parameters in options.values()])
+        kept = {n: asked(parameters, budget).prefill(own.prompt) for n, parameters in options.items()}
         parts = {steps: shortened(own, steps) for steps in responses}
         for n, positions in kept.items():
-            found = [(own.steps, name, value) for name, value in scored(own, positions).items()]
-            found += [(steps, "recall", recalled(part, positions)) for steps, part in parts.items()]
+            measured = [(own.steps, name, value) for name, value in scored(own, positions).items()]
+            measured += [(steps, "recall", recalled(part, positions)) for steps, part in parts.items()]
             about = {"document": trace.document, "length": n}
-            rows += [about | {"response": steps, "measure": name, "value": value} for steps, name, value in found]
+            rows += [about | {"response": steps, "measure": name, "value": value} for steps, name, value in measured]
     findings = Findings(pd.DataFrame(rows))
     whole = max(findings.table["response"])
     for measure, of in findings.table.groupby("measure"):
@@ -215,7 +218,7 @@ def figure_6b(
 def shortened(trace: Trace, steps: int) -> Trace:
     """The same prompt with the first `steps` tokens of its response."""
     if not 0 < steps <= trace.steps:
-        raise KvlabError(f"the response has {trace.steps} tokens, so that its first {steps} cannot be looked at")
+        raise KvlabError(f"the response has {trace.steps} tokens; a part of it has 1 to {trace.steps}, not {steps}")
     length, gone = trace.prompt_length + steps, trace.steps - steps
     known = trace.queries.shape[2] - gone
     return replace(
@@ -231,7 +234,7 @@ def shortened(trace: Trace, steps: int) -> Trace:
 def best_by_others(wide: pd.DataFrame) -> pd.Series:
     """For each row the column that is largest on average over all other rows."""
     if len(wide) < 2:
-        raise KvlabError("the best length is chosen on other documents, so that at least two are needed")
+        raise KvlabError("the best length is chosen on other documents, so at least two are needed")
     others = (-wide + wide.sum()) / (len(wide) - 1)
     return others.idxmax(axis=1)
 
@@ -240,8 +243,9 @@ def by_length(figure: Findings, measure: str, aligned: bool = False) -> pd.DataF
     """Figure 6b's points to draw: response, length, value, low, high (intervals over documents).
 
     Args:
-        aligned: take out what makes documents differ at every length: each is moved so that its mean over the lengths
-            is the mean of all. Values stay, intervals shrink to what differs between lengths.
+        aligned: remove the differences between documents that are the same at every length: each document is moved so
+            that its mean over the lengths is the mean of all. Values stay, intervals shrink to the differences between
+            lengths.
     """
     rows = []
     for response, part in figure.table.query("measure == @measure").groupby("response"):

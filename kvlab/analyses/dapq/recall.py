@@ -1,4 +1,4 @@
-"""DapQ, section 3.3 and figure 3: whose observation window sees what the response will need?"""
+"""DapQ, section 3.3 and figure 3: which policy's observation window sees what the response will need?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
 MEASURES = ("window_recall", "recall")
-# Those whose ranking depends on the size of an observation window, and the others.
+# Policies whose ranking depends on the size of an observation window, and the others.
 WINDOWED, UNWINDOWED = ("snapkv", "pyramidkv"), ("h2o", "streamingllm")
 OTHERS = WINDOWED + UNWINDOWED
 
@@ -35,28 +35,28 @@ SMALL_BUDGET_LEAD = "small_budget/lead_grows"
 
 
 def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | None = None) -> Trace:
-    """A trace with the pseudo-queries that `policies` ask for, which run on its prefilled cache.
+    """A trace with the pseudo-queries of `policies`, which run on its prefilled cache.
 
     Args:
         policies: their pseudo-tokens, at positions start .. start + window - 1.
         start: the prompt's length unless given, which is where the response will be.
     """
     tokens = pseudo_tokens(lm, ids_of(trace)[: trace.prompt_length], policies)
-    here = trace.prompt_length if start is None else start
-    return replace(trace, pseudo=pseudo_queries_by_key(lm, prefilled(trace), tokens, here))
+    first = trace.prompt_length if start is None else start
+    return replace(trace, pseudo=pseudo_queries_by_key(lm, prefilled(trace, lm), tokens, first))
 
 
-def recalls(trace: Trace, one: Policy) -> dict[str, float]:
+def recalls(trace: Trace, method: Policy) -> dict[str, float]:
     """`window_recall` (eq. 1-3: top scores alone) and `recall` (the set that the policy keeps), after the prefill.
 
     Means over layers and KV heads; the same as in a replay, without its decoding steps.
     """
     ranks, prompt = reference(trace).gold_ranks, trace.prompt
-    k = min(one.entries(trace.prompt_length), trace.prompt_length)
-    best = ranking.top_positions(one.scores(prompt), k)
+    k = min(method.entries(trace.prompt_length), trace.prompt_length)
+    best = ranking.top_positions(method.scores(prompt), k)
     return {
         "window_recall": float(reference(trace).share_found(ranks, best, k).mean()),
-        "recall": float(reference(trace).share_found(ranks, one.prefill(prompt), k).mean()),
+        "recall": float(reference(trace).share_found(ranks, method.prefill(prompt), k).mean()),
     }
 
 
@@ -72,7 +72,7 @@ def figure_3(
 ) -> Findings:
     """Figure 3: recall against the window's size (at one budget) and against the budget (at one window's size).
 
-    DapQ's pseudo-queries say something random (drawn from the vocabulary), as in the paper.
+    DapQ's pseudo-tokens are random (drawn from the vocabulary), as in the paper.
 
     Args:
         window, budget: what stays fixed while the other varies.
@@ -97,8 +97,8 @@ def figure_3(
             (name, b): recalls(own, policy(name, budget=b)) for name in UNWINDOWED for b in {b for _, b in settings}
         }
         for w, b in settings:
-            found = [recalls(own, random[w, s].replace(budget=b)) for s in seeds]
-            values = {"dapq": {name: sum(f[name] for f in found) / contents for name in MEASURES}}
+            measured = [recalls(own, random[w, s].replace(budget=b)) for s in seeds]
+            values = {"dapq": {name: sum(f[name] for f in measured) / contents for name in MEASURES}}
             values |= {name: recalls(own, policy(name, budget=b, window=w)) for name in WINDOWED}
             values |= {name: result for (name, of), result in unwindowed.items() if of == b}
             rows += [
@@ -108,7 +108,7 @@ def figure_3(
             ]
     findings = Findings(pd.DataFrame(rows))
     settings = ["measure", "window", "budget"]
-    values = findings.table.pivot(index="document", columns=[*settings, "policy"], values="value")
+    values = findings.table.pivot(index="document", columns=[*settings, "policy"], values="value").sort_index(axis=1)
     for setting in values.columns.droplevel("policy").unique():
         wide, at = values.loc[:, setting], dict(zip(settings, setting, strict=True))
         for name in wide:

@@ -1,1 +1,1 @@
-"""MorphKV: a constant-sized cache, led by the recent tokens' attention."""
+"""MorphKV: a cache of constant size; the attention of recent tokens decides what it keeps."""

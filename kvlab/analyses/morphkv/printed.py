@@ -1,6 +1,6 @@
 """MorphKV's own tables, recomputed: do the averages that its text states follow from what it prints?
 
-Table 3 is also set beside the authors' published predictions, where they are at hand, and beside two tasks of the same
+Table 3 is also compared with the authors' published predictions, where they are at hand, and with two tasks of the same
 runs that it leaves out.
 """
 
@@ -43,8 +43,8 @@ def long_responses() -> Findings:
         `table2/gain_over_snapkv`, `table2/gain_over_h2o` (means over models, with intervals over them), each model's
         own as `table1/gain_over_snapkv/Llama`, `table1/gain_over_snapkv/others` (table 1 without Qwen, for which the
         text claims no gain), `table1/below_snapkv/Qwen` (how far Qwen's lies below), and `table1/snapkv_from_full`: how
-        far SnapKV's scores lie from full attention's, either way. Its budget holds the
-        whole prompt there and it never evicts later, so that this is what the judge and the sampling scatter by.
+        far SnapKV's scores lie from full attention's, in either direction. SnapKV's budget holds the whole prompt there
+        and it never evicts later, so this is the noise of the judge and of sampling.
     """
     first = papers.figure("morphkv", "table1").set_index("method").T
     second = papers.figure("morphkv", "table2").pivot(index="model", columns="method", values="average")
@@ -83,7 +83,7 @@ def long_contexts() -> Findings:
     findings = Findings(table)
     gains = table["morphkv"] - table["snapkv"]
     llama = table["model"] == "Llama"
-    # Differences of printed decimals: less than half of one is none.
+    # Scores are printed with one decimal: a difference below half of that is none.
     not_worse = gains > -0.05
     for what, values in (("gain", gains), ("share_not_worse", not_worse)):
         findings.add(OVER_TASKS, values[table["printed"]], what=what)
@@ -95,7 +95,7 @@ def long_contexts() -> Findings:
 
 
 def in_numbers(*recomputed: Findings) -> pd.DataFrame:
-    """All numbers, a row for each: value, low, high; one without an interval stands for both its ends."""
+    """All numbers, a row for each: value, low, high; without an interval, low and high are the value."""
     rows = [row for findings in recomputed for row in findings.rows]
     ends = [(row.value, row.value) if row.low is None else (row.low, row.high) for row in rows]
     return pd.DataFrame(
@@ -130,10 +130,10 @@ def fusions() -> Findings:
 
 
 def predictions_folder(given: str = "") -> Path | None:
-    """The folder of the authors' predictions: as given, or in the environment (KVLAB_PREDICTIONS); None if in neither.
+    """The folder of the authors' predictions: the given one, else that of KVLAB_PREDICTIONS; None without either.
 
     Raises:
-        KvlabError: a folder was named that is not there.
+        KvlabError: the named folder does not exist.
     """
     named = given or os.environ.get(FOLDER, "")
     if not named:

@@ -1,13 +1,12 @@
 """MorphKV, section 6.3, figures 7, 10 and 11 and table 1: small budgets, and what a long response does to each method.
 
-The paper's scores are those of 8B models on LongBench and of a 123B judge on LongWriter. What stands in: attention mass
-lost, recall of what each step needs, error of the attention output, and how far the model's predictions of the text
-that really follows drift from those of the full cache.
+The paper's scores are those of 8B models on LongBench and of a 123B judge on LongWriter. Here other measures stand in:
+attention mass lost, recall of what each step needs, error of the attention output, and how far the predictions of the
+true continuation drift from those of the full cache.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -36,13 +35,13 @@ if TYPE_CHECKING:
     _Step = tuple[Tensor, list[float]]
 
 PER = 100
-"""Slopes are printed for so many tokens of the response."""
+"""Slopes are given for this many tokens of the response."""
 
 LEAST = 5
-"""StreamingLLM's four first tokens and a recent one: no smaller budget is asked of any method."""
+"""StreamingLLM's four sinks and one recent token: no method gets a smaller budget."""
 
 COUNTED_FROM = 2
-"""The first decoding step that counts, for all methods alike: at its first, MorphKV reads the whole prompt."""
+"""The first decoding step that counts, for all methods: at the very first step MorphKV reads the whole prompt."""
 
 # At small budgets.
 AT_SHARE = "{measure}/{policy}/{share:.2f}"
@@ -63,7 +62,7 @@ TIMES = "times/{measure}/{policy}"
 def at_budget(trace: Trace, share: float, window: int) -> dict[str, Policy]:
     """The methods that figures 10 and 11 compare, and two more, at a budget that is a share of the prompt.
 
-    `snapkv` is the paper's: every query head stores its own entries, so that it gets the group's part of the budget;
+    `snapkv` is the paper's: every query head stores its own entries, and so gets only its part of the group's budget.
     `snapkv_shared` stores one set for each KV head, as many entries as MorphKV. Both keep the response besides.
     """
     entries = max(round(share * trace.prompt_length), window + 1, LEAST)
@@ -81,7 +80,7 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
     """Figures 10 and 11 by attention: budgets that are small shares of a long prompt, along its response.
 
     Args:
-        traces: one of each document, looked at one after another.
+        traces: one for each document, used one after another.
         shares: budgets in keys and values, as shares of the prompt's full cache.
         window: R of MorphKV and SnapKV's observation window.
 
@@ -89,15 +88,15 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         Table with columns document, share, policy, step, measure, value (means over layers and heads); metrics
         `mass_lost/morphkv/0.01` and so on, the paired differences `behind/mass_lost/snapkv/0.01` (that policy's value
         less MorphKV's), `drop/step_recall/snapkv/0.01` (the share of MorphKV's recall that it misses), and
-        `sharper/mass_lost/snapkv` (how much more it loses than MorphKV does as the budget falls from the largest share
-        to the smallest); all over the steps from COUNTED_FROM on, with intervals over documents.
+        `sharper/mass_lost/snapkv` (its additional loss from the largest share to the smallest, less MorphKV's); all
+        over the steps from COUNTED_FROM on, with intervals over documents.
     """
     frames = []
-    jobs = list(itertools.product(traces, shares))
-    for trace, share in bars.each(jobs, "small budgets", "budget"):
-        for name, method in at_budget(trace, share, window).items():
-            setting = {"document": trace.document, "share": share, "policy": name}
-            frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method))]
+    for trace in bars.each(traces, "small budgets", "doc"):
+        for share in shares:
+            for name, method in at_budget(trace, share, window).items():
+                setting = {"document": trace.document, "share": share, "policy": name}
+                frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method))]
     findings = Findings(pd.concat(frames, ignore_index=True))
     means = _counted(findings.table).groupby(["measure", "policy", "share", "document"]).value.mean()
     names = list(findings.table["policy"].unique())
@@ -138,7 +137,7 @@ def writing(budget: int, window: int) -> dict[str, Policy]:
 
 
 def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findings:
-    """Figures 2a, 6 and 7 by replay: what each method stores and loses at every step of a long response.
+    """Figures 2a, 6 and 7 by replays: what each method stores and loses at every step of a long response.
 
     Args:
         traces: with the attention accumulated over their prompts (for H2O).
@@ -146,16 +145,16 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
     Returns:
         Table with columns document, policy, prompt, step, measure, value: mass_lost, output_error, step_recall (means
         over layers and heads) and stored_bytes (all layers, what is kept beside the entries included); metrics of
-        `fading`, and `times/mass_lost/h2o`: how many times MorphKV's slope that policy's is.
+        `fading`, and `times/mass_lost/h2o`: that policy's slope over MorphKV's.
     """
     frames = []
-    jobs = list(itertools.product(traces, writing(budget, window).items()))
-    for trace, (name, method) in bars.each(jobs, "long responses", "replay"):
-        result = Replay(trace, method)
-        stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}
-        parts = [*along_steps(result), pd.DataFrame(stored | {"value": result.stored_bytes.tolist()})]
-        setting = {"document": trace.document, "policy": name, "prompt": trace.prompt_length}
-        frames += [part.assign(**setting) for part in parts]
+    for trace in bars.each(traces, "long responses", "doc"):
+        for name, method in writing(budget, window).items():
+            result = Replay(trace, method)
+            stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}
+            parts = [*along_steps(result), pd.DataFrame(stored | {"value": result.stored_bytes.tolist()})]
+            setting = {"document": trace.document, "policy": name, "prompt": trace.prompt_length}
+            frames += [part.assign(**setting) for part in parts]
     findings = fading(pd.concat(frames, ignore_index=True), ("mass_lost", "output_error"))
     for measure in ("mass_lost", "output_error"):
         slopes = _slopes(findings.table, measure)
@@ -198,7 +197,7 @@ def _slopes(table: pd.DataFrame, measure: str) -> pd.Series:
 
 
 def binned(table: pd.DataFrame, measure: str, over: int = 16) -> pd.DataFrame:
-    """One measure by policy, averaged over `over` neighbouring steps and over documents, with the interval over these.
+    """One measure by policy, averaged over `over` neighbouring steps and over documents, with intervals over documents.
 
     Returns:
         Columns policy, step (the middle of the bin), value, low, high.
@@ -242,7 +241,7 @@ def inside_the_model(
 
 @torch.inference_mode()
 def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]) -> Findings:
-    """Figure 7 and table 1 inside the model: a text is fed under compressed caches, each step's error feeding the next.
+    """Figure 7 and table 1 inside the model: a text is fed under compressed caches; each step's error enters the next.
 
     Args:
         ids: int64 `[documents, prompt + response]`; all documents run as one batch.
@@ -268,7 +267,7 @@ def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]
     full = full.float().log_softmax(-1)
     known = _nll(full, nexts)
     frames: dict[str, list[pd.DataFrame]] = {name: [] for name in policies}
-    # Those that act at every step take their steps together; the others need no steps.
+    # Policies that act at every step take their steps together; the others need no single steps.
     acting = [name for name, method in policies.items() if method.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
     for names in bars.each(parts, "inside the model", "part"):
@@ -285,7 +284,7 @@ def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]
                     )
                     for measure, value in values.items()
                 ]
-    table = pd.concat([frame for each in frames.values() for frame in each], ignore_index=True)
+    table = pd.concat([frame for parts in frames.values() for frame in parts], ignore_index=True)
     return replace(fading(_counted(table), ("kl", "nll_gap")), table=table)
 
 
@@ -294,8 +293,8 @@ def _nll(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _decoded(lm: LM, ids: Tensor, together: Sequence[Policy], prefilled: LiveCache) -> Iterator[_Step]:
-    """Several policies in one batch, step by step: logits `[policies, documents, vocabulary]`, and of each policy the
-    bytes of keys and values for one document.
+    """Several policies in one batch, step by step: logits `[policies, documents, vocabulary]`, and for each policy the
+    bytes of keys and values of one document.
     """
     sessions = []
     for method in together:
@@ -307,7 +306,7 @@ def _decoded(lm: LM, ids: Tensor, together: Sequence[Policy], prefilled: LiveCac
     with live_session.compress(lm.model, "full", turns="leave") as joint:
         past = joint.join(sessions)
         if not any(method.acts_while_decoding for method in together):
-            # What does nothing after the prefill can be fed at one go: a turn that is stored whole.
+            # A policy that does nothing after the prefill can be fed all at once, as a turn that is stored whole.
             before = [session.kv_bytes for session in sessions]
             logits = lm.model(fed, past_key_values=past).logits.unflatten(0, shape)
             growth = [(session.kv_bytes - size) / ids.shape[1] for session, size in zip(sessions, before, strict=True)]

@@ -1,4 +1,4 @@
-"""MorphKV, figures 2a, 6, 8 and 9: bytes that each method stores, by formula, against measurement and against print.
+"""MorphKV, figures 2a, 6, 8 and 9: bytes that each method stores by formula, against measured and printed ones.
 
 The paper's MorphKV keeps one set of entries for each KV head; its SnapKV and H2O keep one for each query head, which
 multiplies them by the size of a GQA group.
@@ -51,7 +51,7 @@ TABLE_3 = (
 
 @dataclass(frozen=True)
 class Geometry:
-    """What of a model decides the size of its cache."""
+    """The numbers of a model that decide the size of its cache."""
 
     layers: int
     heads: int
@@ -90,7 +90,7 @@ def entries(method: str, prompt: float, response: float, budget: float, sets: in
 
     Args:
         method: one of METHODS. SnapKV evicts from the prompt alone, H2O and MorphKV hold at most `budget` in all.
-        sets: how many sets share a KV head: 1, or the group's size where every query head stores its own.
+        sets: sets of entries for each KV head: 1, or the group's size where every query head stores its own.
 
     Raises:
         KvlabError: another method.
@@ -162,9 +162,9 @@ def against_formula(table: pd.DataFrame, model: Geometry, budget: int, window: i
 
 
 def implied_length(benchmark: str) -> int:
-    """Tokens of prompt and response at which MorphKV's stated capacity is the share of the full cache that is printed.
+    """Tokens of prompt and response at which MorphKV's stated capacity is the printed share of the full cache.
 
-    It is the only length that the paper's own numbers give away.
+    It is the only length that follows from the paper's own numbers.
     """
     capacity = _settings(benchmark).loc["morphkv", "capacity"]
     return round(capacity / _printed().loc[benchmark, "morphkv"])
@@ -185,17 +185,17 @@ def _printed() -> pd.DataFrame:
 
 
 def benchmark_sizes(benchmark: str) -> pd.DataFrame:
-    """Cache sizes that the stated settings come to at the implied length, relative to full attention.
+    """Cache sizes of the stated settings at the implied length, relative to full attention.
 
     Returns:
-        Columns model, method, ratio (keys and values), with_rows (what is kept beside them as well, all in bfloat16).
+        Columns model, method, ratio (keys and values), with_rows (and what is kept beside them, all in bfloat16).
     """
     settings, total = _settings(benchmark), implied_length(benchmark)
-    # LongWriter's and LongGenBench's prompts fit into every budget, so that only the sum matters there.
+    # LongWriter's and LongGenBench's prompts fit into every budget, so only prompt + response matters there.
     response = answer_length() if benchmark == "longbench" else total
     models = paper_models()
     if benchmark == "longgenbench":
-        models.pop("Phi4")  # table 2 has no row of it
+        models.pop("Phi4")  # table 2 has no row for it
     if benchmark == "longbench":
         models = {"Llama": models["Llama"]}  # figure 9a
     rows = []

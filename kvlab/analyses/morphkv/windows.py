@@ -1,12 +1,11 @@
-"""MorphKV, sections 3.2, 6.1 and 6.2: how many recent tokens should decide what stays, and how are they fused?
+"""MorphKV, sections 3.2, 6.1 and 6.2: how many recent tokens should decide what stays, and how are their rows fused?
 
-The paper scores responses with benchmarks that need an 8B model; here the same settings are judged by what they do to
-attention along a response: mass lost, recall of each step's own top-k, and error of the attention output.
+The paper scores responses with benchmarks that need an 8B model; here the same settings are judged by the attention
+along a response: mass lost, recall of each step's own top-k, and error of the attention output.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ KEPT_TODAY = "walkthrough/kept_today"
 
 
 def gain(measure: str, new: pd.Series, old: pd.Series) -> pd.Series:
-    """What `new` gains over `old`, relative to `old`: 0.1 is a tenth less lost, or a tenth more recalled."""
+    """The gain of `new` over `old`, relative to `old`: 0.1 means a tenth less lost, or a tenth more recalled."""
     return new / old - 1 if measure == "step_recall" else 1 - new / old
 
 
@@ -55,7 +54,7 @@ def window_ablation(
     """Tables 4-6 by attention: window size x fusion x capacity (C + R) along a response.
 
     Args:
-        traces: one of each document; they are looked at one after another, so they may be made on the way.
+        traces: one for each document; they are used one after another, so a generator will do.
 
     Returns:
         Table with columns document, fusion, window, capacity, step, measure, value (means over layers and heads);
@@ -65,13 +64,16 @@ def window_ablation(
     """
     settings = [(f, w, c) for c in capacities for f in fusions for w in windows if w < c]
     frames = []
-    if any(trace.queries.shape[2] - trace.steps < min(max(windows), trace.prompt_length) for trace in traces):
-        raise KvlabError(f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}")
-    jobs = list(itertools.product(traces, settings))
-    for trace, (fusion, window, capacity) in bars.each(jobs, "window ablation", "replay"):
-        result = Replay(trace, policy("morphkv", budget=capacity, window=window, fusion=fusion))
-        setting = {"document": trace.document, "fusion": fusion, "window": window, "capacity": capacity}
-        frames += [frame.assign(**setting) for frame in along_steps(result)]
+    for trace in bars.each(traces, "window ablation", "doc"):
+        known = trace.queries.shape[2] - trace.steps
+        if known < min(max(windows), trace.prompt_length):
+            raise KvlabError(
+                f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}"
+            )
+        for fusion, window, capacity in settings:
+            result = Replay(trace, policy("morphkv", budget=capacity, window=window, fusion=fusion))
+            setting = {"document": trace.document, "fusion": fusion, "window": window, "capacity": capacity}
+            frames += [frame.assign(**setting) for frame in along_steps(result)]
     findings = Findings(pd.concat(frames, ignore_index=True))
     means = _means(findings.table)
     for measure in MEASURES:
@@ -84,7 +86,7 @@ def window_ablation(
 
 
 def _means(table: pd.DataFrame) -> pd.Series:
-    """Over steps, by measure, fusion, window, capacity and document."""
+    """Means over steps, by measure, fusion, window, capacity and document."""
     return table.groupby(["measure", "fusion", "window", "capacity", "document"]).value.mean()
 
 
@@ -125,7 +127,8 @@ def two_regimes(
     answering: Mapping[str, int],
     response: str = "document",
 ) -> Findings:
-    """`fusion_gains` where much follows a short prompt ("writing") and little a long one ("answering").
+    """`fusion_gains` for a short prompt with a long response ("writing") and a long prompt with a short one
+    ("answering").
 
     Args:
         writing, answering: tokens and new_tokens of the traces, window and capacity of the policy.
@@ -133,12 +136,12 @@ def two_regimes(
     """
     written = long_responses(lm, documents, writing["tokens"], writing["new_tokens"], response)
     answered = summaries(lm, documents, answering["tokens"], answering["new_tokens"])
-    found = [
+    regimes = [
         fusion_gains(traces, regime["window"], regime["capacity"], name)
         for name, traces, regime in (("writing", written, writing), ("answering", answered, answering))
     ]
-    both = found[0] | found[1]
-    both.table = pd.concat([findings.table for findings in found], ignore_index=True)
+    both = regimes[0] | regimes[1]
+    both.table = pd.concat([findings.table for findings in regimes], ignore_index=True)
     return both
 
 
@@ -152,19 +155,19 @@ def along_steps(result: Replay, measures: Sequence[str] = MEASURES) -> list[pd.D
 
 
 def slope(part: pd.DataFrame, column: str) -> float:
-    """How much a column rises with each step: the least-squares line through it."""
+    """The rise of a column with each step, by the least-squares line."""
     line: Any = stats.linregress(part["step"], part[column])
     return line.slope
 
 
 def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = False) -> Trace:
-    """A captured prompt read as a shorter prompt and its own continuation, teacher-forced.
+    """A captured prompt taken as a shorter prompt and its own continuation (teacher forcing).
 
     Attention is causal, so these are the tensors that capturing the shorter prompt with that response would give.
 
     Args:
         trace: with the queries of its whole prompt.
-        prompt, response: tokens of either part.
+        prompt, response: tokens of each part.
         accumulate: sum the attention over all queries of the shorter prompt (H2O).
 
     Raises:
@@ -172,18 +175,22 @@ def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = Fa
     """
     both = prompt + response
     if trace.queries.shape[2] < trace.length:
-        raise KvlabError("to read a prompt as a shorter one all of its queries are needed; capture with queries='all'")
+        raise KvlabError(
+            "to cut a shorter prompt out of a longer one, all of its queries are needed; capture with queries='all'"
+        )
     if not 0 < both <= trace.prompt_length:
         raise KvlabError(
             f"the captured prompt has {trace.prompt_length} tokens, and {prompt} + {response} are asked for"
         )
     queries, keys, values = (t[:, :, :both].clone() for t in (trace.queries, trace.keys, trace.values))
-    cut = Trace.from_tensors(queries, keys, values, prompt, scaling=trace.scaling)
+    softmax = {"scaling": trace.scaling, "softcap": trace.softcap, "sinks": trace.sinks}
+    cut = Trace.from_tensors(queries, keys, values, prompt, **softmax)
+    cut.layout = trace.layout
     cut.ids = None if trace.ids is None else trace.ids[:both].clone()
     cut.meta = trace.meta | {"document": f"{trace.document}[:{prompt}+{response}]"}
     if accumulate:
-        pairs = zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True)
-        cut.accumulated = torch.stack([attention.accumulate(q, k, trace.scaling) for q, k in pairs])
+        pairs = enumerate(zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True))
+        cut.accumulated = torch.stack([attention.accumulate(q, k, trace.softmax.row(row)) for row, (q, k) in pairs])
     return cut
 
 
@@ -195,14 +202,14 @@ def long_response(
     Args:
         document: its name, as `kvlab.document` takes it.
         tokens: length of the prompt.
-        response: "document" feeds the document's own continuation, "greedy" what the model generates.
+        response: "document" feeds the document's own continuation, "greedy" generates.
         accumulate: record the attention summed over the prompt's queries (H2O).
 
     Raises:
-        KvlabError: the document is too short, or another kind of response.
+        KvlabError: the document is too short, or the kind of response is unknown.
     """
     if response == "document":
-        # The default's traces, which other analyses share, wherever they are long enough.
+        # The default traces, which other analyses share, are used where they are long enough.
         around = 64
         (whole,) = common_traces(lm, [document], tokens=max(2000, tokens + new_tokens + around))
         return continuation(whole, tokens, new_tokens, accumulate)
@@ -243,7 +250,7 @@ def repetition(trace: Trace, n: int = 8) -> float:
         KvlabError: the trace does not know its tokens.
     """
     if trace.ids is None:
-        raise KvlabError("this trace was made from tensors alone, so that its tokens are not known")
+        raise KvlabError("this trace was made from tensors alone, so its tokens are not known")
     response = trace.ids[trace.prompt_length :].tolist()
     sequences = [tuple(response[i : i + n]) for i in range(len(response) - n + 1)]
     return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0
@@ -260,8 +267,8 @@ def along(findings: Findings, measure: str, fusion: str, capacity: int, over: in
 def walk_through() -> Findings:
     """Section 3.2 at T0: the recent tokens *weather* and *The* give *today's* 0.3 each and *me* 0.05 each.
 
-    The paper's C = 2 would keep both old tokens, so C = 1 here, the only step with numbers. The attention is made by
-    keys that are unit vectors and queries that are the logarithms of the wanted weights.
+    The paper's C = 2 would keep both old tokens, so here C = 1. (T0 is the only step with numbers.) Unit vectors as
+    keys and the logarithms of the wanted weights as queries give this attention.
 
     Returns:
         Table with columns token, score, kept; metrics `walkthrough/today_score` (0.6), `walkthrough/me_score` (0.1) and
@@ -278,7 +285,7 @@ def walk_through() -> Findings:
     store = LayerStore(trace.prompt_keys, trace.prompt_values)
     morphkv.compress(store, trace.prompt)
     store.append(keys[:, :, 3:], keys[:, :, 3:])
-    store.budget = 4  # so that the scores can be read before anything is evicted
+    store.budget = 4  # all four fit, so the scores can be read before anything is evicted
     morphkv.step(store, rows[None, None, 3])
     scores = store.column("profile")[0, 0].sum(-1)
     kept = result.stored(0, 1)[0].tolist()

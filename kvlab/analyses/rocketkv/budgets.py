@@ -21,7 +21,7 @@ from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 
 COMPRESSIONS = (4, 8, 16, 32, 64)
-"""S / t; the budgets of 4096 to 256 tokens that the paper draws are these at its 16,000 tokens."""
+"""S / t; at the paper's 16,000 tokens these are its budgets of 4096 to 256 tokens."""
 
 NAMES = {
     "exact_topk": "Exact-TopK",
@@ -34,10 +34,10 @@ NAMES = {
     "rocketkv_published": "RocketKV, published split",
 }
 RIVALS = ("duoattention", "snapkv", "quest", "sparq")
-"""What figure 4 draws RocketKV against; Exact-TopK is no method, and Hybrid is RocketKV's own second stage."""
+"""The rivals of RocketKV in figure 4, without Exact-TopK (an oracle) and Hybrid (RocketKV's own second stage)."""
 
 QUALITY = {"step_recall": 1, "mass_lost": -1, "output_error": -1}
-"""Measures, with the sign of what is better."""
+"""Measures, with 1 where larger is better and -1 where smaller is."""
 
 VALUE = "{measure}/{method}/c{compression:g}"
 GAIN = "gain/{measure}/{better}_over_{other}/c{compression:g}"
@@ -60,13 +60,13 @@ def budget_at(trace: Trace, compression: float) -> int:
 
 
 def snapkv_as_compared(trace: Trace, budget: int, sets: Literal["head", "group"] = "head") -> SnapKV | None:
-    """SnapKV as RocketKV's appendix A.3 sets it up: what it stores must be a budget of `budget` for the whole group.
+    """SnapKV as in RocketKV's appendix A.3: what it stores for a whole GQA group must be `budget` entries.
 
-    The generated tokens all stay and are taken off; with a set for each query head, the rest is shared among the
-    group's heads.
+    All generated tokens stay, so they are subtracted; the rest is shared among the group's query heads, each with its
+    own set.
 
     Returns:
-        None where that leaves the prompt no more than its window.
+        None if that leaves no room beside the window.
     """
     left = budget - trace.steps
     if sets == "head":
@@ -80,32 +80,31 @@ def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy
     Args:
         heads: scores that tell DuoAttention's heads apart, as its `heads`.
     """
-    found = {name: policy(name, budget=budget) for name in ("exact_topk", "quest", "sparq", "hybrid", "rocketkv")}
-    found["duoattention"] = policy("duoattention", budget=budget, heads=heads)
-    found["rocketkv_published"] = policy("rocketkv", budget=budget, split="adaptive")
+    methods = {name: policy(name, budget=budget) for name in ("exact_topk", "quest", "sparq", "hybrid", "rocketkv")}
+    methods["duoattention"] = policy("duoattention", budget=budget, heads=heads)
+    methods["rocketkv_published"] = policy("rocketkv", budget=budget, split="adaptive")
     if snapkv := snapkv_as_compared(trace, budget):
-        found["snapkv"] = snapkv
-    return {name: found[name] for name in NAMES if name in found}
+        methods["snapkv"] = snapkv
+    return {name: methods[name] for name in NAMES if name in methods}
 
 
 def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
-    """Share of each step's true top `k` among what the step read, or what was stored after it: `[layers, kv_heads,
-    steps]`.
+    """Share of each step's true top `k` that the step read, or that was stored after it: `[layers, kv_heads, steps]`.
 
-    A replay counts with its policy's own budget, and SnapKV's is not what its comparison calls the budget.
+    A replay counts with its policy's own budget; SnapKV's is not the budget of this comparison.
     """
     trace, full = result.trace, reference(result.trace)
-    found = torch.empty(full.step_ranks.shape[:3])
+    shares = torch.empty(full.step_ranks.shape[:3])
     for now in range(trace.steps):
-        of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in range(trace.n_layers)]
-        widest = max(one.shape[1] for one in of_layer)
-        sets = torch.stack([F.pad(one, (0, widest - one.shape[1]), value=EMPTY) for one in of_layer])
-        found[:, :, now] = full.share_found(full.step_ranks[:, :, now], sets, k)
-    return found
+        of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in trace.layers]
+        widest = max(slots.shape[1] for slots in of_layer)
+        sets = torch.stack([F.pad(slots, (0, widest - slots.shape[1]), value=EMPTY) for slots in of_layer])
+        shares[:, :, now] = full.share_found(full.step_ranks[:, :, now], sets, k)
+    return shares
 
 
 def measured(result: Replay, budget: int) -> dict[str, float]:
-    """Means of the measures of quality, and bytes as shares of the full cache's, which grows with each step."""
+    """Means of the measures of quality, and bytes as shares of the full cache, which grows with each step."""
     trace, own = result.trace, result.summary
     whole = (trace.keys.nbytes + trace.values.nbytes) * (trace.prompt_length + (trace.steps + 1) / 2) / trace.length
     return {
@@ -144,14 +143,14 @@ def figure_4(
     rows = []
     for trace, c in bars.each(jobs, "figure 4", "budget"):
         budget = budget_at(trace, c)
-        for method, one in contenders(trace, budget, heads).items():
-            numbers = measured(Replay(trace, one), budget)
+        for method, contender in contenders(trace, budget, heads).items():
+            numbers = measured(Replay(trace, contender), budget)
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
     for measure in (*QUALITY, "stored", "read"):
         _compare(findings, measure)
-    there = findings.table.groupby("compression")["method"].unique()
-    findings.set(SHORTFALL, sum("snapkv" not in methods for methods in there), method="snapkv")
+    by_compression = findings.table.groupby("compression")["method"].unique()
+    findings.set(SHORTFALL, sum("snapkv" not in methods for methods in by_compression), method="snapkv")
     return findings
 
 
@@ -162,12 +161,12 @@ def _compare(findings: Findings, measure: str) -> None:
         return
     gains: dict[tuple[str, str], dict[float, pd.Series]] = {}
     for c in sorted(findings.table["compression"].unique()):
-        here = QUALITY[measure] * values.xs(c, axis=1, level="compression")
-        pairs = [(better, other, other) for better, other in PAIRS if other in here]
-        best = _best_rival(here.mean())
+        at_c = QUALITY[measure] * values.xs(c, axis=1, level="compression")
+        pairs = [(better, other, other) for better, other in PAIRS if other in at_c]
+        best = _best_rival(at_c.mean())
         pairs += [("rocketkv", NEXT_BEST, best), ("exact_topk", NEXT_BEST, best)]
         for better, name, other in pairs:
-            gains.setdefault((better, name), {})[c] = here.loc[:, better] - here.loc[:, other]
+            gains.setdefault((better, name), {})[c] = at_c.loc[:, better] - at_c.loc[:, other]
     for (better, other), by_compression in gains.items():
         add_gains(findings, measure, better, other, by_compression)
 
@@ -181,7 +180,7 @@ def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFram
     """Add `VALUE` for each method and compression of the table.
 
     Args:
-        under: what the effect's name begins with.
+        under: prefix of the effect's name.
 
     Returns:
         The measure by document, with a column for each (method, compression).
@@ -195,11 +194,11 @@ def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFram
 def add_gains(
     findings: Findings, measure: str, better: str, other: str, gains: Mapping[float, pd.Series], under: str = ""
 ) -> None:
-    """Add `GAIN` at each compression and, where there are all of several compressions, `WIDENING` from least to most.
+    """Add `GAIN` at each compression and, if several were measured and none is missing, `WIDENING` from least to most.
 
     Args:
         gains: by compression, each by document.
-        under: what the effects' names begin with.
+        under: prefix of the effects' names.
     """
     about = {"measure": measure, "better": better, "other": other}
     for c, gain in gains.items():
@@ -215,7 +214,7 @@ def values_of(findings: Findings, measure: str) -> pd.DataFrame:
 
 
 def attention_kept(findings: Findings) -> pd.DataFrame:
-    """What is not lost of the attention: method, compression, value, low, high."""
+    """Attention that is kept: method, compression, value, low, high."""
     lost = values_of(findings, "mass_lost")
     return lost.assign(value=1 - lost["value"], low=1 - lost["high"], high=1 - lost["low"])
 
@@ -231,9 +230,9 @@ def next_best(findings: Findings) -> pd.DataFrame:
     rows = []
     for measure, sign in QUALITY.items():
         means = sign * findings.table.pivot_table(index="compression", columns="method", values=measure)
-        for c, here in means.iterrows():
+        for c, at_c in means.iterrows():
             gain = findings.row(GAIN, measure=measure, better="rocketkv", other=NEXT_BEST, compression=c)
-            about = {"measure": measure, "compression": c, "next_best": _best_rival(here)}
+            about = {"measure": measure, "compression": c, "next_best": _best_rival(at_c)}
             rows.append(about | {"value": gain.value, "low": gain.low, "high": gain.high})
     return pd.DataFrame(rows)
 

@@ -31,7 +31,7 @@ def traffic_by_paper(method: str, c: float) -> float:
 
 
 def storage_by_tensors(method: str, c: float) -> float:
-    """What table 1 should say: minima and maxima, or copies, of the *keys* cost half of what they cost of keys and
+    """What table 1 should say: minima and maxima, or copies, of *keys* alone cost half as much as those of keys and
     values.
 
     RocketKV's pages hold c^(1/4) entries and two vectors each, which is one entry's key and value: 1/c^(3/4). SparQ
@@ -63,8 +63,8 @@ def formulas(compressions: Sequence[float] = (4, 16, 64)) -> pd.DataFrame:
 def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Findings:
     """Table 1 as a function of c = S / t, beside the bytes of a replay; S is the prompt and the response.
 
-    SnapKV keeps every generated token, so its prompt gets the budget less the response (the paper's appendix A.3); at
-    budgets where that does not hold its window it has no measurement.
+    SnapKV keeps every generated token, so its prompt gets the budget less the response (the paper's appendix A.3).
+    Where that is smaller than its window, there is no measurement.
 
     Args:
         trace: with a response.
@@ -85,9 +85,13 @@ def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Fi
     jobs = [(method, budget) for method in METHODS for budget in budgets]
     for method, budget in bars.each(jobs, "table 1", "replay"):
         c = trace.length / budget
-        one = _of_the_table(method, budget, trace)
-        found = {"stored_bytes": math.nan, "read_bytes": math.nan} if one is None else Replay(trace, one).summary
-        storage, traffic = (found[name] / full[name] for name in ("stored_bytes", "read_bytes"))
+        contender = _of_the_table(method, budget, trace)
+        sizes = (
+            {"stored_bytes": math.nan, "read_bytes": math.nan}
+            if contender is None
+            else Replay(trace, contender).summary
+        )
+        storage, traffic = (sizes[name] / full[name] for name in ("stored_bytes", "read_bytes"))
         rows.append(
             {
                 "method": method,

@@ -63,13 +63,13 @@ AUXILIARY = "auxiliary/{method}/c{compression:g}"
 def ladder(trace: Trace, budget: int) -> dict[str, Policy]:
     """From SnapKV to RocketKV one change at a time, each at a token budget of `budget` as appendix A.3 counts it."""
     left = budget - trace.steps
-    found = {
+    stages = {
         "snapkv": snapkv_as_compared(trace, budget),
         "snapkv_gqa": snapkv_as_compared(trace, budget, "group"),
         "snapkv_pp": policy("snapkv_pp", budget=left) if left > 32 else None,
         "rocketkv": policy("rocketkv", budget=budget),
     }
-    return {name: one for name, one in found.items() if one is not None}
+    return {name: contender for name, contender in stages.items() if contender is not None}
 
 
 def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 12)) -> Findings:
@@ -79,9 +79,9 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
         Table with columns document, method, compression, budget, step_recall, mass_lost, output_error, stored, read.
         Metrics `output_error/snapkv_gqa/c6` and gains, positive where the first is better,
         `gain/output_error/snapkv_gqa_over_snapkv/c6`, with intervals over documents; `widening/...`, the gain at the
-        largest compression less that at the smallest. `redundancy/c6`: the share of what SnapKV's query heads choose
-        outside the window that another head of the group has chosen already; `redundancy/over_chance/c6`: less what
-        heads that choose blindly would share.
+        largest compression less that at the smallest. `redundancy/c6`: of the entries that SnapKV's query heads choose
+        outside the window, the share that another head of the group has already chosen; `redundancy/over_chance/c6`:
+        the same less the share of heads that choose at random.
 
     Raises:
         KvlabError: a compression at which SnapKV has no room beside its window and the response.
@@ -97,8 +97,8 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
                 f"at a compression of {c:g} the budget of {budget} leaves SnapKV no room beside the response of "
                 f"{trace.steps} tokens and a window for each head"
             )
-        for method, one in ladder(trace, budget).items():
-            numbers = measured(Replay(trace, one), budget)
+        for method, contender in ladder(trace, budget).items():
+            numbers = measured(Replay(trace, contender), budget)
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
         shared[trace.document, c], blind[trace.document, c] = redundancy(trace, snapkv)
     findings = Findings(pd.DataFrame(rows))
@@ -113,11 +113,11 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
 
 FIRST_STAGE = {"snapkv_gqa": "average pooling, 7", "snapkv_pp": "max pooling, 63 (SnapKV++)"}
 ALONE = "first_stage/"
-"""What the effects of the first stage alone begin with."""
+"""Prefix of the effects of the first stage alone."""
 
 
 def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32)) -> Findings:
-    """Section 3.3: pooling where SnapKV++ stands, a first stage that leaves S / sqrt(c) tokens and reads them all.
+    """Section 3.3: the pooling of SnapKV++ as a first stage, which leaves S / sqrt(c) tokens and reads all of them.
 
     Both share one set in each GQA group.
 
@@ -130,8 +130,8 @@ def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32
     for trace, c in [(trace, c) for trace in traces for c in compressions]:
         budget = budget_at(trace, math.sqrt(c))
         for method in FIRST_STAGE:
-            one = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
-            numbers = measured(Replay(trace, one), budget)
+            contender = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
+            numbers = measured(Replay(trace, contender), budget)
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
     _gains(findings, [("snapkv_pp", "snapkv_gqa")], ALONE)
@@ -142,7 +142,7 @@ def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32
 def redundancy(trace: Trace, snapkv: SnapKV) -> tuple[float, float]:
     """Share of the entries outside the window that a group's heads store more than once, and the same by chance.
 
-    By chance: g heads that choose k of n tokens blindly cover n (1 - (1 - k / n)^g) of them.
+    By chance: g heads that choose k of n tokens at random cover n (1 - (1 - k / n)^g) of them.
     """
     chosen = snapkv.prefill(trace.prompt)
     older = trace.prompt_length - snapkv.window
@@ -156,7 +156,7 @@ def redundancy(trace: Trace, snapkv: SnapKV) -> tuple[float, float]:
 def truncated(trace: Trace, prompt_length: int, steps: int) -> Trace:
     """The trace of a prompt that ends after `prompt_length` tokens, with the text itself as its response.
 
-    Causal attention makes it exact: what a token's queries and keys are does not depend on what follows.
+    This is exact because attention is causal: a token's queries and keys do not depend on what follows.
 
     Raises:
         KvlabError: a trace that is too short, or holds too few of its queries.
@@ -181,7 +181,7 @@ def kernels(
     compression: float = 16,
     steps: int = 32,
 ) -> Findings:
-    """Figure 7: which max-pooling kernel serves RocketKV best at which prompt length.
+    """Figure 7: the best max-pooling kernel for RocketKV at each prompt length.
 
     Args:
         traces: with the queries of all prompt tokens; prompts are cut to each of `lengths`.
@@ -275,8 +275,8 @@ def splits(
         budget = budget_at(trace, c)
         tried = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
         tried += [(PUBLISHED, math.nan, RocketKV(budget=budget, split="adaptive"))]
-        for method, exponent, one in tried:
-            result = Replay(trace, one)
+        for method, exponent, contender in tried:
+            result = Replay(trace, contender)
             numbers = {m: result.summary[m] for m in QUALITY}
             numbers["survived"] = float(share_of_top(result, budget, stored=True).mean())
             about = {"document": trace.document, "compression": c, "method": method, "exponent": exponent}
@@ -295,8 +295,8 @@ def pages_against_dimensions(
 ) -> Findings:
     """Section 3.4: hybrid attention, with the compression of its search shared between pages and dimensions.
 
-    Pages of c ** exponent entries and as many dimensions as half of the budget pays for: at 0 single tokens are found
-    by a few dimensions (as SparQ does), at 1 pages by all dimensions (as Quest does).
+    Pages have c ** exponent entries, and half of the budget pays for the dimensions: exponent 0 finds single tokens by
+    a few dimensions (as SparQ does), exponent 1 finds pages by all dimensions (as Quest does).
 
     Returns:
         Table with columns document, compression, method (`pages0.5`), exponent, step_recall, mass_lost, output_error.
@@ -307,8 +307,8 @@ def pages_against_dimensions(
     jobs = [(trace, c) for trace in traces for c in compressions]
     for trace, c in bars.each(jobs, "pages", "budget"):
         for e in exponents:
-            one = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
-            own = Replay(trace, one).summary
+            contender = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
+            own = Replay(trace, contender).summary
             about = {"document": trace.document, "compression": c, "method": f"pages{e:g}", "exponent": e}
             rows.append(about | {m: own[m] for m in QUALITY})
     findings = Findings(pd.DataFrame(rows))
@@ -317,7 +317,7 @@ def pages_against_dimensions(
 
 
 def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], under: str = "") -> None:
-    """Each measure of each method, the gains of the pairs, and how they widen from least to most compression."""
+    """Add each measure of each method, the gains of the pairs, and their widening from least to most compression."""
     for measure, sign in QUALITY.items():
         values = add_values(findings, measure, under)
         for better, other in pairs:
@@ -326,12 +326,12 @@ def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], under: str = ""
 
 
 def table_1(trace: Trace, compressions: Sequence[float] = (4, 16, 64)) -> Findings:
-    """Table 1 at given compressions: `rocketkv.table_1`, its metrics named by them.
+    """Table 1 at given compressions: `rocketkv.table_1`, with metrics named by compression.
 
     Returns:
         Its table. Metrics `storage/rocketkv/c16` and `traffic/rocketkv/c16`, measured as shares of the full cache;
         `auxiliary/quest/c16`, what is stored beyond the full cache; `of_tensors/rocketkv/c16`, the measured storage as
-        a share of what keys and values, counted as the tensors they are, come to.
+        a share of `storage_by_tensors`.
     """
     by_budget = {budget_at(trace, c): c for c in compressions}
     table = common.table_1(trace, list(by_budget)).table
@@ -349,7 +349,7 @@ def table_1(trace: Trace, compressions: Sequence[float] = (4, 16, 64)) -> Findin
 def by_exponent(findings: Findings, measure: str) -> pd.DataFrame:
     """One measure of `splits` or `pages_against_dimensions`: exponent, compression, method, value, low, high.
 
-    What has no exponent is left out.
+    Methods without an exponent are left out.
     """
     exponents = findings.table[["method", "exponent"]].drop_duplicates().dropna()
     return values_of(findings, measure).merge(exponents, on="method")

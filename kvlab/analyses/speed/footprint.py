@@ -1,7 +1,7 @@
 """What the papers print about speed and memory, against arithmetic: bytes of weights and caches of published shapes.
 
-Nothing is run here. A cache's bytes follow from a model's configuration; where a printed figure does not, it says
-something about how it was taken. Each function takes the printed table, as `papers.figure` gives it.
+Nothing is run here. A cache's bytes follow from a model's configuration; a printed figure that does not fit them tells
+how it was measured. Each function takes the printed table, as `papers.figure` gives it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LLAMA_2_13B = {
     "num_key_value_heads": 40,
     "intermediate_size": 13824,
 }
-"""What Llama-2-13B's configuration changes of Llama-2-7B's."""
+"""Differences of Llama-2-13B's configuration from Llama-2-7B's."""
 
 SIZES: dict[str, tuple[str, dict[str, int]]] = {
     "llama-2-7b": ("llama-2-7b", {}),
@@ -65,12 +65,12 @@ def entry_bytes(model: str, bytes_per_number: int = 2) -> int:
 
 
 def predicted(model: str, tokens: float, batch: int = 1, bytes_per_number: int = 2) -> float:
-    """Bytes of weights and of a cache with `tokens` entries for each sequence: the least that decoding takes."""
+    """Bytes of weights and of a cache with `tokens` entries for each sequence: decoding needs at least these."""
     return parameters(model) * bytes_per_number + batch * tokens * entry_bytes(model, bytes_per_number)
 
 
 def zsmerge_memory(printed: pd.DataFrame) -> Findings:
-    """ZSMerge, section 4.2 and figure 3, on Llama-2-7B; its k is 1,024, its GB and MB turn out to be GiB and MiB.
+    """ZSMerge, section 4.2 and figure 3, on Llama-2-7B. The paper's k is 1,024; its GB and MB are in fact GiB and MiB.
 
     Returns:
         Table with columns quantity, printed, float16, float32 (GiB, but MiB for the bytes of one token); metrics
@@ -104,10 +104,10 @@ def zsmerge_memory(printed: pd.DataFrame) -> Findings:
 
 
 def zsmerge_workloads(printed: pd.DataFrame, table: str = "table4") -> Findings:
-    """ZSMerge's tables 1 and 4 against arithmetic, in float16 (in float32 some printed figures could not be had).
+    """ZSMerge's tables 1 and 4 against arithmetic, in float16 (in float32 some printed figures would be impossible).
 
     Args:
-        table: what its metrics are called.
+        table: prefix of the metrics' names.
 
     Returns:
         The printed table with the columns gib (weights and full cache, each row's own batch and lengths), fits (into
@@ -134,8 +134,8 @@ def zsmerge_workloads(printed: pd.DataFrame, table: str = "table4") -> Findings:
         "contradictions": (ratio - 1).abs() > 0.05,
     }
     findings = Findings(rows)
-    for kind, there in kinds.items():
-        findings.set(WORKLOADS, there.to_numpy().sum(), table=table, kind=kind)
+    for kind, table_of_kind in kinds.items():
+        findings.set(WORKLOADS, table_of_kind.to_numpy().sum(), table=table, kind=kind)
     return findings
 
 
@@ -146,16 +146,16 @@ def zsmerge_speedups(printed: pd.DataFrame) -> pd.DataFrame:
 
 
 def zsmerge_batches(printed: pd.DataFrame, model: str = "7b") -> pd.DataFrame:
-    """Of table 4 the workloads that were printed for several batch sizes and as many generated as prompt tokens:
-    method (h2o or zsmerge), prompt, batch, speedup over the full cache.
+    """The workloads of table 4 with several batch sizes and as many generated as prompt tokens: method (h2o or
+    zsmerge), prompt, batch, speedup over the full cache.
     """
     rows = printed.query("model == @model and prompt == generated")
     wide = rows.pivot(index=["prompt", "batch"], columns="method", values="tokens_per_second")
     ratios = wide.filter(["h2o", "zsmerge"]).div(wide["full"], axis="index").reset_index()
     long = ratios.melt(["prompt", "batch"], var_name="method", value_name="speedup").dropna()
-    several = long.groupby(["method", "prompt"]).filter(lambda batches: len(batches) > 1)
-    # In the order of the printed table: by workload, and the methods beside one another.
-    ordered = several.sort_values(["prompt", "batch", "method"], ignore_index=True)
+    batched = long.groupby(["method", "prompt"]).filter(lambda batches: len(batches) > 1)
+    # In the order of the printed table: by workload, with the methods side by side.
+    ordered = batched.sort_values(["prompt", "batch", "method"], ignore_index=True)
     return ordered.reindex(columns=["method", "prompt", "batch", "speedup"])
 
 
@@ -165,7 +165,7 @@ def rocketkv_saving(
     """RocketKV, figure 5b: share of the decoding memory saved on Llama-3.1-8B in float16, by arithmetic.
 
     The full cache holds S entries. RocketKV stores sqrt(S x budget) of them and, for pages of ceil(c ** 1/4) entries,
-    two vectors of a page, which together take as much as one entry; weights stay, activations are left out.
+    two vectors of a page, which together take as much as one entry. Weights count, activations are left out.
 
     Returns:
         Table with columns length, budget, saving, printed (the figure's best, the lengths of which it does not print
@@ -193,7 +193,7 @@ def rocketkv_saving(
 
 
 def compilerkv_table_a1(printed: pd.DataFrame) -> Findings:
-    """CompilerKV, table A1: what it prints against its own text, and against the bytes of an 8B model's cache.
+    """CompilerKV's table A1 against the paper's own text, and against the bytes of an 8B model's cache.
 
     The table does not name its model; every model of that size in the paper has at most the 128 KiB for a token of
     Llama-3.1-8B in float16 (8 KV heads of 128 in 32 layers).

@@ -1,4 +1,4 @@
-"""What timings come to: ratios to the full cache, round by round, and the bytes that are held."""
+"""Results of timings: ratios to the full cache, round by round, and the bytes that are held."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def speed_findings(decoded: pd.DataFrame) -> Findings:
         policy: `gain/POLICY/shortest`, `gain/POLICY/longest` (speedup - 1 after that prompt) and `gain_growth/POLICY`
         (longest minus shortest); `slowdown/POLICY` (seconds of a step after the longest prompt over those after the
         shortest, - 1; `full` included); where several batch sizes were measured `gain/POLICY/largest_batch` and
-        `batch_gain/POLICY` (largest batch minus batch 1); and `gain_over_h2o/zsmerge` at the longest prompt. What did
-        not fit into memory has no metric.
+        `batch_gain/POLICY` (largest batch minus batch 1); and `gain_over_h2o/zsmerge` at the longest prompt. A run that
+        did not fit into memory has no metric.
     """
     table = decoded.assign(tokens_per_second=decoded["batch"] / decoded["seconds_per_step"])
     full = _of_the_full_cache(table, ["length", "batch", "round"], "seconds_per_step")
@@ -55,9 +55,9 @@ def speed_findings(decoded: pd.DataFrame) -> Findings:
         _add(findings, GAIN, long, policy=name, where="longest")
         _add(findings, GAIN_GROWTH, long - short, policy=name)
         if largest > 1 and (name, shortest, largest) in speedups:
-            many = speedups[name, shortest, largest] - 1
-            _add(findings, GAIN, many, policy=name, where="largest_batch")
-            _add(findings, BATCH_GAIN, many - short, policy=name)
+            batched = speedups[name, shortest, largest] - 1
+            _add(findings, GAIN, batched, policy=name, where="largest_batch")
+            _add(findings, BATCH_GAIN, batched - short, policy=name)
     if {"h2o", "zsmerge"} <= set(policies):
         ratio = seconds["h2o", longest, 1] / seconds["zsmerge", longest, 1]
         _add(findings, GAIN_OVER_H2O, ratio - 1, policy="zsmerge")
@@ -65,19 +65,19 @@ def speed_findings(decoded: pd.DataFrame) -> Findings:
 
 
 def _of_the_full_cache(table: pd.DataFrame, keys: list[str], value: str) -> pd.Series:
-    """For each row of a table, what the full cache has in its row with the same keys; missing where there is none."""
+    """For each row of a table, the full cache's value in the row with the same keys; missing without such a row."""
     full = table.query("policy == @FULL").set_index(keys)[value]
     return pd.Series(full.reindex(pd.MultiIndex.from_frame(table.filter(keys))).to_numpy(), table.index)
 
 
 def _add(findings: Findings, effect: str, values: pd.Series, **keys: Hashable) -> None:
-    """A ratio in each round, unless something of it did not fit into memory."""
+    """Add the ratios of all rounds, unless a run of them did not fit into memory."""
     if values.notna().all():
         findings.add(effect, values, **keys)
 
 
 def memory_findings(decoded: pd.DataFrame, weight_bytes: int) -> Findings:
-    """What is held while decoding, exact: one row for each length, batch and policy. Activations are left out.
+    """Bytes held while decoding (exact): one row for each length, batch and policy. Activations are left out.
 
     Args:
         decoded: of `timings.decoding`.
@@ -119,7 +119,8 @@ def first_token_findings(first: pd.DataFrame) -> Findings:
 def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 0.25) -> Findings:
     """Time of a whole answer, against the full cache's in the same round of decoding.
 
-    A first token (the mean over its rounds, of which few will do) and the steps after it, which take most of the time.
+    It is the time to the first token (a mean over its rounds; few are enough) and of the steps after it, which take
+    most of the time.
 
     Args:
         first: of `timings.first_tokens`.

@@ -1,12 +1,11 @@
-"""How fast a policy answers and how much it holds, beside transformers' own full cache, in one process and in turns.
+"""Speed and memory of policies beside transformers' own full cache, in one process and in turns.
 
-RocketKV figure 5, ZSMerge figure 3 and tables 1 and 4, CompilerKV table A1. All that is compared starts from the same
-prompt; every round runs everything once, each round the other way round than the last, so that a drifting clock speed
-cancels, and ratios are taken within a round. Sequences of a batch have prompts of their own, and a policy decides for
-each of them.
+RocketKV figure 5, ZSMerge figure 3 and tables 1 and 4, CompilerKV table A1. All policies start from the same prompt.
+Every round runs each of them once, odd rounds in reverse order, so that a drifting clock speed cancels; ratios are
+taken within a round. Sequences of a batch have different prompts, and a policy decides for each of them.
 
-On a GPU seconds are those of the wall clock, on a CPU the processor's with one thread: on an idle machine the same, and
-on a busy one without the time that other processes took.
+On a GPU seconds are wall-clock time. On a CPU they are CPU time with one thread: the same as wall-clock time on an idle
+machine, and on a busy one without the time of other processes.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvlab.bench import clock, memory, meters
+from kvlab.core.adapter import twin
+from kvlab.core.hookable import text_config
 from kvlab.errors import KvlabError
 from kvlab.lib import bars, devices
 from kvlab.live.gather import gather
@@ -44,19 +45,22 @@ def contenders(names: Sequence[str], budget: float) -> dict[str, Policy | None]:
 
 
 def fitting(lm: LM, lengths: Sequence[int], steps: int) -> list[int]:
-    """Those of `lengths` that leave room for `steps` and one more token in the model's context."""
+    """The `lengths` that leave room for `steps` and one more token in the model's context."""
     return [length for length in lengths if length + steps + 1 <= lm.context_length]
 
 
 def loaded_bytes(lm: LM) -> int:
-    """Bytes of all weights, those of an embedding of its own included."""
+    """Bytes of all weights, with those of an input embedding that is not the output's."""
     return sum(weight.nbytes for weight in lm.model.parameters())
 
 
 def plain_cache(prefilled: LiveCache) -> DynamicCache:
-    """What a prefill gathered, as transformers' own cache; nothing is copied until a step adds to it."""
-    cache = DynamicCache()
-    for number, layer in enumerate(prefilled.layers):
+    """The entries of a prefill as transformers' own cache; nothing is copied until a step adds to it."""
+    layout = prefilled.session.layout
+    cache = DynamicCache(config=text_config(prefilled.session.model)) if layout.mixed else DynamicCache()
+    for number, layer in prefilled.others.items():
+        cache.layers[number] = twin(layer)
+    for number, layer in zip(layout.compressed, prefilled.compressed, strict=True):
         (group,) = layer.groups
         cache.update(group.store.keys, group.store.values, number)
     return cache
@@ -109,8 +113,8 @@ def decoding(
 ) -> pd.DataFrame:
     """Time of a decoding step and bytes held, over prompt lengths at batch 1, and over batch sizes at the shortest.
 
-    One prefill serves everything that is compared: each run branches off from it. The first step, in which a policy
-    compresses, is not among the timed ones.
+    One prefill serves all policies: each run branches off from it. The first step, in which a policy compresses, is not
+    timed as a step.
 
     Args:
         chosen: from `contenders`.
@@ -118,13 +122,13 @@ def decoding(
         batches: sequences at once; 1 is always measured.
         steps: decoding steps that are timed.
         repeats: rounds.
-        batched: which of `chosen` to measure at batch sizes above 1 (None: all); the full cache always is.
+        batched: which of `chosen` to measure at batch sizes above 1 (None: all), besides the full cache.
 
     Returns:
         One row for each length, batch, policy and round: seconds_per_step (median over the steps), first_step
         (seconds, compression included), kv_bytes, aux_bytes (what the policy keeps beside them), read_bytes (of the
         last step), peak_bytes (above what was there before; nan on a CPU, where it takes a process of its own:
-        `kvlab bench memory`). What does not fit into a GPU's memory has nan.
+        `kvlab bench memory`). A run that does not fit into a GPU's memory has nan.
 
     Raises:
         KvlabError: lengths that make no sense or exceed the model's context.
@@ -207,7 +211,7 @@ def first_tokens(lm: LM, chosen: dict[str, Policy | None], lengths: Sequence[int
             memory.tidy()
             try:
                 if turn == 0 and lm.device.type != "cpu":
-                    # A GPU chooses its kernels by shape, when it first meets one.
+                    # A GPU chooses its kernels when it first meets a shape.
                     _first_token(lm, chosen[name], ids)
                 prompt_seconds, step = _first_token(lm, chosen[name], ids)
             except torch.OutOfMemoryError:

@@ -11,11 +11,11 @@ from kvlab.methods import Policy, policies, policy, registry
 def contender(
     name: str, budget: float | None, heads: str | None = None, tables: str | None = None, pad: str | None = None
 ) -> Policy:
-    """A policy at a budget; one that has none (the full cache) as it is.
+    """A policy at a budget; the budget is ignored for a policy without one (the full cache).
 
     Args:
         name: of a policy, or of one of `variants.VARIANTS`.
-        heads: head scores for duoattention, a name that it ships with or a file; None takes the first heads.
+        heads: head scores for duoattention, the name of shipped ones or a file; None takes the first heads.
         tables: decision tables for compilerkv, a name or a file; None takes neutral ones.
         pad: whether compilerkv fills up to its budget ("budget") or not ("none"); None takes its default.
     """
@@ -36,7 +36,7 @@ def contenders(
     names: Sequence[str] | None = None,
     pad: str | None = None,
 ) -> list[Policy]:
-    """Every policy (or those named) at every budget, each once."""
+    """Every policy (or the named ones) at every budget, each once."""
     chosen = policies() if names is None else names
     return list(dict.fromkeys(contender(name, budget, heads, tables, pad) for budget in budgets for name in chosen))
 

@@ -26,7 +26,7 @@ NEW_TOKENS = 16
 """The longest answer that a policy is told to expect."""
 
 QUESTION_TOKENS = range(6, NEW_TOKENS + 1)
-"""How long a question's answer may be: of at least as many scored tokens as a needle of five digits has, four."""
+"""Allowed tokens of a question's answer: at least four scored ones, as many as a needle of five digits has."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def multikey(
 def questions(lm: LM, articles: Sequence[str] = ARTICLES, length: int = 1280, seed: int = 0) -> list[Item]:
     """One question on each SQuAD article in LongBench's format: its prompt of multifieldqa_en, paragraphs as context.
 
-    The paragraph that answers stands somewhere among its neighbours. Asked for are answers of QUESTION_TOKENS tokens,
-    since the first two of an answer say nothing of a compressed cache (see `task_scores`).
+    The paragraph with the answer stands somewhere among its neighbours. Answers have QUESTION_TOKENS tokens, because
+    the first two of them say nothing about a compressed cache (see `scores`).
 
     Raises:
         KvlabError: an article without such a question, or paragraphs that do not fit.

@@ -1,4 +1,4 @@
-"""What scores on tasks come to: levels by policy and budget, and the papers' gains, paired by example."""
+"""Results of scores on tasks: levels by policy and budget, and the papers' gains, paired by example."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAIRS = (
     ("zsmerge_question", "h2o"),
     ("morphkv", "snapkv"),
 )
-"""Which policies the papers compare: the one that is said to be better comes first."""
+"""Pairs of policies that the papers compare; the one that should be better comes first."""
 
 CLAIMED = {
     "DapQ, tables 2 to 9": (
@@ -77,7 +77,7 @@ CLAIMED = {
         ("needle", "compilerkv_filled", "snapkv", (128,)),
     ),
 }
-"""The gains of which each paper says that they are there: task, better, other, and the budgets."""
+"""The gains that each paper claims: task, better, other, and the budgets."""
 
 
 def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> Findings:
@@ -91,7 +91,7 @@ def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> F
     - `score_gain/...`, the scores of A less those of B;
     - `widening/TASK/A_over_B`: the gain at the smallest budget at which both were measured less that at the largest;
     - `question_aware/TASK/POLICY/BUDGET`: NLL with the question held back less that with the question in the prompt.
-    TASK is a task's name or `all`: every task, each example counting alike, of the policies that met all tasks there.
+    TASK is a task's name, or `all`: all tasks, each example with the same weight, for policies that met all tasks.
     """
     findings = Findings(table)
     at_prompt = table.query("compress_at == 'prompt'")
@@ -107,14 +107,14 @@ def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> F
 
 
 def _names(table: pd.DataFrame) -> pd.Series:
-    """A name for each example that no other has: those of one task over several documents may share an id."""
+    """A unique name for each example: examples of one task over several documents may share an id."""
     return table["task"].str.cat([table["document"], table["example"]], sep=" ")
 
 
 def _cells(table: pd.DataFrame) -> dict[tuple[str, float | None], pd.DataFrame]:
     """The answers by (policy, budget), each a table by example; a policy without a budget has None.
 
-    Those of policies that did not meet every example of the table are left out.
+    Policies that did not meet every example of the table are left out.
     """
     cells, examples = {}, set(table["example"])
     for policy, of_policy in table.groupby("policy"):
@@ -168,7 +168,7 @@ def _question_aware(findings: Findings, table: pd.DataFrame) -> None:
 
 
 def _read_and_held_back(table: pd.DataFrame) -> dict[tuple[str, str, float], tuple[pd.DataFrame, pd.DataFrame]]:
-    """What was compressed both after the prompt and before its question, by (task, policy, budget)."""
+    """The answers compressed both after the prompt and before its question, by (task, policy, budget)."""
     both = {}
     settings = table.dropna(subset="budget").drop_duplicates(["task", "policy", "budget"])
     for task, policy, budget in zip(settings["task"], settings["policy"], settings["budget"], strict=True):
@@ -180,9 +180,9 @@ def _read_and_held_back(table: pd.DataFrame) -> dict[tuple[str, str, float], tup
 
 
 def question_read_or_not(table: pd.DataFrame) -> pd.DataFrame:
-    """The NLL of what was compressed both after the prompt and before its question: policy, place, value, low, high.
+    """The NLL of answers compressed both after the prompt and before its question: policy, place, value, low, high.
 
-    `policy` tells both apart: "snapkv at 128, question read" and "snapkv at 128, question held back".
+    `policy` names both: "snapkv at 128, question read" and "snapkv at 128, question held back".
     """
     rows = []
     for (_, policy, budget), sides in _read_and_held_back(table).items():

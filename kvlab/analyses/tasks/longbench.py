@@ -1,4 +1,4 @@
-"""LongBench itself at small budgets: answers that are generated, and scored by its own metrics."""
+"""LongBench itself at small budgets: generated answers, scored by LongBench's own metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of scores on tasks is made of: examples, and the policies that each of them meets."""
+"""The plan of a run of scores on tasks: examples, and the policies that each of them meets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Budgets = Mapping[str, Sequence[int | float]]
 """Policies as a notebook names them: {"snapkv": [64, 128]}."""
 Plan = list[tuple[list[Item], list[tuple[Policy, str]]]]
-"""As `scores.measure` takes it: examples, and the policies they meet with where each compresses (prompt or context)."""
+"""Input of `scores.measure`: examples, the policies that they meet, and where each compresses (prompt or context)."""
 
 
 def plan(
@@ -40,7 +40,7 @@ def plan(
     Args:
         length: of each prompt, in tokens.
         needle, ruler, qa: which policies meet each task, compressed once the prompt has been read.
-        held_back: which of them meet the needle once more, compressed before its question has been read.
+        held_back: policies that meet the needle once more, compressed before its question has been read.
         heads, tables: for duoattention and compilerkv, as `contenders.contender` takes them.
     """
 
@@ -70,6 +70,6 @@ def asked(plan: Plan) -> pd.DataFrame:
 
 
 def _question(item: Item) -> str:
-    """The line that asks; LongBench's prompt ends with one more, on which the answer begins."""
+    """The line with the question; LongBench's prompt ends with one more line, on which the answer begins."""
     lines = item.example.question.strip().splitlines()
     return lines[-2] if item.task == "qa" else lines[-1]

@@ -1,13 +1,12 @@
 """Scores on tasks at small budgets, for all papers at once: needles, RULER and questions in LongBench's format.
 
-What a small model says after thousands of tokens is right or wrong by chance too often for a handful of examples to
-tell two policies apart by 0/1 scores. So the right answer is fed under every compressed cache (teacher forcing), and
-two numbers are taken from the same pass: whether greedy decoding would have said it word for word, and how likely it
-was.
+After thousands of tokens a small model's answer is too often right or wrong by chance: 0/1 scores of a handful of
+examples cannot tell two policies apart. So the right answer is fed under every compressed cache (teacher forcing), and
+the same pass gives two numbers: whether greedy decoding would have said it word for word, and how likely it was.
 
-Likelihoods start at the second decoded token, for all policies alike. The answer's first token comes from the prefill.
-The one after it is decoded while a policy that prunes at its first step (MorphKV) still reads the whole prompt, so that
-it says nothing of the cache that is left.
+Likelihoods leave out the first two tokens of an answer, for all policies. The first comes from the prefill. The second
+is decoded while a policy that prunes at its first step (MorphKV) still reads the whole prompt, so it says nothing about
+the cache that is left.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SCORED_FROM = 2
 """The first scored token of an answer: 0 is predicted by the prefill, 1 by the first decoding step."""
 
 TOGETHER = 8
-"""Caches that are fed in one batch: enough to read the weights once for many, few enough for a laptop's memory."""
+"""Caches that are fed in one batch: enough to share the reading of the weights, few enough for a laptop's memory."""
 
 
 # ---------------------------------------------------------------------------------------------------- one pass
@@ -56,12 +55,12 @@ def follow(
     Args:
         firsts: for each session, logits `[vocabulary]` of the answer's first token, from the prompt.
         answer: ids `[n]`, n > SCORED_FROM.
-        at_once: one forward pass for all tokens, which is the same for policies that do nothing while decoding.
+        at_once: one forward pass for all tokens; for policies that do nothing while decoding the result is the same.
 
     Returns:
         For each session nll, mean negative log-likelihood in nats of the tokens from SCORED_FROM on; score, 1 where
-        every token, the first two too, is the likeliest, so that greedy decoding says this answer; hits, the share of
-        the tokens from SCORED_FROM on that are the likeliest given the right ones before.
+        every token, the first ones too, is the likeliest, so that greedy decoding gives this answer; hits, the share of
+        the tokens from SCORED_FROM on that are the likeliest after the right ones before them.
     """
     fed, target = answer[:-1].to(lm.device).expand(len(sessions), -1), answer[1:].to(lm.device)
     with compress(lm.model, Full(), turns="leave") as together:
@@ -99,8 +98,8 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
     answer = torch.tensor(tokenizer(item.answer, add_special_tokens=False)["input_ids"])
     if len(answer) <= SCORED_FROM:
         raise KvlabError(
-            f"{item.example.id}: the answer {item.answer!r} has {len(answer)} of the {SCORED_FROM + 1} tokens that it "
-            "takes to score one that a compressed cache alone has predicted"
+            f"{item.example.id}: the answer {item.answer!r} has {len(answer)} tokens, and at least "
+            f"{SCORED_FROM + 1} are needed, because the first {SCORED_FROM} are not scored"
         )
     results: dict[tuple[Policy, str], dict[str, Any]] = {}
     gathered = gather(lm.model, [policy for policy, _ in wanted])
@@ -112,8 +111,8 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
         if at == "prompt" and rest.shape[1]:
             with gathered:
                 out = lm.model(rest, past_key_values=prefilled, use_cache=True, logits_to_keep=1)
-        here = [policy for policy, where in wanted if where == at]
-        for batch, at_once in _batches(here):
+        at_point = [policy for policy, where in wanted if where == at]
+        for batch, at_once in _batches(at_point):
             sessions, firsts = [], []
             for policy in batch:
                 with compress(
@@ -140,7 +139,7 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
 
 
 def _batches(policies: Sequence[Policy]) -> Iterator[tuple[list[Policy], bool]]:
-    """Policies that are followed in one batch, and whether they do nothing while decoding."""
+    """Batches of policies, each with whether its policies do nothing while decoding."""
     for resting in (True, False):
         alike = [policy for policy in policies if policy.acts_while_decoding != resting]
         yield from ((alike[start : start + TOGETHER], resting) for start in range(0, len(alike), TOGETHER))
@@ -158,7 +157,7 @@ def measure(
 
     Args:
         plan: items, and the policies they meet with where each compresses ("prompt" or "context").
-        path: a JSONL file that keeps what is measured; a run that was cut off goes on behind it.
+        path: a JSONL file that keeps the results; a run that was cut off goes on from there.
 
     Returns:
         One row for each example, policy and place: task, document, example, policy, budget, compress_at, nll, score,
@@ -177,14 +176,14 @@ def measure(
         for items, policies in plan:
             wanted = list(dict.fromkeys([(Full(), "prompt"), *policies]))
             for item in items:
-                keys = {each: _key(lm, item, *each) for each in wanted}
-                missing = [each for each in wanted if keys[each] not in known]
-                for each, result in zip(missing, passes(lm, item, missing) if missing else (), strict=True):
-                    known[keys[each]] = result
+                keys = {pair: _key(lm, item, *pair) for pair in wanted}
+                missing = [pair for pair in wanted if keys[pair] not in known]
+                for pair, result in zip(missing, passes(lm, item, missing) if missing else (), strict=True):
+                    known[keys[pair]] = result
                     if file is not None:
-                        file.write(json.dumps({"key": keys[each], **result}) + "\n")
+                        file.write(json.dumps({"key": keys[pair], **result}) + "\n")
                         file.flush()
-                rows += [_row(item, *each, known[keys[each]]) for each in wanted]
+                rows += [_row(item, *pair, known[keys[pair]]) for pair in wanted]
                 bar.update()
     return pd.DataFrame(rows)
 
@@ -218,7 +217,7 @@ def _key(lm: LM, item: Item, policy: Policy, at: str) -> str:
 
 
 def _read(path: str | Path | None) -> dict[str, dict[str, Any]]:
-    """What is in the file already; a half line at its end, which a run left that was cut off, is taken out."""
+    """The results in the file; a half line at its end, left by a run that was cut off, is removed."""
     if path is None or not Path(path).exists():
         return {}
     content = Path(path).read_bytes()

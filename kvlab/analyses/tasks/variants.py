@@ -1,6 +1,6 @@
-"""Policies with one setting changed, for scores on tasks: what a verdict owes to that setting.
+"""Policies with one setting changed, for scores on tasks: how far does a verdict depend on that setting?
 
-They go by names of their own beside the policies that they are made of, and are no policies of the package.
+They have names of their own in results, but are not policies of the package.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PooledDapQ(DapQ):
 class QuestionZSMerge(ZSMerge):
     """ZSMerge with the two residual slots of its table 2, and first scores that come from the question.
 
-    The paper's last 8 queries of a prompt are the question's; here a chat format closes the prompt with 8 tokens more.
+    In the paper the last 8 queries of a prompt are the question's; here a chat template adds 8 tokens after it.
     """
 
     name: ClassVar[str] = "zsmerge_question"
@@ -56,7 +56,7 @@ class QuestionZSMerge(ZSMerge):
 
 
 class FilledCompilerKV(CompilerKV):
-    """CompilerKV that fills up to its budget, so that it stores as much as what it is compared with."""
+    """CompilerKV that fills up to its budget, so that it stores as much as its rivals."""
 
     name: ClassVar[str] = "compilerkv_filled"
     summary: ClassVar[str] = "CompilerKV filled up to its budget"

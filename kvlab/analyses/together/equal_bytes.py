@@ -1,7 +1,7 @@
 """Every policy meets every measure, and is compared with the others at equal bytes.
 
-A budget is what each paper made it: entries that stay of the prompt, entries stored at any time, or entries read at a
-step, with or without what a method keeps or loads beside them. Bytes mean the same for all.
+Each paper means something else by a budget: entries of the prompt that stay, entries stored at any time, or entries
+read at a step, with or without what a method keeps or loads beside them. Bytes mean the same for all.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ BETTER_LOW = ("mass_lost", "output_error")
 SIDES = {"stored": "stored_bytes", "read": "read_bytes"}
 VERBS = {"stored": "stores", "read": "reads"}
 ORACLE = "exact_topk"
-"""Stands on no front, since it has to score every key to know which few to read."""
+"""An oracle is on no front: it has to score every key to find the few that it reads."""
 
 AT_EQUAL = "{side}/{share:g}/{policy}/{measure}"
 NEEDLE = "needle/{policy}"
 
 
 def family(name: str) -> str:
-    """The family of a policy, by its name; "other" for one that has no name here."""
+    """The family of a policy, by its name; "other" for an unknown name."""
     return registry()[name].family if name in registry() else Policy.family
 
 
@@ -87,7 +87,7 @@ def measure(
 
 
 def in_words(measured: pd.DataFrame) -> str:
-    """How much `measure` measured, and how large the full cache is."""
+    """The extent of what `measure` measured, and the size of the full cache, as text."""
     policies, budgets, documents = (len(measured[name].dropna().unique()) for name in ("policy", "budget", "document"))
     full = mebibytes(measured["full_bytes"].to_numpy().mean(), ".1f")
     return f"{policies} policies, {budgets} budgets, {documents} documents; the full cache: {full}"
@@ -98,7 +98,7 @@ def in_words(measured: pd.DataFrame) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """A value read off a curve, or the reason why there is none."""
+    """A value read off a curve, or the reason why it has none."""
 
     value: float | None
     reason: str = ""
@@ -107,20 +107,20 @@ class Reading:
 def interpolate(size: Sequence[float], values: Sequence[float], at: float, verb: str = "takes") -> Reading:
     """The value of a curve at `at` bytes: linear in the logarithm of the bytes between neighbouring points.
 
-    There is no extrapolation: below the smallest and above the largest measured size there is a reason in place of a
-    value. A curve whose bytes do not rise with its budget can pass a size more than once (rocketkv stores less at some
-    larger budgets, selection stores the same at all); then the part with the larger budgets counts, which whoever has
+    There is no extrapolation: below the smallest and above the largest measured size a reason takes the place of a
+    value. A curve can pass a size more than once if its bytes do not rise with its budget (rocketkv stores less at some
+    larger budgets, selection stores the same at all). Then the part with the larger budgets counts, which a user with
     that many bytes would choose.
 
     Args:
         size: bytes of each point, all above 0, in the order of their budgets.
-        values: what was measured there.
+        values: the measure at each point.
         verb: what a policy does with the bytes, for the reason.
     """
     if len(size) != len(values) or not len(size) or min(size) <= 0 or at <= 0:
         raise KvlabError("a curve needs as many values as sizes, at least one, and sizes above zero")
-    logs, wanted = [math.log(each) for each in size], math.log(at)
-    # From the last point back, each with the part of the curve before it.
+    logs, wanted = [math.log(n) for n in size], math.log(at)
+    # From the last point back; each has the part of the curve before it.
     for i in reversed(range(len(logs))):
         if math.isclose(logs[i], wanted, abs_tol=1e-9):
             return Reading(float(values[i]))
@@ -178,7 +178,7 @@ def at_equal(table: pd.DataFrame, side: str, share: float) -> pd.DataFrame:
 def ranks(equal: pd.DataFrame) -> pd.DataFrame:
     """The place of each policy on each document, 1 for the best, ties shared: policy, measure, document, rank.
 
-    Policies that have no value there take no part.
+    Policies without a value are left out.
     """
     known = equal.dropna(subset="value").reset_index(drop=True)
     signed = known["value"].where(known["measure"].isin(BETTER_LOW), -known["value"])
@@ -210,7 +210,7 @@ def summary(equal: pd.DataFrame, by: str = "output_error") -> pd.DataFrame:
 
 
 def _summary(values: np.ndarray) -> tuple[float, tuple[float, float]]:
-    """The mean and its interval, all missing where there is no value on some document."""
+    """The mean and its interval; all are missing if a document has no value."""
     if not len(values) or np.isnan(values).any():
         return math.nan, (math.nan, math.nan)
     return summarise(values)
@@ -227,8 +227,8 @@ def findings(table: pd.DataFrame, shares: Mapping[str, Sequence[float]]) -> Find
         error), with intervals over documents; only those that exist.
     """
     findings = Findings(table)
-    for side, several in shares.items():
-        for share in several:
+    for side, of_side in shares.items():
+        for share in of_side:
             equal = at_equal(table, side, share)
             places = (
                 ranks(equal).query("measure == 'output_error'").assign(measure="rank", value=lambda part: part["rank"])
@@ -243,11 +243,11 @@ def findings(table: pd.DataFrame, shares: Mapping[str, Sequence[float]]) -> Find
 
 
 def front(size: Sequence[float], loss: Sequence[float], slack: float = 0.0) -> list[bool]:
-    """Which points no other point beats: none is smaller or equal on both axes and smaller on one.
+    """Which points are beaten by no other: no point is at most as large on both axes and smaller on one.
 
     Args:
-        slack: sizes that exceed a point's by no more than this share count as equal to it, so that 64 entries with and
-            without the token just generated do not both stand on the front.
+        slack: sizes that exceed a point's by no more than this share count as equal, so that the front does not hold 64
+            entries both with and without the token just generated.
     """
     sizes, losses = np.asarray(size, dtype=float), np.asarray(loss, dtype=float)
     order = np.argsort(sizes, kind="stable")
@@ -260,8 +260,8 @@ def front(size: Sequence[float], loss: Sequence[float], slack: float = 0.0) -> l
 def points(table: pd.DataFrame, side: str, quality: str, slack: float = 0.05) -> pd.DataFrame:
     """The curves to draw: policy, budget, bytes, value, low, high (over documents), front (see `front` for `slack`).
 
-    The front is that of the methods that can be run, so that the oracle of selection takes no part. The full cache
-    beats what is larger than itself, and is not marked: every curve ends in it.
+    The front is that of methods that can be run, without the oracle of selection. The full cache beats points that are
+    larger than itself, but is not marked: every curve ends in it.
     """
     rows = []
     for _, part in table.groupby(["policy", "budget"], sort=False, dropna=False):

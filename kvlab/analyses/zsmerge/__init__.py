@@ -1,1 +1,1 @@
-"""ZSMerge: does merging what is evicted keep the attention output closer?"""
+"""ZSMerge: does merging keep the attention output closer than eviction?"""

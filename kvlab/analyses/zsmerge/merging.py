@@ -1,4 +1,4 @@
-"""ZSMerge, section 4.3 and appendix A: does merging what is evicted keep the attention output closer?"""
+"""ZSMerge, section 4.3 and appendix A: does merging keep the attention output closer than eviction?"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def figure_4(
 ) -> Findings:
     """Figure 4: relative output error of eviction against residual merging, by cache ratio.
 
-    `evict` is the same policy without residual slots (their entries go to the context part), so both store as much.
+    `evict` is the same policy without residual slots (their entries go to the context part), so both store the same.
 
     Args:
         ratios: cache budgets as shares of the prompt.
@@ -74,7 +74,7 @@ def figure_4(
                     "squared_error": s,
                     "mass_lost": m,
                 }
-                for layer, (e, s, m) in enumerate(zip(*(t.tolist() for t in (errors, squared, lost)), strict=True))
+                for layer, e, s, m in zip(trace.layers, *(t.tolist() for t in (errors, squared, lost)), strict=True)
             ]
     findings = Findings(pd.DataFrame(rows))
     by_document = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="error")
@@ -103,7 +103,8 @@ def reduction_by_layer(findings: Findings) -> pd.DataFrame:
 def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
     """Theorem 1, an identity: with alpha <= 1 no unmerged entry gets less attention than in the full cache.
 
-    Checked on the first decoding query of every layer and head, in double precision. It cannot fail but by arithmetic.
+    Checked on the first decoding query of every layer and head, in double precision. Only an arithmetic error can make
+    it fail.
 
     Returns:
         Table with columns document, layer, head, smallest_margin, entries; metrics `theorem1/violations` (entries whose
@@ -111,18 +112,18 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
     """
     rows = []
     violations = 0
-    # Double precision is for the CPU alone: Apple's GPUs have none.
-    for trace in (each.to("cpu") for each in traces):
+    # In double precision, so on the CPU: Apple's GPUs have none.
+    for trace in (captured.to("cpu") for captured in traces):
         store = LayerStore(trace.prompt_keys.double(), trace.prompt_values.double())
         zsmerge = policy("zsmerge", budget=ratio)
         zsmerge.compress(store, trace.prompt)
         new = slice(trace.prompt_length, trace.prompt_length + 1)
         store.append(trace.keys[:, :, new].double(), trace.values[:, :, new].double())
         query = trace.response_queries[:, :, :1].double()
-        full = attention.weights(query, trace.keys[:, :, : new.stop].double(), trace.scaling)[:, :, 0]
+        full = attention.weights(query, trace.keys[:, :, : new.stop].double(), trace.softmax)[:, :, 0]
         bias = zsmerge.bias(store)
         bias = None if bias is None else attention.to_query_heads(bias, trace.heads)[:, :, None]
-        compensated = attention.weights(query, store.keys, trace.scaling, bias=bias)[:, :, 0]
+        compensated = attention.weights(query, store.keys, trace.softmax, bias=bias)[:, :, 0]
         where = attention.to_query_heads(store.positions, trace.heads)
         unmerged = attention.to_query_heads(store.fusion_counts, trace.heads) == 1
         margin = (compensated - full.gather(-1, where)).masked_fill(~unmerged, torch.inf)
@@ -133,10 +134,10 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
                 "document": trace.document,
                 "layer": layer,
                 "head": head,
-                "smallest_margin": float(smallest[layer, head]),
-                "entries": int(unmerged[layer, head].sum()),
+                "smallest_margin": float(smallest[row, head]),
+                "entries": int(unmerged[row, head].sum()),
             }
-            for layer in range(trace.n_layers)
+            for row, layer in enumerate(trace.layers)
             for head in range(trace.heads)
         ]
     findings = Findings(pd.DataFrame(rows))

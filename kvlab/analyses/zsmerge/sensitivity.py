@@ -24,7 +24,7 @@ SWEEPS: dict[str, tuple[float, ...]] = {
     "decay": (0.0, 0.5, 0.9, 0.98, 1.0),
     "window": (4, 8, 16, 128),
 }
-"""The values that the text of appendix C.2 speaks of; it draws no others that it names."""
+"""The values that the text of appendix C.2 names."""
 
 STABLE = {"proximity": (0.3, 0.7), "residual": (0.01, 0.03), "decay": (0.5, 1.0), "window": (4, 16)}
 """Ranges (first, last) within which the paper calls the method stable."""
@@ -61,8 +61,8 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
         `worse/PARAMETER/VALUE`: error there minus error at the recommended value;
         `best/PARAMETER`: the value of the smallest error;
         `spread/PARAMETER`: largest minus smallest error within the paper's stable range, over the error at the
-        recommended value; `spread_over_merging/PARAMETER`: the same difference over what switching merging off costs
-        (residual = 0 against the recommended value, either way).
+        recommended value; `spread_over_merging/PARAMETER`: the same difference over the change by switching merging off
+        (residual = 0 against the recommended value, in either direction).
 
     Raises:
         KvlabError: a parameter that is not among the five.

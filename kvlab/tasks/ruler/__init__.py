@@ -108,5 +108,5 @@ def string_match_part(prediction: str, references: Sequence[str]) -> float:
 
 
 def _cleaned(prediction: str) -> str:
-    """As RULER cleans: control characters become line ends, the ends are stripped."""
+    """Cleaned as by RULER: control characters become line ends, and both ends are stripped."""
     return re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip().lower()

@@ -48,14 +48,14 @@ class Material:
 
     def noise(self, room: int) -> list[str]:
         """Lines of the five sentences, over and over, of about `room` tokens; the last line may have fewer."""
-        each = self._noise_lengths
-        rounds = max(0, room) // sum(each) + 1
-        count = sum(upto <= room for upto in accumulate(each * rounds))
+        lengths = self._noise_lengths
+        rounds = max(0, room) // sum(lengths) + 1
+        count = sum(upto <= room for upto in accumulate(lengths * rounds))
         said = (NOISE * rounds)[:count]
         return [" ".join(said[i : i + len(NOISE)]) for i in range(0, count, len(NOISE))]
 
     def lines(self, pieces: list[str]) -> Cut:
-        """Lines as hay, to find a depth by tokens in."""
+        """Lines as hay, in which a depth is found by tokens."""
         return Cut(tuple(pieces), tuple(piece_lengths(self.lm, [f"{piece}\n" for piece in pieces])))
 
 
@@ -66,9 +66,9 @@ class Draws:
         self._draw = draw
         self._seen: set[str] = set()
 
-    def __call__(self, what: str) -> str:
-        """One of "words" (adjective-noun), "numbers" (seven digits) or "uuids" (version 4)."""
-        while (value := getattr(self, f"_{what}")()) in self._seen:
+    def __call__(self, kind: str) -> str:
+        """A new value of a kind: "words" (adjective-noun), "numbers" (seven digits) or "uuids" (version 4)."""
+        while (value := getattr(self, f"_{kind}")()) in self._seen:
             pass
         self._seen.add(value)
         return value

@@ -40,23 +40,23 @@ SPECS = {
 
 def make(material: Material, kind: str, length: int, draw: Random) -> Example:
     """One example of the kind; its mark `depth` is the mean depth of the needles that are asked for, by tokens."""
-    spec, some = SPECS[kind], Draws(draw)
-    keys = [some(spec.keys) for _ in range(spec.n_keys)]
-    hidden = {key: [some(spec.values) for _ in range(spec.n_values)] for key in keys}
+    spec, draws = SPECS[kind], Draws(draw)
+    keys = [draws(spec.keys) for _ in range(spec.n_keys)]
+    hidden = {key: [draws(spec.values) for _ in range(spec.n_values)] for key in keys}
     asked = draw.sample(keys, spec.n_queries)
     needles = [(key, NEEDLE.format(what=spec.values, key=key, value=value)) for key in keys for value in hidden[key]]
     draw.shuffle(needles)
     depths = sorted(draw.sample(DEPTHS, len(needles)))
-    hay = _hay(material, spec, length, draw, some)
+    hay = _hay(material, spec, length, draw, draws)
 
-    one = spec.n_queries * spec.n_values == 1
-    what = spec.values.removesuffix("s") if one else spec.values
+    single = spec.n_queries * spec.n_values == 1
+    noun = spec.values.removesuffix("s") if single else spec.values
     query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
-    verb = "is" if one else "are all"
+    verb = "is" if single else "are all"
     opening = (
-        f"A special magic {what} hides in this text. Keep it in mind; you will be asked for it."
-        if one
-        else f"Special magic {what} hide in this text. Keep them in mind; you will be asked for them."
+        f"A special magic {noun} hides in this text. Keep it in mind; you will be asked for it."
+        if single
+        else f"Special magic {noun} hide in this text. Keep them in mind; you will be asked for them."
     )
 
     def build(room: int) -> Example:
@@ -67,8 +67,8 @@ def make(material: Material, kind: str, length: int, draw: Random) -> Example:
         return Example(
             id=kind,
             context=f"{opening}\n{text}\n",
-            question=f"What {verb} the special magic {what} for {query} that the text mentions?",
-            prefix=f" The special magic {what} for {query} mentioned in the provided text {'is' if one else 'are'}",
+            question=f"What {verb} the special magic {noun} for {query} that the text mentions?",
+            prefix=f" The special magic {noun} for {query} mentioned in the provided text {'is' if single else 'are'}",
             answers=tuple(value for key in asked for value in hidden[key]),
             max_new_tokens=128,
             marks={"depth": round(sum(places) / len(places), 4)},
@@ -77,7 +77,7 @@ def make(material: Material, kind: str, length: int, draw: Random) -> Example:
     return fit(material.lm, build, length, f"ruler's {kind}")
 
 
-def _hay(material: Material, spec: Spec, length: int, draw: Random, some: Draws):
+def _hay(material: Material, spec: Spec, length: int, draw: Random, draws: Draws):
     """room in tokens -> Cut."""
     if spec.hay == "essay":
         start = draw.randrange(len(material.essay.sentences))
@@ -86,7 +86,8 @@ def _hay(material: Material, spec: Spec, length: int, draw: Random, some: Draws)
         return lambda room: material.lines(material.noise(room))
     shortest = 12  # no needle is shorter in tokens, so these are enough
     others = [
-        NEEDLE.format(what=spec.values, key=some(spec.keys), value=some(spec.values)) for _ in range(length // shortest)
+        NEEDLE.format(what=spec.values, key=draws(spec.keys), value=draws(spec.values))
+        for _ in range(length // shortest)
     ]
     lengths = piece_lengths(material.lm, [f"{other}\n" for other in others])
 

@@ -80,18 +80,18 @@ def _distractors(
         for text in texts
         if not own_first or name != asked[0].document
     ]
-    found, characters = [], 0
+    chosen, characters = [], 0
     for text in [*draw.sample(own, len(own)), *draw.sample(rest, len(rest))]:
         if characters > 8 * length:
             break
         if text not in golden and not answer.search(text.lower()):
-            found.append(text)
+            chosen.append(text)
             characters += len(text)
-    return found
+    return chosen
 
 
 def _cut(texts: list[str], lengths: list[int], always: int, room: int) -> list[str]:
-    """The first `always` texts, and what fits of the others into `room` tokens; the last one loses its last words."""
+    """The first `always` texts, and as many others as fit into `room` tokens; the last one loses its last words."""
     shown = texts[:always]
     for text, length in zip(texts[always:], lengths[always:], strict=True):
         if length > room:

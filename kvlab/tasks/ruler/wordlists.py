@@ -30,8 +30,8 @@ def common(material: Material, kind: str, length: int, draw: Random) -> Example:
     example, known, others = pool[:shown], pool[shown : shown + COMMON], pool[shown + COMMON :]
     order = draw.random()
 
-    def listed(many: list[str], few: list[str], times: tuple[int, int]) -> str:
-        entries = many * times[0] + few * times[1]
+    def listed(frequent_words: list[str], rare_words: list[str], times: tuple[int, int]) -> str:
+        entries = frequent_words * times[0] + rare_words * times[1]
         Random(f"{order} {len(entries)}").shuffle(entries)
         return (
             "A numbered list of words follows. Some of them come more often than the others; keep those in mind.\n"
@@ -77,7 +77,7 @@ def frequent(material: Material, kind: str, length: int, draw: Random) -> Exampl
     shares = [rank**-ALPHA / zeta(ALPHA) for rank in range(1, len(ranked) + 1)]
 
     def cost(n: int) -> int:
-        return sum(int(n * share) * each for share, each in zip(shares, costs, strict=True))
+        return sum(int(n * share) * tokens for share, tokens in zip(shares, costs, strict=True))
 
     def build(room: int) -> Example:
         n = max(0, bisect_right(range(4 * room + 1), room, key=cost) - 1)

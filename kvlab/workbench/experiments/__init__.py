@@ -1,4 +1,4 @@
-"""What shall be run: experiments as YAML files, held to their notebooks, and the jobs that they stand for."""
+"""Experiments: YAML files, checked against their notebooks, and the jobs that they stand for."""
 
 from kvlab.workbench.experiments.experiment import (
     Experiment,

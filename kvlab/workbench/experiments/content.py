@@ -1,4 +1,4 @@
-"""Content keys: two jobs with the same key would give the same numbers, so that a finished one need not run again."""
+"""Content keys: jobs with the same key would give the same numbers, so a finished job need not run again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIBRARIES = ("torch", "transformers", "numpy")
 
 
 def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
-    """sha256 over the notebook's code, its parameters, what they name (a model, a file), and the code that runs."""
+    """sha256 over the notebook's code, its parameters, the model and files that they name, and the package's code."""
     facts = {
         "notebook": notebooks.code(notebook),
         "parameters": dict(sorted(parameters.items())),
@@ -38,13 +38,13 @@ def key_now(notebook: Path, parameters: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _libraries() -> list[str]:
-    found = []
+    pins = []
     for name in LIBRARIES:
         try:
-            found.append(f"{name}=={version(name)}")
+            pins.append(f"{name}=={version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} missing")
-    return found
+            pins.append(f"{name} missing")
+    return pins
 
 
 def _texts(values: Iterable[Any]) -> Iterable[str]:
@@ -61,8 +61,8 @@ def _fingerprint(text: str) -> str | None:
     """The hash of what a parameter names: a pulled model, a file, or a model's folder; None for any other text."""
     if not text.strip() or len(text) > 500:
         return None
-    if found := model_hash(text):
-        return found
+    if sha256 := model_hash(text):
+        return sha256
     path = expanded(text)
     path = path if path.is_absolute() else project.root() / "notebooks" / path
     try:
@@ -70,7 +70,7 @@ def _fingerprint(text: str) -> str | None:
             now = path.stat()
             return _file_hash(path, now.st_size, now.st_mtime_ns)
         weights = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-        # Weights are large: name, size and time stand for them.
+        # Weights are large, so their names, sizes and times are hashed instead.
         return json.dumps([(w.name, w.stat().st_size, w.stat().st_mtime_ns) for w in weights]) if weights else None
     except OSError:
         return None
@@ -78,13 +78,13 @@ def _fingerprint(text: str) -> str | None:
 
 @functools.cache
 def _file_hash(path: Path, size: int, changed: int) -> str:
-    """The sha256 of a file; kept for this size and time of change, since a sweep asks again for every job."""
+    """The sha256 of a file. It is cached by size and time of change, because a sweep asks for it with every job."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def model_hash(name: str) -> str | None:
-    """The sha256 of the weights of a model that was pulled; None where there is none of that name."""
+    """The sha256 of the weights of a pulled model; None if no model of that name was pulled."""
     for note in _notes(name):
         try:
             return parsed(note.read_text(encoding="utf-8")).get("weights_sha256")
@@ -101,7 +101,7 @@ def _notes(name: str) -> list[Path]:
 
 
 def model_folder(name: str) -> Path | None:
-    """The folder of a model that was pulled, or the folder that `name` itself is; None for any other name."""
+    """The folder of a pulled model, or `name` itself if it is a folder; None for any other name."""
     if pulled := _notes(name):
         return pulled[0].parent
     path = expanded(name)

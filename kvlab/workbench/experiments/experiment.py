@@ -4,10 +4,10 @@ notebook: notebooks/NAME.ipynb     # relative to the project
 description: one or two sentences
 parameters: {model: smollm2-135m, seed: 0}      # as in the notebook's `parameters` cell
 grid: {window: [8, 32]}                         # one job for each combination
-limits: {budget: [33, null]}                    # the least and the most that a number, or each of a list, may be
-timeout: 3600                                   # seconds a job may take; none by default
+limits: {budget: [33, null]}                    # least and most for a number, or for each number of a list
+timeout: 3600                                   # seconds that a job may take; no limit by default
 profiles:
-  quick: {seconds: 60}                          # what a job takes, roughly
+  quick: {seconds: 60}                          # rough time of one job
   full: {parameters: {...}, grid: {...}}        # what the profile changes
 """
 
@@ -37,7 +37,7 @@ MOST = 10_000  # jobs of an experiment
 class Profile(BaseModel):
     """What a profile changes: parameters by name, grid axes by name.
 
-    seconds: what a job takes, roughly, until a run has finished and shows it; the longest jobs begin first.
+    seconds: rough time of a job, used until a finished run shows the true time; the longest jobs begin first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -92,10 +92,10 @@ def names() -> list[str]:
 
 
 def longest_first(profile: str = "quick") -> list[str]:
-    """The notebooks of all experiments, relative to the project, those first that take longest; each once."""
+    """The notebooks of all experiments, relative to the project, each once; those that take longest come first."""
     loaded = [load(name) for name in names()]
-    seconds = [changes.seconds if (changes := each.profiles.get(profile)) else None for each in loaded]
-    known = [each for each in seconds if each]
+    seconds = [changes.seconds if (changes := experiment.profiles.get(profile)) else None for experiment in loaded]
+    known = [estimate for estimate in seconds if estimate]
     usual = sum(known) / len(known) if known else 0
     order = sorted(range(len(loaded)), key=lambda number: -(seconds[number] or usual))
     return list(dict.fromkeys(loaded[number].notebook for number in order))
@@ -111,28 +111,28 @@ def load(name: str) -> Experiment:
         raise KvlabError(f"{path.name} must be a mapping with the keys {', '.join(_keys(Experiment))}")
     if "name" in raw:
         raise KvlabError(
-            f"{path.name}{lines.shown(['name'])}: unknown key 'name': an experiment is called as its file is"
+            f"{path.name}{lines.shown(['name'])}: unknown key 'name': an experiment has the name of its file"
         )
     for part in ("parameters", "grid", "profiles"):
         if raw.get(part, 0) is None:
             del raw[part]
     try:
-        found = Experiment.model_validate({**raw, "name": name})
+        experiment = Experiment.model_validate({**raw, "name": name})
     except ValidationError as error:
         first = error.errors()[0]
         raise KvlabError(f"{path.name}{lines.shown(first['loc'])}: {_sentence(first)}") from None
-    folders = [project.root(), found.path.parent]
+    folders = [project.root(), experiment.path.parent]
     for place, text in _texts(raw):
         if _leaves_the_project(text) or any(_leads_out(folder, text) for folder in folders):
             or_else = "" if place == ("notebook",) else f", or give it on the command line (-p {place[-1]}=...)"
             raise KvlabError(
                 f"{path.name}{lines.shown(place)}: {text!r} leaves the project; name a file inside it{or_else}"
             )
-    return found
+    return experiment
 
 
 def _texts(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Every text of an experiment but its description, with its place in the YAML: each may name a file."""
+    """Every text of an experiment except its description, with its place in the YAML: each may name a file."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def _leaves_the_project(text: str) -> bool:
 
 
 def _leads_out(folder: Path, text: str) -> bool:
-    """Whether a path in the project is a link to a file that lies neither in the project nor in the cache."""
+    """Whether a path in the project is a link to a file outside both the project and the cache."""
     path = os.path.join(folder, text)
     if len(text) > 500 or not os.path.lexists(path):
         return False
@@ -177,8 +177,8 @@ def _sentence(error: Mapping[str, Any]) -> str:
 def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mapping[str, Any] | None = None) -> list[Job]:
     """The jobs of an experiment in a profile, one for each point of its grid.
 
-    overrides: parameter -> value, which replaces a parameter, or a grid axis (a list of values keeps it an axis).
-    A string among them may still be text from a command line and is read as the notebook's default suggests.
+    overrides: parameter -> value, which replaces a parameter, or a grid axis (a list of values keeps it an axis). A
+    string may be text from a command line; it is read by the type of the notebook's default.
     Raises KvlabError for an unknown profile or parameter and for a value of the wrong type.
     """
     experiment = load(experiment) if isinstance(experiment, str) else experiment
@@ -207,13 +207,13 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
         single.pop(axis, None)
         if not values:
             raise KvlabError(f"the grid of {experiment.name} has no values for {axis!r}")
-    # The parameters that a job's name shows: by these it differs from the other jobs, and from those of other commands.
-    told = [axis for axis, values in grid.items() if any(value != values[0] for value in values)]
+    # A job's name shows the parameters in which it differs from the other jobs, and from those of other commands.
+    shown = [axis for axis, values in grid.items() if any(value != values[0] for value in values)]
     usual = {**declared, **experiment.parameters, **changes.parameters}
-    told += [name for name in overrides or {} if name not in grid and single[name] != usual[name]]
+    shown += [name for name in overrides or {} if name not in grid and single[name] != usual[name]]
     wanted = math.prod(map(len, grid.values()))
     if wanted > MOST:
-        raise KvlabError(f"the grid of {experiment.name} stands for {wanted:,} jobs, and {MOST:,} are the most")
+        raise KvlabError(f"the grid of {experiment.name} stands for {wanted:,} jobs, and at most {MOST:,} are allowed")
     points = []
     for combination in itertools.product(*grid.values()):
         point = dict(zip(grid, combination, strict=True))
@@ -223,7 +223,7 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
         }
         for name, value in parameters.items():
             _within(name, value, declared[name], experiment)
-        name = run_name({name: parameters[name] for name in told}) or profile
+        name = run_name({name: parameters[name] for name in shown}) or profile
         points.append(
             Job(
                 experiment.name,
@@ -240,17 +240,17 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
 
 
 def _within(name: str, value: Any, default: Any, experiment: Experiment) -> None:
-    """Refuse numbers outside the experiment's limits, and whole ones below 0 where the notebook's own are not."""
-    usual = [each for each in (default if isinstance(default, list) else [default]) if _is_number(each)]
-    counts = bool(usual) and all(isinstance(each, int) and each >= 0 for each in usual)
+    """Refuse numbers outside the experiment's limits; without limits, negative ones where the notebook has a count."""
+    usual = [number for number in (default if isinstance(default, list) else [default]) if _is_number(number)]
+    counts = bool(usual) and all(isinstance(number, int) and number >= 0 for number in usual)
     least, most = experiment.limits.get(name, (0 if counts else None, None))
-    for each in filter(_is_number, value if isinstance(value, list) else [value]):
+    for number in filter(_is_number, value if isinstance(value, list) else [value]):
         for beyond, bound in (
-            (least is not None and each < least, f"at least {least}"),
-            (most is not None and each > most, f"at most {most}"),
+            (least is not None and number < least, f"at least {least}"),
+            (most is not None and number > most, f"at most {most}"),
         ):
             if beyond:
-                raise KvlabError(f"parameter {name!r} of {experiment.name} must be {bound}, and is {short(each)}")
+                raise KvlabError(f"parameter {name!r} of {experiment.name} must be {bound}, and is {short(number)}")
 
 
 def _is_number(value: Any) -> bool:
@@ -263,7 +263,7 @@ def _known(name: str, declared: Mapping[str, Any], experiment: Experiment) -> No
 
 
 def run_name(parameters: Mapping[str, Any]) -> str:
-    """A name of at most 120 characters that tells these parameters; empty for none."""
+    """A name of at most 120 characters that shows these parameters; empty without any."""
     shown = [
         f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
         for name, value in parameters.items()

@@ -1,6 +1,6 @@
-"""What a notebook was given: read from its own parameters cell, in the kernel that runs it.
+"""The parameters of a running notebook, read from its own parameters cell in the kernel.
 
-papermill's `-p` hands a list or a mapping over as the text that stood on the command line; here it becomes one.
+papermill's `-p` passes a list or a mapping as the text from the command line; here it becomes a list or a mapping.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from kvlab.workbench.experiments import notebooks, values
 
 
 def parameters() -> dict[str, Any]:
-    """The parameters of the notebook that calls, with the values that they have now.
+    """The parameters of the calling notebook, with their present values.
 
-    The parameters cell is the first that holds nothing but plain values, of those that ran since a run was last
-    started in this kernel; papermill runs it before the cell with what it was told. A list or a mapping that came as
-    text (JSON, with commas, or its only entry, as `kvlab run -p` takes it) is put into the notebook's namespace as
-    what it stands for.
+    The parameters cell is the first cell with nothing but plain values, among those that ran since the last run was
+    started in this kernel; papermill runs it before the cell with the values from its command line. A list or a mapping
+    that came as text (JSON, with commas, or its only entry, as for `kvlab run -p`) is replaced in the notebook's
+    namespace by the list or mapping itself.
 
     Raises:
-        KvlabError: called outside a notebook, no such cell ran, or a value is not of the type of the cell's.
+        KvlabError: called outside a notebook, no such cell ran, or a value does not have the type of the cell's.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
-        raise KvlabError("outside a notebook say what the parameters are: tracking.start(NAME, {...})")
+        raise KvlabError("outside a notebook the parameters must be given: tracking.start(NAME, {...})")
     declared, wanted = None, True
     for source in shell.user_ns["In"][:-1]:
         if "tracking.start(" in source:
@@ -39,10 +39,10 @@ def parameters() -> dict[str, Any]:
 
 
 def typed(namespace: MutableMapping[str, Any], declared: dict[str, Any]) -> dict[str, Any]:
-    """The values of the declared parameters in `namespace`, those that came as text read there, too.
+    """The values of the declared parameters in `namespace`; those that came as text are also replaced there.
 
     Raises:
-        KvlabError: a value that is not of the type of the declared one.
+        KvlabError: a value does not have the type of the declared one.
     """
     for name, default in declared.items():
         value = namespace[name]

@@ -12,15 +12,15 @@ from kvlab.workbench.experiments import content
 
 
 def prepare(parameters: Iterable[Mapping[str, Any]]) -> None:
-    """Pull the models and check the documents that the parameters `model`, `document` and `documents` name.
+    """Pull the models and check the documents that are named by the parameters `model`, `document` and `documents`.
 
-    Raises KvlabError for one that does not exist or cannot be fetched; nothing has been written by then.
+    Raises KvlabError if one does not exist or cannot be fetched; nothing has been written by then.
     """
     models: set[str] = set()
     documents: set[str] = set()
-    for each in parameters:
-        models.update(_texts(each.get("model")))
-        documents.update(_texts(each.get("document")), _texts(each.get("documents")))
+    for values in parameters:
+        models.update(_texts(values.get("model")))
+        documents.update(_texts(values.get("document")), _texts(values.get("documents")))
     for name in sorted(models):
         _model(name)
     for name in sorted(documents):

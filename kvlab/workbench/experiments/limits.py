@@ -1,4 +1,4 @@
-"""Prompts that are too long are refused before a model is loaded: without torch, by the files on the disk."""
+"""Refuses prompts that are too long before a model is loaded: without torch, from files on the disk."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvlab.workbench.experiments import content
 
 # Parameters that say how many tokens a prompt has, alone or in a mapping with `new_tokens` beside.
 PROMPTS = ("tokens", "length", "shorter", "longest")
-# Those that say how much is cut out of every document.
+# Parameters that say how much is cut out of every document.
 CUTS = ("tokens", "shorter")
-# A prompt may hold so many tokens more than the part of a document that is in it: the request and the chat template.
+# A prompt may hold this many tokens besides the document's part: the request and the chat template.
 AROUND = 128
 
 
 def check(parameters: Mapping[str, Any], where: str) -> None:
-    """Raise KvlabError for prompts that are longer than the model's context, or than a document that they are cut from.
+    """Raise KvlabError for prompts that are longer than the model's context, or than the document they are cut from.
 
-    Only what is certain is refused. Where the context or the tokenizer is not on the disk, the job itself will fail.
+    Only certain cases are refused. If the context or the tokenizer is not on the disk, the job itself will fail.
     """
     folder = content.model_folder(str(parameters.get("model", "")))
     most = _context(folder) if folder else None
@@ -49,7 +49,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _prompts(parameters: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, int, int]]:
-    """Name, tokens, and tokens of the response, of every prompt that parameters speak of."""
+    """Name, tokens and response tokens of every prompt that the parameters describe."""
     response = parameters.get("new_tokens", 0)
     for name, value in parameters.items():
         if isinstance(value, Mapping):
@@ -62,10 +62,10 @@ def _context(folder: Path) -> int | None:
     """The longest sequence that the model in a folder takes."""
     try:
         config = parsed((folder / "config.json").read_text(encoding="utf-8"))
-        found = config.get("text_config", config).get("max_position_embeddings")
+        tokens = config.get("text_config", config).get("max_position_embeddings")
     except (OSError, json.JSONDecodeError, AttributeError):
         return None
-    return found if _is_count(found) and found > 0 else None
+    return tokens if _is_count(tokens) and tokens > 0 else None
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Reading a notebook: its `parameters` cell, and the code that decides its numbers."""
+"""Reads a notebook: its `parameters` cell, and the code that decides its numbers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def cells(path: Path) -> list[dict[str, Any]]:
     if not os.path.isfile(path):
         raise KvlabError(f"the notebook {path.name} is missing: there is no file {path}")
     try:
-        found = parsed(read_text(path))["cells"]
+        content = parsed(read_text(path))["cells"]
     except (json.JSONDecodeError, LookupError, TypeError):
-        found = None
-    if not isinstance(found, list) or not all(map(_is_cell, found)):
+        content = None
+    if not isinstance(content, list) or not all(map(_is_cell, content)):
         raise KvlabError(f"{path} is not a notebook (version 4 of the format)")
-    return found
+    return content
 
 
 def _is_cell(cell: Any) -> bool:
@@ -65,7 +65,7 @@ def parameters_of(path: Path) -> dict[str, Any]:
 
 
 def plain_values(code: str) -> dict[str, Any] | None:
-    """Name -> value of a cell that does nothing but assign plain values, as a parameters cell does; None for others."""
+    """Name -> value of a cell that only assigns plain values, as a parameters cell does; None for other cells."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""Values of parameters: read from a command line's text, held to the type of a notebook's default, and plain JSON."""
+"""Values of parameters: read from text of a command line, checked against a notebook's default, as plain JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kvlab.lib.files import expanded, located, writable
 
 
 def read(text: str, default: Any) -> Any:
-    """The value that a command line's text stands for, where the notebook's default has the type of `default`: a list
-    may be given as JSON, with commas, or as its only entry."""
+    """The value of a command line's text for a notebook's default such as `default`: a list may be given as JSON, with
+    commas, or as its only entry.
+    """
     if isinstance(default, str):
         return text
     if isinstance(default, list) and all(isinstance(entry, str) for entry in default) and _is_file(text):
@@ -42,7 +43,7 @@ def _is_file(text: str) -> bool:
 
 
 def checked(name: str, value: Any, default: Any, where: str) -> Any:
-    """`value` as plain JSON, if it is of the type of the notebook's default, or null for a text; else KvlabError."""
+    """`value` as plain JSON, if it has the type of the notebook's default, or is null for a text; else KvlabError."""
     value = plain(value, f"parameter {name!r} of {where}")
     if default is None or (value is None and isinstance(default, str)):  # a text may be left out
         return value
@@ -77,37 +78,37 @@ def _type_name(default: Any) -> str:
     return names.get(type(default), type(default).__name__)
 
 
-def plain(value: Any, what: str = "value") -> Any:
+def plain(value: Any, label: str = "value") -> Any:
     """`value` in plain JSON types: papermill turns tuples into strings and refuses numpy numbers and paths."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         if not writable(value):
-            raise KvlabError(f"{what} holds half a character (a lone surrogate), which no file can")
+            raise KvlabError(f"{label} holds half a character (a lone surrogate), which no file can hold")
         return value
     if isinstance(value, int):
         if value.bit_length() > yamls.BITS:
-            raise KvlabError(f"{what} is a number of thousands of digits")
+            raise KvlabError(f"{label} is a number of thousands of digits")
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise KvlabError(f"{what} is {value}, which is no plain number")
+            raise KvlabError(f"{label} is {value}, which is no plain number")
         return value
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise KvlabError(f"{what} has the key {short(key)}, and a key is a text: put it in quotes")
-        return {plain(key, what): plain(entry, what) for key, entry in value.items()}
+                raise KvlabError(f"{label} has the key {short(key)}, but a key must be a text: put it in quotes")
+        return {plain(key, label): plain(entry, label) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(entry, what) for entry in value]
+        return [plain(entry, label) for entry in value]
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):  # numpy and torch, neither of which is imported for this
-        return plain(value.tolist(), what)
-    raise KvlabError(f"{what} has the type {type(value).__name__}, which does not fit into JSON")
+        return plain(value.tolist(), label)
+    raise KvlabError(f"{label} has the type {type(value).__name__}, which does not fit into JSON")
 
 
 def short(value: Any) -> str:
-    """A value as an error message shows it, cut after 80 characters."""
+    """A value for an error message, cut after 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,1 +1,1 @@
-"""kvlab.explore: sliders on a trace, and the picture that stays when the sliders are gone."""
+"""kvlab.explore: sliders on a trace, and the picture that is shown where sliders do not work."""

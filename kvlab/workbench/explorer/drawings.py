@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 STRIP_BINS = 360
 CELL, SHADES = 11, 16  # height of a map's cells, and how many shades they have
-MARGIN = 18  # left of a map, for the numbers of its layers
+MARGIN = 18  # on the left of a map, for the layer numbers
 
 
 def _skyline(heights: Iterable[float], base: float) -> str:
-    """The outline of bars one wide side by side, as a path; heights: in whole units above `base`."""
+    """The outline of adjacent bars of width 1, as a path; heights: in whole units above `base`."""
     level, run, path = 0, 0, []
     for height in map(round, heights):
         if height != level:
@@ -39,23 +39,23 @@ def _ticks(end: int, count: int = 5) -> list[int]:
 
 
 def strip(look: Look, medium: Medium = STATIC, height: int = 64) -> str:
-    """The query's attention over the positions, on a square-root scale: blue what is read, vermilion what is lost; and
-    below it which keys are read, whether this query attends to them or not.
+    """The query's attention over the positions, on a square-root scale: read attention is blue, lost attention
+    vermilion. A band below shows which keys are read, whether this query attends to them or not.
     """
     n = len(look.weights)
     bins = min(STRIP_BINS, n)
-    which = (torch.arange(n) * bins // n).clamp_max(bins - 1)
+    bin_of = (torch.arange(n) * bins // n).clamp_max(bins - 1)
     parts = look.weights - look.lost, look.lost, look.read, look.stored
-    kept, lost, read, stored = (torch.zeros(bins).index_add_(0, which, part.float()) for part in parts)
+    kept, lost, read, stored = (torch.zeros(bins).index_add_(0, bin_of, part.float()) for part in parts)
     whole = kept + lost
     highest = max(float(whole.max()), 1e-9)
     bars = (whole / highest).sqrt() * height
     share = kept / whole.clamp_min(1e-30)
-    size = torch.zeros(bins).index_add_(0, which, torch.ones(n))
+    size = torch.zeros(bins).index_add_(0, bin_of, torch.ones(n))
     band = height + 2
     rug = [
-        f'<path d="{_rows(some)}" transform="translate(0 {band + 2.5})" stroke="{colour}" stroke-width="5"/>'
-        for some, colour in (
+        f'<path d="{_rows(cells)}" transform="translate(0 {band + 2.5})" stroke="{colour}" stroke-width="5"/>'
+        for cells, colour in (
             ((stored > 0) & (read == 0), "#c3cad2"),
             (read > 0, shade(BLUE, 0.45)),
             (read >= 0.5 * size, f"rgb{BLUE}"),
@@ -93,12 +93,12 @@ def strip(look: Look, medium: Medium = STATIC, height: int = 64) -> str:
 
 
 def _rows(cells: Tensor) -> str:
-    """A path along the true ones of a row of cells, each one wide."""
+    """A path along the true cells of a row; each cell has width 1."""
     path, start = [], None
-    for x, there in enumerate([*cells.tolist(), False]):
-        if there and start is None:
+    for x, filled in enumerate([*cells.tolist(), False]):
+        if filled and start is None:
             start = x
-        elif not there and start is not None:
+        elif not filled and start is not None:
             path.append(f"M{start} 0h{x - start}")
             start = None
     return "".join(path)
@@ -107,11 +107,11 @@ def _rows(cells: Tensor) -> str:
 def steps(look: Look, medium: Medium = STATIC, height: int = 44) -> str:
     """Attention that this head loses at each decoding step, the chosen step framed."""
     spot = look.spot
-    values = look.result.mass_lost[spot.layer, spot.head]
+    values = look.result.mass_lost[look.row, spot.head]
     n = len(values)
     width = max(1.0, min(14.0, 190 / n))
-    here = _box((spot.step - 1) * width, 1, width, height - 1)
-    chosen = f'<path class="kvlab-chosen" d="{here}" fill="none" stroke="#000" stroke-width="1.5"/>'
+    outline = _box((spot.step - 1) * width, 1, width, height - 1)
+    chosen = f'<path class="kvlab-chosen" d="{outline}" fill="none" stroke="#000" stroke-width="1.5"/>'
     scaled = (values * (height - 2)).tolist()
     drawing = (
         f'<path d="{_skyline(scaled, height)}" transform="scale({width:.4g} 1)" fill="rgb{RED}"/>'
@@ -134,14 +134,15 @@ def maps(look: Look, medium: Medium = STATIC) -> str:
     result, spot = look.result, look.spot
     group = spot.head * result.trace.kv_heads // result.trace.heads
     lost, recall = result.mass_lost[:, :, spot.step - 1], result.recall
-    # The root brings out small losses; a recall is read as it is.
-    return _map(lost, (spot.layer, spot.head), RED, ("attention lost", "query head"), 0.5, medium) + _map(
-        recall, (spot.layer, group), BLUE, ("recall", "KV head"), 1.0, medium
+    # The root makes small losses visible; recall has a linear scale.
+    layers = result.trace.layers
+    return _map(lost, (look.row, spot.head), RED, ("attention lost", "query head"), 0.5, medium, layers) + _map(
+        recall, (look.row, group), BLUE, ("recall", "KV head"), 1.0, medium, layers
     )
 
 
 def _box(x: float, y: float, width: float, height: float) -> str:
-    """A rectangle as a part of a path."""
+    """A rectangle, as part of a path."""
     return f"M{x:.4g} {y:.4g}h{width:.4g}v{height:.4g}h-{width:.4g}z"
 
 
@@ -152,16 +153,18 @@ def _map(
     names: tuple[str, str],
     power: float,
     medium: Medium,
+    numbers: Sequence[int],
 ) -> str:
-    """A heatmap of `[layers, columns]` with its axes, its scale, and the chosen cell framed.
+    """A heatmap of `[layers, columns]` with axes and scale; the chosen cell is framed.
 
-    names: of the values and of the columns; power: values are raised to it before they are shaded.
+    names: of the values and of the columns; power: values are raised to it before they are shaded; numbers: of the
+    layers in the model.
     """
     layer, column = chosen
     layers, columns = values.shape
     # Wide models get narrower cells rather than a wider page.
     width = max(3.0, min(CELL * 1.4, 240 / columns))
-    # One path for each of a few shades keeps the picture small; a row's neighbours of one shade share a piece of it.
+    # One path for each of a few shades keeps the picture small; neighbours in a row with one shade share a piece.
     pieces: dict[int, list[str]] = {}
     for y, row in enumerate((values.nan_to_num(0).clamp(0, 1) ** power * SHADES).round().int().tolist()):
         start = 0
@@ -170,12 +173,12 @@ def _map(
                 pieces.setdefault(row[start], []).append(f"M{start} {y}h{x - start}")
                 start = x
     cells = "".join(
-        f'<path d="{"".join(some)}" stroke="{shade(colour, level / SHADES)}"/>' for level, some in pieces.items()
+        f'<path d="{"".join(squares)}" stroke="{shade(colour, level / SHADES)}"/>' for level, squares in pieces.items()
     )
-    here = _box(MARGIN + column * width, layer * CELL, width, CELL)
+    outline = _box(MARGIN + column * width, layer * CELL, width, CELL)
     high, wide = layers * CELL, max(MARGIN + columns * width + 2, 78)
     marks = "".join(
-        f'<text x="{MARGIN - 3}" y="{y * CELL + 9}" text-anchor="end">{y}</text>'
+        f'<text x="{MARGIN - 3}" y="{y * CELL + 9}" text-anchor="end">{numbers[y]}</text>'
         for y in range(0, layers, max(1, layers // 10))
     )
     apart = math.ceil(9 / width)
@@ -195,7 +198,7 @@ def _map(
     drawing = (
         f'<g transform="translate({MARGIN} {CELL / 2}) scale({width:.4g} {CELL})">{cells}</g>'
         f'<path d="{_box(MARGIN, 0, columns * width, high)}" fill="none" stroke="#c3cad2" stroke-width="0.6"/>'
-        f'<path class="kvlab-chosen" d="{here}" fill="none" stroke="#000" stroke-width="1.8"/>{marks}{scale}'
+        f'<path class="kvlab-chosen" d="{outline}" fill="none" stroke="#000" stroke-width="1.8"/>{marks}{scale}'
     )
     mean, value = values.mean(), values[layer, column]
     about = f"{names[0]}: {layers} layers by {columns} {names[1]}s, mean {mean:.1%}, here {value:.1%}"

@@ -1,6 +1,6 @@
 """`kvlab.explore(trace)`: sliders over policy, budget, layer, head and step, and what the query there lost.
 
-Where widgets do not run (a code host, a static export) the same picture is shown as it stands.
+Where widgets do not run (a code host, a static export) the same picture is shown without sliders.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ def explore(
 
     Args:
         trace: with a response; or the path of one that was saved.
-        left, right: two policies, by name or as objects (of the user's own, or two variants of one).
-        budgets: the stops of the budget's slider; by default powers of two below the prompt's length, and the budgets
-            of policies that are given as objects.
-        budget: the one to begin with; by default that of a policy given as an object, else the middle one.
+        left, right: two policies, by name or as objects (also policies of the user, or two variants of the same).
+        budgets: the stops of the budget slider; by default powers of two below the prompt's length, and the budgets of
+            policies given as objects.
+        budget: the budget to begin with; by default that of a policy given as an object, else the middle stop.
         layer, head, step: the query to begin with (step from 1); by default the worst under `left`
             (`Explorer.worst`).
-        lm: whose tokenizer shows the text; by default that of the model that the trace names.
+        lm: its tokenizer shows the text; by default that of the model which the trace names.
 
     Raises:
-        KvlabError: a trace without a response, a policy that this trace cannot serve, two policies that differ in their
-            budgets alone, or a place outside the trace.
+        KvlabError: a trace without a response, a policy that needs more than this trace holds, two policies that differ
+            only in their budgets, or a place outside the trace.
     """
     trace = opened(trace)
     if not trace.steps:
         raise KvlabError("there is no query to look at: this trace has no response; capture it with new_tokens=32")
-    for one in (left, right):
-        if isinstance(one, str) and one not in policies():
-            raise KvlabError(unknown(one))
+    for choice in (left, right):
+        if isinstance(choice, str) and choice not in policies():
+            raise KvlabError(unknown(choice))
     if choices.label(left) == choices.label(right) and choices.given(left, trace) != choices.given(right, trace):
         raise KvlabError(
             f"both sides are {choices.label(left)}, and the slider gives both the same budget: choose two "
@@ -73,7 +73,7 @@ def explore(
     if not stops or min(stops) < 1:
         raise KvlabError(f"budgets must be whole numbers of entries from 1 on, and are {stops}")
     likely = (budget, choices.given(left, trace), choices.given(right, trace), stops[len(stops) // 2])
-    begin = next(int(one) for one in likely if one in stops)
+    begin = next(int(stop) for stop in likely if stop in stops)
     explorer = Explorer(trace, left, right, stops, begin, Spot(0, 0, 1), texts(trace, lm))
     first = explorer.worst()
     explorer.place = choices.checked(

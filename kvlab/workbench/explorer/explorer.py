@@ -1,4 +1,4 @@
-"""Two policies side by side at one query of a trace, moved by hand: the state, and the widgets that change it."""
+"""Two policies side by side at one query of a trace: the state, and the widgets that change it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEYS = (
     "A slider that was clicked on moves by one with the arrow keys, by more with Page Up and Page Down, and to its "
     "ends with Home and End; its number can be typed over."
 )
-# Where the widgets did not come to life, JupyterLab's word about that is hidden.
+# Hides JupyterLab's message about widgets that could not start.
 STILL = (
     "<style>.jp-OutputArea-child:not(:has(.widget-box)):has(+ .jp-OutputArea-child .kvlab-picture)"
     "{display:none}</style>"
@@ -48,11 +48,11 @@ _numbers = itertools.count(1)
 
 
 class Explorer:
-    """Two policies side by side on one trace, at one query. Shown by JupyterLab as sliders and a picture; where nobody
-    watches (papermill, nbconvert) as the picture alone. `panel` always has the sliders.
+    """Two policies side by side on one trace, at one query. JupyterLab shows it as sliders and a picture; where nobody
+    watches (papermill, nbconvert) only the picture is shown. `panel` always has the sliders.
 
-    Replays are made when they are first looked at and kept; those of the other budgets of the two chosen policies are
-    made in the background, so that moving the budget does not wait.
+    A replay is made when it is first looked at, and kept. Replays of the two chosen policies at the other budgets are
+    made in the background, so that the budget slider does not wait.
 
     Attributes:
         place: the query that is shown.
@@ -71,8 +71,8 @@ class Explorer:
         tokens: Sequence[str],
     ):
         self.trace, self.tokens, self.budgets = trace, list(tokens), list(budgets)
-        self._own = {choices.label(one): one for one in (left, right) if isinstance(one, Policy)}
-        self.chosen = [choices.label(one) for one in (left, right)]
+        self._own = {choices.label(choice): choice for choice in (left, right) if isinstance(choice, Policy)}
+        self.chosen = [choices.label(choice) for choice in (left, right)]
         self.budget, self.place = budget, spot
         self._replays: dict[tuple[str, int], Replay] = {}
         self._locks: dict[tuple[str, int], threading.Lock] = {}
@@ -80,7 +80,7 @@ class Explorer:
         self._ahead: ThreadPoolExecutor | None = None
         self._queued: list[Future] = []
         self._panel = None
-        # Other notebooks are open in the same page, so a number alone would not do.
+        # Other notebooks may be open in the same page, so a number alone is not unique.
         self._mark = f"kvlab-{zlib.crc32(f'{trace.signature} {self.chosen}'.encode()):x}-{next(_numbers)}"
         own = [name for name in self._own if name not in policies()]
         self.names = own + [
@@ -93,10 +93,10 @@ class Explorer:
         """The replay of a policy at a budget, made on first use."""
         key = name, budget
         if key not in self._replays:
-            # A lock of its own: what is made in the background must not hold up what is looked at.
+            # Each replay has its own lock: one made in the background must not delay the one that is looked at.
             with self._lock:
-                mine = self._locks.setdefault(key, threading.Lock())
-            with mine:
+                lock = self._locks.setdefault(key, threading.Lock())
+            with lock:
                 if key not in self._replays:
                     self._replays[key] = Replay(self.trace, self._policy(name, budget))
         return self._replays[key]
@@ -108,22 +108,22 @@ class Explorer:
         return choices.made(name, budget)
 
     def looks(self) -> list[Look]:
-        """What each of the two policies leaves of the chosen query."""
+        """The chosen query under each of the two policies."""
         return self._looks(self.chosen, self.budget, self.place)
 
     def _looks(self, chosen: Sequence[str], budget: int, spot: Spot) -> list[Look]:
         return [Look(self.replay(name, budget), spot, name) for name in chosen]
 
     def html(self) -> str:
-        """The picture as it stands, as HTML that needs nothing else."""
+        """The present picture, as HTML that needs nothing else."""
         return picture.page(self.looks(), self.tokens, self._mark)
 
     def show(self, **changes: Any) -> None:
-        """Look elsewhere: any of left, right, budget, layer, head, step.
+        """Show another query or policy: any of left, right, budget, layer, head, step.
 
         Raises:
-            KvlabError: no such policy, budget or place in this trace, or a policy that needs a larger budget; the
-                picture stays as it was.
+            KvlabError: no such policy, budget or place in this trace, or a policy that needs a larger budget. The
+                picture then stays as it was.
         """
         known = (*SIDES, "budget", "layer", "head", "step")
         for name in changes:
@@ -147,42 +147,43 @@ class Explorer:
 
     def worst(self, side: str = "left") -> Spot:
         """The query that loses the most attention on the fewest tokens (`measures.concentrated_loss`) under the policy
-        of a side: "left" or "right". One that loses a little on each of a thousand tokens says nothing about a text.
+        of a side: "left" or "right". A query that loses a little on each of a thousand tokens says nothing about a
+        text.
         """
         if side not in SIDES:
             raise KvlabError(nearest(side, SIDES, "side"))
         return self._at_most(self.replay(self.chosen[SIDES.index(side)], self.budget).concentrated_loss)
 
     def most_different(self) -> Spot:
-        """The query at which the two policies differ the most in that measure."""
+        """The query at which the two policies differ most in `measures.concentrated_loss`."""
         left, right = (self.replay(name, self.budget).concentrated_loss for name in self.chosen)
         return self._at_most((left - right).abs())
 
     def _at_most(self, values: Tensor) -> Spot:
-        layer, head, step = (int(i) for i in torch.unravel_index(values.argmax(), values.shape))
-        return Spot(layer, head, step + 1)
+        row, head, step = (int(i) for i in torch.unravel_index(values.argmax(), values.shape))
+        return Spot(self.trace.layers[row], head, step + 1)
 
     def look_ahead(self) -> list[Future]:
         """Make the replays of the chosen policies at the other budgets in the background."""
-        # What was queued for other policies would come first.
-        for one in self._queued:
-            one.cancel()
+        # Replays queued earlier, for other policies, would come first.
+        for future in self._queued:
+            future.cancel()
         if self._ahead is None:
             self._ahead = ThreadPoolExecutor(1)
-        # The nearest budgets are the likeliest to be looked at next.
+        # The nearest budgets are the most likely to be looked at next.
         at = self.budgets.index(self.budget)
         near = sorted(self.budgets, key=lambda budget: abs(self.budgets.index(budget) - at))
         self._queued = [self._ahead.submit(self._make, name, budget) for budget in near for name in self.chosen]
         return self._queued
 
     def _make(self, name: str, budget: int) -> None:
-        # At the interpreter's end the pool works off what is queued, which nobody will look at.
+        # At the interpreter's end the pool still runs its queue, but nobody will look at the results.
         if threading.main_thread().is_alive():
-            with contextlib.suppress(KvlabError):  # said when it is looked at
+            with contextlib.suppress(KvlabError):  # raised again when the replay is looked at
                 self.replay(name, budget)
 
     def close(self) -> None:
-        """Stop working in the background, until other policies are chosen; what is shown can still be moved."""
+        """Stop the work in the background until other policies are chosen; the sliders still work."""
         if self._ahead is not None:
             self._ahead.shutdown(wait=False, cancel_futures=True)
         self._ahead, self._queued = None, []
@@ -213,12 +214,15 @@ class Explorer:
             widgets.Dropdown(options=self.names, value=name, **common(side))
             for side, name in zip(SIDES, self.chosen, strict=True)
         )
+        layer = slider("layer", 0, trace.n_layers - 1)
+        if trace.layout.mixed:
+            layer = widgets.SelectionSlider(options=list(trace.layers), value=spot.layer, **common("layer"))
         budget = widgets.SelectionSlider(options=self.budgets, value=self.budget, **common("budget"))
         self._controls = {
             "left": left,
             "right": right,
             "budget": budget,
-            "layer": slider("layer", 0, trace.n_layers - 1),
+            "layer": layer,
             "head": slider("head", 0, trace.heads - 1),
             "step": slider("step", 1, trace.steps),
         }
@@ -236,7 +240,7 @@ class Explorer:
             buttons.append(button)
         self._message = widgets.HTML()
         drawn = self._drawn_panel(widgets)
-        # Not before the first picture: both would want the same cores.
+        # Only after the first picture: both would use the same cores.
         self.look_ahead()
         wrapped = widgets.Layout(flex_flow="row wrap")
         return widgets.VBox(
@@ -250,14 +254,14 @@ class Explorer:
         )
 
     def _drawn_panel(self, widgets: Any) -> Any:
-        """The picture in parts, of which only those that change are sent; each text keeps how far it was scrolled."""
+        """The picture in parts; only the parts that change are sent, and each text keeps its scroll position."""
         self._parts = {name: widgets.HTML(html) for name, html in self._live().items()}
         sides = []
         for side in SIDES:
             self._parts[f"{side} text"].add_class("kvlab-scroll")
-            one = widgets.VBox([self._parts[f"{side} {part}"] for part in ("top", "text", "below")])
-            sides.append(one.add_class("kvlab-side"))
-        # Where the widgets live, the picture that is saved beside them is not seen.
+            column = widgets.VBox([self._parts[f"{side} {part}"] for part in ("top", "text", "below")])
+            sides.append(column.add_class("kvlab-side"))
+        # Where the widgets work, the saved picture beside them is hidden.
         hidden = f"<style>.{self._mark}-still{{display:none}}</style>"
         legend = widgets.HTML(SHEET + hidden + picture.legend(LIVE))
         drawn = widgets.VBox([self._parts["where"], legend, widgets.HBox(sides).add_class("kvlab-sides")])
@@ -280,7 +284,9 @@ class Explorer:
             self._answer(lambda: self.show(**{name: value}))
 
     def _answer(self, ask: Callable[[], None]) -> None:
-        """Do what a control asks for; what goes wrong is said beside the controls, which then show what is shown."""
+        """Do what a control asks for. An error is shown beside the controls, which then go back to what the picture
+        shows.
+        """
         try:
             ask()
             self._message.value = ""
@@ -288,7 +294,7 @@ class Explorer:
             about = str(error) if isinstance(error, KvlabError) else f"{type(error).__name__}: {error}"
             self._message.value = f'<span style="color:rgb{RED}">{escape(about)}</span>'
             self._follow()
-            # A fault of a user's own policy: its traceback belongs in the log.
+            # An error in a user's own policy: its traceback belongs in the log.
             if not isinstance(error, KvlabError):
                 raise
 
@@ -313,8 +319,8 @@ class Explorer:
 
         still = self.html()
         if _watched():
-            # Two outputs: JupyterLab saves no state of widgets, so that a notebook that is opened again has an error in
-            # the place of the first, and the second to show.
+            # Two outputs: JupyterLab does not save the state of widgets. In a notebook that is opened again an error
+            # takes the place of the first, and the second is shown.
             panel = self.panel._repr_mimebundle_()
             display({**panel, "text/html": "", "text/plain": repr(self)}, raw=True)
             still = f'{STILL}<div class="{self._mark}-still">{still}</div>'
@@ -328,19 +334,19 @@ class Explorer:
 
 
 def _watched() -> bool:
-    """Whether a front end runs this cell that can ask its user something, and show widgets.
+    """Whether the front end of this cell can ask its user something, and show widgets.
 
-    papermill and nbconvert say that they cannot: there the picture alone is shown, since sliders that are saved with a
-    notebook double its size and move nothing.
+    papermill and nbconvert say that they cannot. There only the picture is shown: sliders saved with a notebook would
+    double its size and move nothing.
     """
     return importlib.util.find_spec("ipywidgets") is not None and bool(bars.front_end())
 
 
 def _help(about: Sequence[tuple[str, str]]) -> str:
-    """What each control does, folded away."""
+    """Help on each control, folded away."""
     rows = "".join(
-        f'<div style="display:flex;gap:8px"><b style="flex:0 0 120px">{name}</b><span>{what}</span></div>'
-        for name, what in about
+        f'<div style="display:flex;gap:8px"><b style="flex:0 0 120px">{name}</b><span>{meaning}</span></div>'
+        for name, meaning in about
     )
     return (
         '<details style="line-height:1.5;margin:2px"><summary style="cursor:pointer">what the controls do</summary>'

@@ -1,4 +1,4 @@
-"""What one policy leaves of one decoding query: which keys it reads, and how much of its attention is lost."""
+"""One decoding query under one policy: which keys it reads, and how much of its attention is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spot:
-    """A decoding query: its layer and query head from 0, its decoding step from 1."""
+    """A decoding query: its layer's number in the model and its query head from 0, its decoding step from 1."""
 
     layer: int
     head: int
@@ -27,12 +27,12 @@ class Spot:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """What one policy leaves of one query's attention.
+    """One query's attention under one policy.
 
     Attributes:
         result: the replay.
         spot: the query.
-        name: what the policy is called; by default its own name.
+        name: the name to show for the policy; by default its own.
     """
 
     result: Replay
@@ -44,6 +44,11 @@ class Look:
         return self.result.trace
 
     @property
+    def row(self) -> int:
+        """Where the query's layer stands among those of the trace."""
+        return self.trace.layout.place(self.spot.layer)
+
+    @property
     def title(self) -> str:
         name = self.name or self.result.policy.name
         return f"{name}, budget {self.result.budget:,}" if hasattr(self.result.policy, "budget") else name
@@ -51,13 +56,13 @@ class Look:
     @cached_property
     def weights(self) -> Tensor:
         """Attention with the full cache over every key that the query may see, `[prompt + step]`."""
-        return reference(self.trace).at(self.spot.step)[self.spot.layer, self.spot.head].cpu()
+        return reference(self.trace).at(self.spot.step)[self.row, self.spot.head].cpu()
 
     def _mask(self, sets: Tensor) -> Tensor:
-        """Of the query head's set, bool `[prompt + step]`."""
-        mine = sets[self.spot.head * len(sets) // self.trace.heads]
+        """The set of the query head as a mask, bool `[prompt + step]`."""
+        of_head = sets[self.spot.head * len(sets) // self.trace.heads]
         mask = torch.zeros(len(self.weights), dtype=torch.bool)
-        mask[mine[(mine >= 0) & (mine < len(mask))]] = True
+        mask[of_head[(of_head >= 0) & (of_head < len(mask))]] = True
         return mask
 
     @cached_property
@@ -67,7 +72,7 @@ class Look:
 
     @cached_property
     def stored(self) -> Tensor:
-        """Which keys are stored when the query comes, its own included, read or not, bool `[prompt + step]`."""
+        """Which keys are stored when the query comes, its own included, read or not; bool `[prompt + step]`."""
         held = self._mask(self.result.stored(self.spot.layer, self.spot.step - 1))
         held[-1] = True
         return held | self.read
@@ -79,10 +84,10 @@ class Look:
 
     @property
     def spread(self) -> float:
-        """On how many tokens, effectively, attention is lost (see `measures.concentrated_loss`)."""
+        """The effective number of tokens on which attention is lost (see `measures.concentrated_loss`)."""
         lost = self.lost.double()
         return float(lost.sum() ** 2 / lost.square().sum().clamp_min(1e-300))
 
     @property
     def mass_lost(self) -> float:
-        return float(self.result.mass_lost[self.spot.layer, self.spot.head, self.spot.step - 1])
+        return float(self.result.mass_lost[self.row, self.spot.head, self.spot.step - 1])

@@ -1,7 +1,7 @@
-"""How the picture is written down: colours, the looks of tokens, and two media.
+"""How the picture is written as HTML: colours, the looks of tokens, and two media.
 
-`STATIC` needs no style sheet and no script and draws within images, since a code host removes everything else. `LIVE`
-names the classes of one style sheet (`SHEET`) and draws in place, which is a third of the size.
+`STATIC` needs no style sheet and no script and draws in images, because a code host removes everything else. `LIVE`
+uses the classes of one style sheet (`SHEET`) and draws in place, which takes a third of the size.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from html import escape
 
 READ, STORED, GONE = "read", "stored, not read", "evicted or merged"
-# Okabe and Ito's palette, as in the figures: what is read is blue, what is lost vermilion.
+# Okabe and Ito's palette, as in the figures: read attention is blue, lost attention vermilion.
 BLUE, RED, INK, FAINT = (0, 114, 178), (213, 94, 0), "#1c2430", "#566173"
 DIM = "#525b67"  # tokens that the query cannot read
 LEVELS = 8  # shades of attention that is lost on a token
-HEIGHT = 320  # of the text, in pixels; what is longer is scrolled
+HEIGHT = 320  # of the text, in pixels; a longer text is scrolled
 
 
 def shade(colour: tuple[int, int, int], share: float) -> str:
@@ -24,8 +24,8 @@ def shade(colour: tuple[int, int, int], share: float) -> str:
     return "#" + "".join(f"{round(255 + (c - 255) * share):02x}" for c in colour)
 
 
-# What a token looks like -> the element that it stands in, and its style. Some hosts remove all styles; there <mark>
-# still shows what is read, and <ins> (underlined) where much was lost. Names are short, as there are many.
+# The look of a token -> its HTML element and style. Some hosts remove all styles; there <mark> still shows what is
+# read, and <ins> (underlined) where much was lost. Names are short because there are many elements.
 _WEAKEST = {1: "#fdc", 2: "#fca"}
 LOOKS: dict[str | int, tuple[str, str]] = {
     READ: ("mark", "background:#bdf;color:#000"),
@@ -47,7 +47,7 @@ TEXT = (
     f"color:{DIM};max-height:{HEIGHT}px;overflow:auto"
 )
 
-# The style sheet of LIVE; JupyterLab's own margins and heights of widgets give way within the picture.
+# The style sheet of LIVE; within the picture it replaces JupyterLab's own margins and heights of widgets.
 SHEET = (
     "<style>"
     f".kvlab-picture{{{PAGE};border-radius:4px}}.kvlab-sides{{{SIDES}}}.kvlab-side{{{SIDE}}}"
@@ -67,8 +67,8 @@ class Medium:
     """How looks and drawings are written down.
 
     Attributes:
-        looks: what a token looks like -> the tag that opens it.
-        fold: attributes of a piece of text that is folded away, and of the line that stands for it.
+        looks: the look of a token -> the tag that opens it.
+        fold: attributes of a piece of text that is folded away, and of the line in its place.
         drawing: (name, about, SVG elements, (width, height), width on the page) -> HTML.
     """
 

@@ -1,4 +1,4 @@
-"""The tokens of a prompt as HTML: the text with what was lost on each, and the tokens that lost the most."""
+"""The tokens of a prompt as HTML: the text with the loss on each token, and the tokens that lost the most."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
     from kvlab.workbench.explorer.look import Look
 
 LOUD = "#a84a00"  # the tokens that the query lost the most on
-# Shares of the attention on one token: painted in full colour; told when the mouse points at it; too little to paint.
+# Shares of the attention on one token: from the first on in full colour; from the second on told under the mouse; below
+# the third not painted.
 STRONG, TOLD, WEAK = 0.05, 0.002, 0.0005
-# Of a long text, passages are open at first around the (at most PASSAGES) tokens that lost the most, with AROUND tokens
-# on each side, if they lost at least the share WORTH of what the first of them lost. So all of it fits into the height.
+# In a long text at most PASSAGES passages are open at first: the tokens that lost the most, with AROUND tokens on each
+# side, as far as each lost at least the share WORTH of the first one's loss. So all of it fits into the height.
 PASSAGES, AROUND, WORTH = 4, 12, 0.1
 SHORT = 300  # tokens; a text this short is open as a whole, and a gap below a tenth of it is not folded
 
 
 class _Visible(dict):
-    """Code point -> what stands for it. Line breaks get a sign, since attention is lost on them too; what has no shape,
-    or turns the direction of what follows, is named.
+    """Code point -> the text shown for it. Line breaks get a sign, since attention is lost on them too. Characters
+    without a shape, or that change the direction of the text, are named.
     """
 
-    # Joiners and marks of direction that ordinary text of many scripts needs.
+    # Joiners and marks of direction, which ordinary text of many scripts needs.
     HARMLESS = (0x200C, 0x200D, 0x200E, 0x200F)
 
     def __missing__(self, code: int) -> str:
@@ -42,7 +43,7 @@ _VISIBLE = _Visible({ord("\n"): "↵\n", ord("\t"): "⇥\t"})
 
 
 def visible(text: str) -> str:
-    """The text as HTML, every character of it to be seen."""
+    """The text as HTML in which every character is visible."""
     return escape(text.translate(_VISIBLE))
 
 
@@ -66,15 +67,15 @@ def _level(lost: float) -> int:
 
 
 def tag_of(look: str | int, medium: Medium) -> tuple[str, str]:
-    """The tag that begins a look, and the one that ends it; nothing where a token looks like the text around it."""
+    """The tags that begin and end a look; both empty where a token looks like the text around it."""
     return (medium.looks[look], f"</{LOOKS[look][0]}>") if look in LOOKS else ("", "")
 
 
 def passages(looks: Sequence[Look], count: int) -> list[range]:
-    """The positions to show when the text is opened, in order: around the tokens that lost the most in any of the looks
-    at one query; all of them where the text is short, or nothing was lost.
+    """The spans of positions to show at first, in order: around the tokens that lost the most in any of the looks at
+    one query; all positions if the text is short, or nothing was lost.
 
-    count: of tokens that have a text.
+    count: number of tokens that have a text.
     """
     lost = torch.stack([look.lost[:count] for look in looks]).amax(0)
     length = len(lost)
@@ -83,14 +84,14 @@ def passages(looks: Sequence[Look], count: int) -> list[range]:
     centres = sorted(p for share, p in zip(best.values.tolist(), best.indices.tolist(), strict=True) if share >= least)
     if length <= SHORT or not centres:
         return [range(length)]
-    found: list[range] = []
+    spans: list[range] = []
     for centre in centres:
         start, stop = max(0, centre - AROUND), min(length, centre + AROUND + 1)
         start = 0 if start < SHORT / 10 else start
-        if found and start - found[-1].stop < SHORT / 10:
-            start = found.pop().start
-        found.append(range(start, length if length - stop < SHORT / 10 else stop))
-    return found
+        if spans and start - spans[-1].stop < SHORT / 10:
+            start = spans.pop().start
+        spans.append(range(start, length if length - stop < SHORT / 10 else stop))
+    return spans
 
 
 def text(
@@ -100,10 +101,10 @@ def text(
     mark: str = "kvlab",
     opened: Sequence[range] | None = None,
 ) -> str:
-    """The prompt and the response up to the query, each token as the policy left it; what lies between the opened
-    passages is folded away, with what was lost there.
+    """The prompt and the response up to the query, each token as the policy left it. Text between the opened passages
+    is folded away; a line tells how much was lost on it.
 
-    opened: of `passages`; by default those of this look alone.
+    opened: from `passages`; by default those of this look alone.
     """
     length = min(len(look.lost), len(tokens))
     linked = set(lost_most(look, len(tokens)))
@@ -122,10 +123,10 @@ def text(
 
 
 def _painted(look: Look, tokens: Sequence[str], span: range, linked: set[int], medium: Medium, mark: str) -> str:
-    """Some of the text; neighbours that look the same share an element, and a token that attention was lost on says how
-    much when pointed at.
+    """A span of the text. Neighbours with the same look share an element; a token with lost attention tells how much
+    under the mouse.
     """
-    lost, read, stored = (each[span.start : span.stop].tolist() for each in (look.lost, look.read, look.stored))
+    lost, read, stored = (values[span.start : span.stop].tolist() for values in (look.lost, look.read, look.stored))
     runs: list[tuple[str | int, str, list[str]]] = []
     for position, share, is_read, is_stored in zip(span, lost, read, stored, strict=True):
         state = READ if is_read else STORED if is_stored else GONE
@@ -138,14 +139,14 @@ def _painted(look: Look, tokens: Sequence[str], span: range, linked: set[int], m
         else:
             runs.append((kind, extra, [tokens[position]]))
     parts = []
-    for kind, extra, some in runs:
+    for kind, extra, group in runs:
         tag, end = tag_of(kind, medium)
-        parts.append(f"{tag[:-1]}{extra}>{visible(''.join(some))}{end}" if tag else visible("".join(some)))
+        parts.append(f"{tag[:-1]}{extra}>{visible(''.join(group))}{end}" if tag else visible("".join(group)))
     return "".join(parts)
 
 
 def lost_most(look: Look, count: int, rows: int = 8) -> dict[int, float]:
-    """Position -> attention lost there, the most first; only what is worth showing."""
+    """Position -> attention lost there, largest first; only losses that are worth showing."""
     best = look.lost[:count].topk(min(rows, len(look.lost), count))
     return {
         position: share
@@ -155,7 +156,7 @@ def lost_most(look: Look, count: int, rows: int = 8) -> dict[int, float]:
 
 
 def worst(look: Look, tokens: Sequence[str], mark: str = "kvlab", around: int = 2) -> str:
-    """The tokens that the most attention was lost on, each within its neighbours and linked to its place."""
+    """The tokens on which the most attention was lost, each with its neighbours and a link to its place."""
     lines = []
     for position, share in lost_most(look, len(tokens)).items():
         before, after = tokens[max(0, position - around) : position], tokens[position + 1 : position + around + 1]

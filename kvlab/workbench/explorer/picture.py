@@ -1,6 +1,6 @@
 """One decoding query of a replay as a picture in HTML: which tokens it could read, and where its attention was lost.
 
-Plain strings, made in milliseconds, so that a slider can redraw them.
+It is made of plain strings in milliseconds, so that a slider can redraw it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 def page(looks: Sequence[Look], tokens: Sequence[str], mark: str = "kvlab") -> str:
-    """The panels of several policies for the same query, side by side, under one legend; needs nothing else.
+    """The panels of several policies for the same query, side by side under one legend; the HTML needs nothing else.
 
-    mark: begins the ids of this page's tokens, which must differ between pages of one document.
+    mark: prefix of the ids of this page's tokens; it must differ between pages of one document.
     """
     opened = passages(looks, len(tokens))
     sides = "".join(
@@ -90,7 +90,7 @@ def legend(medium: Medium) -> str:
 def top(look: Look, medium: Medium) -> str:
     """A policy's name, its numbers, and the query's attention over the positions."""
     result, spot = look.result, look.spot
-    error = float(result.output_error[spot.layer, spot.head, spot.step - 1])
+    error = float(result.output_error[look.row, spot.head, spot.step - 1])
     facts = [
         ("lost by query", f"{look.mass_lost:.1%}", "share of its attention that lies on keys it cannot read"),
         (

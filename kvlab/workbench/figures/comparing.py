@@ -1,6 +1,6 @@
-"""Figures of many policies at once, each curve and row named where it lies: no legend of twenty entries.
+"""Figures of many policies at once: each curve and row has its name beside it, without a legend of twenty entries.
 
-Policies get their family's colour; what they do, not who they are, is what a reader sees first.
+Policies have their family's colour, so that a reader sees first what they do.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def colour(policy: str) -> str:
 
 
 def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places for labels, each as near as can be to where it is wanted, at least `gap` apart and within low .. high.
+    """Places for labels, each as near as possible to its wanted place, at least `gap` apart and within low .. high.
 
-    Neighbours that are too close form a block that is centred on what its members want (pool adjacent violators); the
-    order stays. If there is no room for all, they are spaced evenly.
+    Neighbours that are too close form a block, centred on the mean of their wanted places (pool adjacent violators);
+    the order stays. Without room for all they are spaced evenly.
     """
     count = len(wanted)
     if not count:
@@ -79,7 +79,7 @@ def at(table: pandas.DataFrame, /, **keys: object) -> pandas.DataFrame:
 
 
 def whisker_lengths(table: pandas.DataFrame, scale: float = 1.0) -> list[Any]:
-    """How far an interval reaches below and above each value, as error bars are drawn.
+    """How far intervals reach below and above their values, for error bars.
 
     table: value, low, high.
     """
@@ -91,7 +91,7 @@ def beside_paper(
 ) -> Axes:
     """`plots.paper_beside_ours` of a table of findings.
 
-    table: the column `key`, which says what stands in the paper for a row, and value, low, high.
+    table: the column `key`, by which a row finds the paper's value, and value, low, high.
     scale: factor of our numbers; the options are those of `plots.paper_beside_ours`.
     """
     ours, intervals = plots.by_key(table, key, scale)
@@ -146,7 +146,7 @@ def dot(
     value_format: str = "",
     marker: str = "o",
 ) -> None:
-    """One row: the interval as a bar, the value as a mark, and as a number behind them if there is a format."""
+    """One row: the interval as a bar, the value as a mark, and behind them as a number if there is a format."""
     ax.plot(interval, [place, place], color=tint, linewidth=2.4, alpha=0.5, solid_capstyle="round")
     ax.plot(value, place, marker, color=tint, markersize=6.5)
     if value_format:
@@ -162,15 +162,15 @@ def dot(
 
 
 def whiskers(table: pandas.DataFrame, *, names: Mapping[str, str], colours: Mapping[str, str], ax: Axes) -> Axes:
-    """Curves over the budget with a whisker at each point, moved aside a little so that none hides another.
+    """Curves over the budget with a whisker at each point; they are moved aside a little so that none hides another.
 
-    table: policy, budget, value, low, high; names: policy -> its name in the legend, which also says in what order.
+    table: policy, budget, value, low, high; names: policy -> its name in the legend, in the order of the legend.
     """
-    there = [name for name in names if name in set(table["policy"])]
-    for number, name in enumerate(there):
+    present = [name for name in names if name in set(table["policy"])]
+    for number, name in enumerate(present):
         part = at(table, policy=name).sort_values("budget")
         ax.errorbar(
-            part["budget"] * 1.025 ** (number - (len(there) - 1) / 2),
+            part["budget"] * 1.025 ** (number - (len(present) - 1) / 2),
             part["value"],
             yerr=whisker_lengths(part),
             marker="o",
@@ -185,7 +185,7 @@ def whiskers(table: pandas.DataFrame, *, names: Mapping[str, str], colours: Mapp
 def forest(table: pandas.DataFrame, *, xlabel: str, title: str, ax: Axes | None = None) -> Axes:
     """Paired differences, one row each: blue where the whole interval lies above zero, red below, grey across it.
 
-    table: label, value, low, high; and paper, the side that a paper names, as a heading where it changes.
+    table: label, value, low, high, and paper, which is shown as a heading where it changes.
     """
     rows = table.to_dict("records")
     papers = list(dict.fromkeys(row["paper"] for row in rows))

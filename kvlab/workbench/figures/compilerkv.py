@@ -1,4 +1,4 @@
-"""CompilerKV's tables 1 and 2, figure 2, and what stands behind them, from `kvlab.analyses.compilerkv`."""
+"""CompilerKV's tables 1 and 2, figure 2, and the analyses behind them, from `kvlab.analyses.compilerkv`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PARTS = {
     "raw_attention": "raw\nattention",
     "no_gate": "no gate\nat all",
 }
-"""How table 2's settings are named below their bars."""
+"""Names of table 2's settings below their bars."""
 
 
 def _printed_by_method(values: pandas.Series) -> dict[str, float]:
-    """What the paper prints of each method, by the names of kvlab."""
+    """The paper's values of each method, by kvlab's names."""
     known = values.to_dict()
     return {name: known[label] for name, label in quality.LABELS.items() if label in known}
 
@@ -84,7 +84,7 @@ def table_1(findings: Findings) -> Figure:
 
 
 def _filled_up(ax: Axes, gains: pandas.DataFrame) -> None:
-    """Beside each pair of bars, the gain of sets that fill the budget; none without tables."""
+    """Diamonds beside each pair of bars: the gain of sets that fill the budget; none without tables."""
     legend = ax.get_legend()
     assert legend is not None
     handles: list[Any] = list(legend.get_patches())
@@ -113,7 +113,8 @@ def _filled_up(ax: Axes, gains: pandas.DataFrame) -> None:
 def figure_2(findings: Findings, entries: float) -> Figure:
     """What every method keeps and recalls by budget, and how many entries the gate lets through.
 
-    findings: of `quality.figure_2`; entries: what the paper's budget is of the prompts here, where its diamonds stand.
+    findings: of `quality.figure_2`; entries: the paper's budget in entries of the prompts here, where its diamonds
+    stand.
     """
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.6))
     curves = findings.frame(quality.AT_BUDGET)
@@ -206,7 +207,7 @@ def table_2(findings: Findings, entries: float) -> Figure:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.6), width_ratios=[4, 4, 5])
     lost = printed.parts(papers.figure("compilerkv", "table2")).to_dict()
     losses = findings.frame(ablation.LOSS)
-    for ax, measure, what in ((left, "kept", "attention kept"), (middle, "recall", "recall")):
+    for ax, measure, label in ((left, "kept", "attention kept"), (middle, "recall", "recall")):
         beside_paper(
             {part: 100 * loss for part, loss in lost.items()},
             _in_order(at(losses, measure=measure), list(PARTS)),
@@ -214,8 +215,8 @@ def table_2(findings: Findings, entries: float) -> Figure:
             scale=100,
             labels=PARTS,
             ylabel="loss without the part, %",
-            title=f"Table 2: {what}",
-            ours_label=f"{what} here",
+            title=f"Table 2: {label}",
+            ours_label=f"{label} here",
             paper_label="paper: LongBench",
             value_format="{:.1f}",
             ax=ax,
@@ -238,7 +239,7 @@ def table_2(findings: Findings, entries: float) -> Figure:
 
 
 def _in_order(table: pandas.DataFrame, parts: Sequence[str]) -> pandas.DataFrame:
-    """The rows of these parts, in this order; a part that was not measured is left out."""
+    """The rows of these parts, in this order, without parts that were not measured."""
     return table.query("part in @parts").sort_values("part", key=lambda column: column.map(parts.index))
 
 
@@ -246,7 +247,7 @@ def _in_order(table: pandas.DataFrame, parts: Sequence[str]) -> pandas.DataFrame
 
 
 def thresholds(admitted: pandas.DataFrame) -> Figure:
-    """Which thresholds would let exactly the budget pass, and which the tables have.
+    """The thresholds that would let exactly the budget pass, and those of the tables.
 
     admitted: of `thresholds.admitted`.
     """

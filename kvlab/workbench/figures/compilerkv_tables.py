@@ -1,4 +1,4 @@
-"""CompilerKV's figures A2 and A3, and what its learnt tables are worth, from `kvlab.analyses.compilerkv`."""
+"""CompilerKV's figures A2 and A3, and the gains of its learnt tables, from `kvlab.analyses.compilerkv`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvlab.methods.lookup import DecisionTables
 
 LOGS = {"even_log": "evenly tried", "neutral_log": "neutral preferred"}
-"""How the logs of `learning.alpha_effect` are named in a legend."""
+"""Names of the logs of `learning.alpha_effect` in a legend."""
 
 
 def figure_a2(tables: DecisionTables, structure: Findings) -> Figure:
@@ -88,7 +88,7 @@ def figure_a3(tables: DecisionTables) -> Figure:
 
 
 def alpha(effect: Findings) -> Figure:
-    """How far apart the conservative penalty leaves the values, and what it leaves neutral, log by log.
+    """The spread of Q values and the share of neutral states by the conservative penalty, log by log.
 
     effect: of `learning.alpha_effect`, of the logs that `LOGS` names.
     """
@@ -117,7 +117,7 @@ def held_out(findings: Findings) -> Figure:
     for ax, measure, label in zip(
         axes, ("nll", "mass"), ("NLL saved (nats per token)", "attention mass saved"), strict=True
     ):
-        # The first comparison stands at the top.
+        # The first comparison is drawn at the top.
         rows = at(gains, measure=measure).to_dict("records")[::-1]
         for place, row in enumerate(rows):
             value, low, high = row["value"], row["low"], row["high"]

@@ -1,4 +1,4 @@
-"""DapQ's figures, drawn from what `kvlab.analyses.dapq` found, with the paper's printed values beside it."""
+"""DapQ's figures from the findings of `kvlab.analyses.dapq`, beside the paper's printed values."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def figure_3(findings: Findings, window: int, budget: int) -> Figure:
 
 
 def retained_sets(findings: Findings, window: int) -> Figure:
-    """What the policies really keep, by the budget, and DapQ's lead over SnapKV by both kinds of recall."""
+    """Recall of the sets that the policies keep, by budget, and DapQ's lead over SnapKV by both kinds of recall."""
     recalls = findings.frame(recall.RECALL).query("measure == 'recall' and window == @window")
     leads = findings.frame(recall.LEAD).query("policy == 'snapkv' and window == @window")
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4))
@@ -183,7 +183,7 @@ def figure_6a(findings: Findings) -> Figure:
             color=plots.COLOURS[number],
             label=f"{budget} entries",
         )
-    # Right of it stands the content that is at the wrong position.
+    # On its right is the content at the wrong position.
     left.axvline(len(order) - 1.5, color="#c5cbd3", linewidth=1)
     left.set_xticks(range(len(order)), [content.replace(" at 0", "\nat 0-31") for content in order])
     left.set_ylim(0, 1)

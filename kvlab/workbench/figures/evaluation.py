@@ -1,4 +1,4 @@
-"""What `kvlab eval` shows and keeps: a table on the screen, and one MLflow run with metrics, intervals and tables."""
+"""Results of `kvlab eval`: a table on the screen, and one MLflow run with metrics, intervals and tables."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
 def named(parameters: Mapping[str, Any]) -> str:
     """The run's name: tasks, policies and budgets."""
     policies = parameters.get("policies", ())
-    several = policies if len(policies) < 6 else [*policies[:4], f"{len(policies)} policies"]
-    return " ".join([str(parameters.get("tasks", "")), ",".join(several), str(parameters.get("budgets", ""))])[:120]
+    shown = policies if len(policies) < 6 else [*policies[:4], f"{len(policies)} policies"]
+    return " ".join([str(parameters.get("tasks", "")), ",".join(shown), str(parameters.get("budgets", ""))])[:120]
 
 
 def needles(answers: Sequence[Answer]) -> Figure | None:
-    """The heatmap of needles by length and depth; None where there are none."""
+    """The heatmap of needles by length and depth; None without needles."""
     from kvlab.workbench.figures import plots
 
     hidden = [answer for answer in answers if {"length", "depth"} <= set(answer.marks)]
@@ -64,7 +64,7 @@ def needles(answers: Sequence[Answer]) -> Figure | None:
 
 
 def draw(answers: Sequence[Answer], path: Path) -> Path | None:
-    """Write the heatmap of needles beside the answers, and give its path; None where there are none."""
+    """Write the heatmap of needles beside the answers, and return its path; None without needles."""
     if heatmap := needles(answers):
         with replacing(path.with_suffix(".png")) as part:
             heatmap.savefig(part, dpi=144, bbox_inches="tight", facecolor="white")
@@ -73,7 +73,7 @@ def draw(answers: Sequence[Answer], path: Path) -> Path | None:
 
 
 def show(rows: pd.DataFrame, console: Console) -> None:
-    """Print what `kvlab.evaluation.results.summary` gave."""
+    """Print a table of `kvlab.evaluation.results.summary`."""
     at = ", ".join(sorted(set(rows["compress_at"])))
     grid = titled("task", "policy", "budget", title=f"compressed at the {at}'s end")
     for heading in ("n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"):
@@ -99,7 +99,7 @@ def show(rows: pd.DataFrame, console: Console) -> None:
 
 
 def show_kinds(rows: pd.DataFrame, console: Console) -> None:
-    """Print what `kvlab.evaluation.results.summary` gave by kind: scores, a column for each kind."""
+    """Print a table of `kvlab.evaluation.results.summary` by kind: scores, with a column for each kind."""
     if len(rows["task"].unique()) > 1:
         rows = rows.assign(kind=rows["task"] + " " + rows["kind"].fillna("").astype(str))
     settings = rows.drop_duplicates(["policy", "budget"]).to_dict("records")

@@ -1,4 +1,4 @@
-"""The figures of MorphKV: what its analyses found, beside the numbers that the paper prints."""
+"""MorphKV's figures: the findings of its analyses, beside the paper's printed values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MEASURES = {
     "output_error": "relative output error",
 }
 BETTER = {"mass_lost": "lower is better", "step_recall": "higher is better", "output_error": "lower is better"}
-# The benchmarks whose cache sizes the paper draws, and the figures in which it does.
+# Benchmarks whose cache sizes the paper draws, and their figures.
 SIZES = {"longwriter": "figure 6", "longgenbench": "figure 8", "longbench": "figure 9"}
 REGIMES = {"writing": "long response", "answering": "short answer"}
 H100 = 80
@@ -92,9 +92,9 @@ def figures_10_and_11(small: Findings) -> Figure:
 
 
 def figure_2a(stored: Findings, model: str) -> Figure:
-    """What each method stores along a response: measured and by formula, and by formula for a model of the paper.
+    """Storage of each method along a response: measured and by formula, and by formula for a model of the paper.
 
-    stored: of `sizes.against_formula`; model: the name of the one that was measured.
+    stored: of `sizes.against_formula`; model: the name of the measured model.
     """
     figure, (measured, predicted) = plt.subplots(1, 2, figsize=(13, 4.4))
     for name in stored.table["policy"].unique():
@@ -102,7 +102,7 @@ def figure_2a(stored: Findings, model: str) -> Figure:
             stored.table.loc[stored.table["policy"] == name].pivot_table(index="step", values=["measured", "predicted"])
             / 2**20
         )
-        # H2O's curve lies on MorphKV's: a broad one below a narrow one shows both.
+        # H2O's curve lies on MorphKV's, so it is drawn broader and below.
         width = 9 if name == "h2o" else 4
         measured.plot(means["measured"], color=COLOURS[name], alpha=0.45, label=NAMES[name], linewidth=width)
         measured.plot(means["predicted"], color=COLOURS[name], linewidth=1.2, linestyle="--")
@@ -137,7 +137,7 @@ def figure_2a(stored: Findings, model: str) -> Figure:
 
 
 def figures_6_8_and_9(predicted: Findings) -> Figure:
-    """Cache sizes by formula beside those that are printed, and the memory that MorphKV saves.
+    """Cache sizes by formula beside the printed ones, and the memory that MorphKV saves.
 
     predicted: of `sizes.printed_sizes`.
     """
@@ -171,7 +171,7 @@ def figures_6_8_and_9(predicted: Findings) -> Figure:
 
 
 def _stated(statement: str) -> dict[str, float]:
-    """What the abstract and the introduction state, in per cent, by the method that is compared with."""
+    """The statements of abstract and introduction, in per cent, by the method that MorphKV is compared with."""
     headline = papers.figure("morphkv", "headline").set_index("statement").loc[statement]
     return (100 * headline.set_index("against")["value"]).to_dict()
 
@@ -227,7 +227,7 @@ def _along_steps(ax: Axes, table: pandas.DataFrame, measure: str, ylabel: str, t
 
 
 def tables_2_and_3(on_responses: Findings, on_contexts: Findings) -> Figure:
-    """The gains that are stated beside those that the tables add up to, and table 3 with the tasks that it leaves out.
+    """The stated gains beside those recomputed from the tables, and table 3 with the tasks that it leaves out.
 
     on_responses: of `printed.long_responses`; on_contexts: of `printed.long_contexts`.
     """
@@ -327,7 +327,7 @@ def tables_4_and_5(ablation: Findings, regimes: Findings, printed: Findings, cap
     scores = pandas.concat(
         [
             printed.frame(recomputed.SUM_OVER_MAX).assign(setting="table 5, LongWriter"),
-            # What the maximum gains is what the sum loses.
+            # The maximum's gain is the sum's loss.
             (-by_max).rename(columns={"low": "high", "high": "low"}).assign(setting="table 4, LongBench"),
         ]
     )

@@ -1,4 +1,4 @@
-"""One look for all notebooks: the style, and the few kinds of figure that they share.
+"""The style of all notebooks, and the few kinds of figure that they share.
 
 Every helper draws on `ax` if given, else on a new figure, and returns the axes. The paper's figures are always grey,
 ours always coloured (Okabe and Ito's palette, which colour-blind readers can tell apart).
@@ -88,7 +88,7 @@ def _bars(low_high: tuple[float, float] | None, value: float) -> tuple[float, fl
 
 
 def spread(frame: pandas.DataFrame) -> list[pandas.Series]:
-    """How far the ends of intervals lie from their values, as matplotlib's error bars take it: below, then above."""
+    """How far the ends of intervals lie from their values (below, then above), as matplotlib's error bars want it."""
     return [frame.loc[:, "value"] - frame.loc[:, "low"], frame.loc[:, "high"] - frame.loc[:, "value"]]
 
 
@@ -120,7 +120,7 @@ def paper_beside_ours(
     """Grouped bars: the paper's figure in grey, ours in blue with its interval, one group for each key of `ours`.
 
     paper: key -> printed value (a missing key or None leaves a gap); intervals: key -> (low, high);
-    labels: key -> what stands below the group.
+    labels: key -> text below the group.
     """
     ax = axes(ax)
     keys, width = list(ours), 0.38
@@ -256,8 +256,8 @@ def bars(
 ) -> Axes:
     """Bars of findings with their intervals: a group for each of `labels`, in it a bar for each of `names`.
 
-    frame: from `Findings.frame`, with one row for each bar; labels: value of `x` -> what stands below the group;
-    names: value of `hue` -> legend, in the order of the bars.
+    frame: from `Findings.frame`, with one row for each bar; labels: value of `x` -> text below the group; names: value
+    of `hue` -> legend, in the order of the bars.
     """
     ax = axes(ax)
     width = 0.8 / len(names)
@@ -329,12 +329,12 @@ def needle_heatmap(
     names: Mapping[str, str] | None = None,
     title: str = "",
 ) -> list[Axes]:
-    """One panel of depth by length for each policy and budget: what was found of the needles (RocketKV figures 12-14,
-    DapQ figure 5).
+    """One panel of depth by length for each policy and budget: scores of the needles (RocketKV figures 12-14, DapQ
+    figure 5).
 
     table: tidy, with the columns policy, budget (tokens, or a share of the prompt; missing for the full cache), length
     (tokens), depth (0 .. 1) and score (0 .. 1); scores of one cell are averaged, a cell without any stays empty.
-    policies: which, and in what order; names: policy -> its title. A panel's title ends with its mean.
+    policies: those to draw, in this order; names: policy -> its title. A panel's title ends with its mean.
     """
     lacking = {"policy", "budget", "length", "depth", "score"} - set(table.columns)
     if lacking:
@@ -377,6 +377,6 @@ def needle_heatmap(
 
 
 def _budget(budget: object) -> str:
-    if budget is None or budget != budget:  # pandas' missing values equal nothing, themselves included
+    if budget is None or budget != budget:  # pandas' missing values are not equal to themselves
         return ""
     return f", {budget:g}" if isinstance(budget, Real) else f", {budget}"

@@ -31,7 +31,7 @@ COLOURS = {
     "hybrid": GREEN,
     "rocketkv": BLUE,
 }
-# What RocketKV is compared with: the published split is drawn in place of Exact-TopK, which is no method.
+# The methods that RocketKV is compared with; Exact-TopK, an oracle, gives way to the published split.
 OTHERS = {name: colour for name, colour in COLOURS.items() if name not in ("exact_topk", "rocketkv")}
 OTHERS["rocketkv_published"] = GREY
 COMPRESSION = "compression S / t (budgets grow to the right)"
@@ -67,10 +67,10 @@ def figure_4(findings: Findings) -> Figure:
 
 
 def gains(findings: Findings) -> Figure:
-    """RocketKV's gain over each of the others by compression, paired by document, in three measures."""
+    """RocketKV's gain over each other method by compression, paired by document, in three measures."""
     measures = {"mass_lost": "attention mass", "output_error": "output error", "step_recall": "recall"}
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.8))
-    for ax, (measure, what) in zip(axes, measures.items(), strict=True):
+    for ax, (measure, label) in zip(axes, measures.items(), strict=True):
         points = budgets.gains_of(findings, measure)
         plots.estimates(
             points.loc[points["other"].isin(OTHERS)],
@@ -79,8 +79,8 @@ def gains(findings: Findings) -> Figure:
             colours=OTHERS,
             names=NAMES,
             xlabel=COMPRESSION,
-            ylabel=f"gain in {what}",
-            title=f"RocketKV against the others: {what}",
+            ylabel=f"gain in {label}",
+            title=f"RocketKV against the others: {label}",
             ax=ax,
         )
         _by_compression(ax, points)
@@ -92,7 +92,7 @@ def gains(findings: Findings) -> Figure:
 
 
 def next_best_table(best: pandas.DataFrame) -> Styler:
-    """`budgets.next_best` for a reader."""
+    """`budgets.next_best` as a table to read."""
     shown = best.assign(next_best=[NAMES[method] for method in best["next_best"]]).style.hide()
     shown.format({"compression": "{:g}", **dict.fromkeys(["value", "low", "high"], "{:+.3f}")})
     return shown
@@ -135,7 +135,7 @@ def costs(means: pandas.DataFrame) -> Figure:
 
 
 def costs_table(means: pandas.DataFrame) -> Styler:
-    """`budgets.costs` for a reader, from the least to the most compression and from the least to the most read."""
+    """`budgets.costs` as a table to read, from least to most compression and from least to most read."""
     named = means.assign(method=[NAMES[method] for method in means["method"]])
     shown = named.sort_values(["compression", "read"]).style.hide()
     shares = ["stored", "read", "mass_lost", "output_error", "step_recall"]
@@ -162,7 +162,7 @@ def _ours(ax: Axes, points: pandas.DataFrame, methods: Sequence[str], ylabel: st
 
 
 def _by_compression(ax: Axes, points: pandas.DataFrame) -> None:
-    """Compressions along x, the most on the left, so that budgets grow to the right."""
+    """Compressions along x, the largest on the left, so that budgets grow to the right."""
     plots.doublings(ax, sorted(points["compression"].unique()))
     ax.invert_xaxis()
 
@@ -198,7 +198,7 @@ def _printed(
 
 
 def _longbench(axes: Sequence[Axes], methods: Sequence[str]) -> None:
-    """The paper's average on LongBench, and the needles that it found, of Llama3.1-8B."""
+    """The paper's average on LongBench and its needle score, for Llama3.1-8B."""
     printed = papers.figure("rocketkv", "longbench").query("model == 'Llama3.1-8B'")
     average, needle = axes
     _printed(average, printed, "average", methods, "LongBench average (%)", "Paper: LongBench, Llama3.1-8B")
@@ -206,7 +206,7 @@ def _longbench(axes: Sequence[Axes], methods: Sequence[str]) -> None:
 
 
 def _legend(figure: Figure, methods: Sequence[str]) -> None:
-    """What the colours mean, below all panels: solid lines are ours, dashed ones the paper's."""
+    """The legend below all panels: solid lines are ours, dashed ones the paper's."""
     handles = [Line2D([], [], color=COLOURS[method], marker="o", label=NAMES[method]) for method in methods]
     printed = Line2D(
         [], [], color=plots.PAPER, linestyle="--", marker="D", markersize=4, label="as the paper prints it"

@@ -25,7 +25,7 @@ LOSSES = {"output_error": "relative error of the output", "mass_lost": "share of
 
 
 def figure_6(findings: Findings) -> Figure:
-    """Figure 6: what is lost at each change from SnapKV to RocketKV, and what a group's heads store more than once."""
+    """Figure 6: losses at each change from SnapKV to RocketKV, and the entries that a group stores more than once."""
     compressions = sorted(findings.table["compression"].unique())
     labels = {c: f"c = {c:g}" for c in compressions}
     figure, axes = plt.subplots(1, 3, figsize=(15, 5.2), width_ratios=[1, 1, 0.62])
@@ -47,11 +47,11 @@ def figure_6(findings: Findings) -> Figure:
 
 
 def first_stage(findings: Findings) -> Figure:
-    """What is lost with the first stage alone, by its pooling."""
+    """The losses with the first stage alone, by its pooling."""
     values = findings.frame(design.ALONE + budgets.VALUE)
     labels = {c: f"S / {c**0.5:.1f}" for c in sorted(values["compression"].unique())}
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
-    # The colours that these two have in figure 6.
+    # Both have the colours of figure 6.
     colours = [RED, GREEN]
     _losses(
         axes, values, design.FIRST_STAGE, colours, labels, "tokens that the first stage leaves", "First stage alone"
@@ -63,21 +63,20 @@ def first_stage(findings: Findings) -> Figure:
 
 
 def figure_7(findings: Findings) -> Figure:
-    """Figure 7: what is lost by pooling kernel and length, and the best kernel by length beside those that the paper
-    names."""
+    """Figure 7: losses by pooling kernel and length, and the best kernel by length beside the paper's."""
     printed, best = papers.figure("rocketkv", "figure7"), design.best_kernels(findings.table)
     mean = best.groupby("length")["kernel"].agg(stats.gmean)
     values, kernels = findings.frame(design.KERNEL), sorted(findings.table["kernel"].unique())
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.8))
-    for ax, (measure, what) in zip(axes, LOSSES.items(), strict=False):
+    for ax, (measure, label) in zip(axes, LOSSES.items(), strict=False):
         plots.estimates(
             values.loc[values["measure"] == measure],
             x="kernel",
             hue="length",
             names={length: f"{length} tokens" for length in values["length"].unique()},
             xlabel="pooling kernel (tokens)",
-            ylabel=what,
-            title=f"Figure 7: {what}",
+            ylabel=label,
+            title=f"Figure 7: {label}",
             ax=ax,
         )
         plots.doublings(ax, kernels)
@@ -130,12 +129,12 @@ def table_1(findings: Findings, compression: float = 16) -> Figure:
 
 
 def splits(findings: Findings) -> Figure:
-    """What is lost, and what the first stage leaves, by its share of the compression; stars: the published code's."""
+    """The losses, and what the first stage leaves, by its share of the compression; stars: the published code's."""
     measures = {**LOSSES, "survived": "share of the top t still stored"}
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.8))
-    for ax, (measure, what) in zip(axes, measures.items(), strict=True):
+    for ax, (measure, label) in zip(axes, measures.items(), strict=True):
         points = design.by_exponent(findings, measure)
-        _by_exponent(ax, points, "exponent x of the first stage, S / c^x", what)
+        _by_exponent(ax, points, "exponent x of the first stage, S / c^x", label)
         star = {"marker": "*", "markersize": 13, "linestyle": "none"}
         for c, colour in zip(points["compression"].unique(), plots.COLOURS, strict=False):
             published = findings.row(budgets.VALUE, measure=measure, method=design.PUBLISHED, compression=c)
@@ -149,12 +148,12 @@ def splits(findings: Findings) -> Figure:
 
 
 def pages(findings: Findings) -> Figure:
-    """What is lost by how the search is shared between pages and dimensions."""
+    """The losses by the way that the search is shared between pages and dimensions."""
     measures = {**LOSSES, "step_recall": "share of the step's top t read"}
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.4))
-    for ax, (measure, what) in zip(axes, measures.items(), strict=True):
+    for ax, (measure, label) in zip(axes, measures.items(), strict=True):
         points = design.by_exponent(findings, measure)
-        _by_exponent(ax, points, "exponent x of the pages, c^x entries", what)
+        _by_exponent(ax, points, "exponent x of the pages, c^x entries", label)
         _even_split(ax)
         ax.legend()
     return figure
@@ -170,7 +169,7 @@ def _losses(
     title: str,
 ) -> None:
     """A panel for each of `LOSSES`: bars for the methods in `names` at the compressions in `labels`."""
-    for ax, (measure, what) in zip(axes, LOSSES.items(), strict=True):
+    for ax, (measure, label) in zip(axes, LOSSES.items(), strict=True):
         plots.bars(
             values.loc[values["measure"] == measure],
             x="compression",
@@ -179,13 +178,13 @@ def _losses(
             labels=labels,
             colours=colours,
             xlabel=xlabel,
-            ylabel=what,
-            title=f"{title}: {what}",
+            ylabel=label,
+            title=f"{title}: {label}",
             ax=ax,
         )
 
 
-def _by_exponent(ax: Axes, points: pandas.DataFrame, xlabel: str, what: str) -> None:
+def _by_exponent(ax: Axes, points: pandas.DataFrame, xlabel: str, label: str) -> None:
     """A measure by the exponent of a split, a curve for each compression."""
     plots.estimates(
         points,
@@ -193,8 +192,8 @@ def _by_exponent(ax: Axes, points: pandas.DataFrame, xlabel: str, what: str) -> 
         hue="compression",
         names={c: f"c = {c:g}" for c in points["compression"].unique()},
         xlabel=xlabel,
-        ylabel=what,
-        title=what.capitalize(),
+        ylabel=label,
+        title=label.capitalize(),
         ax=ax,
     )
 

@@ -1,4 +1,4 @@
-"""Figures of speed and memory beside the full cache, and of what the papers print about them."""
+"""Figures of speed and memory beside the full cache, and of the papers' printed values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUANTITIES = {
     "full_54k": "full,\n54k",
     "zsmerge": "zsmerge,\n18k",
 }
-"""How ZSMerge's printed memory figures are named below their bars."""
+"""Names of ZSMerge's printed memory figures below their bars."""
 
 
 def _names(policies: Sequence[str]) -> dict[str, str]:
@@ -102,7 +102,7 @@ def _curves(ax: Axes, points: pandas.DataFrame, policies: Sequence[str], *, ylab
 def batches(findings: Findings, policies: Sequence[str]) -> Figure:
     """Times the full cache's speed by batch size, after the shortest prompt; ZSMerge's table 4 in grey.
 
-    findings: of `ratios.speed_findings`; only what was measured at several batch sizes is drawn.
+    findings: of `ratios.speed_findings`; only policies measured at several batch sizes are drawn.
     """
     figure, ax = plt.subplots(figsize=(7.6, 4.6))
     shortest = findings.table.query("length == length.min() and policy != @FULL")
@@ -190,7 +190,7 @@ def _saved(ax: Axes, findings: Findings, effect: str, column: str, policies: Seq
 
 
 def memory(findings: Findings, policies: Sequence[str]) -> Figure:
-    """Bytes stored after the last step, and what that saves of weights and cache; the papers' peak memory in grey.
+    """Bytes stored after the last step, and the saving of weights and cache together; the papers' peak memory in grey.
 
     findings: of `ratios.memory_findings`, of the full cache and these policies.
     """
@@ -217,7 +217,7 @@ def memory(findings: Findings, policies: Sequence[str]) -> Figure:
 
 
 def printed(memory: Findings, saving: Findings, workloads: Findings) -> Figure:
-    """What is printed about memory and speed, against arithmetic.
+    """Printed memory and speed against arithmetic.
 
     memory, saving, workloads: of `footprint.zsmerge_memory`, `.rocketkv_saving` and `.zsmerge_workloads`.
     """

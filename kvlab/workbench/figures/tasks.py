@@ -1,4 +1,4 @@
-"""Figures of scores on tasks at small budgets, beside what the papers' tables say."""
+"""Figures of scores on tasks at small budgets, beside the papers' tables."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NLL = "NLL of the needle's digits, nats"
 COMPARED = {"dapq": "DapQ", "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "h2o": "H2O", "compilerkv": "CompilerKV"}
 COLOURS = dict(zip(COMPARED, plots.COLOURS, strict=False))
 SHARES = {256: 0.20, 128: 0.10, 64: 0.05}
-"""What part of a prompt of about 1,280 tokens these budgets are: ZSMerge's table 2 has the same shares."""
+"""These budgets as shares of a prompt of about 1,280 tokens: ZSMerge's table 2 has the same shares."""
 WAYS = {"zsmerge_question": "2 slots, scores from the question", "zsmerge": "recommended settings"}
-"""ZSMerge's settings, and how they are named in the legend."""
+"""ZSMerge's settings, and their names in the legend."""
 
 
 def _full_cache(findings: Findings) -> tuple[float, str]:
-    """Where the full cache's NLL of the needle lies, as a line of reference."""
+    """The full cache's NLL of the needle, as a line of reference."""
     row = findings.row(analysis.WITHOUT_BUDGET, measure="nll", task="needle", policy="full")
     return row.value, "full cache"
 
@@ -38,7 +38,7 @@ def _full_cache(findings: Findings) -> tuple[float, str]:
 
 
 def needles(findings: Findings) -> Figure:
-    """Every policy's needle: its NLL, the digits that come out right, and the papers' accuracies.
+    """The needle under every policy: its NLL, the share of digits that are right, and the papers' accuracies.
 
     findings: of `gains.findings`.
     """
@@ -54,7 +54,7 @@ def needles(findings: Findings) -> Figure:
 
 
 def _printed_needles() -> pandas.DataFrame:
-    """What RocketKV and DapQ print, the best first: policy, value (share of needles found)."""
+    """The values that RocketKV and DapQ print, the best first: policy, value (share of needles found)."""
     import pandas as pd
 
     rocketkv = papers.figure("rocketkv", "longbench").query("model == 'Llama3.1-8B' and budget == 256")
@@ -116,7 +116,7 @@ def _printed_scores(ax: Axes, table: str, column: str, span: tuple[int, int], ti
 
 
 def zsmerge_table_2(findings: Findings) -> Figure:
-    """What ZSMerge gains on H2O at 20, 10 and 5 % of the cache, here and in the paper's table 2.
+    """ZSMerge's gain over H2O at 20, 10 and 5 % of the cache, here and in the paper's table 2.
 
     findings: of `gains.findings`.
     """
@@ -167,7 +167,7 @@ def gains(findings: Findings) -> Figure:
 
 
 def question(findings: Findings) -> Figure:
-    """What it is worth that the question had been read when the cache was compressed.
+    """The needle's NLL if the cache is compressed after the question has been read, and before.
 
     findings: of `gains.findings`.
     """

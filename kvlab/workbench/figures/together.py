@@ -135,11 +135,11 @@ def _names_at_the_side(ax: Axes, drawn: pandas.DataFrame) -> None:
 
 
 def _families(ax: Axes, policies: Iterable[str]) -> None:
-    there = {equal_bytes.family(name): colour(name) for name in policies}
+    colours = {equal_bytes.family(name): colour(name) for name in policies}
     handles = [
-        Line2D([], [], color=there[label], linewidth=2.5, label=label)
-        for label in (*FAMILY_COLOURS, *sorted(there.keys() - FAMILY_COLOURS.keys()))
-        if label in there
+        Line2D([], [], color=colours[label], linewidth=2.5, label=label)
+        for label in (*FAMILY_COLOURS, *sorted(colours.keys() - FAMILY_COLOURS.keys()))
+        if label in colours
     ]
     ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none"}
     handles.append(Line2D([], [], label="Pareto front (bold names)", **FRONT, **ring))
@@ -147,11 +147,11 @@ def _families(ax: Axes, policies: Iterable[str]) -> None:
 
 
 def at_equal_bytes(measured: pandas.DataFrame, shares: Mapping[str, float], measure: str = "output_error") -> Figure:
-    """A row of dots for each policy, the best at the top, and beside it what else could be read off at equal bytes.
+    """A panel for each kind of bytes: the policies' dots at equal bytes, the best at the top.
 
-    A policy that does not reach those bytes stands below the others with a dash and the reason.
+    A policy that does not reach these bytes is listed below the others, with a dash and the reason.
 
-    measured: from `equal_bytes.measure`; shares: what part of the full cache, for "stored" and "read".
+    measured: from `equal_bytes.measure`; shares: shares of the full cache, for "stored" and "read".
     """
     full = measured["full_bytes"].to_numpy().mean() / 2**20
     tables = {
@@ -186,7 +186,7 @@ def at_equal_bytes(measured: pandas.DataFrame, shares: Mapping[str, float], meas
 
 
 def measures_table(table: pandas.DataFrame, *, caption: str) -> Styler:
-    """`equal_bytes.summary` for a reader: means with intervals over documents, the best in bold."""
+    """`equal_bytes.summary` as a table to read: means with intervals over documents, the best in bold."""
     import pandas as pd
 
     rows = table.to_dict("records")
@@ -228,7 +228,7 @@ def _with_interval(row: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def needles(findings: Findings, budget: float) -> Figure:
-    """A panel for each policy, those first that find most.
+    """A panel for each policy; those that find most come first.
 
     findings: of `equal_bytes.needles`, at this budget.
     """

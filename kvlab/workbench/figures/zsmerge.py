@@ -1,4 +1,4 @@
-"""The figures of ZSMerge: what its analyses found, beside the numbers that the paper prints."""
+"""ZSMerge's figures: the findings of its analyses, beside the paper's printed values."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def figure_4(findings: Findings) -> Figure:
 
 
 def by_layer(findings: Findings) -> Figure:
-    """What merging does to eviction's error in each layer, by cache ratio; findings: of `merging.figure_4`."""
+    """The change of eviction's error by merging in each layer, by cache ratio; findings: of `merging.figure_4`."""
     figure, ax = plt.subplots(figsize=(8, 6.4))
     plots.heatmap(
         -merging.reduction_by_layer(findings),
@@ -92,7 +92,7 @@ def by_layer(findings: Findings) -> Figure:
 
 
 def figure_5(findings: Findings) -> Figure:
-    """Figure 5: a panel for each hyper-parameter that was swept, and how flat the curves are where the paper says so.
+    """Figure 5: a panel for each swept hyper-parameter, and how flat the curves are where the paper calls them stable.
 
     findings: of `sensitivity.figure_5`.
     """
@@ -113,7 +113,7 @@ def figure_5(findings: Findings) -> Figure:
 
 
 def _sweep(ax: Axes, parameter: str, changes: pandas.DataFrame, printed: pandas.DataFrame) -> None:
-    """Curves over one parameter, in per cent, and behind them the loss that is printed for a value or a range."""
+    """Curves over one parameter, in per cent; behind them the printed loss for a value or a range."""
     plots.lines(
         changes.assign(**{column: 100 * changes[column] for column in ("mean", "low", "high")}),
         x="value",

@@ -1,1 +1,1 @@
-"""Experiments as jobs: YAML to papermill, locally or on a cluster, so that a sweep survives whatever stops it."""
+"""Experiments as jobs: YAML to papermill, locally or on a cluster; a sweep that is stopped at any moment can go on."""

@@ -49,7 +49,7 @@ def run(
     inputs.prepare([job.parameters for job in queue])
     for job in queue:
         limits.check(job.parameters, job.experiment)
-    # Once more, since `prepare` may have pulled a model, whose hash belongs into the keys.
+    # Made again: `prepare` may have pulled a model, and its hash belongs in the keys.
     queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
     connection = database.client()
     ids = _known(connection, [experiment.name for experiment in loaded])

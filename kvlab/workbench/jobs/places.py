@@ -62,20 +62,20 @@ class Place(Protocol):
 
 def cores() -> int:
     """The cores this process may use, by its affinity and by its container's quota."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text(encoding="ascii").split()
-        return max(1, min(found, math.ceil(int(quota) / int(period))))
+        return max(1, min(usable, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no such file, or "max": no quota
-        return found
+        return usable
 
 
 def threads(at_once: int) -> dict[str, str]:
     """Variables that give each of the jobs its share of the cores: with more threads than cores all become slow."""
-    each = str(max(1, cores() // max(1, at_once)))
+    share = str(max(1, cores() // max(1, at_once)))
     return {
-        "OMP_NUM_THREADS": each,
-        "MKL_NUM_THREADS": each,
+        "OMP_NUM_THREADS": share,
+        "MKL_NUM_THREADS": share,
         "TOKENIZERS_PARALLELISM": "false",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
@@ -250,7 +250,7 @@ def note_late(folder: Path, limit: float) -> None:
 
 
 def _failed(error: str) -> str:
-    """The text of a note that says that a job failed, where its worker has written none."""
+    """The text of a note that a job failed, for a job whose worker has written none."""
     return json.dumps({"ok": False, "error": error, "html": None})
 
 
@@ -312,7 +312,7 @@ def _on_slurm(workers: int | None) -> Cluster:
     owned, jobs = _slurm(workers)
     try:
         client = Client(owned)
-        print("waiting for Slurm to start a worker (squeue tells how it stands; Ctrl-C gives up) ...", file=sys.stderr)
+        print("waiting for Slurm to start a worker (squeue shows its state; Ctrl-C gives up) ...", file=sys.stderr)
         client.wait_for_workers(1)
         _check(client, SLURM)
         return Cluster(client, owned, jobs)
@@ -322,22 +322,22 @@ def _on_slurm(workers: int | None) -> Cluster:
 
 
 def _check(client: Client, address: str) -> None:
-    # A client that is no coroutine itself returns the workers' answers.
-    found = cast("dict[str, tuple[str, str]]", client.run(about))
-    if not found:
+    # This client is not asynchronous, so `run` returns the workers' answers.
+    answers = cast("dict[str, tuple[str, str]]", client.run(about))
+    if not answers:
         raise KvlabError(
             f"the scheduler at {address} has no workers; start some with `dask worker {address} --nthreads 1`"
         )
-    away = {host for host, _ in found.values()} - {socket.gethostname()}
+    away = {host for host, _ in answers.values()} - {socket.gethostname()}
     if away and database.database_path(database.store_uri()):
         raise KvlabError(
             f"the workers on {', '.join(sorted(away))} cannot share this machine's sqlite store; start "
             "`mlflow server` and name it in MLFLOW_TRACKING_URI"
         )
-    other = {host for host, code in found.values() if code != project.code_hash()}
-    if other:
+    outdated = {host for host, code in answers.values() if code != project.code_hash()}
+    if outdated:
         raise KvlabError(
-            f"the workers on {', '.join(sorted(other))} have another version of kvlab's code; install the "
+            f"the workers on {', '.join(sorted(outdated))} have another version of kvlab's code; install the "
             "same there and start them again"
         )
 
@@ -361,12 +361,12 @@ def _slurm(workers: int | None) -> tuple[Any, int]:
     path = project.root() / "slurm.yaml"
     if not path.exists():
         raise KvlabError(
-            f"--cluster slurm reads {path}, which is not there; it holds what your cluster wants, such as "
+            f"--cluster slurm reads {path}, which is not there; it holds the settings of your cluster, such as "
             "'queue: short', 'walltime: \"02:00:00\"', 'memory: 16GB', 'jobs: 4'"
         )
     if shutil.which("sbatch") is None:
         raise KvlabError(
-            "--cluster slurm needs Slurm's sbatch, which this machine has not got: run kvlab on a login "
+            "--cluster slurm needs Slurm's sbatch, which this machine does not have: run kvlab on a login "
             "node, or name a scheduler's address"
         )
     settings = yamls.load(path)[0] or {}

@@ -131,7 +131,7 @@ class Progress:
         return max([sum(left) / self.workers, *left])
 
     def _shown(self) -> tuple[list[Row], list[Row]]:
-        """The rows that fit on the screen, and those that do not: of these first what waits, then what is done."""
+        """The rows that fit on the screen, and the others: waiting jobs are hidden first, then jobs that are done."""
         room = max(self.console.height - 4, 5)
         order = {"running": 0, "failed": 1, "killed": 1, "finished": 2, "done earlier": 3, "waiting": 4}
         kept = {id(row) for row in sorted(self.rows, key=lambda row: order[row.state])[:room]}

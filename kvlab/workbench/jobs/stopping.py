@@ -17,7 +17,8 @@ def asked_to_stop() -> Iterator[Flag]:
     """A flag that these signals set while the block runs; the sweep looks at it between its steps.
 
     The handlers only set the flag. If they raised an exception, Python would raise it wherever it happens to be, and
-    lose it if that is in an object's `__del__`. A second Ctrl-C does raise KeyboardInterrupt, for who cannot wait.
+    lose it if that is in an object's `__del__`. A second Ctrl-C does raise KeyboardInterrupt, for a user who is in
+    a hurry.
     """
     asked = Flag()
 

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 POLL = 0.05  # seconds between looks at the running processes
 GLANCE = 1.0  # seconds between looks at larger things: the notebooks under way, and the jobs of other sweeps
-TRIES = 3  # how often a job is begun whose process dies, because memory ran out or a machine was lost
+TRIES = 3  # how often a job is begun if its process dies, because memory ran out or a machine was lost
 
 
 class Sweep:
     """A queue of jobs, the processes that work on it, and their runs. A job's number is its place in the queue.
 
     Attributes:
-        waiting: numbers of the jobs that are still to begin, in the order in which they shall.
+        waiting: numbers of the jobs that are still to begin, in this order.
         running: the jobs under way.
         results: number -> how a job ended.
         tries: number -> how often its process has died.
@@ -125,8 +125,8 @@ class Sweep:
             with contextlib.suppress(*lost):
                 self._close(job, "killed", "interrupted")
         for name, parent in self.parents.items():
-            mine = [result for result in self.results.values() if result.job.experiment == name]
-            failed = any(result.state == "failed" for result in mine)
+            results = [result for result in self.results.values() if result.job.experiment == name]
+            failed = any(result.state == "failed" for result in results)
             with contextlib.suppress(*lost):
                 parent.finish("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
         for number in list(self.locks):
@@ -176,8 +176,8 @@ class Sweep:
                 continue
             self.waiting.remove(number)
             # Another sweep may have finished it since ours began.
-            if not self.fresh and (found := earlier.newest(self.client, self.ids[job.experiment], key=job.key)):
-                self._is_done(number, found.info.run_id)
+            if not self.fresh and (run := earlier.newest(self.client, self.ids[job.experiment], key=job.key)):
+                self._is_done(number, run.info.run_id)
                 self._release(number)
             else:
                 self._begin(number)
@@ -204,7 +204,7 @@ class Sweep:
         if number not in self.elsewhere:
             self.elsewhere.add(number)
             same = any(running.job == self.queue[number] for running in self.running)
-            self.progress.set(number, "waiting", "the same job is running" if same else "another sweep is at it")
+            self.progress.set(number, "waiting", "the same job is running" if same else "another sweep is running it")
 
     def _release(self, number: int) -> None:
         if lock := self.locks.pop(number, None):
@@ -255,8 +255,8 @@ class Sweep:
 
     def _parent(self, job: Job) -> tracking.Run:
         if job.experiment not in self.parents:
-            mine = [one.name for one in self.queue if one.experiment == job.experiment]
-            told = f", {len(mine)} jobs" if len(mine) > 1 else f" {job.name}" if job.name != job.profile else ""
+            names = [queued.name for queued in self.queue if queued.experiment == job.experiment]
+            label = f", {len(names)} jobs" if len(names) > 1 else f" {job.name}" if job.name != job.profile else ""
             self.parents[job.experiment] = tracking.create_run(
                 self.client,
                 job.experiment,
@@ -266,7 +266,7 @@ class Sweep:
                     "kvlab.profile": job.profile,
                     "mlflow.note.content": self.descriptions[job.experiment],
                 },
-                name=f"sweep {job.profile}{told}",
+                name=f"sweep {job.profile}{label}",
             )
         return self.parents[job.experiment]
 
@@ -311,7 +311,7 @@ class Sweep:
             return
         self._close(running, "killed", why)
         del self.results[running.number]
-        self.progress.set(running.number, "waiting", f"{why}; beginning anew, try {tries + 1} of {TRIES}")
+        self.progress.set(running.number, "waiting", f"{why}; starting again, try {tries + 1} of {TRIES}")
         self.waiting.insert(0, running.number)
 
     def _close(self, running: Running, state: str, error: str) -> None:
@@ -353,5 +353,5 @@ def _is_key(job: Job) -> bool:
 
 
 def _model_tags(parameters: Mapping[str, Any]) -> dict[str, str]:
-    found = content.model_hash(str(parameters.get("model", "")))
-    return {"model_sha256": found} if found else {}
+    sha256 = content.model_hash(str(parameters.get("model", "")))
+    return {"model_sha256": sha256} if sha256 else {}

@@ -138,17 +138,17 @@ def _check(path: Path) -> None:
         raise KvlabError(f"the MLflow store {path} cannot be written to: check its permissions")
     with closing(sqlite3.connect(path, timeout=30)) as connection:
         tables = {row[0] for row in connection.execute("select name from sqlite_master where type = 'table'")}
-        found = (
+        revision = (
             connection.execute("select version_num from alembic_version").fetchone()
             if ("alembic_version" in tables)
             else None
         )
-    if tables and not found:
+    if tables and not revision:
         raise KvlabError(f"{path} is a database, but not MLflow's; name another in MLFLOW_TRACKING_URI")
     from mlflow.store.db.utils import _get_latest_schema_revision
 
-    if not found or found[0] != _get_latest_schema_revision():
-        _upgrade(path, fresh=not found)
+    if not revision or revision[0] != _get_latest_schema_revision():
+        _upgrade(path, fresh=not revision)
 
 
 def _upgrade(path: Path, fresh: bool) -> None:
@@ -219,23 +219,23 @@ def experiment_id(connection: Patient, name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     tags = {KIND: "custom_model_development", **_description(name)}
-    found = connection.get_experiment_by_name(name)
-    if found is None:
+    experiment = connection.get_experiment_by_name(name)
+    if experiment is None:
         try:
             return connection.create_experiment(name, artifact_location(name, connection.tracking_uri), tags)
         except MlflowException:
-            found = connection.get_experiment_by_name(name)  # made by another process in between
-            if found is None:
+            experiment = connection.get_experiment_by_name(name)  # made by another process in between
+            if experiment is None:
                 raise
-    if found.lifecycle_stage != "active":
+    if experiment.lifecycle_stage != "active":
         raise KvlabError(
             f"the MLflow experiment {name!r} was deleted: bring it back with `mlflow experiments restore "
-            f"--experiment-id {found.experiment_id}`"
+            f"--experiment-id {experiment.experiment_id}`"
         )
     for tag, value in tags.items():
-        if tag not in found.tags:  # a description that was changed in the UI stays
-            connection.set_experiment_tag(found.experiment_id, tag, value)
-    return found.experiment_id
+        if tag not in experiment.tags:  # a description that was changed in the UI stays
+            connection.set_experiment_tag(experiment.experiment_id, tag, value)
+    return experiment.experiment_id
 
 
 def _description(name: str) -> dict[str, str]:

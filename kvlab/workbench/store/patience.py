@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 PATIENCE = 600.0  # seconds
-PAUSE = 2.0  # seconds between looks whether it is back
-SLICE = 0.05  # seconds in which a flag that is set is noticed
+PAUSE = 2.0  # seconds between attempts to reach the store
+SLICE = 0.05  # seconds until a flag that was set is noticed
 
 
 class Flag:
@@ -62,8 +62,8 @@ class Patient:
         self.give_up = Flag()  # once it is set, no call waits any longer
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._client, name)
-        return self._patiently(found) if callable(found) else found
+        attribute = getattr(self._client, name)
+        return self._patiently(attribute) if callable(attribute) else attribute
 
     def _patiently(self, call: Callable[..., Any]) -> Callable[..., Any]:
         from mlflow.exceptions import MlflowException
@@ -97,7 +97,7 @@ class Patient:
         from requests import ConnectionError, Timeout
 
         causes = (error, error.__cause__, error.__context__)
-        cut_off = any(isinstance(one, (ConnectionError, Timeout)) for one in causes)
+        cut_off = any(isinstance(cause, (ConnectionError, Timeout)) for cause in causes)
         return cut_off or "database is locked" in str(error) or not self._answers()
 
     def _answers(self) -> bool:
@@ -107,7 +107,7 @@ class Patient:
     def _begin_to_wait() -> float:
         seconds = patience()
         if seconds:
-            _tell(f"the MLflow store is away; what shall be logged waits for it, at most {duration(seconds)}")
+            _tell(f"the MLflow store is away; logging waits for it, at most {duration(seconds)}")
         return time.monotonic() + seconds
 
     def _wait(self, deadline: float) -> bool:

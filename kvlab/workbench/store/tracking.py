@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri"]
 
-BATCH = 1000  # what MLflow's log_batch takes at once
+BATCH = 1000  # metrics that MLflow's log_batch takes at once
 ERROR = "kvlab.error"
-IDENTITY = ("model", "document", "documents", "seed")  # what a signature says of its own
+IDENTITY = ("model", "document", "documents", "seed")  # parameters that have their own place in a signature
 LONGEST = 5000  # characters; MLflow cuts longer parameters without saying so
 SHOWN = 1000  # rows; the page of a run fetches them all
 LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
@@ -45,7 +45,7 @@ COLOURS = {"holds": "#d5efe0", "holds in direction only": "#fdf0c8", "fails": "#
 
 
 def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn what MLflow and the disk raise into one sentence."""
+    """Turn errors of MLflow and of the disk into one sentence."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -132,11 +132,11 @@ class Run:
         self.client.log_text(self.id, rows, shown)
         listed = json.loads(self.client.get_run(self.id).data.tags.get(LISTED, "[]"))
         entry = {"path": shown, "type": "table"}
-        self.client.set_tag(self.id, LISTED, json.dumps([*(one for one in listed if one != entry), entry]))
+        self.client.set_tag(self.id, LISTED, json.dumps([*(earlier for earlier in listed if earlier != entry), entry]))
 
     def probes(self, name: str, records: Records) -> None:
-        """Keep what probes saw in a live session or a replay (its `records`): the tidy table as tables/NAME.parquet,
-        and the mean of every measure as a metric NAME/measure.
+        """Keep the `records` of the probes in a live session or a replay: the tidy table as tables/NAME.parquet, and
+        the mean of every measure as a metric NAME/measure.
         """
         self.table(name, records.table)
         self.log({f"{name}/{measure}": value for measure, value in records.means.items()})
@@ -247,8 +247,8 @@ def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: 
 
     Args:
         experiment: its name.
-        parameters: what is measured with, unless it stands in a notebook's parameters cell.
-        tags: whatever else identifies the numbers.
+        parameters: the parameters of the run, unless they stand in a notebook's parameters cell.
+        tags: anything else that identifies the numbers.
 
     Raises:
         KvlabError: the store cannot be reached, or a parameter is not of the type that the notebook has for it.
@@ -266,7 +266,7 @@ def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: 
 
 
 def signature(experiment: str, parameters: Mapping[str, Any]) -> str:
-    """`model@sha|document@sha|experiment(parameters)|seed|kvlab version`, with what of these the parameters name."""
+    """`model@sha|document@sha|experiment(parameters)|seed|kvlab version`, without the parts that no parameter names."""
     others = {name: value for name, value in parameters.items() if name not in IDENTITY}
     settings = ", ".join(f"{name}={value!r}" for name, value in others.items())
     model, documents = parameters.get("model"), parameters.get("documents", parameters.get("document"))
@@ -285,7 +285,7 @@ def _signed(name: str, sha256: str | None) -> str:
 
 
 def _documents(names: object) -> str:
-    """The documents with their hashes; of a document that cannot be had, or that is an object, the name alone."""
+    """The documents with their hashes; only the name of a document that cannot be read, or that is an object."""
     from kvlab.inputs import corpus
 
     shown = []
@@ -299,11 +299,11 @@ def _documents(names: object) -> str:
 
 def _name(experiment: str, parameters: Mapping[str, Any]) -> str:
     """The name of an interactive run: the parameters that differ from the defaults of the experiment's notebook."""
-    told = ""
+    changed = ""
     with contextlib.suppress(KvlabError):
         usual = parameters_of(experiments.load(experiment).path)
-        told = experiments.run_name({name: value for name, value in parameters.items() if usual.get(name) != value})
-    return f"interactive {told}".strip()
+        changed = experiments.run_name({name: value for name, value in parameters.items() if usual.get(name) != value})
+    return f"interactive {changed}".strip()
 
 
 @_one_sentence
@@ -332,7 +332,9 @@ def create_run(
 
 
 def origin() -> dict[str, str]:
-    """Tags that say what makes the numbers: version, code, commit, and the process, which `earlier.tidy` looks for."""
+    """Tags that say where the numbers come from: version, code, commit, and the process, which `earlier.tidy` looks
+    for.
+    """
     import psutil
 
     tags = {
