@@ -64,7 +64,7 @@ class StoreCache(Cache):
 
     def __init__(self, stores: list[LayerStore], model: nn.Module | None = None):
         self.stores = stores
-        mine = [StoreLayer(store) for store in stores]
+        mine: list[Any] = [StoreLayer(store) for store in stores]
         super().__init__(layers=mine if model is None else arranged(model, layout_of(model), mine))
 
     @property
@@ -78,7 +78,7 @@ class StoreCache(Cache):
 
 def arranged(model: nn.Module, layout: Layout, mine: Sequence[CacheLayerMixin]) -> list[Any]:
     """`mine` in the places of a model's compressed layers, and what transformers keeps for each of the others."""
-    layers = own_layers(model) if layout.mixed else [None] * len(mine)
+    layers: list[Any] = own_layers(model) if layout.mixed else [None] * len(mine)
     for number, layer in zip(layout.compressed, mine, strict=True):
         layers[number] = layer
     return layers

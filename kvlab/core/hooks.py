@@ -71,7 +71,7 @@ _hooked: WeakKeyDictionary[nn.Module, _Hooked] = WeakKeyDictionary()
 
 # The attention implementation that the layers left alone go on with, by the id of the configuration that a session has
 # changed; it is what their masks are made for.
-_left_alone: dict[int, str] = {}
+_left_alone: dict[int, str | None] = {}
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, position_ids=None, **more):

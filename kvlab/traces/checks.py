@@ -19,7 +19,7 @@ def check(trace: Trace) -> None:
         raise KvlabError(f"prompt_length is a whole number, and not {str(trace.prompt_length)[:40]!r}")
     for name in ("scaling", "softcap"):
         number = getattr(trace, name)
-        if number is not None and not (isinstance(number, Real) and 0 < number < math.inf):
+        if number is not None and not (isinstance(number, Real) and 0 < float(number) < math.inf):
             raise KvlabError(f"{name} is a number above 0, and not {str(number)[:40]!r}")
     if not isinstance(trace.meta, dict) or not all(
         isinstance(trace.meta.get(name, ""), str) for name in ("model", "document")

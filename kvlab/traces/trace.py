@@ -329,7 +329,7 @@ class Trace:
                 prompt_length=header["prompt_length"],
                 scaling=header["scaling"],
                 softcap=header.get("softcap"),
-                layout=layout_of(header.get("layout")),
+                layout=layout_of(header.get("layout")),  # type: ignore[reportArgumentType]  # made from the tensors then
                 meta=header["meta"],
                 pseudo=pseudo,
                 **tensors,
