@@ -114,7 +114,7 @@ LOADERS = {
 @pytest.mark.parametrize("name", LOADERS)
 @EXAMPLES
 @given(how=damage())
-def test_a_damaged_file_is_loads_or_says_why(name, how, originals, tmp_path, monkeypatch):
+def test_a_damaged_file_is_one_sentence(name, how, originals, tmp_path, monkeypatch):
     folder = tmp_path / "experiments"
     folder.mkdir(exist_ok=True)
     monkeypatch.setenv("KVLAB_ROOT", str(tmp_path))
@@ -135,7 +135,7 @@ def test_a_good_file_loads(name, originals, tmp_path, monkeypatch):
 
 @FEW
 @given(how=damage(longest=60_000))
-def test_a_damaged_gguf_file_is_loads_or_says_why(how, originals, tmp_path):
+def test_a_damaged_gguf_file_is_one_sentence(how, originals, tmp_path):
     # A name of its own for each: the reader maps the file, which must not change under it.
     path = tmp_path / f"{abs(hash(how))}.gguf"
     path.write_bytes(damaged(originals["tiny.gguf"], how))
