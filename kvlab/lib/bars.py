@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,8 +48,8 @@ def _bar(label: str, progress: bool | None, **more: Any) -> Any:
     return tqdm(desc=label, disable=quiet, delay=0 if progress else DELAY, leave=False, smoothing=0.1, **more)
 
 
-def each(items: Collection[Item], label: str, unit: str, progress: bool | None = None) -> Iterable[Item]:
-    """The items in their order, counted by a bar."""
+def each(items: Iterable[Item], label: str, unit: str, progress: bool | None = None) -> Iterable[Item]:
+    """The items in their order, counted by a bar; it tells no end of a generator's."""
     return _bar(label, progress, iterable=items, unit=unit)
 
 

@@ -151,12 +151,21 @@ def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Ten
     return ids, f"ids@{hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:8]}"
 
 
-def several(prompts: OnePrompt | SeveralPrompts) -> TypeGuard[SeveralPrompts]:
-    """Whether these are several prompts rather than one."""
+def several(
+    prompts: OnePrompt | SeveralPrompts, response: Tensor | Sequence[int] | None = None
+) -> TypeGuard[SeveralPrompts]:
+    """Whether these are several prompts rather than one.
+
+    Raises:
+        KvlabError: several, and one response that shall follow.
+    """
     from kvlab.inputs.corpus import Document
 
     first = prompts[0] if isinstance(prompts, list | tuple) and prompts else 0
-    return isinstance(first, str | Document | list | tuple) or getattr(first, "ndim", 0) > 0
+    many = isinstance(first, str | Document | list | tuple) or getattr(first, "ndim", 0) > 0
+    if many and response is not None:
+        raise KvlabError("one response cannot follow several documents; capture them one by one")
+    return many
 
 
 def _checked(lm: LM, ids: Any, what: str) -> Tensor:

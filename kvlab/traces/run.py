@@ -219,9 +219,7 @@ def capture(
     """
     check_keep(keep)
     lm = lm_of(lm)
-    if several(text_or_ids):
-        if response is not None:
-            raise KvlabError("one response cannot follow several documents; capture them one by one")
+    if several(text_or_ids, response):
         options = chat, queries, accumulate, pseudo, policies, None
         bar = bars.each(text_or_ids, "capture", "doc", progress)
         # What one document takes has a bar of its own, in `_recorded`.

@@ -100,9 +100,7 @@ def shared(
     asked = {name: value for name, value in given.arguments.items() if name != "progress"}
     check_keep(asked["keep"])
     limit, progress = _limit(), given.arguments["progress"]
-    if several(text_or_ids):
-        if asked["response"] is not None:
-            raise KvlabError("one response cannot follow several documents; capture them one by one")
+    if several(text_or_ids, asked["response"]):
         return _each(list(text_or_ids), asked, limit, progress)
     return _one(asked, limit, progress)
 

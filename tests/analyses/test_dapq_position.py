@@ -8,7 +8,6 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from support.dapq import random_traces
 
 from kvlab.analyses.dapq import position as dapq
 from kvlab.analyses.dapq.recall import with_pseudo
@@ -18,11 +17,6 @@ from kvlab.methods import policy
 from kvlab.traces.run import prefilled, pseudo_queries
 
 N = 16
-
-
-@pytest.fixture(scope="module")
-def small(tiny):
-    return random_traces(tiny)
 
 
 # --- table 1 ---

@@ -6,18 +6,12 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from support.dapq import random_traces
 
 import kvlab
 from kvlab.analyses.dapq import pseudo, recall
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
-
-
-@pytest.fixture(scope="module")
-def small(tiny):
-    return random_traces(tiny)
 
 
 def test_contents_are_those_of_the_paper(lm, trace, monkeypatch):

@@ -8,8 +8,9 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from support import oracles
 from support.claims import unmeasured
-from support.dapq import random_traces
+from support.tensors import exact
 
 import kvlab
 from kvlab.analyses.dapq import recall
@@ -20,28 +21,9 @@ from kvlab.workbench.experiments import jobs
 POLICIES = ("dapq", *recall.OTHERS)
 
 
-@pytest.fixture(scope="module")
-def small(tiny):
-    return random_traces(tiny)
-
-
-def attention_rows(queries, keys, scaling, positions):
-    """softmax(q . K) of each query `[heads, n, d]` over the keys that it may see, one number at a time in numpy."""
-    heads, group = len(queries), len(queries) // len(keys)
-    rows = np.zeros((heads, queries.shape[1], keys.shape[1]))
-    for h in range(heads):
-        for i, position in zip(range(queries.shape[1]), positions, strict=False):
-            logits = np.array([queries[h, i] @ keys[h // group, j] * scaling for j in range(keys.shape[1])])
-            logits[np.arange(len(logits)) > position] = -np.inf
-            weights = np.exp(logits - logits.max())
-            rows[h, i] = weights / weights.sum()
-    return rows
-
-
-def best(rows, g, group, k):
+def best(rows, group, kv_heads, k):
     """Equation 1 and 2: the k positions with the largest attention, summed over queries and the heads of a group."""
-    scores = rows[g * group : (g + 1) * group].sum((0, 1))
-    return set(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:k])
+    return set(oracles.top_positions(oracles.summed_over_group(rows, group, kv_heads).sum(0), k))
 
 
 def test_window_recall_is_equations_1_to_3(small):
@@ -49,31 +31,29 @@ def test_window_recall_is_equations_1_to_3(small):
     window, k, length = 8, 20, trace.prompt_length
     dapq = policy("dapq", budget=k, window=window, content="vocabulary", seed=3)
     own = recall.with_pseudo(lm, trace, [dapq])
-    keys = trace.prompt_keys.double().numpy()
-    layers = range(trace.n_layers)
-    group, after = trace.heads // trace.kv_heads, [length] * 99
-    scaling = trace.scaling
+    keys = exact(trace.prompt_keys)
+    layers, groups = range(trace.n_layers), trace.kv_heads
 
-    def rows(queries, positions):
-        return [attention_rows(queries[layer].double().numpy(), keys[layer], scaling, positions) for layer in layers]
+    def rows(queries, positions=None):
+        return [oracles.attention_over_prompt(exact(queries[layer]), keys[layer], positions) for layer in layers]
 
-    gold = rows(trace.response_queries, after)
+    gold = rows(trace.response_queries)
     windows = {
-        "dapq": rows(own.pseudo[dapq.pseudo_key], after),
+        "dapq": rows(own.pseudo[dapq.pseudo_key]),
         "snapkv": rows(trace.prompt.window(window), range(length - window, length)),
         "h2o": rows(trace.prompt.window(length), range(length)),
     }
     for name, predicted in windows.items():
         shares = [
-            len(best(gold[layer], g, group, k) & best(predicted[layer], g, group, k)) / k
+            len(best(gold[layer], g, groups, k) & best(predicted[layer], g, groups, k)) / k
             for layer in layers
-            for g in range(trace.kv_heads)
+            for g in range(groups)
         ]
         options = {"window": window} if name == "snapkv" else {}
         found = recall.recalls(own, dapq if name == "dapq" else policy(name, budget=k, **options))
         assert found["window_recall"] == pytest.approx(np.mean(shares), abs=1e-6), name
     recent = {0, 1, 2, 3} | set(range(length - k + 4, length))
-    shares = [len(best(gold[layer], g, group, k) & recent) / k for layer in layers for g in range(trace.kv_heads)]
+    shares = [len(best(gold[layer], g, groups, k) & recent) / k for layer in layers for g in range(groups)]
     found = recall.recalls(own, policy("streamingllm", budget=k))
     assert found["window_recall"] == found["recall"] == pytest.approx(np.mean(shares), abs=1e-6)
 

@@ -114,7 +114,7 @@ LOADERS = {
 @pytest.mark.parametrize("name", LOADERS)
 @EXAMPLES
 @given(how=damage())
-def test_a_damaged_file_is_loads_or_says_why(name, how, originals, tmp_path, monkeypatch):
+def test_a_damaged_file_is_one_sentence(name, how, originals, tmp_path, monkeypatch):
     folder = tmp_path / "experiments"
     folder.mkdir(exist_ok=True)
     monkeypatch.setenv("KVLAB_ROOT", str(tmp_path))

@@ -13,6 +13,7 @@ import torch
 from kvlab.analyses.compilerkv import ablation, quality, theorem, veto
 from kvlab.analyses.findings import Findings
 from kvlab.traces.trace import Trace
+from support import oracles
 from support.measured_files import table_file
 from support.tensors import exact, layer, sets, with_attention
 
@@ -71,9 +72,8 @@ def window_attention(trace, n=32):
     for row in range(LAYERS):
         for head in range(HEADS):
             for at in range(trace.prompt_length - n, trace.prompt_length):
-                logits = keys[row, head * KV_HEADS // HEADS, : at + 1] @ queries[row, head, at] / np.sqrt(16)
-                weights = np.exp(logits - logits.max())
-                total[row, head, : at + 1] += weights / weights.sum()
+                seen = keys[row, head * KV_HEADS // HEADS, : at + 1]
+                total[row, head, : at + 1] += oracles.attention_weights(queries[row, head, at], seen)
     return total
 
 

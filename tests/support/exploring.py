@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import numpy as np
 
 from kvlab.workbench.explorer.look import Spot
+from support import oracles
 from support.replaying import HEADS, KV_HEADS, LAYERS, PROMPT, STEPS, tensors
 from support.tensors import exact
 
@@ -16,12 +17,10 @@ PLACE = Spot(layer=1, head=4, step=7)
 
 
 def attention_by_hand(layer, head, step):
-    """Softmax of one decoding query over all keys that it may see, from the tensors alone."""
+    """Weights of one decoding query over all keys that it may see, from the tensors alone."""
     queries, keys = exact(*tensors()[:2])
     seen = PROMPT + step
-    logits = queries[layer, head, PROMPT + step - 1] @ keys[layer, head * KV_HEADS // HEADS, :seen].T
-    weights = np.exp(logits / np.sqrt(queries.shape[-1]))
-    return weights / weights.sum()
+    return oracles.attention_weights(queries[layer, head, seen - 1], keys[layer, head * KV_HEADS // HEADS, :seen])
 
 
 def concentrated_by_hand(result):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from kvlab.traces.trace import Trace
+from support import oracles
 from support.tensors import layer
 
 PROMPT, STEPS, LAYERS, HEADS, KV_HEADS, DIM = 900, 8, 2, 4, 2, 16
@@ -28,9 +27,7 @@ def attention(trace, layer_index, head, step):
     """Full attention of one query head at a step, from 1, in float64."""
     query = trace.response_queries[layer_index, head, step - 1].double().numpy()
     keys = trace.keys[layer_index, head // GROUP, : trace.prompt_length + step].double().numpy()
-    logits = keys @ query / math.sqrt(DIM)
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
+    return oracles.attention_weights(query, keys)
 
 
 def every(trace):

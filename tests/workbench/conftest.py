@@ -1,12 +1,14 @@
-"""What tests of figures share, and those of servers that come and go."""
+"""What tests of figures, of sweeps and of servers that come and go share."""
 
 from __future__ import annotations
 
+import io
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import matplotlib.pyplot as plt
 import pytest
+from rich.console import Console
 
 from kvlab.workbench.figures import plots
 
@@ -19,6 +21,12 @@ def headless():
         plots.style()
         yield
         plt.close("all")
+
+
+@pytest.fixture
+def console():
+    """No terminal: plain lines, to be read back."""
+    return Console(file=io.StringIO(), width=200)
 
 
 class Health(BaseHTTPRequestHandler):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import stat
 import sys
 
 import pytest
-from rich.console import Console
 from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, notebook
 from support.runs import ARTIFACTS, artifacts, runs
 
@@ -19,11 +17,6 @@ from kvlab.workbench.store import database
 
 distributed = pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
 pytestmark = pytest.mark.roundtrip
-
-
-@pytest.fixture
-def console():
-    return Console(file=io.StringIO(), width=200)
 
 
 @pytest.fixture(scope="module")

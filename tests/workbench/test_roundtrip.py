@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pandas
 import pytest
-from rich.console import Console
 from support.commands import call
 from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook
 from support.runs import ARTIFACTS, artifacts, runs
@@ -26,12 +24,6 @@ from kvlab.workbench.report import page as report
 from kvlab.workbench.store import database
 
 pytestmark = pytest.mark.roundtrip
-
-
-@pytest.fixture
-def console():
-    """No terminal: plain lines, to be read back."""
-    return Console(file=io.StringIO(), width=200)
 
 
 def test_a_sweep_is_logged_skipped_and_reported(project, console):

@@ -7,7 +7,6 @@ true continuation drift from those of the full cache.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -94,11 +93,11 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         over the steps from COUNTED_FROM on, with intervals over documents.
     """
     frames = []
-    jobs = list(itertools.product(traces, shares))
-    for trace, share in bars.each(jobs, "small budgets", "budget"):
-        for name, method in at_budget(trace, share, window).items():
-            setting = {"document": trace.document, "share": share, "policy": name}
-            frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method))]
+    for trace in bars.each(traces, "small budgets", "doc"):
+        for share in shares:
+            for name, method in at_budget(trace, share, window).items():
+                setting = {"document": trace.document, "share": share, "policy": name}
+                frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method))]
     findings = Findings(pd.concat(frames, ignore_index=True))
     means = _counted(findings.table).groupby(["measure", "policy", "share", "document"]).value.mean()
     names = list(findings.table["policy"].unique())
@@ -150,13 +149,13 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
         `fading`, and `times/mass_lost/h2o`: that policy's slope over MorphKV's.
     """
     frames = []
-    jobs = list(itertools.product(traces, writing(budget, window).items()))
-    for trace, (name, method) in bars.each(jobs, "long responses", "replay"):
-        result = Replay(trace, method)
-        stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}
-        parts = [*along_steps(result), pd.DataFrame(stored | {"value": result.stored_bytes.tolist()})]
-        setting = {"document": trace.document, "policy": name, "prompt": trace.prompt_length}
-        frames += [part.assign(**setting) for part in parts]
+    for trace in bars.each(traces, "long responses", "doc"):
+        for name, method in writing(budget, window).items():
+            result = Replay(trace, method)
+            stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}
+            parts = [*along_steps(result), pd.DataFrame(stored | {"value": result.stored_bytes.tolist()})]
+            setting = {"document": trace.document, "policy": name, "prompt": trace.prompt_length}
+            frames += [part.assign(**setting) for part in parts]
     findings = fading(pd.concat(frames, ignore_index=True), ("mass_lost", "output_error"))
     for measure in ("mass_lost", "output_error"):
         slopes = _slopes(findings.table, measure)

@@ -6,7 +6,6 @@ along a response: mass lost, recall of each step's own top-k, and error of the a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -65,13 +64,16 @@ def window_ablation(
     """
     settings = [(f, w, c) for c in capacities for f in fusions for w in windows if w < c]
     frames = []
-    if any(trace.queries.shape[2] - trace.steps < min(max(windows), trace.prompt_length) for trace in traces):
-        raise KvlabError(f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}")
-    jobs = list(itertools.product(traces, settings))
-    for trace, (fusion, window, capacity) in bars.each(jobs, "window ablation", "replay"):
-        result = Replay(trace, policy("morphkv", budget=capacity, window=window, fusion=fusion))
-        setting = {"document": trace.document, "fusion": fusion, "window": window, "capacity": capacity}
-        frames += [frame.assign(**setting) for frame in along_steps(result)]
+    for trace in bars.each(traces, "window ablation", "doc"):
+        known = trace.queries.shape[2] - trace.steps
+        if known < min(max(windows), trace.prompt_length):
+            raise KvlabError(
+                f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}"
+            )
+        for fusion, window, capacity in settings:
+            result = Replay(trace, policy("morphkv", budget=capacity, window=window, fusion=fusion))
+            setting = {"document": trace.document, "fusion": fusion, "window": window, "capacity": capacity}
+            frames += [frame.assign(**setting) for frame in along_steps(result)]
     findings = Findings(pd.concat(frames, ignore_index=True))
     means = _means(findings.table)
     for measure in MEASURES:
