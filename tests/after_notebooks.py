@@ -46,6 +46,7 @@ def test_every_notebook_finished_its_run_and_signed_it(name):
     assert run.info.status == "FINISHED"
     assert len(run.data.tags.get("signature", "").split("|")) >= 3, "a signature says model, document, what and seed"
     assert run.data.metrics and all(math.isfinite(value) for value in run.data.metrics.values())
+    assert int(run.data.tags["parameters"]) > 0 and len(run.data.tags["model_sha256"]) == 64, "run.about(lm) tells"
     declared = set(experiments.jobs(name)[0].parameters)
     assert set(run.data.params) == declared, "tracking.start is given the notebook's parameters, all of them"
 

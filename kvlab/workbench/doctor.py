@@ -38,7 +38,7 @@ class Finding:
 
 def findings() -> Iterator[Finding]:
     """All checks, one after the other; an error within a check is a finding, too."""
-    for check in (python, versions, experiments, model, texts, store, disk, machine, gpu, jupyter):
+    for check in (python, versions, experiments, model, models, texts, store, disk, machine, gpu, jupyter):
         try:
             yield check()
         except KvlabError as error:
@@ -127,12 +127,25 @@ def model() -> Finding:
     """The default model: pulled, and whole."""
     from kvlab.inputs import models
 
-    entry = models.MODELS[models.DEFAULT]
-    if not entry.folder.is_dir():
-        return Finding("model", REMARK, f"{entry.name} is not here yet", f"kvlab pull {entry.name}")
-    lm = models.load(entry.name)
-    text = f"{lm.signature} ({lm.n_layers} layers, {lm.context_length:,} tokens) in {entry.folder}"
+    known = models.MODELS[models.DEFAULT]
+    if not known.folder.is_dir():
+        return Finding("model", REMARK, f"{known.name} is not here yet", f"kvlab pull {known.name}")
+    lm = models.load(known.name)
+    text = f"{lm.signature} ({lm.n_layers} layers, {lm.context_length:,} tokens) in {known.folder}"
     return Finding("model", GOOD, text)
+
+
+def models() -> Finding:
+    """What of models lies in the cache, what pulls that were cut off have left included."""
+    from kvlab.inputs.models import cached
+    from kvlab.inputs.packs import gigabytes, home
+
+    held = cached.held()
+    if not held:
+        return Finding("models", GOOD, f"none in {home() / 'models'}")
+    shown = ", ".join(f"{model.name} ({gigabytes(model.size)}, {model.about})" for model in held)
+    total = gigabytes(sum(model.size for model in held))
+    return Finding("models", GOOD, f"{total} in {home() / 'models'}: {shown}")
 
 
 def texts() -> Finding:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models.cached import Held
 
 
 def entries(name: str) -> list[dict[str, Any]]:
@@ -79,9 +82,33 @@ def _probes() -> list[dict[str, Any]]:
 
 
 def _models() -> list[dict[str, Any]]:
-    from kvlab.inputs import models
+    """The known models, then those of a user's own GGUF files that were converted."""
+    from kvlab.inputs.models import MODELS, cached, sources
 
-    return [{"name": name, "summary": entry.summary} for name, entry in models.MODELS.items()]
+    held = {model.name: model for model in cached.held()}
+    known = [
+        {
+            "name": name,
+            "summary": model.summary,
+            "parameters": model.parameters,
+            "licence": model.licence,
+            "context": model.context,
+            "bytes_to_fetch": model.fetched_size,
+            "sources": list(sources.SOURCES),
+        }
+        for name, model in MODELS.items()
+    ]
+    others = [{"name": name, "summary": model.about} for name, model in held.items() if name not in MODELS]
+    return [entry | _cache(held.get(entry["name"])) for entry in [*known, *others]]
+
+
+def _cache(held: Held | None) -> dict[str, Any]:
+    """What lies in the cache of a model: its state in words, bytes and folder."""
+    return {
+        "cached": held and held.about,
+        "cached_bytes": held.size if held else 0,
+        "folder": str(held.folder) if held else None,
+    }
 
 
 def _packs() -> list[dict[str, Any]]:

@@ -17,8 +17,7 @@ PRESENTATION = (
     "cli.py",
     "commands",
     "papers",
-    "workbench/report/ledger.py",
-    "workbench/report/page.py",
+    "workbench/report",
     "workbench/jobs/progress.py",
 )
 

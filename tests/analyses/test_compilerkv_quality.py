@@ -22,7 +22,7 @@ from support.compilerkv import (
 from support.measured_files import table_file
 
 from kvlab import papers
-from kvlab.analyses.compilerkv import ablation, printed, quality, thresholds
+from kvlab.analyses.compilerkv import ablation, printed, quality, thresholds, veto
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
 
@@ -105,8 +105,10 @@ def test_without_tables_only_what_needs_none_is_taken_away():
     metrics = ablation.table_2(TRACES[:1], None, SHARE).metrics
     assert {name for name in metrics if "kept" in name} == {"ablation/kept/raw_attention"}
     without = quality.figure_2(TRACES[:1], (64, 256)).metrics
-    assert "filled" not in quality.methods(64, None) and "flatter/h2o" in without
-    assert not {"clamped/64", "flatter_filled/h2o"} & set(without)
+    assert without["flatter_filled/h2o"] == without["flatter/h2o"], "neutral tables leave nothing to fill up"
+    assert "clamped/64" not in without
+    protected = veto.protected(TRACES[:1], None, SHARE).metrics
+    assert protected["veto/compilerkv"] == protected["veto/equal_weights"] and "veto/difference" not in protected
 
 
 def test_steps_are_differences_of_what_is_lost():

@@ -32,6 +32,13 @@ def test_methods_get_the_same_bytes_or_the_same_entries(random_traces):
     assert sum(int((positions >= 0).sum()) for positions in last) == kept["h2o"]
 
 
+def test_a_large_group_shares_the_budget_whatever_the_window(random_traces):
+    """Two heads to a KV head: of 12 entries each gets six, of which a window of eight would leave nothing."""
+    snapkv = responses.at_budget(random_traces[0], 0.1, 8)["snapkv"]
+    assert (snapkv.budget, snapkv.window, snapkv.sets) == (6, 5, "head")
+    assert responses.at_budget(random_traces[0], 0.1, 4)["snapkv"].window == 4
+
+
 def test_small_budgets_pair_their_documents(random_traces):
     shares = (0.1, 0.3)
     found = responses.small_budgets(random_traces, shares, window=4)

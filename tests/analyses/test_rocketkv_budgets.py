@@ -17,6 +17,7 @@ from support.rocketkv import (
     rows_of,
     top_of_group,
 )
+from support.tensors import layer
 
 from kvlab import papers
 from kvlab.analyses.rocketkv import budgets
@@ -45,6 +46,16 @@ def test_snapkv_gets_what_the_response_leaves_shared_by_the_group(traces):
     assert budgets.snapkv_as_compared(trace, 74).budget == 33 and budgets.snapkv_as_compared(trace, 73) is None
     assert budgets.snapkv_as_compared(trace, 41, "group").budget == 33
     assert budgets.snapkv_as_compared(trace, 40, "group") is None
+
+
+@pytest.mark.parametrize(("group", "window"), [(1, 32), (4, 32), (6, 21), (7, 18), (16, 8)])
+def test_the_windows_of_a_large_group_take_no_more_than_those_of_the_papers(group, window):
+    """Qwen2.5's groups have six or seven heads: with 32 each their windows would exceed a tenth of 2k tokens."""
+    trace = Trace.from_tensors(*layer(1, 2 * group, 2, 8, 60, 4, layers=1), 60)
+    one = budgets.snapkv_as_compared(trace, 4 + group * (window + 1))
+    assert (one.window, one.budget) == (window, window + 1)
+    assert budgets.snapkv_as_compared(trace, 3 + group * (window + 1)) is None
+    assert budgets.snapkv_as_compared(trace, 40, "group").window == 32
 
 
 def test_the_budget_is_the_length_with_its_response_over_the_compression(traces):

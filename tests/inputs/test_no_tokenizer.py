@@ -60,7 +60,7 @@ def test_sharded_weights_load_without_one(folders):
     assert models.load(folder, device="cpu").tokenizer is None
 
 
-def test_a_gguf_file_loads_without_one(tmp_path):
+def test_a_gguf_file_loads_without_one(tmp_path, own_home):
     with_one = models.load(tiny_gguf.write(tmp_path / "a.gguf"), device="cpu")
     lm = models.load(tiny_gguf.write(tmp_path / "b.gguf", tokenizer=False), device="cpu")
     assert with_one.tokenizer is not None and lm.tokenizer is None

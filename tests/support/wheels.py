@@ -6,6 +6,7 @@ import hashlib
 import zipfile
 from pathlib import Path
 
+from kvlab.inputs.models.catalogue import HubFile, KnownModel, Part
 from kvlab.inputs.packs import Pack
 
 
@@ -31,6 +32,33 @@ def make_wheel(folder: Path, members: dict[str, bytes], name: str = "parcel", ve
         members=("data/*",),
         licence="CC0",
         summary="a parcel for tests",
+    )
+
+
+def make_model(folder: Path, content: bytes, pieces: int = 1, name: str = "tiny") -> KnownModel:
+    """Cut a GGUF file's bytes into wheels (`NAME-part1`, ...), and return the model that they carry.
+
+    Members are numbered without zeros, so that their order by name is another one from ten pieces on.
+    """
+    step = -(-len(content) // pieces)
+    packs = [
+        make_wheel(folder, {f"data/part{number}.bin": content[start : start + step]}, f"{name}_part{number}")
+        for number, start in enumerate(range(0, len(content), step), 1)
+    ]
+    sizes = [(folder / f"{pack.name}-1.0-py3-none-any.whl").stat().st_size for pack in packs]
+    return KnownModel(
+        name=name,
+        version="1.0",
+        summary="for tests",
+        parameters=1000,
+        context=256,
+        licence="CC0",
+        size=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        parts=tuple(Part(pack.package, "1.0", pack.sha256, size) for pack, size in zip(packs, sizes, strict=True)),
+        members=("data/part*.bin",),
+        hub=HubFile("someone/tiny-GGUF", "tiny.gguf", "0" * 40),
+        disk=1_000_000,
     )
 
 

@@ -183,6 +183,27 @@ def test_the_key_follows_what_could_change_the_numbers(project, monkeypatch):
     assert experiments.jobs(NAME)[0].key != second
 
 
+def test_the_key_follows_tables_that_come_with_kvlab_for_the_model(tmp_path, monkeypatch):
+    """Learnt for a model that ran with neutral ones, they call for another run; those of another model do not."""
+    notebook(tmp_path / "one.ipynb", cell("model = 'mine'\ntables = 'auto'", "parameters"))
+    content, package = experiments.content, tmp_path / "kvlab"
+    shipped = package / "methods" / "tables"
+    shipped.mkdir(parents=True)
+    monkeypatch.setattr(content, "__file__", str(package / "workbench" / "experiments" / "content.py"))
+
+    def key(**changes):
+        return content.key(tmp_path / "one.ipynb", {"model": "mine", "tables": "auto"} | changes)
+
+    neutral, named = key(), key(model="other", tables="mine")
+    (shipped / "mine.json").write_text("{}")
+    learnt = key()
+    assert learnt != neutral and key(model="other", tables="mine") != named
+    (shipped / "other.json").write_text("{}")
+    assert key() == learnt and key(tables="") == key(tables="") != learnt
+    (shipped / "mine.json").write_text("{} ")
+    assert key() != learnt
+
+
 @pytest.mark.parametrize(
     ("parameters", "match"),
     [

@@ -144,6 +144,9 @@ def test_a_notebook_logs_to_its_experiment_and_ends_with_its_claims(name):
     cells = notebooks.code(EXPERIMENTS[name].path)
     named = re.findall(r"tracking\.start\(\s*['\"]([^'\"]+)", "\n".join(cells))
     assert named == [name]
+    assert re.search(r"^lm = kvlab\.load\(model\)\n(?:.*\n)?run\.about\(lm\b", "\n".join(cells), re.M), (
+        "about which model?"
+    )
     last = "\n".join(cells[-2:])
     assert "run.finish()" in last and 'tag("signature"' not in "\n".join(cells), "the run makes its signature"
     assert ("run.claims(" in last) == any(claim.experiment == name for claim in papers.claims())

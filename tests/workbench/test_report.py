@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 
 import pandas
 import pytest
 from matplotlib.figure import Figure
 from support.projects import EXPERIMENT
+from support.report_pages import CLAIM, Page, slug
 from support.runs import job
 
 from kvlab import papers
@@ -31,7 +31,6 @@ COLUMNS = [
     "model",
     "run_id",
 ]
-CLAIM = "zsmerge.figure4.reduction_20"
 
 
 def entry(**narrow) -> pandas.Series:
@@ -60,8 +59,8 @@ def test_the_newest_finished_job_counts(project):
 
 def test_model_and_profile_narrow_the_runs(project):
     small, full = job(0.6), job(0.1, profile="full", model="big@1")
-    assert entry().run_id == full
-    assert entry(profile="quick").run_id == small and entry(model="toy").run_id == small
+    assert entry(profile="quick").run_id == entry(model="toy").run_id == small
+    assert entry(profile="full").run_id == entry(model="big").run_id == full
     assert entry(model="big@1").verdict == "holds in direction only"
     assert entry(model="none").verdict == "not measured"
 
@@ -70,24 +69,9 @@ def test_a_run_with_all_that_a_claim_needs_goes_before_a_newer_one_without(proje
     run = tracking.create_run(database.client(), EXPERIMENT, {}, {"kvlab.kind": "job", "model": "toy"}, "complete")
     run.log({"reduction/0.50": 0.9, "reduction/0.20": 0.6})
     run.finish()
-    job(0.9, metric="reduction/0.50")
+    job(0.9, metric="reduction/0.50", model="toy")
     found = report.ledger().set_index("id").loc["zsmerge.figure4.reduction_50"]
     assert (found.run_id, found.verdict) == (run.id, "holds")
-
-
-class Page(HTMLParser):
-    """The addresses that a page asks for, its tags and its ids."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.addresses, self.tags, self.ids = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        named = dict(attributes)
-        self.tags.append(tag)
-        self.ids += [named["id"]] if "id" in named else []
-        self.addresses += [named[key] for key in ("src", "href") if key in named]
 
 
 def test_the_page_is_self_contained_and_escapes_what_runs_say(project):
@@ -118,10 +102,6 @@ def runs() -> list:
     """All runs of the toy experiment."""
     client = database.client()
     return client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id])
-
-
-def slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_]+", "-", text)
 
 
 def with_figure(name: str, *ids: str):

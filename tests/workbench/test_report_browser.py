@@ -89,8 +89,55 @@ def test_a_header_that_stays_and_links_that_lead_somewhere(browser, page_of_repo
         assert complaints == []
 
 
+@pytest.fixture
+def pages_of_models(project):
+    """The folder of a report on five models, which do not fit beside each other on a phone."""
+    names = ("tiny", LONG, "qwen2.5-coder-0.5b", "of-unknown-size", "large")
+    for number, name in enumerate(names):
+        for experiment in (EXPERIMENT, "dapq_position_vs_content"):
+            size = {} if name == "of-unknown-size" else {"parameters": 10 ** (7 + number // 2)}
+            tags = {"kvlab.kind": "job", "model": name, **size}
+            run = tracking.create_run(database.client(), experiment, {}, tags, "job")
+            run.log(
+                {
+                    metric: {"low": -0.4, "high": 0.8}.get(metric.rpartition("/")[2], 0.3 * number)
+                    for claim in papers.claims(experiment=experiment)
+                    for metric in claim.metrics
+                }
+            )
+            run.finish()
+    return report.write().parent
+
+
+@pytest.mark.parametrize(
+    ("size", "scheme"), [((1400, 900), "light"), (DESKTOP, "dark"), (PHONE, "light"), ((320, 640), "dark")], ids=str
+)
+def test_models_side_by_side_fit_and_link_to_their_pages(browser, pages_of_models, size, scheme):
+    address = (pages_of_models / "report.html").as_uri()
+    with opened(browser, address, size, color_scheme=scheme) as (page, complaints):
+        asked_for = set(page.evaluate("performance.getEntriesByType('resource').map(each => each.name.split(':')[0])"))
+        assert asked_for <= {"data"} and overflow(page) == 0
+        page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        assert overflow(page) == 0
+        plots = page.locator("svg.growth")
+        assert plots.count() > 20 and min(plots.nth(0).bounding_box()[side] for side in ("width", "height")) > 60
+        row = page.locator(".by-model tr[id]").first
+        assert row.locator("td.model").count() == 5
+        for cell in row.locator("td.model").all():
+            assert cell.locator(".mark").inner_text() in ("●", "◐", "○", "–")
+        page.locator("#glance .strip a").last.click()
+        assert page.locator("tr:target, li:target").count() == 1
+        page.locator(".matrix.models tbody a").last.click()
+        assert page.locator("h1").inner_text().endswith("of-unknown-size")
+        assert overflow(page) == 0
+        page.locator("header.bar-top a").first.click()
+        assert page.locator(".matrix.models").count() == 1
+        assert complaints == []
+
+
 def test_without_any_run_the_page_is_whole_too(browser, project):
-    address = report.write().as_uri()
+    """What `kvlab reproduce` leaves where every job failed; `kvlab report` refuses to write it."""
+    address = report.save(report.entries()).as_uri()
     with opened(browser, address, PHONE) as (page, complaints):
         assert overflow(page) == 0 and page.locator(".thumb, figure").count() == 0 and complaints == []
         assert page.locator(".claims tr[id]").count() + page.locator("ul.untested li").count() == len(papers.claims())

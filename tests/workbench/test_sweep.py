@@ -53,10 +53,10 @@ class Desk:
 def sweep(project, monkeypatch):
     """Run the experiment with jobs that only call a function; returns how they ended, and what a log says."""
 
-    def run(work=lambda parameters, folder: None, **options):
+    def run(work=lambda parameters, folder: None, names=EXPERIMENT, **options):
         monkeypatch.setattr(driver, "Here", lambda workers: Desk(work, workers))
         said = io.StringIO()
-        return driver.run(EXPERIMENT, console=Console(file=said, width=300), **options), said.getvalue()
+        return driver.run(names, console=Console(file=said, width=300), **options), said.getvalue()
 
     return run
 
@@ -92,6 +92,43 @@ def test_a_notebook_edited_during_a_sweep_runs_under_the_key_of_what_it_is_then(
     assert states(sweep(workers=1)[0]) == ["done earlier"] * 3
     edited(project)
     assert states(sweep(workers=1)[0]) == ["finished", "finished", "done earlier"]
+
+
+def test_a_job_is_expected_to_take_as_long_as_the_last_one_on_its_model(project):
+    """A model ten times as large takes longer; of a model that never ran the experiment's own estimate is taken."""
+    notebook(project / "notebooks" / "toy.ipynb", cell("model = 'small'\nseed = 0", "parameters"))
+    experiment(project, profiles={"quick": {"seconds": 7}})
+    for model, seconds in (("small", 20), ("large", 400), ("a 'quoted' one", 30), ("small", 10)):
+        run = tracking.create_run(
+            database.client(),
+            EXPERIMENT,
+            {},
+            {"kvlab.kind": "job", "kvlab.profile": "quick", "model": model, "kvlab.seconds": seconds},
+            "done",
+        )
+        run.finish()
+    names = ["small", "large", "new", "a 'quoted' one"]
+    queue = list(driver._jobs([driver.experiments.load(EXPERIMENT)], "quick", {}, names))
+    ids = {EXPERIMENT: database.experiment_id(database.client(), EXPERIMENT)}
+    sweep = driver.Sweep(
+        database.client(), queue, ids, {EXPERIMENT: ""}, Desk(None), False, Console(file=io.StringIO())
+    )
+    sweep._look_back()
+    assert [sweep.progress.expected(number) for number in range(4)] == [10, 400, 7, 30]
+
+
+def test_models_take_turns_and_the_longest_job_of_each_begins_first(sweep, project):
+    notebook(project / "notebooks" / "toy.ipynb", cell("model = 'random:a'\nseed = 0", "parameters"))
+    notebook(project / "notebooks" / "long.ipynb", cell("model = 'random:a'\nseed = 1", "parameters"))
+    experiment(project, profiles={"quick": {"seconds": 5}})
+    experiment(project, "long", notebook="notebooks/long.ipynb", profiles={"quick": {"seconds": 50}})
+    order = []
+
+    def note(parameters, _):
+        order.append((parameters["model"], parameters["seed"]))
+
+    sweep(note, names=[EXPERIMENT, "long"], workers=1, models=["random:b", "random:a"])
+    assert order == [("random:b", 1), ("random:b", 0), ("random:a", 1), ("random:a", 0)]
 
 
 def test_a_notebook_that_vanishes_fails_its_jobs_and_not_the_sweep(sweep, project):

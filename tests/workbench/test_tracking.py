@@ -53,6 +53,18 @@ def test_metrics_with_intervals_tags_and_parameters(run):
     assert kept.tags["kvlab.kind"] == "interactive" and kept.tags["kvlab.version"]
 
 
+def test_a_run_says_which_model_it_is_about(run, tiny):
+    """Its size as transformers counts it: embeddings that the output shares are counted once."""
+    lm = tiny("tiny-gemma")
+    run.about(lm, tables="mine", heads=None)
+    tags = fetched(run).data.tags
+    own = sum(weight.numel() for weight in lm.model.parameters())
+    assert lm.model.lm_head.weight is lm.model.model.embed_tokens.weight and int(tags["parameters"]) == own
+    assert (tags["model_sha256"], tags["dtype"]) == (lm.sha256, "float32")
+    assert tags["shape"] == "2 layers, 4 query heads, 2 KV heads"
+    assert (tags["tables"], tags["heads"]) == ("mine", "none")
+
+
 def test_more_metrics_than_a_batch_holds(run):
     run.log({f"m/{n}": n for n in range(2300)})
     assert len(fetched(run).data.metrics) == 2300

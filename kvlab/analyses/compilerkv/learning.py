@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -80,7 +81,8 @@ def reliability(samples: Mapping[str, Samples], settings: Settings, splits: int 
     Returns:
         Table with a row for each state that both halves visited: table, state, together (product of the two halves'
         deviations from the state's mean, averaged over actions and random splits), alone (mean of their squares).
-        Metrics `heads/split_half` and `risk/split_half`, correlations, with intervals over states.
+        Metrics `heads/split_half` and `risk/split_half`, correlations, with intervals over states; none of a table
+        whose actions changed nothing, or of which both halves visited fewer than two states.
     """
     rng = np.random.default_rng(seed)
     free = settings.replace(penalty=0.0)
@@ -92,12 +94,16 @@ def reliability(samples: Mapping[str, Samples], settings: Settings, splits: int 
         frames[table] = pd.DataFrame({"table": table, "state": seen, "together": together, "alone": alone})
     findings = Findings(pd.concat(frames.values(), ignore_index=True))
     for table, frame in frames.items():
+        if (frame["alone"] > 0).sum() < 2:
+            continue
         pair = frame["together"].to_numpy(), frame["alone"].to_numpy()
         spread = stats.bootstrap(
             pair, _ratio, paired=True, n_resamples=2000, method="percentile", rng=np.random.default_rng(seed)
         )
-        low, high = spread.confidence_interval
-        findings.set(SPLIT_HALF, float(_ratio(*pair)), (float(low), float(high)), table=table)
+        low, high = (float(end) for end in spread.confidence_interval)
+        # Few states can be drawn so that none of them has an effect.
+        ends = (low, high) if math.isfinite(low) and math.isfinite(high) else None
+        findings.set(SPLIT_HALF, float(_ratio(*pair)), ends, table=table)
     return findings
 
 

@@ -64,12 +64,11 @@ def methods(budget: int | float, tables: str | None) -> dict[str, Policy]:
 
     Args:
         budget: entries for each layer and KV head, or a share of the prompt.
-        tables: as CompilerKV takes them; with None no token is turned away, and there is nothing to fill up.
+        tables: as CompilerKV takes them; with None no token is turned away, and all sets fill the budget anyway.
     """
-    ours = {"compilerkv": policy("compilerkv", budget=budget, tables=tables)}
-    if tables is not None:
-        ours["filled"] = ours["compilerkv"].replace(pad="budget")
-    return ours | {name: policy(name, budget=budget) for name in RIVALS}
+    ours = policy("compilerkv", budget=budget, tables=tables)
+    filled = ours if tables is None else ours.replace(pad="budget")
+    return {"compilerkv": ours, "filled": filled} | {name: policy(name, budget=budget) for name in RIVALS}
 
 
 def sweep(traces: Sequence[Trace], settings: Sequence[tuple[str, Policy]]) -> pd.DataFrame:
@@ -148,9 +147,9 @@ def figure_2(
     Returns:
         The table of `sweep`; metrics `kept/compilerkv/512`, `recall/...`, `stored/...` (mean entries of the prompt);
         `lead/RIVAL/512`, the attention that CompilerKV keeps less what the rival does; `drop/METHOD`, the loss between
-        the two budgets of `steep`, and `flatter/RIVAL`, the rival's drop less CompilerKV's; with tables
-        `lead_filled/...` and `flatter_filled/...`, the same for sets filled up to the budget, and `clamped/512`, the
-        share of prompts and layers whose candidates fill the budget.
+        the two budgets of `steep`, and `flatter/RIVAL`, the rival's drop less CompilerKV's; `lead_filled/...` and
+        `flatter_filled/...`, the same for sets filled up to the budget; with tables `clamped/512`, the share of prompts
+        and layers whose candidates fill the budget.
     """
     if not set(steep) <= set(budgets):
         raise KvlabError(f"the drop from {steep[0]} to {steep[1]} entries needs both among the budgets {list(budgets)}")
@@ -165,10 +164,9 @@ def figure_2(
         findings.add(DROP, drop, method=name)
     sides = {"compilerkv": (FLATTER, LEAD), "filled": (FLATTER_FILLED, LEAD_FILLED)}
     for (ours, (flatter, lead)), rival in product(sides.items(), RIVALS):
-        if ours in drops:
-            findings.add_difference(flatter, drops[rival], drops[ours], rival=rival)
-            for budget in budgets:
-                findings.add_difference(lead, kept[ours, budget], kept[rival, budget], rival=rival, budget=budget)
+        findings.add_difference(flatter, drops[rival], drops[ours], rival=rival)
+        for budget in budgets:
+            findings.add_difference(lead, kept[ours, budget], kept[rival, budget], rival=rival, budget=budget)
     if tables is None:
         return findings
     gated = findings.table.query("method == 'compilerkv'")
@@ -183,8 +181,8 @@ def table_1(traces: Sequence[Trace], tables: str | None, share: float) -> Findin
 
     Returns:
         The table of `sweep`; metrics `retained/METHOD` (attention kept), `lost/METHOD` (the rest), `recalled/METHOD`;
-        `gain/kept/RIVAL` and `gain/recall/RIVAL`, CompilerKV's measure over the rival's, less 1; with tables also
-        `gain_filled/...`, where CompilerKV is filled up to the budget.
+        `gain/kept/RIVAL` and `gain/recall/RIVAL`, CompilerKV's measure over the rival's, less 1; and `gain_filled/...`,
+        where CompilerKV is filled up to the budget.
     """
     compared = methods(share, tables)
     findings = Findings(sweep(traces, list(compared.items())))
@@ -196,6 +194,5 @@ def table_1(traces: Sequence[Trace], tables: str | None, share: float) -> Findin
                 findings.add(LOST, 1 - values[name], method=name)
         for rival in RIVALS:
             findings.add(GAIN, values["compilerkv"] / values[rival] - 1, measure=measure, rival=rival)
-            if "filled" in values:
-                findings.add(GAIN_FILLED, values["filled"] / values[rival] - 1, measure=measure, rival=rival)
+            findings.add(GAIN_FILLED, values["filled"] / values[rival] - 1, measure=measure, rival=rival)
     return findings

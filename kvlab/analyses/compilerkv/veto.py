@@ -26,7 +26,7 @@ def protected(traces: Sequence[Trace], tables: str | None, share: float, stronge
 
     Returns:
         Table with columns document, method, layer, protected (share of those tokens that are kept); metrics
-        `veto/compilerkv`, `veto/equal_weights` and `veto/difference`.
+        `veto/compilerkv`, `veto/equal_weights` and, with tables, `veto/difference`.
     """
     learnt = Inspected(budget=share, tables=tables, pad="budget")
     equal = NoHeadTable(budget=share, tables=tables, pad="budget")
@@ -47,7 +47,8 @@ def protected(traces: Sequence[Trace], tables: str | None, share: float, stronge
     values = dict(findings.table.pivot_table(index="document", columns="method", values="protected").items())
     for name, shares in values.items():
         findings.add(PROTECTED, shares, method=name)
-    findings.add_difference(DIFFERENCE, values["compilerkv"], values["equal_weights"])
+    if tables is not None:
+        findings.add_difference(DIFFERENCE, values["compilerkv"], values["equal_weights"])
     return findings
 
 

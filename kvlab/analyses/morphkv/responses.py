@@ -62,14 +62,15 @@ TIMES = "times/{measure}/{policy}"
 def at_budget(trace: Trace, share: float, window: int) -> dict[str, Policy]:
     """The methods that figures 10 and 11 compare, and two more, at a budget that is a share of the prompt.
 
-    `snapkv` is the paper's: every query head stores its own entries, and so gets only its part of the group's budget.
-    `snapkv_shared` stores one set for each KV head, as many entries as MorphKV. Both keep the response besides.
+    `snapkv` is the paper's: every query head stores its own entries, and so gets only its part of the group's budget
+    (and a smaller window, if a large group leaves it less than `window`). `snapkv_shared` stores one set for each KV
+    head, as many entries as MorphKV. Both keep the response besides.
     """
     entries = max(round(share * trace.prompt_length), window + 1, LEAST)
-    group = trace.heads // trace.kv_heads
+    of_head = max(entries * trace.kv_heads // trace.heads, 2)
     return {
         "morphkv": policy("morphkv", budget=entries, window=window),
-        "snapkv": policy("snapkv", budget=max(entries // group, window + 1), window=window, sets="head"),
+        "snapkv": policy("snapkv", budget=of_head, window=min(window, of_head - 1), sets="head"),
         "snapkv_shared": policy("snapkv", budget=entries, window=window),
         "h2o": policy("h2o", budget=entries),
         "streamingllm": policy("streamingllm", budget=entries),

@@ -39,6 +39,9 @@ RIVALS = ("duoattention", "snapkv", "quest", "sparq")
 QUALITY = {"step_recall": 1, "mass_lost": -1, "output_error": -1}
 """Measures, with 1 where larger is better and -1 where smaller is."""
 
+WINDOW, GROUP = 32, 4
+"""Appendix A.3: SnapKV's observation window, and the query heads in a group of the paper's models."""
+
 VALUE = "{measure}/{method}/c{compression:g}"
 GAIN = "gain/{measure}/{better}_over_{other}/c{compression:g}"
 WIDENING = "widening/{measure}/{better}_over_{other}"
@@ -63,15 +66,17 @@ def snapkv_as_compared(trace: Trace, budget: int, sets: Literal["head", "group"]
     """SnapKV as in RocketKV's appendix A.3: what it stores for a whole GQA group must be `budget` entries.
 
     All generated tokens stay, so they are subtracted; the rest is shared among the group's query heads, each with its
-    own set.
+    own set. In groups larger than the paper's the window shrinks, so that a group's windows take no larger part of the
+    budget than there.
 
     Returns:
         None if that leaves no room beside the window.
     """
-    left = budget - trace.steps
+    left, window = budget - trace.steps, WINDOW
     if sets == "head":
-        left //= trace.heads // trace.kv_heads
-    return SnapKV(budget=left, sets=sets) if left >= SnapKV(budget=1.0).minimum else None
+        group = trace.heads // trace.kv_heads
+        left, window = left // group, min(WINDOW, max(1, WINDOW * GROUP // group))
+    return SnapKV(budget=left, window=window, sets=sets) if left > window else None
 
 
 def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy]:
@@ -117,14 +122,14 @@ def measured(result: Replay, budget: int) -> dict[str, float]:
 
 
 def figure_4(
-    traces: Sequence[Trace], compressions: Sequence[float] = COMPRESSIONS, heads: str | None = "smollm2-135m"
+    traces: Sequence[Trace], compressions: Sequence[float] = COMPRESSIONS, heads: str | None = None
 ) -> Findings:
     """Figures 1, 4 and 8 on the attention itself: every method at the same compression of what a step reads.
 
     Args:
         traces: with a response and the last prompt queries.
         compressions: S / t.
-        heads: DuoAttention's head scores of the model.
+        heads: DuoAttention's head scores of the model, as `lookups.chosen` finds them.
 
     Returns:
         Table with columns document, method, compression, budget, step_recall, mass_lost, output_error, stored, read
@@ -183,9 +188,11 @@ def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFram
         under: prefix of the effect's name.
 
     Returns:
-        The measure by document, with a column for each (method, compression).
+        The measure by document, with a column for each (method, compression); what a method has not on every document,
+        since it has no room on some, is left out.
     """
     values = findings.table.pivot(index="document", columns=["method", "compression"], values=measure)
+    values = values.dropna(axis="columns")
     for method, c in values.columns:
         findings.add(under + VALUE, values[method, c], measure=measure, method=method, compression=c)
     return values

@@ -81,10 +81,11 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
         `gain/output_error/snapkv_gqa_over_snapkv/c6`, with intervals over documents; `widening/...`, the gain at the
         largest compression less that at the smallest. `redundancy/c6`: of the entries that SnapKV's query heads choose
         outside the window, the share that another head of the group has already chosen; `redundancy/over_chance/c6`:
-        the same less the share of heads that choose at random.
+        the same less the share of heads that choose at random. A compression that leaves SnapKV no room beside its
+        window and the response, as in large groups, has none of these.
 
     Raises:
-        KvlabError: a compression at which SnapKV has no room beside its window and the response.
+        KvlabError: SnapKV has no room at any of the compressions.
     """
     rows = []
     jobs = [(trace, c) for trace in traces for c in compressions]
@@ -92,18 +93,20 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
     for trace, c in bars.each(jobs, "stages", "budget"):
         budget = budget_at(trace, c)
         snapkv = snapkv_as_compared(trace, budget)
-        if snapkv is None:
-            raise KvlabError(
-                f"at a compression of {c:g} the budget of {budget} leaves SnapKV no room beside the response of "
-                f"{trace.steps} tokens and a window for each head"
-            )
+        if snapkv is not None:
+            shared[trace.document, c], blind[trace.document, c] = redundancy(trace, snapkv)
         for method, contender in ladder(trace, budget).items():
             numbers = measured(Replay(trace, contender), budget)
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
-        shared[trace.document, c], blind[trace.document, c] = redundancy(trace, snapkv)
+    if not shared:
+        smallest = min(compressions)
+        raise KvlabError(
+            f"at a compression of {smallest:g} the budget of {budget_at(traces[0], smallest)} leaves SnapKV no room "
+            f"beside the response of {traces[0].steps} tokens and a window for each head"
+        )
     findings = Findings(pd.DataFrame(rows))
     _gains(findings, STEPS_UP)
-    for c in compressions:
+    for c in sorted({at for _, at in shared}):
         ours = pd.Series({document: v for (document, at), v in shared.items() if at == c})
         chance = pd.Series({document: v for (document, at), v in blind.items() if at == c})
         findings.add(REDUNDANCY, ours, compression=c)
@@ -321,7 +324,7 @@ def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], under: str = ""
     for measure, sign in QUALITY.items():
         values = add_values(findings, measure, under)
         for better, other in pairs:
-            gain = sign * (values.loc[:, better] - values.loc[:, other])
+            gain = (sign * (values.loc[:, better] - values.loc[:, other])).dropna(axis="columns")
             add_gains(findings, measure, better, other, {c: gain.loc[:, c] for c in sorted(gain.columns)}, under)
 
 

@@ -1,82 +1,159 @@
-"""A model that kvlab knows by name is fetched, and its GGUF file becomes safetensors, once, in the cache."""
+"""A GGUF file becomes a folder in Hugging Face's format, once, in the cache: a known model's or a user's own."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import io
-import re
-import tempfile
+import shutil
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
+from kvlab.core import hookable
 from kvlab.errors import KvlabError, nearest
-from kvlab.inputs import packs
+from kvlab.inputs import packs, wheels
+from kvlab.inputs.models import cached, gguf_file, sources, splitting, weights
 from kvlab.inputs.models.catalogue import DEFAULT, MODELS
-from kvlab.inputs.models.folder import quietly, read_tokenizer, weight_files
-from kvlab.lib.files import allowed
+from kvlab.inputs.models.folder import known_depth, quietly, says_something, weight_files
+from kvlab.lib import bars
+from kvlab.lib.files import first_line
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from transformers import PreTrainedModel
 
-    from kvlab.inputs.models.catalogue import PackedModel
+    from kvlab.inputs.models.catalogue import KnownModel
+
+# Besides its weights a folder holds a tokenizer, which may have 40 MB.
+BESIDES = 40_000_000
 
 
-def pull(name: str = DEFAULT, progress: bool = True) -> Path:
+def pull(name: str = DEFAULT, progress: bool = True, source: str = "wheels") -> Path:
     """Fetch and convert the model `name` unless it is there, and return its folder.
 
-    Raises KvlabError for an unknown name, no network, a hash that does not match, or a full disk; a pull that fails
-    or is killed leaves no model behind.
+    Args:
+        progress: False keeps silent.
+        source: "wheels" or "hub", asked only for what is not in the cache.
+
+    Raises:
+        KvlabError: an unknown name or source, no network, a hash that does not match, or a full disk. A pull that fails
+            or is killed leaves no model behind; what it has fetched stays for the next one.
     """
     if name not in MODELS:
         raise KvlabError(nearest(name, MODELS, "model to pull"))
-    entry = MODELS[name]
-    what = f"pulling {name} (fetch, check, convert once)"
-    return packs.build_once(entry.folder, lambda stage: _fetch_and_convert(entry, stage), what, progress)
+    sources.check(source)
+    model = MODELS[name]
+    if not model.folder.is_dir() and model.terms and progress:
+        print(f"{name}: {model.terms}", file=sys.stderr, flush=True)
+
+    def build(stage: Path) -> None:
+        whole = sources.obtain(model, source, progress)
+        _convert(*_looked_at(whole), stage, name, progress)
+        if not (stage / "tokenizer.json").is_file():
+            raise KvlabError(f"{whole.name} has no tokenizer, and a model that kvlab knows by name has one")
+        packs.write_provenance(stage, **_origin(model, source), weights_sha256=wheels.file_sha256(*weight_files(stage)))
+
+    label = f"pulling {name} (fetch, check, convert once)"
+    folder = packs.build_once(model.folder, build, label, progress)
+    shutil.rmtree(model.workspace, ignore_errors=True)
+    return folder
 
 
-def _fetch_and_convert(entry: PackedModel, folder: Path) -> None:
-    """Fill `folder` with safetensors, configuration and tokenizer, made from the GGUF file of the entry's wheel."""
-    with tempfile.TemporaryDirectory(prefix=".gguf-", dir=folder) as name:
-        packs.fetch(entry.pack, Path(name))
-        (gguf,) = Path(name).glob("*.gguf")
-        _convert(gguf, folder, entry.single_digits)
-        facts = packs.read_provenance(Path(name))
-    packs.write_provenance(folder, **facts, weights_sha256=packs.file_sha256(*weight_files(folder)))
+def _origin(model: KnownModel, source: str) -> dict[str, object]:
+    """What the note beside the weights says of where they come from."""
+    carriers = {
+        "wheels": {"packages": {f"{part.package}=={part.version}": part.sha256 for part in model.parts}},
+        "hub": {"repository": model.hub.repository, "file": model.hub.file, "revision": model.hub.revision},
+    }
+    return {
+        "name": model.name,
+        "source": source,
+        **carriers[source],
+        "gguf_sha256": model.sha256,
+        "licence": model.licence,
+        **({"terms": model.terms} if model.terms else {}),
+        "note": "Converted once from GGUF to safetensors.",
+    }
 
 
-def _convert(gguf: Path, folder: Path, single_digits: bool) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-    from tokenizers import pre_tokenizers
+def converted(path: Path, sha256: str, progress: bool = True) -> Path:
+    """The folder of a user's GGUF file, which is made where there is none yet.
+
+    Raises:
+        KvlabError: the file is damaged or of an architecture that is not known, kvlab cannot look into its layers (told
+            before any weight is read), or the disk is full.
+    """
+    target = cached.own_folder(sha256)
+    if target.is_dir():
+        return target
+    file, skeleton = _looked_at(path)
+    hookable.layers_of(skeleton)
+    size = 2 * file.parameters + BESIDES
+    label = f"converting {path.name} (once, {packs.gigabytes(size)} in the cache)"
+    packs.check_room(size, label)
+
+    def build(stage: Path) -> None:
+        _convert(file, skeleton, stage, path.stem, progress)
+        packs.write_provenance(
+            stage,
+            name=f"{path.stem}@{sha256[:8]}",
+            file=str(path.resolve()),
+            gguf_sha256=sha256,
+            note="Converted once from GGUF to safetensors.",
+            weights_sha256=wheels.file_sha256(*weight_files(stage)),
+        )
+
+    return packs.build_once(target, build, label, progress)
+
+
+def _looked_at(path: Path) -> tuple[gguf_file.GGUF, PreTrainedModel]:
+    """What a file says of itself, and the model that it is, without its weights."""
     from transformers import AutoModelForCausalLM
 
-    with quietly(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws a bar that knows no switch
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        tokenizer = read_tokenizer(gguf.parent, gguf.name)
-        if tokenizer is None:
-            raise KvlabError(f"{gguf.name} has no tokenizer, and a model that kvlab knows by name has one")
-        weights = {key: value.to(torch.float16).contiguous() for key, value in model.state_dict().items()}
-        if model.config.tie_word_embeddings:
-            weights.pop("lm_head.weight", None)
-        # A model that came from GGUF calls itself quantised, and as such could not be loaded again as plain weights.
-        for config in (model.config, model.generation_config):
-            vars(config).pop("quantization_config", None)
-        model.config.dtype = torch.float16
-        model.config.architectures = [type(model).__name__]
-        try:
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # it does not raise OSError for a full disk, and keeps the number in its text
-            number = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(number[1]) if number else errno.EIO, str(error), str(folder)) from error
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-        if single_digits:
-            cast("Tokenizer", tokenizer.backend_tokenizer).pre_tokenizer = pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-            )
-        tokenizer.model_max_length = model.config.max_position_embeddings
-        tokenizer.save_pretrained(folder)
-        (folder / "model.safetensors").chmod(allowed(0o666))
+    try:
+        with quietly():
+            file = gguf_file.opened(path)
+            config = gguf_file.configuration(file)
+            known_depth(config, path)
+            with torch.device("meta"):
+                return file, AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except KvlabError:
+        raise
+    except Exception as error:  # these readers trust every number in a file, so that a damaged one can raise anything
+        raise _unreadable(path, error) from error
+
+
+def _convert(file: gguf_file.GGUF, skeleton: PreTrainedModel, folder: Path, name: str, progress: bool) -> None:
+    """Fill `folder` with tokenizer, configuration and weights.
+
+    Raises KvlabError for a file that cannot be read, OSError for a disk that cannot be written.
+    """
+    try:
+        with quietly():
+            _fill(file, skeleton, folder, name, progress)
+    except KvlabError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise _unreadable(file.path, error) from error
+
+
+def _fill(file: gguf_file.GGUF, skeleton: PreTrainedModel, folder: Path, name: str, progress: bool) -> None:
+    config, ending = skeleton.config, skeleton.generation_config
+    if gguf_file.TOKENS in file.metadata:
+        tokenizer = splitting.read(file.path, file.metadata)
+        if says_something(tokenizer):
+            tokenizer.model_max_length = config.get_text_config().max_position_embeddings
+            tokenizer.save_pretrained(folder)
+            ending.eos_token_id = splitting.ends(tokenizer, file.metadata)  # pyright: ignore
+        del tokenizer  # a large vocabulary takes as much memory as a small model
+    ending.save_pretrained(folder)
+    shown = None if progress else False
+    with bars.counting(file.parameters, f"converting {name}", "weight", shown, unit_scale=True) as bar:
+        config.dtype = weights.convert(file, skeleton, folder, bar)
+    config.architectures = [type(skeleton).__name__]
+    config.save_pretrained(folder)
+
+
+def _unreadable(path: Path, error: Exception) -> KvlabError:
+    return KvlabError(f"cannot load a model from {path}: {first_line(error)}")

@@ -12,39 +12,39 @@ from kvlab.errors import KvlabError
 from kvlab.lib.files import parsed, read_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+DEEPEST = 10_000  # layers that any model has
 
 # Files that hold a tokenizer's vocabulary. One whose folder has settings alone knows no token of any text.
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "*.spm")
 
 
-def read_tokenizer(folder: Path, gguf_file: str | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a folder, or in the GGUF file of that name in it; None where there is none.
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a folder; None where there is none.
 
     Raises what transformers raises for a tokenizer that cannot be read.
     """
     from transformers import AutoTokenizer
 
-    source = {"gguf_file": gguf_file} if gguf_file else {}
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **source)
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:
-        if _has_vocabulary(folder, gguf_file):
+        if any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
             raise
         return None
-    # Some families make one out of nothing. It knows its special tokens only, and any text has no length.
-    nothing = {*found.all_special_tokens, *found.get_added_vocab()}.issuperset(found.get_vocab())
-    return None if nothing else found
+    return found if says_something(found) else None
 
 
-def _has_vocabulary(folder: Path, gguf_file: str | None) -> bool:
-    if gguf_file is None:
-        return any(any(folder.glob(pattern)) for pattern in VOCABULARIES)
-    from gguf import GGUFReader
+def says_something(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer knows more than its special tokens: some families make one out of nothing."""
+    return not {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}.issuperset(tokenizer.get_vocab())
 
-    with contextlib.suppress(Exception):  # of a damaged file nothing is known: its error stands
-        return "tokenizer.ggml.tokens" in GGUFReader(folder / gguf_file).fields
-    return True
+
+def known_depth(config: PreTrainedConfig, shown: Path) -> None:
+    """Raise KvlabError for a configuration whose number of layers no model has, before anything is made for each."""
+    if not 0 < (layers := config.get_text_config().num_hidden_layers) <= DEEPEST:
+        raise KvlabError(f"cannot load a model from {shown}: it says that it has {layers:,} layers")
 
 
 def weight_files(folder: Path) -> list[Path]:

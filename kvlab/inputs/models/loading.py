@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,18 +21,16 @@ from kvlab.core import hookable
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs, shapes
 from kvlab.inputs.models.catalogue import DEFAULT, MODELS, RANDOM_PREFIX
-from kvlab.inputs.models.conversion import pull
-from kvlab.inputs.models.folder import quietly, read_tokenizer, weight_files
+from kvlab.inputs.models.conversion import converted, pull
+from kvlab.inputs.models.folder import known_depth, quietly, read_tokenizer, weight_files
+from kvlab.inputs.models.hashes import remembered_sha256
 from kvlab.inputs.models.lm import LM
-from kvlab.inputs.packs import home
 from kvlab.lib import bars
 from kvlab.lib.devices import resolved
 from kvlab.lib.files import expanded, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-DEEPEST = 10_000  # layers that any model has
 
 
 def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype: str | torch.dtype = "auto") -> LM:
@@ -58,7 +55,8 @@ def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype:
     if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise KvlabError(f"{name} is a file, but not a .gguf file; give that, or a folder in Hugging Face's format")
-        return _from_folder(path.parent, path.stem, device, dtype, gguf_file=path.name)
+        sha256 = remembered_sha256([path])
+        return _from_folder(converted(path, sha256), path.stem, device, dtype, sha256)
     if re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]*\w[\w.-]*", name) and not name.startswith(".") and path.suffix != ".gguf":
         return _from_folder(_from_hub(name), name, device, dtype)
     if os.sep in name or path.suffix == ".gguf":
@@ -117,54 +115,53 @@ def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
     return LM(model, tokenizer, name, sha256)
 
 
-def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype, gguf_file: str | None = None) -> LM:
+def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype, sha256: str | None = None) -> LM:
+    """The model in a folder. `sha256` of its weights, where it is known."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     place = resolved(device)
-    source = {"gguf_file": gguf_file} if gguf_file else {}
-    local = {"local_files_only": True, "trust_remote_code": False} | source
-    weights = [folder / gguf_file] if gguf_file else weight_files(folder)
+    local = {"local_files_only": True, "trust_remote_code": False}
+    weights = weight_files(folder)
     # What a folder says of itself is believed of those alone that were checked when they were pulled.
-    ours = not gguf_file and folder in [entry.folder for entry in MODELS.values()]
-    sha256 = (packs.read_provenance(folder).get("weights_sha256") if ours else None) or _cached_sha256(weights)
-    shown = folder / gguf_file if gguf_file else folder
+    if folder in [model.folder for model in MODELS.values()]:
+        sha256 = packs.read_provenance(folder).get("weights_sha256")
+    sha256 = sha256 or remembered_sha256(weights)
     try:
         # What it says goes to the stderr of before.
         with bars.waiting(f"loading {name}"), quietly(), contextlib.redirect_stderr(io.StringIO()):
             config = AutoConfig.from_pretrained(folder, **local)
             own = getattr(config, "dtype", None) or torch.float32
-            if not 0 < (layers := config.get_text_config().num_hidden_layers) <= DEEPEST:
-                raise KvlabError(f"cannot load a model from {shown}: it says that it has {layers:,} layers")
+            known_depth(config, folder)
             # A configuration may name code on a hub for its attention, and files of weights that nobody looked at.
             config._attn_implementation, config.transformers_weights = "eager", None
-            given = {} if gguf_file else {"config": config, "use_safetensors": True}
             config._attn_implementation = attention = _attention(config)
             loaded = AutoModelForCausalLM.from_pretrained(
                 folder,
                 output_loading_info=True,
                 dtype=_dtype(dtype, place, own),
                 attn_implementation=attention,
+                config=config,
+                use_safetensors=True,
                 **local,
-                **given,
             )
             model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
-            tokenizer = read_tokenizer(folder, gguf_file)
+            tokenizer = read_tokenizer(folder)
     except KvlabError:
         raise
     # These readers trust every number in a file, so that a damaged one can raise anything.
     except Exception as error:
-        raise KvlabError(f"cannot load a model from {shown}: {first_line(error)}") from error
+        raise KvlabError(f"cannot load a model from {folder}: {first_line(error)}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         lacking = sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]}))
         raise KvlabError(
-            f"the weights in {shown} do not fit its config.json: {len(lacking)} are missing or of another "
+            f"the weights in {folder} do not fit its config.json: {len(lacking)} are missing or of another "
             f"size, such as {lacking[0]}"
         )
     # transformers wraps Module.to so that a checker sees no self.
     lm = _finish(model.to(place), tokenizer, name, sha256)  # pyright: ignore[reportArgumentType]
     if min(lm.n_layers, lm.context_length) < 1:
         raise KvlabError(
-            f"cannot load a model from {shown}: it has {lm.n_layers} layers and takes {lm.context_length} tokens"
+            f"cannot load a model from {folder}: it has {lm.n_layers} layers and takes {lm.context_length} tokens"
         )
     return lm
 
@@ -198,7 +195,7 @@ def _from_hub(repository: str) -> Path:
 
 
 def _what_exists() -> str:
-    pulled = [name for name, entry in MODELS.items() if entry.folder.is_dir()]
+    pulled = [name for name, model in MODELS.items() if model.folder.is_dir()]
     fetched = [f"{name} (with kvlab pull)" for name in MODELS if name not in pulled]
     here = pulled + _hub_cache() + fetched
     return (
@@ -213,27 +210,6 @@ def _hub_cache() -> list[str]:
     with contextlib.suppress(Exception):
         return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
     return []
-
-
-def _cached_sha256(files: list[Path]) -> str:
-    """The sha256 of the files' bytes; remembered by path, size and time, since a large model takes a while to read."""
-    missing = [file for file in files if not os.path.isfile(file)]
-    if missing:
-        raise KvlabError(f"{missing[0]} is named in the model's index, but is not there")
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
-    memo = home() / "hashes" / key
-    with contextlib.suppress(OSError):
-        known = memo.read_text(encoding="ascii").strip()
-        if re.fullmatch(r"[0-9a-f]{64}", known):
-            return known
-    found = packs.file_sha256(*files)
-    with contextlib.suppress(OSError):  # a memo only: a cache folder that cannot be written to does not stop a load
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=memo.parent, delete=False) as stream:
-            stream.write(found)
-        os.replace(stream.name, memo)
-    return found
 
 
 def _dtype(dtype: str | torch.dtype, place: torch.device, own: str | torch.dtype) -> torch.dtype:

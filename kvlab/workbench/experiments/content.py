@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.inputs import packs
+from kvlab.inputs.models import MODELS, cached
+from kvlab.inputs.models.hashes import remembered_sha256
 from kvlab.lib.files import expanded, parsed
 from kvlab.workbench import project
 from kvlab.workbench.experiments import notebooks
 
 LIBRARIES = ("torch", "transformers", "numpy")
+LOOKED_UP = ("heads", "tables")
+"""Parameters that name what was measured for a model and comes with kvlab, in a folder of that name; AUTO: its own."""
+AUTO = "auto"
 
 
 def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
@@ -24,10 +29,21 @@ def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
         "notebook": notebooks.code(notebook),
         "parameters": dict(sorted(parameters.items())),
         "inputs": {text: _fingerprint(text) for text in sorted(set(_texts(parameters.values())))},
+        "looked_up": {name: _shipped(name, parameters) for name in LOOKED_UP if name in parameters},
         "kvlab": [project.version(), project.code_hash()],
         "libraries": _libraries(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _shipped(kind: str, parameters: Mapping[str, Any]) -> str | None:
+    """The hash of the file that comes with kvlab for the model, or under the name that is given; None without one."""
+    wanted = parameters[kind]
+    name = str(parameters.get("model") if wanted == AUTO else wanted)
+    path = Path(__file__).resolve().parents[2] / "methods" / kind / f"{name}.json"
+    if Path(name).name != name or not path.is_file():
+        return None
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def key_now(notebook: Path, parameters: Mapping[str, Any]) -> str:
@@ -85,24 +101,23 @@ def _file_hash(path: Path, size: int, changed: int) -> str:
 
 def model_hash(name: str) -> str | None:
     """The sha256 of the weights of a pulled model; None if no model of that name was pulled."""
-    for note in _notes(name):
-        try:
-            return parsed(note.read_text(encoding="utf-8")).get("weights_sha256")
-        except (OSError, ValueError, AttributeError):
-            continue
-    return None
-
-
-def _notes(name: str) -> list[Path]:
-    """The notes (PROVENANCE.json) of the pulled models of that name, the newest version first."""
-    if not name or "/" in name or any(sign in name for sign in "*?["):
-        return []
-    return sorted((packs.home() / "models").glob(f"{name}-*/PROVENANCE.json"), reverse=True)
+    if name not in MODELS:
+        return None
+    try:
+        return parsed((MODELS[name].folder / packs.PROVENANCE).read_text(encoding="utf-8")).get("weights_sha256")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def model_folder(name: str) -> Path | None:
-    """The folder of a pulled model, or `name` itself if it is a folder; None for any other name."""
-    if pulled := _notes(name):
-        return pulled[0].parent
+    """The folder of a pulled model or of a GGUF file that was converted, or `name` itself if it is a folder.
+
+    None for any other name.
+    """
+    if name in MODELS:
+        return MODELS[name].folder if MODELS[name].folder.is_dir() else None
     path = expanded(name)
+    if name and path.suffix == ".gguf" and path.is_file():
+        converted = cached.own_folder(remembered_sha256([path]))
+        return converted if converted.is_dir() else None
     return path if name and path.is_dir() else None

@@ -33,14 +33,23 @@ def _texts(value: Any) -> list[str]:
 
 
 def _model(name: str) -> None:
-    if content.model_hash(name) or name.startswith("random:") or os.path.exists(expanded(name)):
-        return
-    from kvlab.inputs import models
+    """Pull a known model and convert a user's GGUF file, so that jobs side by side do not wait for each other."""
+    from kvlab.inputs.models import MODELS
+    from kvlab.inputs.models.hashes import remembered_sha256
 
-    if name in models.MODELS:
-        models.pull(name)
-    elif "/" not in name:
-        raise KvlabError(nearest(name, models.MODELS, "model"))
+    path = expanded(name)
+    if name in MODELS:
+        if not MODELS[name].folder.is_dir():  # else nothing needs torch
+            from kvlab.inputs.models.conversion import pull
+
+            pull(name)
+    elif path.suffix == ".gguf" and path.is_file():
+        if content.model_folder(name) is None:
+            from kvlab.inputs.models.conversion import converted
+
+            converted(path, remembered_sha256([path]))
+    elif not name.startswith("random:") and not os.path.exists(path) and "/" not in name:
+        raise KvlabError(nearest(name, MODELS, "model"))
 
 
 def _document(name: str) -> None:

@@ -84,26 +84,25 @@ def table_1(findings: Findings) -> Figure:
 
 
 def _filled_up(ax: Axes, gains: pandas.DataFrame) -> None:
-    """Diamonds beside each pair of bars: the gain of sets that fill the budget; none without tables."""
+    """Diamonds beside each pair of bars: the gain of sets that fill the budget."""
     legend = ax.get_legend()
     assert legend is not None
     handles: list[Any] = list(legend.get_patches())
     labels = [text.get_text() for text in legend.get_texts()]
-    if len(gains):
-        places = [place + 0.44 for place in range(len(gains))]
-        handles.append(
-            ax.errorbar(
-                places,
-                100 * gains["value"],
-                yerr=whisker_lengths(gains, 100),
-                fmt="D",
-                markersize=5,
-                capsize=2,
-                zorder=4,
-                color=FILLED,
-            )
+    places = [place + 0.44 for place in range(len(gains))]
+    handles.append(
+        ax.errorbar(
+            places,
+            100 * gains["value"],
+            yerr=whisker_lengths(gains, 100),
+            fmt="D",
+            markersize=5,
+            capsize=2,
+            zorder=4,
+            color=FILLED,
         )
-        labels.append("filled up")
+    )
+    labels.append("filled up")
     ax.legend(handles, labels, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=8.5, columnspacing=1)
 
 
@@ -145,8 +144,7 @@ def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None
     ours = at(curves, method="compilerkv").sort_values("budget")
     ax.fill_between(ours["budget"], ours["low"], ours["high"], color=OURS, alpha=0.18, linewidth=0)
     filled = at(curves, method="filled").sort_values("budget")
-    if len(filled):
-        ax.plot(filled["budget"], filled["value"], "--", color=OURS, label=quality.LABELS["filled"])
+    ax.plot(filled["budget"], filled["value"], "--", color=OURS, label=quality.LABELS["filled"])
     plots.doublings(ax, ours["budget"].tolist())
     if legend := ax.get_legend():
         legend.remove()

@@ -256,13 +256,13 @@ def bars(
 ) -> Axes:
     """Bars of findings with their intervals: a group for each of `labels`, in it a bar for each of `names`.
 
-    frame: from `Findings.frame`, with one row for each bar; labels: value of `x` -> text below the group; names: value
-    of `hue` -> legend, in the order of the bars.
+    frame: from `Findings.frame`, with one row for each bar; a bar without a row is left out. labels: value of `x` ->
+    text below the group; names: value of `hue` -> legend, in the order of the bars.
     """
     ax = axes(ax)
     width = 0.8 / len(names)
     for number, (value, name) in enumerate(names.items()):
-        part = frame[frame[hue] == value].set_index(x).loc[list(labels)]
+        part = frame[frame[hue] == value].set_index(x).reindex(list(labels))
         places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(labels))]
         ax.bar(places, part["value"], width * 0.94, color=colours[number], label=name, zorder=2)
         ax.errorbar(places, part["value"], yerr=spread(part), fmt="none", color=INK, capsize=3, linewidth=1.2, zorder=3)

@@ -31,8 +31,8 @@ def figure_6(findings: Findings) -> Figure:
     figure, axes = plt.subplots(1, 3, figsize=(15, 5.2), width_ratios=[1, 1, 0.62])
     values = findings.frame(budgets.VALUE)
     _losses(axes[:2], values, design.LADDER, plots.COLOURS, labels, "compression S / t", "Figure 6")
-    again = findings.frame(design.REDUNDANCY).set_index("compression")["value"][compressions]
-    chance = again - findings.frame(design.OVER_CHANCE).set_index("compression")["value"][compressions]
+    again = findings.frame(design.REDUNDANCY).set_index("compression")["value"].reindex(compressions)
+    chance = again - findings.frame(design.OVER_CHANCE).set_index("compression")["value"].reindex(compressions)
     places = range(len(compressions))
     axes[2].bar(places, again, 0.5, color=BLUE, label="measured")
     axes[2].bar(places, chance, 0.5, color=plots.PAPER, label="by chance")

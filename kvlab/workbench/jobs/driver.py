@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line
 from kvlab.workbench import experiments
-from kvlab.workbench.experiments import inputs, limits
+from kvlab.workbench.experiments import Experiment, Job, inputs, limits
+from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.jobs import places
 from kvlab.workbench.jobs.places import Here, cores
 from kvlab.workbench.jobs.running import Result
@@ -31,9 +32,12 @@ def run(
     fresh: bool = False,
     console: Console | None = None,
     cluster: str | None = None,
+    models: Sequence[str] = (),
 ) -> list[Result]:
     """Run all jobs of the named experiments, `workers` at once (default: 2, or 1 on a single core).
 
+    With `models` every experiment runs once on each of them, in place of the model that its file names; one whose
+    notebook has no parameter `model` runs once.
     Everything is checked before anything runs: names, parameters, notebooks, documents, the store. A finished job with
     the same content key is not run again unless `fresh`. A job that fails does not stop the others; its executed copy
     is kept in mlruns/failed and with its run. A job whose process dies is begun again, `sweep.TRIES` times in all.
@@ -45,12 +49,12 @@ def run(
     if workers is not None and workers < 1:
         raise KvlabError(f"the number of jobs at once must be 1 or more, not {workers}")
     patience.patience()
-    queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
+    queue = list(_jobs(loaded, profile, overrides or {}, models))
     inputs.prepare([job.parameters for job in queue])
     for job in queue:
         limits.check(job.parameters, job.experiment)
     # Made again: `prepare` may have pulled a model, and its hash belongs in the keys.
-    queue = [job for experiment in loaded for job in experiments.jobs(experiment, profile, overrides)]
+    queue = list(_jobs(loaded, profile, overrides or {}, models))
     connection = database.client()
     ids = _known(connection, [experiment.name for experiment in loaded])
     descriptions = {experiment.name: experiment.summary for experiment in loaded}
@@ -59,6 +63,15 @@ def run(
         return Sweep(connection, queue, ids, descriptions, place, fresh, console).go()
     finally:
         place.close()
+
+
+def _jobs(
+    loaded: Sequence[Experiment], profile: str, overrides: Mapping[str, Any], models: Sequence[str]
+) -> Iterator[Job]:
+    for experiment in loaded:
+        takes_one = bool(models) and "model" in parameters_of(experiment.path)
+        for given in [{"model": model} for model in dict.fromkeys(models)] if takes_one else [{}]:
+            yield from experiments.jobs(experiment, profile, {**overrides, **given})
 
 
 def _known(connection: Patient, names: Sequence[str]) -> dict[str, str]:

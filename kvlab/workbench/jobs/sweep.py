@@ -81,8 +81,7 @@ class Sweep:
             self.client.give_up = asked
             try:
                 self._look_back()
-                # The longest first: a long job that begins last would run alone at the end.
-                self.waiting.sort(key=self.progress.expected, reverse=True)
+                self.waiting.sort(key=self._place_in_line)
                 self.progress.announce()
                 while self.waiting or self.running:
                     self._begin_some()
@@ -104,6 +103,13 @@ class Sweep:
             finally:
                 self._settle(interrupted)
         return [self.results[number] for number in sorted(self.results)]
+
+    def _place_in_line(self, number: int) -> tuple[int, float]:
+        """Model by model, in the order of the queue: the shared traces of one model fit the cache, those of several may
+        not. Of each model the longest job first: if it began last, it would run alone at the end.
+        """
+        models = list(dict.fromkeys(_kind(job)[2] for job in self.queue))
+        return models.index(_kind(self.queue[number])[2]), -self.progress.expected(number)
 
     def _stopped(self, reason: str, file: str | None = None) -> KvlabError:
         return KvlabError(f"{reason}{f' ({file})' if file else ''}; {self._how_to_go_on()}")
@@ -135,18 +141,18 @@ class Sweep:
     def _look_back(self) -> None:
         """Sort the queue into jobs that an earlier sweep has finished and jobs that wait.
 
-        A job is expected to take as long as the last one of the same experiment and profile took.
+        A job is expected to take as long as the last one of the same experiment, profile and model took.
         """
-        kinds: dict[tuple[str, str], float | None] = {(job.experiment, job.profile): job.seconds for job in self.queue}
-        for (experiment, profile), job_seconds in kinds.items():
-            if last := earlier.newest(self.client, self.ids[experiment], profile=profile):
-                kinds[experiment, profile] = float(last.data.tags.get("kvlab.seconds", 0)) or job_seconds
+        kinds: dict[tuple[str, str, str], float | None] = {_kind(job): job.seconds for job in self.queue}
+        for (experiment, profile, model), job_seconds in kinds.items():
+            if last := earlier.newest(self.client, self.ids[experiment], model, profile=profile):
+                kinds[experiment, profile, model] = float(last.data.tags.get("kvlab.seconds", 0)) or job_seconds
         done: dict[tuple[str, str], str] = {}
         for name, experiment_id in () if self.fresh else self.ids.items():
             for run in earlier.finished(self.client, experiment_id, code=project.code_hash()[:16]):
                 done.setdefault((name, run.data.tags.get("kvlab.key", "")), run.info.run_id)
         for number, job in enumerate(self.queue):
-            self.progress.expect(number, kinds[job.experiment, job.profile])
+            self.progress.expect(number, kinds[_kind(job)])
             if run_id := done.get((job.experiment, job.key)):
                 self._is_done(number, run_id)
             else:
@@ -343,6 +349,11 @@ class Sweep:
             self._release(running.number)
         self.results[running.number] = Result(running.job, state, running.run.id, seconds, error, kept)
         self.progress.set(running.number, state, error, seconds)
+
+
+def _kind(job: Job) -> tuple[str, str, str]:
+    """Experiment, profile and model."""
+    return job.experiment, job.profile, str(job.parameters.get("model", ""))
 
 
 def _is_key(job: Job) -> bool:

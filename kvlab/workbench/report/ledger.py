@@ -1,15 +1,16 @@
-"""The claims ledger as data: for every claim the newest finished run that measured it, the verdict, and the counts."""
+"""The claims ledger as data: for every claim and model the newest finished run that measured it, and the verdict."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.workbench import project
+from kvlab.workbench.report.subjects import subjects
 from kvlab.workbench.store import database, earlier
 
 if TYPE_CHECKING:
@@ -39,11 +40,12 @@ STATES = (*papers.VERDICTS, UNTESTED)
 
 @dataclass
 class Entry:
-    """A claim, the verdict of our numbers on it, and the run that they come from (None if there is none)."""
+    """A claim on a model: the verdict of our numbers on it, and the run that they come from (None if there is none)."""
 
     claim: papers.Claim
     verdict: papers.Verdict
     run: Run | None = None
+    model: str = ""
 
     @property
     def state(self) -> str:
@@ -55,10 +57,6 @@ class Entry:
         the instrument, and what is "recomputed" about the paper's own figures.
         """
         return {"finding": "findings", "recomputed": "recomputed"}.get(self.claim.kind, "checks")
-
-    @property
-    def model(self) -> str:
-        return self.run.data.tags.get("model", "") if self.run else ""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -88,10 +86,10 @@ class Tally:
     recomputed: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, found: Iterable[Entry]) -> Tally:
+    def of(cls, judged: Iterable[Entry]) -> Tally:
         """Count these entries."""
         counted = cls()
-        for entry in found:
+        for entry in judged:
             getattr(counted, entry.group)[entry.state] += 1
         return counted
 
@@ -106,65 +104,95 @@ class Tally:
         return self.checks["fails"] + self.checks["holds in direction only"]
 
 
-def by_paper(found: Iterable[Entry]) -> dict[str, list[Entry]]:
+def by_paper(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Label of a paper -> its entries."""
     sorted_out: dict[str, list[Entry]] = {paper.label: [] for paper in papers.papers()}
     labels = {paper.name: paper.label for paper in papers.papers()}
-    for entry in found:
+    for entry in judged:
         sorted_out[labels[entry.claim.paper]].append(entry)
     return sorted_out
 
 
-def entries(model: str | None = None, profile: str | None = None) -> list[Entry]:
-    """Every claim with its verdict. `model` (a name, with or without its hash) and `profile` narrow the runs.
+def entries(model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Entry]:
+    """Every claim with its verdict, once for each model that measured any: claim by claim, the smallest model first.
 
-    A claim is judged on the newest finished run of its experiment that has all metrics it needs; failing that, on the
-    newest that has its own metric. Interactive runs do not count. Without a store nothing is measured: no error.
+    A claim is judged on the newest finished run of its experiment on that model that has all metrics it needs; failing
+    that, on the newest that has its own metric. Interactive runs do not count. Without a store nothing is measured: no
+    error, and each claim stands there once, without a model.
+
+    Args:
+        model: only this one, or these (names, with or without their hash); all if there is none.
+        profile: only runs of this profile.
     """
     every = papers.claims()
-    runs: dict[str, list[Run]] = {}
-    if database.exists():
-        connection = database.client()
-        for name in {claim.experiment for claim in every if claim.experiment}:
-            runs[name] = _finished(connection, name, model, profile)
-    found = []
-    for claim in every:
-        candidates = [run for run in runs.get(claim.experiment or "", []) if claim.metric in run.data.metrics]
-        complete = [run for run in candidates if claim.metrics <= set(run.data.metrics)]
-        run = next(iter(complete or candidates), None)
-        found.append(Entry(claim, papers.judge(claim, run.data.metrics if run else {}), run))
-    return found
+    runs = _runs(_names(model), profile)
+    known = sorted({_model_of(run) for of_experiment in runs.values() for run in of_experiment})
+    verdicts = {name: [_judged(claim, name, runs.get(claim.experiment or "", [])) for claim in every] for name in known}
+    measured = {name: mine for name, mine in verdicts.items() if any(entry.run for entry in mine)}
+    if not measured:
+        return [Entry(claim, papers.judge(claim, {})) for claim in every]
+    order = [subject.name for subject in subjects(entry for mine in measured.values() for entry in mine)]
+    return [measured[name][place] for place in range(len(every)) for name in order]
 
 
-def _finished(connection: Patient, experiment: str, model: str | None, profile: str | None) -> list[Run]:
-    """The finished jobs of an experiment, newest first."""
+def _judged(claim: papers.Claim, model: str, runs: Iterable[Run]) -> Entry:
+    """A claim on a model, from the runs of its experiment, newest first."""
+    candidates = [run for run in runs if _model_of(run) == model and claim.metric in run.data.metrics]
+    complete = [run for run in candidates if claim.metrics <= set(run.data.metrics)]
+    run = next(iter(complete or candidates), None)
+    return Entry(claim, papers.judge(claim, run.data.metrics if run else {}), run, model)
+
+
+def _model_of(run: Run) -> str:
+    return run.data.tags.get("model", "")
+
+
+def _names(model: str | Sequence[str] | None) -> set[str]:
+    """Names without their hashes."""
+    return {name.split("@")[0] for name in ([model] if isinstance(model, str) else model or ()) if name}
+
+
+def _runs(models: set[str], profile: str | None) -> dict[str, list[Run]]:
+    """Experiment -> its finished jobs, newest first, for the experiments that claims rest on."""
+    if not database.exists():
+        return {}
+    connection = database.client()
+    names = {claim.experiment for claim in papers.claims() if claim.experiment}
+    return {
+        name: [run for run in _finished(connection, name, profile) if not models or models & _names(_model_of(run))]
+        for name in names
+    }
+
+
+def _finished(connection: Patient, experiment: str, profile: str | None) -> Iterator[Run]:
     known = connection.get_experiment_by_name(experiment)
-    if known is None:
-        return []
-    tags = {"profile": _quotable(profile)} if profile else {}
-    found = earlier.finished(connection, known.experiment_id, earlier.PAGE, **tags)
-    wanted = model.split("@")[0] if model else None
-    return [run for run in found if wanted is None or run.data.tags.get("model", "").split("@")[0] == wanted]
+    if known is not None:
+        tags = {"profile": _quotable(profile)} if profile else {}
+        yield from earlier.finished(connection, known.experiment_id, earlier.PAGE, **tags)
 
 
-def refuse(model: str | None, profile: str | None) -> NoReturn:
-    """Raise KvlabError that says why no run of that model and profile measured a claim."""
-    runs: list[Run] = []
-    if database.exists():
-        connection = database.client()
-        for name in {claim.experiment for claim in papers.claims() if claim.experiment}:
-            runs += _finished(connection, name, None, None)
+def by_model(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Model -> its entries, in the order of `entries`."""
+    sorted_out: dict[str, list[Entry]] = {}
+    for entry in judged:
+        sorted_out.setdefault(entry.model, []).append(entry)
+    return sorted_out
+
+
+def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
+    """Raise KvlabError that says why no run of these models and that profile measured a claim."""
+    runs = [run for of_experiment in _runs(set(), None).values() for run in of_experiment]
     if not runs:
         project.checkout()
         raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")
-    found = {
-        "model": {run.data.tags.get("model", "").split("@")[0] for run in runs},
+    there = {
+        "model": {name for run in runs for name in _names(_model_of(run))},
         "profile": {run.data.tags.get("kvlab.profile", "") for run in runs},
     }
-    for what, wanted in (("profile", profile), ("model", model and model.split("@")[0])):
-        if wanted and wanted not in found[what]:
-            there = ", ".join(sorted(found[what] - {""})) or "none"
-            raise KvlabError(f"no run of the {what} {wanted!r} has finished; there are runs of: {there}")
+    for what, wanted in (("profile", {profile} if profile else set()), ("model", _names(model))):
+        if missing := wanted - there[what]:
+            listed = ", ".join(sorted(there[what] - {""})) or "none"
+            raise KvlabError(f"no run of the {what} {min(missing)!r} has finished; there are runs of: {listed}")
     raise KvlabError("none of these runs has measured a claim; run `kvlab reproduce` first")
 
 
@@ -174,16 +202,16 @@ def _quotable(text: str) -> str:
     return text
 
 
-def ledger(model: str | None = None, profile: str | None = None) -> pandas.DataFrame:
+def ledger(model: str | Sequence[str] | None = None, profile: str | None = None) -> pandas.DataFrame:
     """The ledger as a table with the columns `COLUMNS`; the numbers are floats, NaN where there is none."""
     return frame(entries(model, profile))
 
 
-def frame(found: Iterable[Entry]) -> pandas.DataFrame:
+def frame(judged: Iterable[Entry]) -> pandas.DataFrame:
     """The table of these entries."""
     import pandas
 
-    table = pandas.DataFrame([entry.row for entry in found], columns=COLUMNS)
+    table = pandas.DataFrame([entry.row for entry in judged], columns=COLUMNS)
     numbers = ["paper_value", "value", "low", "high"]
     return table.astype(dict.fromkeys(numbers, "float64"))
 

@@ -26,23 +26,31 @@ FINISHED_JOB = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
 PAGE = 1000
 
 
-def finished(connection: Patient, experiment: str, page_size: int = PAGE, **tags: str) -> Iterator[Run]:
-    """The finished jobs of an experiment (its id) with these tags of kvlab, newest first."""
+def finished(
+    connection: Patient, experiment: str, page_size: int = PAGE, model: str = "", **tags: str
+) -> Iterator[Run]:
+    """The finished jobs of an experiment (its id) with these tags of kvlab, newest first.
+
+    model: only those on the model that is called so; on any if empty.
+    """
     query = FINISHED_JOB + "".join(f" and tags.`kvlab.{name}` = '{value}'" for name, value in tags.items())
+    if model and "'" not in model:  # a path with a quote cannot be asked for, and is looked for below
+        query += f" and tags.model = '{model}'"
     token = None
     while True:
         page = connection.search_runs(
             [experiment], query, max_results=page_size, page_token=token, order_by=["attributes.end_time DESC"]
         )
-        yield from (run for run in page if run.data.tags.get("kvlab.key") != EDITED)
+        kept = (run for run in page if not model or run.data.tags.get("model") == model)
+        yield from (run for run in kept if run.data.tags.get("kvlab.key") != EDITED)
         token = page.token
         if not token:
             return
 
 
-def newest(connection: Patient, experiment: str, **tags: str) -> Run | None:
-    """The last finished job of an experiment (its id) with these tags of kvlab."""
-    return next(finished(connection, experiment, page_size=1, **tags), None)
+def newest(connection: Patient, experiment: str, model: str = "", **tags: str) -> Run | None:
+    """The last finished job of an experiment (its id) on a model (any if empty) with these tags of kvlab."""
+    return next(finished(connection, experiment, page_size=1, model=model, **tags), None)
 
 
 # ---------------------------------------------------------------- locks

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas.io.formats.style import Styler
 
+    from kvlab.inputs.models import LM
     from kvlab.instruments.probes import Records
     from kvlab.workbench.store.patience import Patient
 
@@ -39,6 +40,8 @@ ERROR = "kvlab.error"
 IDENTITY = ("model", "document", "documents", "seed")  # parameters that have their own place in a signature
 LONGEST = 5000  # characters; MLflow cuts longer parameters without saying so
 SHOWN = 1000  # rows; the page of a run fetches them all
+PARAMETERS = "parameters"  # the tag with the number of the model's weights
+NONE = "none"  # what a tag says where nothing was measured for a model
 LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
 NAME = re.compile(r"[\w\-. /]{1,240}")
 COLOURS = {"holds": "#d5efe0", "holds in direction only": "#fdf0c8", "fails": "#f8d9d3", "not measured": "#e8eaee"}
@@ -160,6 +163,25 @@ class Run:
     def tag(self, key: str, value: object) -> None:
         """Set a tag, such as the signature of what was measured."""
         self.client.set_tag(self.id, key, str(value)[:LONGEST])
+
+    def about(self, lm: LM, **chosen: object) -> None:
+        """Say in the run's tags which model its numbers are of: hash, number of parameters, type, and shape.
+
+        Args:
+            lm: as it was loaded.
+            chosen: what else was picked for this very model, such as `tables="smollm2-135m"`; None is tagged as NONE.
+        """
+        config = lm.model.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        own = {
+            "model_sha256": lm.sha256,
+            PARAMETERS: lm.model.num_parameters(),
+            "dtype": str(lm.dtype).removeprefix("torch."),
+            "shape": f"{lm.n_layers} layers, {heads} query heads, {kv_heads} KV heads",
+        }
+        for key, value in (own | chosen).items():
+            self.tag(key, NONE if value is None else value)
 
     def claims(self, experiment_or_paper: str | None = None) -> Styler:
         """Judge the claims of an experiment (this run's, if none is named) or a paper on this run's metrics.

@@ -1,0 +1,119 @@
+"""What of models lies in the cache, and how it is removed. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from kvlab.errors import KvlabError, nearest
+from kvlab.inputs import packs
+from kvlab.inputs.models import sources
+from kvlab.inputs.models.catalogue import MODELS, KnownModel
+
+GONE = ".gone-"
+# A change of what a conversion writes gets a new number, so that a user's file is converted again. A known model's
+# version is in the catalogue.
+FORMAT = 1
+
+
+def own_folder(sha256: str) -> Path:
+    """Where a user's GGUF file with this hash lies once it is converted."""
+    return packs.home() / "models" / f"gguf-{FORMAT}-{sha256[:32]}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model in the cache, or what a pull that was cut off has left of it.
+
+    Attributes:
+        name: as `remove` takes it.
+        folder: where it lies; it is not there yet where only parts are.
+        parts: where those lie, if there are any.
+        size: bytes on the disk, parts included.
+        about: what it is, in a few words.
+    """
+
+    name: str
+    folder: Path
+    parts: Path | None
+    size: int
+    about: str
+
+
+def held() -> list[Held]:
+    """The models in the cache: those that kvlab knows, in the order of the catalogue, then the others."""
+    known = [held for model in MODELS.values() if (held := _known(model))]
+    folders = {model.folder.name for model in MODELS.values()}
+    store = packs.home() / "models"
+    return known + [_other(path) for path in sorted(store.glob("[!.]*")) if path.is_dir() and path.name not in folders]
+
+
+def _known(model: KnownModel) -> Held | None:
+    size = _bytes(model.folder) + _bytes(model.workspace)
+    if model.folder.is_dir():
+        about = "ready"
+    elif (model.workspace / sources.WHOLE).is_file():
+        about = "fetched, not converted yet"
+    elif size:
+        about = f"{len(sources.fetched(model))} of {len(model.parts)} parts fetched"
+    else:
+        return None
+    return Held(model.name, model.folder, model.workspace, size, about)
+
+
+def _other(folder: Path) -> Held:
+    facts = packs.read_provenance(folder)
+    name, file = facts.get("name"), facts.get("file")
+    if isinstance(name, str) and isinstance(file, str):
+        return Held(name, folder, None, _bytes(folder), f"converted from {file}")
+    return Held(folder.name, folder, None, _bytes(folder), "of an earlier version")
+
+
+def remove(name: str) -> int:
+    """Remove a model from the cache, with what was fetched for it, and return the bytes that are free by that.
+
+    Raises KvlabError for a name that is not in the cache, and where another process is making the model.
+    """
+    there = held()
+    named = [model for model in there if name in (model.name, model.folder.name)]
+    if not named and name in MODELS:
+        names = ", ".join(model.name for model in there)
+        raise KvlabError(f"{name} is not in the cache; there is {names or 'no model'}")
+    if not named:
+        raise KvlabError(nearest(name, [*MODELS, *(model.name for model in there)], "model"))
+    for model in named:
+        _remove(model)
+    return sum(model.size for model in named)
+
+
+def _remove(model: Held) -> None:
+    store, name = model.folder.parent, model.folder.name
+    lock = FileLock(store / f".{name}.lock")
+    with packs.disk_errors(f"removing {model.name}"):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise KvlabError(f"{model.name} is being made by another process; wait for it, or stop it") from error
+        try:
+            for path in (model.folder, model.parts):
+                if path and path.exists():
+                    # Out of the way in one step: a removal that is killed leaves no half model behind.
+                    os.replace(path, tempfile.mkdtemp(prefix=f"{GONE}{name}-", dir=store))
+            for left in [*store.glob(f"{GONE}*"), *store.glob(f"{packs.STAGE_PREFIX}{name}-*")]:
+                shutil.rmtree(left, ignore_errors=True)
+        finally:
+            lock.release()
+
+
+def _bytes(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a pull in another process moves its files
+            size += path.stat().st_size if path.is_file() else 0
+    return size

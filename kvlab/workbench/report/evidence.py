@@ -1,0 +1,142 @@
+"""What a report shows of the runs that its numbers come from: signatures, figures, and the links to them."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from kvlab.errors import KvlabError
+from kvlab.workbench.report.ledger import Entry
+from kvlab.workbench.store import database
+from kvlab.workbench.store.tracking import file_name
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from PIL.Image import Image
+
+    from kvlab.workbench.store.patience import Patient
+
+WIDEST, THUMB = 1600, 300  # pixels of an embedded figure, and of its small copy beside a claim
+UI = "http://127.0.0.1:5000"  # where `make lab` and `mlflow server` answer
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of a run: a name unique on the page, what it is called, and both sizes as data URIs."""
+
+    anchor: str
+    name: str
+    large: str
+    small: str
+
+
+@dataclass
+class Evidence:
+    """What is shown of a run: its signature line, its figures by name, and the claims that rest on it."""
+
+    run: Run
+    signature: str
+    pictures: dict[str, Picture] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def experiment(self) -> str:
+        return self.run.data.tags.get("kvlab.experiment", "run")
+
+
+def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
+    """Run id -> what is shown of that run, for the runs that the entries rest on, sorted by experiment."""
+    shown: dict[str, Evidence] = {}
+    for entry in judged:
+        if entry.run:
+            run_id = entry.run.info.run_id
+            shown.setdefault(run_id, Evidence(entry.run, signature(entry.run))).entries.append(entry)
+    if shown:
+        connection = database.client()
+        for run_id, item in shown.items():
+            item.pictures = {picture.name: picture for picture in _pictures(connection, run_id)}
+    return dict(sorted(shown.items(), key=lambda pair: pair[1].experiment))
+
+
+def signature(run: Run) -> str:
+    """The line that stands with every number of a run: its tag `signature`, else put together from other tags."""
+    tags = run.data.tags
+    if "signature" in tags:
+        return tags["signature"]
+    parts = [
+        tags.get("model", ""),
+        tags.get("document", ""),
+        tags.get("seed") and f"seed {tags['seed']}",
+        tags.get("kvlab.version") and f"kvlab {tags['kvlab.version']}",
+    ]
+    return " | ".join(part for part in parts if part)
+
+
+def _pictures(connection: Patient, run_id: str) -> Iterable[Picture]:
+    from PIL import Image
+
+    for artifact in sorted(connection.list_artifacts(run_id, "figures"), key=lambda each: each.path):
+        if not artifact.path.endswith(".png"):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(connection.download_artifacts(run_id, artifact.path, folder))
+            try:
+                with Image.open(path) as image:
+                    plain = image.convert("RGB")
+            # Pillow raises all of these for a damaged picture.
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+                mend = "run its experiment again with --fresh, or delete the run"
+                raise KvlabError(f"the figure {artifact.path} of run {run_id} is damaged: {mend}") from None
+            # Lossless, since the colours of a heatmap are data.
+            yield Picture(
+                f"{run_id[:8]}-{slug(path.stem)}",
+                path.stem,
+                _data_uri(plain, WIDEST, lossless=True),
+                _data_uri(plain, THUMB, quality=80),
+            )
+
+
+def _data_uri(image: Image, widest: int, **how: Any) -> str:
+    """The picture as WebP, at most so many pixels wide and high; how: as pillow's writer takes it."""
+    import io
+
+    copy, buffer = image.copy(), io.BytesIO()
+    copy.thumbnail((widest, widest))
+    copy.save(buffer, "WEBP", **how)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def thumbnail(entry: Entry, shown: Mapping[str, Evidence]) -> Picture | None:
+    if not entry.run or not entry.claim.figure or entry.run.info.run_id not in shown:
+        return None
+    return shown[entry.run.info.run_id].pictures.get(file_name(entry.claim.figure))
+
+
+def beside_claims(judged: Iterable[Entry], shown: Mapping[str, Evidence]) -> list[Picture]:
+    """The pictures that stand as small copies beside claims, each once."""
+    named = {picture.anchor: picture for entry in judged if (picture := thumbnail(entry, shown))}
+    return list(named.values())
+
+
+def run_link(run: Run) -> str:
+    """The address of a run in the MLflow UI: that of the tracking server, else where `make lab` starts one."""
+    where = urlsplit(database.store_uri())
+    # An address may hold a password, which must not get into the page.
+    server = f"{where.scheme}://{where.netloc.rpartition('@')[2]}" if where.scheme in ("http", "https") else UI
+    return f"{server}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+
+
+def slug(text: str) -> str:
+    return re.sub(r"\W+", "-", text)
+
+
+def when(run: Run) -> str:
+    assert run.info.end_time is not None, "claims rest on finished runs"
+    return datetime.datetime.fromtimestamp(run.info.end_time / 1000, datetime.UTC).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,43 @@
+"""The small axis under a value: where our number lies beside the paper's and beside the turn of its direction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlab import papers
+from kvlab.workbench.report.ledger import Entry
+
+
+def scale(entry: Entry) -> dict[str, Any] | None:
+    """Positions from 0 to 100 on a common axis: of our value, its interval's ends, the paper's value, and the turn.
+
+    The turn is the value at which the claim's direction changes. None where there is nothing to compare our value with.
+    """
+    verdict, claim = entry.verdict, entry.claim
+    marks = {
+        "value": verdict.value,
+        "low": verdict.low,
+        "high": verdict.high,
+        "paper": claim.paper_value,
+        "turn": turn_of(claim),
+    }
+    known = {name: value for name, value in marks.items() if value is not None}
+    if "value" not in known or len(known) < 2 or max(known.values()) == min(known.values()):
+        return None
+    low, high = min(known.values()), max(known.values())
+    return {name: round(6 + 88 * (known[name] - low) / (high - low), 2) if name in known else None for name in marks}
+
+
+def turn_of(claim: papers.Claim) -> float | None:
+    """The value at which the direction of a claim changes, if that is a number and the claim tests its own metric.
+
+    Of several tests, that of the first which does.
+    """
+    several = getattr(claim.direction, "tests", None)
+    tests = [test for test in several if test.metric == claim.metric] if several else [claim.direction]
+    for test in tests:
+        than = getattr(test, "than", None)
+        if (several or test.metric is None) and not isinstance(than, str):
+            turn = test.threshold({}.__getitem__, claim.paper_value)
+            return than if turn is None else turn
+    return None

@@ -1,0 +1,100 @@
+"""The models of the ledger: how large each is, what shape it has, and in which order they stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvlab.workbench.store.tracking import NONE, PARAMETERS
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+    from kvlab.workbench.report.ledger import Entry
+
+LACKING = {"tables": ("compilerkv", "neutral tables"), "heads": ("duoattention", "no measured head scores")}
+"""Tag of a run that says NONE where nothing comes with kvlab for its model -> the policy that went without, and what to
+say of it."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that runs were made on.
+
+    Attributes:
+        name: the tag `model` of its runs.
+        parameters: the number of its weights; None where neither a run nor the catalogue tells.
+        shape, dtype: in words, as its newest run tells; empty where it does not.
+    """
+
+    name: str
+    parameters: int | None = None
+    shape: str = ""
+    dtype: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name without hash, and without the folders of a path."""
+        return self.name.split("@")[0].rstrip("/").rpartition("/")[2] or self.name
+
+    @property
+    def told(self) -> str:
+        """What is known of it, in words; empty where nothing is."""
+        size = f"{self.size} parameters" if self.size else ""
+        return "; ".join(part for part in (size, self.shape, self.dtype) if part)
+
+    @property
+    def size(self) -> str:
+        """The number of its parameters in words: "135M", "1.5B"; empty where it is not known."""
+        return "" if self.parameters is None else in_words(self.parameters)
+
+
+def in_words(parameters: float) -> str:
+    """A number of parameters as model cards have it, with two digits at least."""
+    for unit, factor in (("K", 1e3), ("M", 1e6), ("B", 1e9)):
+        if parameters < 999.5 * factor or unit == "B":
+            count = parameters / factor
+            return f"{count:.0f}{unit}" if count >= 9.95 else f"{count:.1f}{unit}".replace(".0", "")
+    raise AssertionError("billions are the last unit")
+
+
+def subjects(judged: Iterable[Entry]) -> list[Subject]:
+    """The models that entries with a run are about, the smallest first; those of unknown size last."""
+    runs: dict[str, dict[str, Run]] = {}
+    for entry in judged:
+        if entry.run:
+            runs.setdefault(entry.model, {})[entry.run.info.run_id] = entry.run
+    every = [_subject(name, list(mine.values())) for name, mine in runs.items()]
+    return sorted(every, key=lambda subject: (subject.parameters or math.inf, subject.name))
+
+
+def _subject(name: str, runs: list[Run]) -> Subject:
+    newest = sorted(runs, key=lambda run: run.info.end_time or 0, reverse=True)
+    tags = [run.data.tags for run in newest]
+    return Subject(name, _parameters(name, tags), _first(tags, "shape"), _first(tags, "dtype"))
+
+
+def remarks(entry: Entry) -> list[str]:
+    """What a reader of an entry should know of what its run went without."""
+    if entry.run is None or entry.group == "recomputed":
+        return []
+    tags, claim = entry.run.data.tags, entry.claim
+    about = " ".join([claim.id, claim.paper, *claim.metrics])
+    return [words for tag, (policy, words) in LACKING.items() if tags.get(tag) == NONE and policy in about]
+
+
+def _first(tags: list[dict[str, str]], key: str) -> str:
+    """The first value of a tag that any of the runs has."""
+    return next((of_run[key] for of_run in tags if of_run.get(key)), "")
+
+
+def _parameters(name: str, tags: list[dict[str, str]]) -> int | None:
+    """As the runs tell; older ones do not, and then the catalogue tells."""
+    told = _first(tags, PARAMETERS)
+    if told.isdecimal():
+        return int(told)
+    from kvlab.inputs.models import MODELS
+
+    return getattr(MODELS.get(name.split("@")[0]), PARAMETERS, None)

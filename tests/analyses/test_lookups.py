@@ -1,0 +1,55 @@
+"""Head scores and tables that come with kvlab are found by the model's weights, else by its name and shape."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvlab.analyses import lookups
+from kvlab.methods import lookup
+from kvlab.methods.lookup import DecisionTables, HeadScores
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch, tiny):
+    """Tables and head scores of three models: the tiny one by its weights, one of its shape, and one of another."""
+    lm = tiny()
+    about = {"same": (lm.sha256, "renamed"), "alike": ("0" * 64, lm.name), "other": ("1" * 64, "other")}
+    for name, (sha256, model) in about.items():
+        tables = {"model": model, "sha256": sha256, "heads": [[1.0] * 4] * 2, "risk": None}
+        (tmp_path / f"{name}.json").write_text(json.dumps(tables))
+    monkeypatch.setattr(DecisionTables, "folder", tmp_path)
+    return tmp_path
+
+
+def test_the_weights_decide_then_name_and_shape(shipped, tiny):
+    assert lookups.tables(tiny()) == "same"
+    (shipped / "same.json").unlink()
+    assert lookups.tables(tiny()) == "alike"
+    assert lookups.tables(tiny(layers=3)) is None, "tables of two layers do not fit, whatever the name says"
+    (shipped / "alike.json").unlink()
+    assert lookups.tables(tiny()) is None
+
+
+def test_what_is_named_stays_as_it_is(tiny):
+    assert (
+        lookups.tables(tiny(), "mine.json") == "mine.json" and lookups.head_scores(tiny(), "mine.json") == "mine.json"
+    )
+    assert lookups.tables(tiny(), None) is lookups.tables(tiny(), "") is lookups.head_scores(tiny(), None) is None
+
+
+def test_the_default_model_has_both(lm):
+    assert (lookups.head_scores(lm), lookups.tables(lm)) == ("smollm2-135m", "smollm2-135m")
+    assert lookups.tables_in_words("smollm2-135m") == "CompilerKV's tables: those of smollm2-135m"
+    assert "neutral" in lookups.tables_in_words(None) and "first heads" in lookups.heads_in_words(None)
+
+
+@pytest.mark.parametrize("kind", [HeadScores, DecisionTables])
+def test_each_file_is_named_like_its_model_and_says_whose_weights_it_is_of(kind):
+    """Loaded by that name, although a name may hold a point."""
+    for path in kind.folder.glob("*.json"):
+        sha256, model, layers, heads = kind.load(path.stem).measured_on
+        assert model == path.stem and len(sha256) == 64 and layers and heads
+    with pytest.raises(lookup.KvlabError, match="qwen9.5-coder-0.5b"):
+        kind.load("qwen9.5-coder-0.5b")

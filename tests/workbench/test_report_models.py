@@ -1,0 +1,301 @@
+"""The ledger of several models: which runs count for each, pages side by side, and where effects go with size."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pandas
+import pytest
+from support.report_pages import CLAIM, Page, slug
+from support.runs import job
+
+from kvlab import papers
+from kvlab.inputs import models as known
+from kvlab.workbench.report import growth, ledger
+from kvlab.workbench.report import page as report
+from kvlab.workbench.report.subjects import Subject, in_words, remarks, subjects
+
+SMALL, LARGE = {"model": "small", "parameters": 135_000_000}, {"model": "large", "parameters": 8_000_000_000}
+
+
+def of_claim(found, claim: str = CLAIM) -> dict[str, ledger.Entry]:
+    """Model -> its entry."""
+    return {entry.model: entry for entry in found if entry.claim.id == claim}
+
+
+# ---------------------------------------------------------------- which runs count
+
+
+def test_for_each_model_its_own_newest_run_counts(project):
+    job(0.1, **SMALL)
+    newest = job(0.3, **SMALL)
+    other = job(0.6, **LARGE)
+    job(-1.0, status="FAILED", **LARGE)
+    found = report.entries()
+    assert len(found) == 2 * len(papers.claims())
+    mine = of_claim(found)
+    assert list(mine) == ["small", "large"]
+    assert [entry.run.info.run_id for entry in mine.values()] == [newest, other]
+    assert [entry.state for entry in mine.values()] == ["holds in direction only", "holds"]
+    elsewhere = of_claim(found, "dapq.table1.dc_sp")
+    assert {entry.state for entry in elsewhere.values()} <= {"not measured"}
+
+
+def test_the_table_has_a_row_for_each_claim_and_model(project):
+    job(0.3, **SMALL)
+    job(0.6, **LARGE)
+    frame = pandas.read_csv(report.write().parent / "claims.csv")
+    assert frame.groupby("id").model.apply(list).map(tuple).unique().tolist() == [("small", "large")]
+    assert set(frame.query("id == @CLAIM").set_index("model").value.items()) == {("small", 0.3), ("large", 0.6)}
+    one = report.ledger(model="large")
+    assert len(one) == len(papers.claims()) and set(one.model) == {"large"}
+    both = report.ledger(model=["small", "large@1"])
+    assert len(both) == 2 * len(one)
+
+
+def test_a_model_that_measured_no_claim_is_no_part_of_it(project):
+    job(0.3, **SMALL)
+    job(0.6, metric="nobody/asked", **LARGE)
+    assert {entry.model for entry in report.entries()} == {"small"}
+    assert report.write().name == "report.html" and not list((project / "report").glob("model-*"))
+
+
+# ---------------------------------------------------------------- the models
+
+
+def test_models_stand_in_the_order_of_their_sizes(project, monkeypatch):
+    """As the newest run says that does; else as the catalogue says; the unknown ones last."""
+    monkeypatch.setitem(known.MODELS, "known", Subject("known", 500_000_000))
+    job(0.1, model="unknown")
+    job(0.1, model="known@0")
+    job(0.1, shape="32 layers", dtype="float32", **LARGE)
+    job(0.1, metric="reduction/0.10", **SMALL)
+    job(0.2, model="small")
+    found = subjects(report.entries())
+    assert [(subject.name, subject.parameters) for subject in found] == [
+        ("small", 135_000_000),
+        ("known@0", 500_000_000),
+        ("large", 8_000_000_000),
+        ("unknown", None),
+    ]
+    assert found[2].told == "8B parameters; 32 layers; float32" and found[3].told == ""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        (134_515_008, "135M"),
+        (494_032_768, "494M"),
+        (999_600_000, "1B"),
+        (1_543_714_304, "1.5B"),
+        (8.03e9, "8B"),
+        (70.6e9, "71B"),
+        (26_854, "27K"),
+    ],
+)
+def test_sizes_are_told_as_model_cards_do(parameters, told):
+    assert in_words(parameters) == told
+
+
+def test_a_model_is_called_by_its_name_alone():
+    assert Subject("org/name").label == "name" and Subject("/some/where/mine").label == "mine"
+    assert Subject("toy@0123").label == "toy" and Subject("random:llama-2-7b").label == "random:llama-2-7b"
+
+
+def test_what_went_without_tables_says_so(project):
+    job(0.6, tables="none", heads="none", **SMALL)
+    job(0.0, metric="theorem1/violations", tables="none", **SMALL)
+    mine = of_claim(report.entries())["small"]
+    assert remarks(mine) == []
+    theirs = mine.claim.model_copy(update={"id": "compilerkv.table1.x", "paper": "compilerkv"})
+    assert remarks(ledger.Entry(theirs, mine.verdict, mine.run)) == ["neutral tables"]
+    needle = mine.claim.model_copy(update={"metric": "needle/duoattention"})
+    assert remarks(ledger.Entry(needle, mine.verdict, mine.run)) == ["no measured head scores"]
+    assert remarks(ledger.Entry(theirs, mine.verdict, None)) == []
+
+
+# ---------------------------------------------------------------- effect against size
+
+
+def row(*values, paper=0.6, direction=None) -> growth.Row:
+    """A claim with (parameters, value, half of the interval's width or None) on each model."""
+    claim = papers.Claim.model_validate(
+        {
+            "id": "p.toy",
+            "paper": "p",
+            "where": "w",
+            "summary": "s",
+            "metric": "m",
+            "paper_value": paper,
+            "experiment": "e",
+            "direction": direction or {"kind": "greater", "than": 0.0},
+            "size": {"kind": "at_least", "value": -9},
+        }
+    )
+    sizes, found = [], []
+    for parameters, value, half in values:
+        ends = (None, None) if half is None else (value - half, value + half)
+        verdict = papers.Verdict(value=value, low=ends[0], high=ends[1], verdict="holds", why="")
+        sizes.append(Subject(f"of {parameters}", parameters))
+        found.append(ledger.Entry(claim, verdict, None, sizes[-1].name))
+    (made,) = growth.rows(found, sizes)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("values", "trend"),
+    [
+        ([(1e8, 0.1, 0.05), (1e9, 0.5, 0.05)], growth.TOWARDS),
+        ([(1e8, 0.1, 0.05), (5e8, 0.9, 0.01), (1e9, 0.5, 0.05)], growth.TOWARDS),
+        ([(1e9, 0.5, 0.05), (1e8, 0.1, 0.05)], growth.TOWARDS),
+        ([(1e8, 0.5, 0.05), (1e9, 0.1, 0.05)], growth.AWAY),
+        ([(1e8, 0.5, 0.05), (1e9, 1.5, 0.05)], growth.AWAY),
+        ([(1e8, 0.1, 0.3), (1e9, 0.5, 0.2)], growth.LEVEL),
+        ([(1e8, 0.1, None), (1e9, 0.11, None)], growth.TOWARDS),
+        ([(1e8, 0.1, None), (1e9, 0.1, None)], growth.LEVEL),
+        ([(1e8, 0.1, 0.05)], None),
+        ([(1e8, 0.1, 0.05), (1e8, 0.5, 0.05)], None),
+        ([(1e8, 0.1, 0.05), (None, 0.5, 0.05)], None),
+        ([(1e8, 0.1, 0.05), (1e9, None, None)], None),
+    ],
+)
+def test_whether_an_effect_comes_nearer_to_the_papers(values, trend):
+    assert row(*values).trend == trend
+    assert row(*values, paper=None, direction={"kind": "greater", "than": 0.0}).trend is None
+
+
+def test_trends_are_counted_of_findings_alone():
+    towards = row((1e8, 0.1, 0.01), (1e9, 0.5, 0.01))
+    check = row((1e8, 0.1, 0.01), (1e9, 0.5, 0.01))
+    for entry in check.entries:
+        entry.claim = entry.claim.model_copy(update={"kind": "control"})
+    assert growth.trends([towards, towards, check, row((1e8, 0.1, 0.01))]) == {growth.TOWARDS: 2}
+
+
+def test_the_small_plot_puts_everything_where_it_is():
+    """x by the logarithm of the size, over all models of the page; y from the least to the most of what is drawn."""
+    found = row((1e8, 0.2, 0.1), (1e9, 0.4, 0.1))
+    page = [Subject("a", 10**8), Subject("b", 10**9), Subject("c", 10**10)]
+    at = growth.plot(found, page)
+    assert at is not None
+    left, right = (growth.LEFT + 12, growth.RIGHT - 12)
+    assert [mark.x for mark in at.marks] == [left, (left + right) / 2]
+
+    def height(value: float) -> float:
+        return pytest.approx(growth.BOTTOM - value / 0.6 * (growth.BOTTOM - growth.TOP), abs=0.06)
+
+    assert [(mark.y, mark.low, mark.high) for mark in at.marks] == [
+        (height(0.2), height(0.1), height(0.3)),
+        (height(0.4), height(0.3), height(0.5)),
+    ]
+    assert [(line.kind, line.y, line.label) for line in at.lines] == [
+        ("paper", height(0.6), "0.600"),
+        ("turn", height(0.0), "0"),
+    ]
+    assert [label for _, label in at.sizes] == ["100M", "1B", "10B"]
+    assert growth.plot(row((1e8, 0.2, 0.1)), page) is None
+
+
+def test_labels_that_would_touch_are_left_out():
+    found = row((1e8, 0.01, None), (1e9, 100.0, None), paper=0.5)
+    paper, turn = growth.plot(found, [Subject("a", 10**8), Subject("b", 10**9)]).lines
+    assert (paper.label, turn.label) == ("0.500", "")
+    crowd = [Subject(str(n), n * 10**8) for n in (1, 2, 3, 90, 100)]
+    labels = [label for _, label in growth.plot(found, crowd).sizes]
+    assert labels[0] == "100M" and labels[-1] == "10B" and "9B" not in labels
+
+
+def test_the_turn_of_a_test_of_several_is_that_of_its_own_metric():
+    tests = [{"kind": "greater", "metric": "other", "than": 5.0}, {"kind": "greater", "metric": "m", "than": 0.25}]
+    found = row((1e8, 0.1, None), (1e9, 0.5, None), paper=None, direction={"kind": "all_of", "tests": tests})
+    (line,) = growth.plot(found, [Subject("a", 10**8), Subject("b", 10**9)]).lines
+    assert (line.kind, line.label) == ("turn", "0.250")
+
+
+# ---------------------------------------------------------------- the pages
+
+
+@pytest.fixture
+def pages(project) -> dict[str, str]:
+    """File -> its text, of a report on three models, one of which is a folder of the same name as another."""
+    job(0.3, figure=True, **SMALL)
+    job(0.6, **LARGE)
+    job(0.1, model="/some/where/large", parameters=400_000_000, tables="none")
+    report.write()
+    return {path.name: path.read_text() for path in sorted((project / "report").iterdir())}
+
+
+def test_a_page_for_each_model_and_one_for_all(pages):
+    assert set(pages) == {"claims.csv", "report.html", "model-small.html", "model-large.html", "model-large-2.html"}
+    for name in ("model-small.html", "model-large.html", "model-large-2.html"):
+        assert report.MAIN in Page(pages[name]).addresses and name in Page(pages["report.html"]).addresses
+    assert "/some/where/large" in pages["model-large.html"], "the smaller one comes first"
+
+
+def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(pages):
+    parsed = {name: Page(text) for name, text in pages.items() if name.endswith(".html")}
+    for name, page in parsed.items():
+        assert len(page.ids) == len(set(page.ids)) and "script" not in page.tags
+        assert "@import" not in pages[name] and not re.search(r"url\(\s*['\"]?http", pages[name])
+        for address in page.addresses:
+            if address.startswith(("data:", "http://127.0.0.1:5000/")) or address == "claims.csv":
+                continue
+            file, _, anchor = address.partition("#")
+            assert not anchor or anchor in parsed[file or name].ids, (name, address)
+            assert (file or name) in parsed
+    for claim in papers.claims():
+        assert all(text.count(f'id="{slug(claim.id)}"') == 1 for name, text in pages.items() if name != "claims.csv")
+
+
+def test_the_matrix_shows_every_finding_on_every_model(pages):
+    """In the strips a column for each finding with a mark for each model, which says the verdict without colour."""
+    text = pages["report.html"]
+    found = re.findall(r'<a href="#[^"]+" title="[^"]+">(<i .*?)</a>', text)
+    assert len(found) == sum(claim.kind == "finding" for claim in papers.claims())
+    (mine,) = re.findall(rf'<a href="#{slug(CLAIM)}" title="[^"]+">(<i .*?)</a>', text)
+    assert re.findall(r">(.)<", mine) == ["◐", "◐", "●"]
+    cell = r'<td class="n model (\w+)" data-model="([^"]+)"><a href="([^"#]+)#' + slug(CLAIM)
+    cells = re.findall(cell, text)
+    assert cells == [
+        ("direction", "small", "model-small.html"),
+        ("direction", "large", "model-large.html"),
+        ("holds", "large", "model-large-2.html"),
+    ]
+
+
+def test_counts_stand_for_each_model(pages, project):
+    text = pages["report.html"]
+    table = text[text.index('<table class="matrix models"') : text.index("</table>")]
+    rows = re.findall(r"<td class=\"n (?:holds|direction|fails|unmeasured|untested|none)\">([^<]*)</td>", table)
+    counts = [0 if cell == "·" else int(cell) for cell in rows]
+    of_models = ledger.by_model(report.entries())
+    expected = [ledger.Tally.of(mine).findings[state] for mine in of_models.values() for state in ledger.STATES]
+    assert counts == expected and len(counts) == 3 * len(ledger.STATES)
+
+
+def test_pages_of_models_that_are_gone_go_too(pages, project):
+    folder = project / "report"
+    (folder / "model-mine.html").write_text("<p>written by somebody else</p>")
+    report.write(model=["small"])
+    assert sorted(path.name for path in folder.iterdir()) == ["claims.csv", "model-mine.html", "report.html"]
+    assert 'class="claims"' in (folder / "report.html").read_text()
+
+
+def test_names_become_files():
+    files = report._files(["a/b", "b", "random:x y", "...", "c/b"])
+    assert list(files.values()) == [
+        "model-b.html",
+        "model-b-2.html",
+        "model-random-x-y.html",
+        "model-unnamed.html",
+        "model-b-3.html",
+    ]
+    assert all(Path(name).name == name for name in files.values())
+
+
+def test_distances_are_measured_from_the_papers_number():
+    """The same two values, with the paper's number on either side."""
+    values = [(1e8, 0.2, 0.01), (1e9, 0.4, 0.01)]
+    assert row(*values, paper=0.0 + math.pi).trend == growth.TOWARDS and row(*values, paper=0.0).trend == growth.AWAY
