@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvlab.errors import KvlabError
 
-if TYPE_CHECKING:
-    from kvlab.traces.trace import Trace
 
-
-def check(trace: Trace) -> None:
-    """Raise KvlabError for tensors that do not fit together, and for what stands beside them."""
+def check(trace: Any) -> None:
+    """Raise KvlabError for tensors of a `Trace` that do not fit together, and for what stands beside them."""
     queries, keys = trace.queries, trace.keys
     if not isinstance(trace.prompt_length, Integral):
         raise KvlabError(f"prompt_length is a whole number, and not {str(trace.prompt_length)[:40]!r}")

@@ -329,7 +329,8 @@ class Trace:
                 prompt_length=header["prompt_length"],
                 scaling=header["scaling"],
                 softcap=header.get("softcap"),
-                layout=layout_of(header.get("layout")),  # type: ignore[reportArgumentType]  # made from the tensors then
+                # Without one it is made from the tensors.
+                layout=layout_of(header.get("layout")),  # type: ignore[reportArgumentType]
                 meta=header["meta"],
                 pseudo=pseudo,
                 **tensors,
