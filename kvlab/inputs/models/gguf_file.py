@@ -48,7 +48,7 @@ class GGUF:
 
 def opened(path: Path) -> GGUF:
     """Read the header of a GGUF file. Raises whatever a damaged one makes of its readers."""
-    from transformers.integrations.gguf import read_gguf_metadata
+    from transformers.integrations.gguf import read_gguf_metadata  # pyright: ignore[reportPrivateImportUsage]
 
     metadata, _ = read_gguf_metadata(str(path))
     return GGUF(path, metadata, {tensor.name: tensor for tensor in _WithoutLists(path).tensors})
@@ -62,11 +62,12 @@ class _WithoutLists(gguf.GGUFReader):
     ) -> tuple[int, list[np.ndarray], list[int], list[gguf.GGUFValueType]]:
         if raw_type != gguf.GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
-        kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+        data: Any = self.data  # numpy calls it a buffer from Python 3.12 on
+        kind, count = struct.unpack_from("<IQ", data, orig_offs)
         end = orig_offs + struct.calcsize("<IQ")
         if kind == gguf.GGUFValueType.STRING:
             for _ in range(count):
-                end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+                end += 8 + struct.unpack_from("<Q", data, end)[0]
         else:
             end += count * np.dtype(self.gguf_scalar_to_np[gguf.GGUFValueType(kind)]).itemsize
         return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY]
@@ -78,7 +79,7 @@ def configuration(file: GGUF) -> PreTrainedConfig:
     Where it would read the vocabulary for that, it gets a file with the same metadata and tensors' names and nothing
     else. Its newer reader, which knows a few architectures, steps over lists by itself.
     """
-    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS  # pyright: ignore[reportPrivateImportUsage]
 
     if file.architecture in GGUF_CONFIG_ARCHS:
         return _read(file.path)

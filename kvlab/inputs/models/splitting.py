@@ -145,5 +145,6 @@ def ends(tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any]) -> int
     if metadata.get("general.architecture", "").startswith("gemma"):
         more = GEMMA_ENDS
     vocabulary = tokenizer.get_vocab()
-    tokens = dict.fromkeys([*([] if own is None else [own]), *(vocabulary[end] for end in more if end in vocabulary)])
+    wanted = [*([] if own is None else [own]), *(vocabulary[end] for end in more if end in vocabulary)]
+    tokens: dict[int, None] = dict.fromkeys(wanted)
     return own if len(tokens) < 2 else list(tokens)

@@ -91,7 +91,7 @@ def _tensors(file: GGUF, skeleton: PreTrainedModel, bar: Any) -> Iterator[tuple[
         reading.NemotronTensorProcessor,
         reading.BloomTensorProcessor,
     )
-    from transformers.integrations.gguf import is_gguf_arch_supported
+    from transformers.integrations.gguf import is_gguf_arch_supported  # pyright: ignore[reportPrivateImportUsage]
 
     if kind not in one_by_one or is_gguf_arch_supported(file.architecture):
         yield from _at_once(file, bar)
