@@ -9,7 +9,7 @@ STAMP := .venv/.stamp
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help env pull reproduce lint check coverage hooks test test-unit test-notebooks browser notebooks lab clean
+.PHONY: help env pull reproduce lint check coverage hooks test test-unit test-notebooks test-models browser notebooks lab clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,10 @@ test-notebooks: pull
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
 	  -n $(JOBS) --dist loadfile --no-loadscope-reorder -p no:cacheprovider $$notebooks && \
 	$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider tests/after_notebooks.py
+
+test-models: $(STAMP)  ## the other models of the catalogue (2 GB to fetch, 5 GB on the disk), and the tests that need them
+	@$(BIN)/kvlab pull qwen2.5-coder-0.5b qwen2.5-coder-1.5b gemma-3-270m
+	@$(BIN)/python -m pytest -n 0 -m models tests
 
 browser:  ## Debian's chromium for the tests that need a browser, if there is none and apt-get may install it
 	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \

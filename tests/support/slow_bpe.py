@@ -114,3 +114,41 @@ def learnt(text: str, count: int) -> list[str]:
                 at += 1
         symbols = joined
     return merges
+
+
+class SlowSentencePiece:
+    """SentencePiece's BPE with byte fallback: whole tokens first, then the pair whose piece was learnt first.
+
+    Args:
+        ids: piece -> id; a piece writes a space as U+2581, and was learnt the earlier the smaller its id.
+        whole: tokens that are taken as they stand wherever they occur, with spaces written as such.
+    """
+
+    def __init__(self, ids: dict[str, int], whole: list[str]):
+        self.ids = ids
+        self.whole = re.compile("|".join(map(re.escape, sorted(whole, key=len, reverse=True))))
+
+    def encode(self, text: str) -> list[int]:
+        ids, end = [], 0
+        for match in self.whole.finditer(text):
+            ids += [*self._plain(text[end : match.start()]), self._id(match[0])]
+            end = match.end()
+        return ids + self._plain(text[end:])
+
+    def _id(self, token: str) -> int:
+        return self.ids[token] if token in self.ids else self.ids[token.replace(" ", "\u2581")]
+
+    def _plain(self, text: str) -> list[int]:
+        symbols = list(text.replace(" ", "\u2581"))
+        while pairs := [
+            (self.ids[joined], at)
+            for at in range(len(symbols) - 1)
+            if (joined := symbols[at] + symbols[at + 1]) in self.ids
+        ]:
+            _, at = min(pairs)
+            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+        return [number for symbol in symbols for number in self._bytes(symbol)]
+
+    def _bytes(self, symbol: str) -> list[int]:
+        known = self.ids.get(symbol)
+        return [known] if known is not None else [self.ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
