@@ -5,18 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvlab.workbench.store.tracking import NONE, PARAMETERS
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from kvlab.workbench.report.ledger import Entry
+    from kvlab.papers import Claim
 
 LACKING = {"tables": ("compilerkv", "neutral tables"), "heads": ("duoattention", "no measured head scores")}
 """Tag of a run that says NONE where nothing comes with kvlab for its model -> the policy that went without, and what to
 say of it."""
+
+
+class Judged(Protocol):
+    """What is asked here of an entry of the ledger, which itself asks for its models."""
+
+    @property
+    def claim(self) -> Claim: ...
+    @property
+    def run(self) -> Run | None: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def group(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ def in_words(parameters: float) -> str:
     raise AssertionError("billions are the last unit")
 
 
-def subjects(judged: Iterable[Entry]) -> list[Subject]:
+def subjects(judged: Iterable[Judged]) -> list[Subject]:
     """The models that entries with a run are about, the smallest first; those of unknown size last."""
     runs: dict[str, dict[str, Run]] = {}
     for entry in judged:
@@ -76,7 +89,7 @@ def _subject(name: str, runs: list[Run]) -> Subject:
     return Subject(name, _parameters(name, tags), _first(tags, "shape"), _first(tags, "dtype"))
 
 
-def remarks(entry: Entry) -> list[str]:
+def remarks(entry: Judged) -> list[str]:
     """What a reader of an entry should know of what its run went without."""
     if entry.run is None or entry.group == "recomputed":
         return []
