@@ -37,7 +37,7 @@ def check(trace: Any) -> None:
         )
     if len(trace.layout.compressed) != layers or not trace.layout.valid:
         raise KvlabError(f"{layers} layers are recorded, and the model's layers {list(trace.layout.compressed)} named")
-    if not 0 < trace.prompt_length <= tokens:
+    if not 0 < int(trace.prompt_length) <= tokens:
         raise KvlabError(f"prompt_length {trace.prompt_length} is not within 1 .. {tokens} tokens")
     if not trace.steps <= n <= tokens:
         raise KvlabError(f"{n} queries do not cover the response of {trace.steps} among {tokens} tokens")

@@ -77,7 +77,7 @@ def test_where_nothing_is_evicted_the_question_may_come_later(lm, needle):
 
 def test_an_answer_without_a_scored_token_is_refused(lm, needle):
     for answer, n in ((" the", 1), (" the cat", 2)):
-        with pytest.raises(KvlabError, match=f"has {n} of the 3 tokens"):
+        with pytest.raises(KvlabError, match=f"has {n} tokens, and at least 3 are needed"):
             next(scores.passes(lm, Item("needle", "", needle.example, answer), [(POLICIES[0], "prompt")]))
 
 
