@@ -151,7 +151,7 @@ def test_both_loops_begin_alike(tiny, family):
 # --- the ways in which people generate ---
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [f for f in HYBRIDS if f != "hybrid-llama4"])
 @pytest.mark.parametrize("name", KINDS)
 def test_each_row_of_a_padded_batch_goes_as_it_goes_alone(tiny, family, name):
     lm = hybrid(tiny, family)
