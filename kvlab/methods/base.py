@@ -49,6 +49,9 @@ Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
 """Width of a pooling that keeps the length."""
 
 
+SCORERS = "take one that does, such as 'snapkv', 'keydiff' or 'h2o'"
+
+
 class Policy(BaseModel):
     """A KV-cache compression method with its parameters.
 
@@ -62,6 +65,8 @@ class Policy(BaseModel):
     summary: ClassVar[str] = ""
     family: ClassVar[str] = "other"
     """What kind of method it is, in a few words: policies of one family share a colour in figures."""
+    by_position: ClassVar[bool] = False
+    """Whether it keeps tokens by where they stand alone, so that its scores say nothing of what they hold."""
     weighs: ClassVar[bool] = True
     """Whether `step` looks at the attention weights; without them a live run can use a fused kernel."""
     takes_ragged: ClassVar[bool] = False
@@ -188,6 +193,22 @@ class Policy(BaseModel):
         Equal scores where the method does not score.
         """
         return torch.zeros(prompt.rows, prompt.kv_heads, prompt.length, device=prompt.keys.device)
+
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        """What the prompt's tokens compete for the budget with, `[rows, sets, length]`: `scores`, pooled where the
+        method pools, and infinity for what it always keeps. Methods around another's scores ask for it.
+
+        Raises:
+            KvlabError: the method does not score tokens.
+        """
+        if not self.scores_tokens():
+            raise KvlabError(f"{self.name} does not score tokens; {SCORERS}")
+        return self.scores(prompt)
+
+    @classmethod
+    def scores_tokens(cls) -> bool:
+        """Whether its scores tell tokens apart by more than where they stand."""
+        return not cls.by_position and cls.scores is not Policy.scores
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         """Positions to keep of a prompt longer than `budget`: int64 `[rows, kv_heads, kept]`, ascending, -1 padded.

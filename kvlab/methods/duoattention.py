@@ -40,6 +40,7 @@ class DuoAttention(Policy):
     summary: ClassVar[str] = "retrieval heads keep everything, streaming heads sinks and recent tokens"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
 
+    by_position: ClassVar[bool] = True
     weighs: ClassVar[bool] = False
     takes_ragged: ClassVar[bool] = True
 

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from kvlab.core import attention
+from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.methods.base import Budget, Policy, top_and_last
 from kvlab.methods.eviction import evict_lowest, part
@@ -48,6 +48,9 @@ class H2O(Policy):
 
     def scores(self, prompt: Prompt) -> Tensor:
         return prompt.share(("h2o",), lambda: attention.sum_over_group(prompt.accumulated(self), prompt.kv_heads))
+
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.with_last(self.scores(prompt), self._recent(budget))
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return self._best(self.scores(prompt), budget)

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvlab.core import attention
+from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.methods.base import Budget, Policy, top_and_last
 from kvlab.methods.eviction import evict_lowest, part
@@ -83,6 +83,9 @@ class Keyformer(Policy):
                 k = torch.cat([k, noise[row, :, :, None].to(k.dtype) / scaling], -1)
             rows.append(attention.accumulate(q, k, scaling / self.tau_start))
         return attention.sum_over_group(torch.stack(rows), prompt.kv_heads)
+
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.with_last(self.scores(prompt), part(self.recent, budget))
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         recent = part(self.recent, budget)

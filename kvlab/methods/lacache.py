@@ -35,6 +35,8 @@ class LaCache(Policy):
     summary: ClassVar[str] = "sinks, recent tokens, and a ladder of spans over the layers"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
 
+    by_position: ClassVar[bool] = True
+
     budget: Budget
     sinks: Annotated[int, Field(ge=0)] = 4
     recent: Annotated[float, Field(ge=0, lt=1)] = 0.25

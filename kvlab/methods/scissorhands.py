@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvlab.core import attention
+from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.methods.base import Budget, Policy, top_and_last
 from kvlab.methods.eviction import evict_lowest, part
@@ -60,6 +60,9 @@ class Scissorhands(Policy):
         return prompt.share(
             ("scissorhands", history), lambda: -_count(self._history(prompt, history)).to(torch.float32)
         )
+
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.with_last(self.scores(prompt), part(self.recent, budget))
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         recent = part(self.recent, budget)

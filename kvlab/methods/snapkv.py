@@ -61,6 +61,9 @@ class SnapKV(Policy):
 
         return prompt.share(("snapkv", type(self).scores, self.window, self.kernel, self.sets), pool)
 
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return F.pad(self.pooled(prompt), (0, self.window), value=torch.inf)
+
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return self.window_and_best(prompt, budget)
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from kvlab.core import ranking
 from kvlab.methods.base import Budget, Kernel, Policy, top_and_last
 from kvlab.methods.prompt import Prompt
 
@@ -50,7 +51,13 @@ class SnapKVPlusPlus(Policy):
     def scores(self, prompt: Prompt) -> Tensor:
         return prompt.window_scores(self.window)
 
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.with_last(self._pooled(prompt), self.window)
+
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        return top_and_last(self._pooled(prompt), budget - self.window, self.window)
+
+    def _pooled(self, prompt: Prompt) -> Tensor:
         kernel = self.kernel or (self.short if prompt.length < self.threshold else self.long)
         older = prompt.length - self.window
 
@@ -59,5 +66,4 @@ class SnapKVPlusPlus(Policy):
             scores[..., :older] = F.max_pool1d(scores[..., :older], kernel, stride=1, padding=kernel // 2)
             return scores
 
-        pooled_scores = prompt.share(("snapkv_pp", type(self).scores, self.window, kernel), pooled)
-        return top_and_last(pooled_scores, budget - self.window, self.window)
+        return prompt.share(("snapkv_pp", type(self).scores, self.window, kernel), pooled)

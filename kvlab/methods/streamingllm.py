@@ -27,6 +27,7 @@ class StreamingLLM(Policy):
     summary: ClassVar[str] = "attention sinks and the most recent tokens, rolling"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
 
+    by_position: ClassVar[bool] = True
     weighs: ClassVar[bool] = False
 
     budget: Budget
