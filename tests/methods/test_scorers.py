@@ -59,6 +59,27 @@ def test_tova_goes_forty_steps_as_the_plain_loop(heads, kv_heads, budget):
         never_comes_back(result, index, 40)
 
 
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize(
+    "parameters",
+    [dict(budget=24, interval=6), dict(budget=50, interval=1), dict(budget=30, interval=9, mix=0.6)],
+    ids=str,
+)
+def test_rkv_goes_fifty_steps_as_the_plain_loop(heads, kv_heads, parameters):
+    tensors = inputs(heads + kv_heads, heads, kv_heads, 40, 50)
+    options = dict(window=4, kernel=3, threshold=0.2) | parameters
+    result, _ = watched(kvlab.policy("rkv", **options), tensors, 40)
+    for index in range(LAYERS):
+        arrays = exact(*(t[index] for t in tensors))
+        expected = oracles.oracle_rkv(*arrays, 40, **options)
+        assert oracles.oracle_rkv(*shaken(*arrays), 40, **options) == expected, "the test's input has near-ties"
+        for step, (read, stored) in enumerate(expected):
+            assert sets(result.kept(index, step)) == read, step
+            assert sets(result.stored(index, step)) == stored, step
+            assert all(len(positions) <= parameters["budget"] for positions in stored)
+        never_comes_back(result, index, 50)
+
+
 @pytest.mark.parametrize("name, parameters", [("adakv", {}), ("adakv", dict(floor=0.7)), ("chunkkv", dict(chunk=9))])
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
 @pytest.mark.parametrize("budget", [13, 30, 80])

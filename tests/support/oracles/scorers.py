@@ -128,3 +128,53 @@ def oracle_chunkkv(importance, budget, chunk=20):
         tokens = sorted(free[index], key=lambda p: (-total[p], p))
         kept += tokens[: budget - len(kept)]
     return [sorted(kept)] * len(importance)
+
+
+def redundancy(keys, threshold):
+    """Softmax over the tokens of the mean cosine to all keys; each key lets its most recent similar one off."""
+    n = len(keys)
+    cosines = [[unit(a) @ unit(b) for b in keys] for a in keys]
+    for i in range(n):
+        cosines[i][i] = 0.0
+        similar = [j for j in range(n) if j != i and cosines[i][j] > threshold]
+        if similar:
+            cosines[i][similar[-1]] = 0.0
+    means = np.array([sum(cosines[i][j] for i in range(n)) / n for j in range(n)])
+    raised = np.exp(means - means.max())
+    return raised / raised.sum()
+
+
+def oracle_rkv(queries, keys, values, prompt_length, budget, interval, window=8, kernel=7, mix=0.07, threshold=0.5):
+    """Steps 0 .. T of each KV head: (read, stored). Attention rows stand as they were attended, over all entries."""
+    heads, kv_heads, first = len(queries), len(keys), queries.shape[1] - keys.shape[1]
+    sets = []
+    for group in range(kv_heads):
+        members = [h for h in range(heads) if h * kv_heads // heads == group]
+        rows = {}  # query position -> {key position: weight}
+
+        def attend(position, kept, rows=rows, members=members, group=group):
+            own = [attention_row(queries[h, first + position], keys[group, kept]) for h in members]
+            rows[position] = {p: max(row[i] for row in own) for i, p in enumerate(kept)}
+
+        def compressed(kept, now, rows=rows, group=group):
+            older = kept[:-window]
+            observed = [rows[p] for p in range(now - window + 1, now + 1)]
+            attended = [sum(row.get(p, 0.0) for row in observed) / window for p in older]
+            reach = kernel // 2
+            pooled = [max(attended[max(i - reach, 0) : i + reach + 1]) for i in range(len(older))]
+            redundant = redundancy([keys[group, p] for p in kept], threshold)
+            scores = [mix * a - (1 - mix) * r for a, r in zip(pooled, redundant)]
+            return [older[i] for i in top_positions(scores, budget - interval - window)] + kept[-window:]
+
+        for p in range(prompt_length - window, prompt_length):
+            attend(p, list(range(p + 1)))
+        kept = list(range(prompt_length))
+        kept = compressed(kept, prompt_length - 1) if len(kept) > budget else kept
+        steps = [(kept, kept)]
+        for position in range(prompt_length, keys.shape[1]):
+            read = [*kept, position]
+            attend(position, read)
+            kept = compressed(read, position) if len(read) > budget else read
+            steps.append((read, kept))
+        sets.append(steps)
+    return [([s[0] for s in step], [s[1] for s in step]) for step in zip(*sets)]
