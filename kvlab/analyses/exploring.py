@@ -26,7 +26,7 @@ def lost_by_layer(results: Sequence[Replay]) -> Findings:
     """
     table = pd.concat(
         [
-            pd.DataFrame({"layer": range(r.trace.n_layers), "mass_lost": r.mass_lost.mean((1, 2)).tolist()}).assign(
+            pd.DataFrame({"layer": r.trace.layers, "mass_lost": r.mass_lost.mean((1, 2)).tolist()}).assign(
                 policy=r.policy.name
             )
             for r in results

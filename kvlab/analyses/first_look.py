@@ -55,7 +55,7 @@ def by_policy(results: Replays) -> Findings:
 
 def lost_by_head(result: Replay) -> pd.DataFrame:
     """Attention mass lost, averaged over decoding steps: one row for each layer, one column for each query head."""
-    return pd.DataFrame(result.mass_lost.mean(-1).numpy())
+    return pd.DataFrame(result.mass_lost.mean(-1).numpy(), index=list(result.trace.layers))
 
 
 def lost_by_step(results: Replays) -> pd.DataFrame:
@@ -73,8 +73,8 @@ def worst(result: Replay) -> Place:
     """The layer, head and step whose query lost the most attention."""
     flat = int(result.mass_lost.argmax())
     _, heads, steps = result.mass_lost.shape
-    layer, head, step = flat // (heads * steps), flat // steps % heads, flat % steps
-    return Place(layer, head, step + 1, float(result.mass_lost[layer, head, step]))
+    row, head, step = flat // (heads * steps), flat // steps % heads, flat % steps
+    return Place(result.trace.layers[row], head, step + 1, float(result.mass_lost[row, head, step]))
 
 
 def lost_tokens(lm: LM, trace: Trace, result: Replay, place: Place, limit: int = 8, around: int = 4) -> pd.DataFrame:
@@ -85,7 +85,8 @@ def lost_tokens(lm: LM, trace: Trace, result: Replay, place: Place, limit: int =
     """
     if trace.ids is None:
         raise KvlabError("this trace was made from tensors alone, so that its tokens are not known")
-    weights = reference(trace).at(place.step)[place.layer, place.head].to("cpu", copy=True)
+    row = trace.layout.place(place.layer)
+    weights = reference(trace).at(place.step)[row, place.head].to("cpu", copy=True)
     read = result.kept(place.layer, place.step)[place.head * trace.kv_heads // trace.heads]
     weights[read[read >= 0]] = 0
     best = weights.topk(min(limit, len(weights)))

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 import kvlab
 from kvlab.bench import clock
+from kvlab.core.adapter import held_bytes
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus, packs
 from kvlab.inputs.models import LM
@@ -97,8 +99,13 @@ def device_name(device: torch.device) -> str:
 
 
 def stored(cache: Any, session: Session | None) -> dict[str, float]:
-    """What the cache holds and what the last step read, in bytes; of a plain cache where there is no session."""
+    """What the cache holds and what the last step read, in bytes; of a plain cache where there is no session. What the
+    layers hold that no policy compresses is `uncompressed_bytes`.
+    """
     if session is not None:
-        return {name: getattr(session, name) for name in ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes")}
-    total = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return {"kv_bytes": total, "aux_bytes": 0, "allocated_bytes": total, "read_bytes": total}
+        names = ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes", "uncompressed_bytes")
+        return {name: getattr(session, name) for name in names}
+    whole = [layer for layer in cache.layers if type(layer) is DynamicLayer] or cache.layers
+    total, of_all = (sum(map(held_bytes, layers)) for layers in (whole, cache.layers))
+    found = dict.fromkeys(("kv_bytes", "allocated_bytes", "read_bytes"), total)
+    return found | {"aux_bytes": 0, "uncompressed_bytes": of_all - total}

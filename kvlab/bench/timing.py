@@ -214,14 +214,16 @@ def measure(
     facts = meters.facts(lm)
     if task == "decode":
         facts["bandwidth"] = meters.bandwidth(lm.device)
+    metrics = METRICS[task] + (("uncompressed_bytes",) if task == "memory" and lm.layout.mixed else ())
     rows: list[dict] = []
     for context in contexts:
         ids, source = meters.prompt(lm, context, batch)
         samples: dict[Contender, Samples] = {one: defaultdict(list) for one in chosen}
         for one, found in _runs(task, lm, ids, chosen, steps, repeats, advance):
             if task == "decode":
-                found["step_lower_bound"] = (facts["weight_bytes"] + found["read_bytes"]) / facts["bandwidth"]
-            for metric in METRICS[task]:
+                read = found["read_bytes"] + found["uncompressed_bytes"]
+                found["step_lower_bound"] = (facts["weight_bytes"] + read) / facts["bandwidth"]
+            for metric in metrics:
                 if metric != "peak_bytes":
                     samples[one][metric].append(found[metric])
         if "peak_bytes" in METRICS[task] and devices.counts_peak(lm.device):
@@ -307,6 +309,7 @@ SHOWN = {
     "aux_bytes": ("beside, MiB", 2**-20, 2),
     "allocated_bytes": ("allocated, MiB", 2**-20, 2),
     "read_bytes": ("read, MiB", 2**-20, 2),
+    "uncompressed_bytes": ("other layers, MiB", 2**-20, 2),
 }  # heading, factor, decimals
 
 

@@ -133,7 +133,7 @@ class _Run:
         if settings.samples:
             lines["heads"] = [self._phase("heads", context, None) for context in contexts]
             samples = Samples.of(lines["heads"])
-            weights = learning.weights(samples, settings, self.lm.n_layers)
+            weights = learning.weights(samples, settings, len(self.lm.layout.compressed))
         if settings.risk_samples:
             lines["risk"] = [self._phase("risk", context, weights) for context in contexts]
         return Learnt(self._tables(weights, lines, documents), lines)
@@ -160,7 +160,7 @@ class _Run:
         label = "trying weights" if phase == "heads" else "trying thresholds"
         propensities = settings.propensities(phase)
         text = self.lm.model.config.get_text_config(decoder=True)
-        states = self.lm.n_layers * (text.num_key_value_heads if phase == "heads" else 1)
+        states = len(self.lm.layout.compressed) * (text.num_key_value_heads if phase == "heads" else 1)
         seed = [settings.seed, 3, len(phase), *context.name.encode()]
         actions = draw(np.random.default_rng(seed), samples, states, propensities)
         told = ["".join(DIGITS[a] for a in row) for row in actions]
@@ -260,7 +260,7 @@ def mapped(tables: DecisionTables, lm: LM) -> DecisionTables:
         "kv_heads": text.num_key_value_heads,
         "dtype": str(lm.dtype).removeprefix("torch."),
     }
-    return tables.mapped(lm.n_layers, text.num_attention_heads).model_copy(update=about)
+    return tables.mapped(len(lm.layout.compressed), text.num_attention_heads).model_copy(update=about)
 
 
 def write(tables: DecisionTables, path: str | Path) -> Path:

@@ -1,16 +1,25 @@
-"""A layer's store in the shape of transformers' `Cache`."""
+"""Layers' stores in the shape of transformers' `Cache`, beside what transformers keeps for the layers left alone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvlab.core.hookable import layout_of, own_layers
 from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from kvlab.core.layout import Layout
     from kvlab.core.store import LayerStore
+
+STATES = ("conv_states", "recurrent_states")
 
 
 class StoreLayer(CacheLayerMixin):
@@ -46,8 +55,70 @@ class StoreLayer(CacheLayerMixin):
 
 
 class StoreCache(Cache):
-    """transformers' `Cache` over one `LayerStore` for each layer."""
+    """transformers' `Cache` over one `LayerStore` for each compressed layer.
 
-    def __init__(self, stores: list[LayerStore]):
+    Args:
+        stores: of the compressed layers.
+        model: whose other layers keep their own cache; None where all are compressed.
+    """
+
+    def __init__(self, stores: list[LayerStore], model: nn.Module | None = None):
         self.stores = stores
-        super().__init__(layers=[StoreLayer(store) for store in stores])
+        mine = [StoreLayer(store) for store in stores]
+        super().__init__(layers=mine if model is None else arranged(model, layout_of(model), mine))
+
+    @property
+    def others(self) -> dict[int, Any]:
+        """What transformers keeps for the layers left alone, by their number in the model."""
+        return {number: layer for number, layer in enumerate(self.layers) if not isinstance(layer, StoreLayer)}
+
+
+# ------------------------------------------------------------------------------ what the layers left alone keep
+
+
+def arranged(model: nn.Module, layout: Layout, mine: Sequence[CacheLayerMixin]) -> list[Any]:
+    """`mine` in the places of a model's compressed layers, and what transformers keeps for each of the others."""
+    layers = own_layers(model) if layout.mixed else [None] * len(mine)
+    for number, layer in zip(layout.compressed, mine, strict=True):
+        layers[number] = layer
+    return layers
+
+
+def twin(layer: Any) -> Any:
+    """A layer of transformers' cache with the same contents, which goes on by itself."""
+    made = copy.copy(layer)
+    for name, value in vars(layer).items():
+        # Windows make new tensors whenever they change; convolutions and linear states are written into.
+        if isinstance(value, dict):
+            setattr(made, name, {key: x.clone() if isinstance(x, Tensor) else x for key, x in value.items()})
+    return made
+
+
+def rows_of(layer: Any, rows: Tensor) -> Any:
+    """A twin of a layer that holds the sequences `rows` only."""
+    made = twin(layer)
+    made.reorder_cache(rows)
+    return made
+
+
+def joined(layers: Sequence[Any]) -> Any:
+    """One layer that holds the sequences of several, which have seen equally many tokens."""
+    made = twin(layers[0])
+    for name in _held(made):
+        setattr(made, name, torch.cat([getattr(layer, name) for layer in layers]))
+    for name in STATES:
+        for key, value in (getattr(made, name, None) or {}).items():
+            if value is not None:
+                getattr(made, name)[key] = torch.cat([getattr(layer, name)[key] for layer in layers])
+    return made
+
+
+def held_bytes(layer: Any) -> int:
+    """Bytes that a layer of transformers' cache holds: keys and values of a window, or states."""
+    states = [x for name in STATES for x in (getattr(layer, name, None) or {}).values() if x is not None]
+    return sum(x.numel() * x.element_size() for x in [*_held(layer).values(), *states])
+
+
+def _held(layer: Any) -> dict[str, Tensor]:
+    found = {name: getattr(layer, name, None) for name in ("keys", "values")}
+    return {name: x for name, x in found.items() if x is not None}

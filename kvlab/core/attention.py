@@ -8,11 +8,12 @@ lengths or by the assigned positions: a pseudo-query may stand at any position a
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvlab.core.softmax import Scaling, Softmax
 
 CHUNK = 256
 
@@ -30,20 +31,20 @@ def exact(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def logits(queries: Tensor, keys: Tensor, scaling: float | None = None) -> Tensor:
-    """Scaled dot products in float32 (float64 stays), `[..., heads, n, length]`; `scaling` is 1 / sqrt(head_dim)
-    unless given.
+def logits(queries: Tensor, keys: Tensor, scaling: Scaling = None) -> Tensor:
+    """Scaled dot products in float32 (float64 stays), capped where the model caps them, `[..., heads, n, length]`;
+    `scaling` is 1 / sqrt(head_dim) unless given.
     """
     *batch, heads, n, head_dim = queries.shape
-    scaling = 1 / math.sqrt(head_dim) if scaling is None else scaling
-    rows = by_group(exact(queries), keys.shape[-3]) * scaling
-    return (rows @ exact(keys).transpose(-1, -2)).view(*batch, heads, n, keys.shape[-2])
+    softmax = Softmax.of(scaling)
+    rows = by_group(exact(queries), keys.shape[-3]) * softmax.scale(head_dim)
+    return softmax.capped(rows @ exact(keys).transpose(-1, -2)).view(*batch, heads, n, keys.shape[-2])
 
 
 def weights(
     queries: Tensor,
     keys: Tensor,
-    scaling: float | None = None,
+    scaling: Scaling = None,
     visible: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -52,19 +53,19 @@ def weights(
     Args:
         queries: `[..., heads, n, head_dim]`.
         keys: `[..., kv_heads, length, head_dim]`.
-        scaling: 1 / sqrt(head_dim) unless given.
+        scaling: 1 / sqrt(head_dim) unless given; a `Softmax` where the model caps its logits or has sinks.
         visible: bool, broadcastable to `[..., heads, n, length]`; False is masked out.
         bias: added to the logits before the softmax, broadcastable alike (ZSMerge eq. 8).
 
     Returns:
-        `[..., heads, n, length]`, float32, rows sum to 1.
+        `[..., heads, n, length]`, float32, rows sum to 1; less the sinks' share, where there are any.
     """
     scores = logits(queries, keys, scaling)
     if bias is not None:
         scores = scores + bias
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    return scores.softmax(-1)
+    return Softmax.of(scaling).shares(scores)
 
 
 def output(attention: Tensor, values: Tensor) -> Tensor:
@@ -96,11 +97,14 @@ def attend(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    scaling: float | None,
+    scaling: Scaling,
     padding: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The output alone, by PyTorch's fused kernel; the queries are the last arrivals among the keys.
+    """The output alone; the queries are the last arrivals among the keys.
+
+    By PyTorch's fused kernel, and chunk by chunk where a soft cap or sinks are beyond what it computes; there is no
+    length x length matrix of weights either way.
 
     Args:
         padding: `[batch, length]` bool, False for padding; None when there is none.
@@ -109,30 +113,56 @@ def attend(
     Returns:
         `[batch, heads, n, head_dim]` in the dtype of the queries.
     """
+    softmax = Softmax.of(scaling)
+    if not softmax.plain:
+        return _attend_by_chunks(queries, keys, values, softmax, padding, mask)
     n, length = queries.shape[-2], keys.shape[-2]
     plain_causal = padding is None and mask is None and n == length and n > 1
     if mask is None and (padding is not None or (n > 1 and not plain_causal)):
         mask = last_visible(n, length, queries.device)
     if padding is not None and mask is not None:
-        # A padding query sees nothing, and a softmax over nothing is NaN: let it see itself.
-        itself = (
-            torch.arange(length, device=mask.device) == torch.arange(length - n, length, device=mask.device)[:, None]
-        )
-        mask = (mask & padding[:, None, None, :]) | itself
+        mask = _without_padding(mask, padding)
     group = queries.shape[-3] // keys.shape[-3]
     if n == 1 and mask is None and group > 1:
         # One token: the group's heads become the rows of one product, which saves repeating the keys.
-        out = F.scaled_dot_product_attention(by_group(queries, keys.shape[-3]), keys, values, scale=scaling)
+        out = F.scaled_dot_product_attention(by_group(queries, keys.shape[-3]), keys, values, scale=softmax.factor)
         return out.reshape(queries.shape)
     return F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, is_causal=plain_causal, scale=scaling, enable_gqa=group > 1
+        queries, keys, values, attn_mask=mask, is_causal=plain_causal, scale=softmax.factor, enable_gqa=group > 1
     )
+
+
+def _attend_by_chunks(
+    queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, padding: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    n, length = queries.shape[-2], keys.shape[-2]
+    parts = []
+    for start in range(0, n, CHUNK):
+        stop = min(start + CHUNK, n)
+        seen = length if mask is not None else length - n + stop
+        visible = last_visible(stop - start, seen, keys.device) if mask is None else mask[start:stop]
+        if padding is not None:
+            visible = _without_padding(visible, padding[:, :seen], length - n + start)
+        rows = weights(queries[..., start:stop, :], keys[..., :seen, :], softmax, visible)
+        parts.append(output(rows, values[..., :seen, :]).to(queries.dtype))
+    return torch.cat(parts, -2)
+
+
+def _without_padding(mask: Tensor, padding: Tensor, first: int | None = None) -> Tensor:
+    """Who sees whom `[n, length]` less what is padding: `[batch, 1, n, length]`; `first` is the first query's arrival,
+    where the queries are not the last ones.
+    """
+    n, length = mask.shape
+    first = length - n if first is None else first
+    # A padding query sees nothing, and a softmax over nothing is NaN: let it see itself.
+    itself = torch.arange(length, device=mask.device) == torch.arange(first, first + n, device=mask.device)[:, None]
+    return (mask & padding[:, None, None, :]) | itself
 
 
 def accumulate(
     queries: Tensor,
     keys: Tensor,
-    scaling: float | None = None,
+    scaling: Scaling = None,
     chunk: int = CHUNK,
     padding: Tensor | None = None,
 ) -> Tensor:
@@ -144,27 +174,29 @@ def accumulate(
         padding: `[batch, length]` bool, False for padding, which neither gives nor gathers; None when there is none.
     """
     n, length, kv_heads = queries.shape[-2], keys.shape[-2], keys.shape[-3]
+    softmax = Softmax.of(scaling)
     total = torch.zeros(*queries.shape[:-2], length, dtype=torch.float32, device=queries.device)
     # One KV head at a time, so that a chunk's scores stay in a processor's cache from one pass over them to the next.
-    heads = zip(*(x.chunk(kv_heads, -3) for x in (queries, keys)), total.chunk(kv_heads, -2), strict=True)
-    for (own, shared, found), start in itertools.product(heads, range(0, n, chunk)):
+    groups = (softmax.group(kv_head, kv_heads) for kv_head in range(kv_heads))
+    heads = zip(*(x.chunk(kv_heads, -3) for x in (queries, keys)), total.chunk(kv_heads, -2), groups, strict=True)
+    for (own, shared, found, of_group), start in itertools.product(heads, range(0, n, chunk)):
         stop = min(start + chunk, n)
         seen = length - n + stop
-        scores = logits(own[..., start:stop, :], shared[..., :seen, :], scaling)
+        scores = logits(own[..., start:stop, :], shared[..., :seen, :], of_group)
         # Only the newest keys are hidden from some of these queries: masking them in place spares a pass over all.
         hidden = ~last_visible(stop - start, stop - start, queries.device)
         scores[..., seen - (stop - start) :].masked_fill_(hidden, -torch.inf)
         if padding is None:
-            found[..., :seen] += scores.softmax(-1).sum(-2)
+            found[..., :seen] += of_group.shares(scores).sum(-2)
             continue
         scores.masked_fill_(~padding[:, None, None, :seen], -torch.inf)
         asking = padding[:, None, length - n + start : length - n + stop, None]
-        found[..., :seen] += scores.softmax(-1).masked_fill_(~asking, 0).sum(-2)
+        found[..., :seen] += of_group.shares(scores).masked_fill_(~asking, 0).sum(-2)
     return total
 
 
-def attention_over_prompt(queries: Tensor, keys: Tensor, scaling: float | None = None, inside: bool = False) -> Tensor:
-    """softmax(q . K / sqrt(d)) over prompt keys only (DapQ eq. 1-2).
+def attention_over_prompt(queries: Tensor, keys: Tensor, scaling: Scaling = None, inside: bool = False) -> Tensor:
+    """softmax(q . K / sqrt(d)) over prompt keys only (DapQ eq. 1-2), and over a model's sinks where it has them.
 
     Args:
         queries: `[..., heads, n, head_dim]`.
@@ -174,7 +206,7 @@ def attention_over_prompt(queries: Tensor, keys: Tensor, scaling: float | None =
             otherwise (response tokens, pseudo-tokens) they come after the prompt and see all of it.
 
     Returns:
-        `[..., heads, n, prompt]`, rows sum to 1.
+        `[..., heads, n, prompt]`, rows sum to 1, less the sinks' share.
     """
     visible = last_visible(queries.shape[-2], keys.shape[-2], keys.device) if inside else None
     return weights(queries, keys, scaling, visible)

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from kvlab.core.layout import WHOLE, Layout
+from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 PROJECTIONS = ("q_proj", "qkv_proj")
+NORMS = ("q_norm", "q_layernorm")
 KNOWN = (
     "kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, as "
     "in Llama, Mistral, Qwen, Phi-3 and Gemma"
@@ -25,11 +28,13 @@ def text_config(model: nn.Module) -> PretrainedConfig:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of a decoder, by layer.
+    """The attention modules that a policy compresses, by layer; `layer_idx` of each is its number in the model.
+
+    These are the layers that attend to the whole past, and all of a model whose layers all see a window.
 
     Raises:
-        KvlabError: where a layer cannot be hooked (no attention, latent attention, no attention interface, no query
-            projection, soft-capped logits, learnt sinks), naming what is in the way; nothing has run by then.
+        KvlabError: where such a layer cannot be hooked (no attention, latent attention, no attention interface, no
+            query projection), naming what is in the way, or where there is no such layer; nothing has run by then.
     """
     config = text_config(model)
     kind = type(model).__name__
@@ -45,29 +50,115 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         raise KvlabError(
             f"{kind} does not call transformers' attention interface, so kvlab cannot see its attention; {KNOWN}"
         )
-    if getattr(config, "attn_logit_softcapping", None):
-        raise KvlabError(f"{kind} soft-caps its attention logits, which kvlab does not model")
+    expected = layout_of(model).compressed
     found, others = {}, {}
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int):
-            continue
-        if not any(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS):
-            others[layer] = module
-            continue
-        if getattr(module, "sinks", None) is not None:
-            raise KvlabError(f"{kind} has learnt attention sinks, which kvlab does not model")
-        found[layer] = module
-    expected = getattr(config, "num_hidden_layers", 0)
-    if sorted(found) == list(range(expected)) and found:
-        return [found[layer] for layer in range(expected)]
+        if isinstance(layer, int) and layer in expected:
+            hooks = any(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS)
+            (found if hooks else others)[layer] = module
+    if sorted(found) == list(expected):
+        modules = [found[layer] for layer in expected]
+        _check_alike(kind, modules)
+        return modules
     strange = next((module for layer, module in sorted(others.items()) if layer not in found), None)
     instead = f" (layer {strange.layer_idx} is a {type(strange).__name__} with {_parts(strange)})" if strange else ""
-    how_many = f"only {len(found)} of the {expected} layers" if found else "none of the layers"
+    how_many = f"only {len(found)} of the {len(expected)} layers" if found else "none of the layers"
     raise KvlabError(f"{how_many} of {kind} can be hooked{instead}: {KNOWN}")
+
+
+def _check_alike(kind: str, modules: list[nn.Module]) -> None:
+    """Refuse layers whose entries cannot lie side by side in one tensor."""
+    first, *rest = ([getattr(m, name, None) for name in ("head_dim", "num_key_value_groups")] for m in modules)
+    for module, shape in zip(modules[1:], rest, strict=True):
+        if shape != first:
+            raise KvlabError(
+                f"layers {modules[0].layer_idx} and {module.layer_idx} of {kind} have heads of different sizes or "
+                f"groups, which kvlab does not model; {KNOWN}"
+            )
 
 
 def _parts(module: nn.Module) -> str:
     """The names of what a layer multiplies with, of which one makes its queries."""
     names = [name for name, part in module.named_children() if getattr(part, "weight", None) is not None]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names) or "no weights"
+
+
+# ---------------------------------------------------------------------------------------------- what each layer sees
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """Which layers of a model a policy compresses, by the cache that transformers keeps for each.
+
+    Raises:
+        KvlabError: a layer that is more than one kind at once, or none that can be compressed.
+    """
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    kind, kept = type(model).__name__, own_layers(model)
+    names = getattr(text_config(model), "layer_types", None) or [""] * len(kept)
+    sees = tuple(_sees(kind, number, layer, names[number]) for number, layer in enumerate(kept))
+    compressed = tuple(layer for layer, seen in enumerate(sees) if seen == WHOLE)
+    if not compressed and all(isinstance(layer, DynamicSlidingWindowLayer) for layer in kept):
+        compressed = tuple(range(len(kept)))
+    if not compressed:
+        instead = ", ".join(sorted(set(sees)))
+        raise KvlabError(
+            f"no layer of {kind} attends to the whole past (they see {instead}), so there is nothing to compress; "
+            f"{KNOWN}"
+        )
+    return Layout(sees, compressed)
+
+
+def own_layers(model: nn.Module) -> list[Any]:
+    """What transformers' own cache would keep for each layer of a model, empty.
+
+    Raises:
+        KvlabError: a cache that transformers does not make from the configuration.
+    """
+    from transformers import DynamicCache
+
+    try:
+        return list(DynamicCache(config=text_config(model)).layers)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise KvlabError(
+            f"transformers makes no cache for the layers of {type(model).__name__} ({error!r:.80}), so kvlab cannot "
+            f"tell which of them attend to the whole past; {KNOWN}"
+        ) from None
+
+
+def windows_of(model: nn.Module) -> dict[int, int]:
+    """How far back each compressed layer sees, by its number in the model; those that see everything are not there."""
+    kept = own_layers(model)
+    reach = {layer: getattr(kept[layer], "sliding_window", None) for layer in layout_of(model).compressed}
+    return {layer: window for layer, window in reach.items() if window is not None}
+
+
+def _sees(model: str, number: int, layer: Any, name: str) -> str:
+    """What a layer looks at, given what transformers keeps for it and what its configuration calls it."""
+    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+    if type(layer) is DynamicLayer:
+        return WHOLE
+    if type(layer) is DynamicSlidingWindowLayer:
+        return f"a {'chunk' if name.startswith('chunk') else 'window'} of {layer.sliding_window} tokens"
+    if type(layer) is LinearAttentionLayer:
+        return "a convolution" if name == "conv" else "a linear state"
+    if type(layer) is DummyLayer and name in ("moe", "mlp"):
+        return "one token at a time"
+    if type(layer) is DummyLayer:
+        why = "attends to the keys and values of another layer"
+    else:
+        why = f"keeps a {type(layer).__name__}"
+    raise KvlabError(f"layer {number} of {model} {why}, which kvlab does not model; {KNOWN}")
+
+
+def softmax_of(module: nn.Module) -> Softmax:
+    """What an attention module does with its products, as far as its attributes tell before it is called."""
+    factor, softcap = (getattr(module, name, None) for name in ("scaling", "attn_logit_softcapping"))
+    sinks = getattr(module, "sinks", None)
+    return Softmax(
+        factor if isinstance(factor, float | int) else None,
+        softcap if isinstance(softcap, float | int) else None,
+        None if sinks is None else cast(nn.Parameter, sinks).detach(),
+    )

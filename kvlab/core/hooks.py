@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvlab.core.attention import attend
-from kvlab.core.hookable import PROJECTIONS, layers_of, text_config
+from kvlab.core.hookable import NORMS, PROJECTIONS, layers_of, text_config, windows_of
+from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 NAME = "kvlab"
+MASKS = AttentionMaskInterface()
 
 
 # ---------------------------------------------------------------------------------------------------- the seam
@@ -26,9 +30,10 @@ NAME = "kvlab"
 
 @dataclass
 class Call:
-    """One layer's attention in one forward pass, as the model asks for it."""
+    """One compressed layer's attention in one forward pass, as the model asks for it."""
 
-    layer: int
+    layer: int  # its number in the model
+    place: int  # where it stands among the compressed layers
     queries: Tensor  # [batch, heads, n, head_dim], post-RoPE
     pre_rope: Tensor | None  # the same queries before RoPE, after q-norm
     keys: Tensor  # [batch, kv_heads, length, head_dim], the cache included
@@ -36,9 +41,16 @@ class Call:
     scaling: float
     padding: Tensor | None  # [batch, length] bool, False for padding; None without
     positions: Tensor | None  # [batch, n]
+    softcap: float | None = None  # what the logits level off at
+    sinks: Tensor | None = None  # [heads], learnt logits of no key
+
+    @property
+    def softmax(self) -> Softmax:
+        """What the layer makes of its products."""
+        return Softmax(self.scaling, self.softcap, self.sinks)
 
     def attend(self, mask: Tensor | None = None) -> Tensor:
-        return attend(self.queries, self.keys, self.values, self.scaling, self.padding, mask)
+        return attend(self.queries, self.keys, self.values, self.softmax, self.padding, mask)
 
 
 Handler = Callable[[Call], Tensor]
@@ -47,6 +59,7 @@ Handler = Callable[[Call], Tensor]
 @dataclass
 class _Hooked:
     layer: int
+    place: int
     handler: Handler
     projected: list[Tensor] = field(default_factory=list)
 
@@ -56,17 +69,31 @@ class _Hooked:
 _hooked: WeakKeyDictionary[nn.Module, _Hooked] = WeakKeyDictionary()
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, position_ids=None, **_):
+# The attention implementation that the layers left alone go on with, by the id of the configuration that a session has
+# changed; it is what their masks are made for.
+_left_alone: dict[int, str] = {}
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, position_ids=None, **more):
     entry = _hooked.get(module)
     if entry is None:
         raise RuntimeError("the 'kvlab' attention only runs inside kvlab's own context managers")
     pre = _as_heads(entry.projected.pop(), query) if entry.projected else None
     scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    call = Call(entry.layer, query, pre, key, value, scaling, attention_mask, position_ids)
+    sinks = more.get("s_aux")
+    sinks = None if sinks is None else sinks.detach()
+    softcap, padding = more.get("softcap"), attention_mask
+    call = Call(entry.layer, entry.place, query, pre, key, value, scaling, padding, position_ids, softcap, sinks)
     return entry.handler(call).transpose(1, 2).contiguous(), None
 
 
-def _padding(attention_mask: Tensor | None = None, **_) -> Tensor | None:
+def _mask(attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
+    """For compressed layers which tokens are padding, `[batch, length]`; for those left alone, whose masks are told a
+    window or a chunk, what their own attention takes.
+    """
+    own = _left_alone.get(id(more.get("config")))
+    if own is not None and more.get("local_size") is not None:
+        return MASKS[own](attention_mask=attention_mask, **more)
     return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
 
 
@@ -85,39 +112,27 @@ def _as_heads(projected: Tensor, queries: Tensor) -> Tensor:
     return projected.transpose(1, 2) if tokens_first else projected
 
 
-def _windows(model: nn.Module) -> list[int | None]:
-    """How far back each layer sees; None where it sees everything."""
-    config = text_config(model)
-    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    windows = []
-    for kind, module in zip(kinds, layers_of(model), strict=True):
-        window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-        if kind == "full_attention" or (kind is None and getattr(config, "use_sliding_window", True) is False):
-            window = None
-        elif kind == "chunked_attention":
-            window = getattr(config, "attention_chunk_size", None)
-        windows.append(window)
-    return windows
-
-
 def shortest_window(model: nn.Module) -> int | None:
-    """The longest sequence that every layer sees as a whole; None if there is no bound."""
-    return min((window for window in _windows(model) if window is not None), default=None)
+    """The longest sequence that every compressed layer sees as a whole; None if there is no bound."""
+    return min(windows_of(model).values(), default=None)
 
 
 def check_length(model: nn.Module, length: int) -> None:
-    """Refuse a sequence that some layer would not see as a whole (a shorter sliding window or attention chunk)."""
-    for layer, window in enumerate(_windows(model)):
-        if window is not None and window < length:
+    """Refuse a sequence that a compressed layer would not see as a whole (a shorter sliding window or attention chunk),
+    which is so only in models without any layer that attends to the whole past.
+    """
+    for layer, window in windows_of(model).items():
+        if window < length:
             raise KvlabError(
                 f"layer {layer} of {type(model).__name__} sees a window of {window} tokens, and the sequence has "
-                f"{length}; use at most {window} tokens"
+                f"{length}; no layer of it attends to the whole past, so use at most {window} tokens"
             )
 
 
 @contextmanager
 def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterator[None]:
-    """While the block runs, every attention layer of `model` hands its `Call` to `handler` and uses what that returns.
+    """While the block runs, every compressed layer of `model` hands its `Call` to `handler` and uses what that returns;
+    the other layers go on as they were.
 
     The model leaves the block as it came, also after an exception.
 
@@ -128,39 +143,56 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterato
     busy = [m for m in modules if m in _hooked]
     if busy:
         raise KvlabError("this model is already inside a kvlab session; leave that one first")
-    configs: dict[int, PretrainedConfig] = {
-        id(config): config
-        for config in (getattr(module, "config", None) for module in model.modules())
-        if config is not None and hasattr(config, "_attn_implementation")
-    }
+    configs = _configs(model)
     before = {key: config._attn_implementation for key, config in configs.items()}
+    others = _left_over(model, modules)
     handles = []
     try:
-        for layer, module in enumerate(modules):
-            entry = _hooked[module] = _Hooked(layer, handler)
+        for place, module in enumerate(modules):
+            entry = _hooked[module] = _Hooked(_number(module), place, handler)
             if not pre_rope:
                 continue
-            source = next(
-                getattr(module, n) for n in ("q_norm", *PROJECTIONS) if isinstance(getattr(module, n, None), nn.Module)
-            )
+            names = (*NORMS, *PROJECTIONS)
+            source = next(getattr(module, n) for n in names if isinstance(getattr(module, n, None), nn.Module))
             handles.append(source.register_forward_hook(lambda _m, _i, out, entry=entry: entry.projected.append(out)))
+        if others:
+            # Their attention reads the implementation from a configuration of their own, which stays as it was.
+            own = {key: copy.copy(config) for key, config in configs.items()}
+            for module, config in others.items():
+                vars(module)["config"] = own[id(config)]
+            _left_alone.update(before)
         for config in configs.values():
             config._attn_implementation_internal = NAME
         yield
     finally:
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
+            _left_alone.pop(key, None)
+        for module, config in others.items():
+            vars(module)["config"] = config
         for handle in handles:
             handle.remove()
         for module in modules:
             _hooked.pop(module, None)
 
 
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
+def _configs(model: nn.Module) -> dict[int, PretrainedConfig]:
+    """The configurations in which a model's modules look for their attention implementation, by id."""
+    given = [*(getattr(module, "config", None) for module in model.modules()), text_config(model)]
+    return {id(config): config for config in given if config is not None and hasattr(config, "_attn_implementation")}
 
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _padding)
+
+def _left_over(model: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, PretrainedConfig]:
+    """The modules of layers that are not compressed, with the configuration of each."""
+    numbers = {_number(module) for module in modules}
+    of_layers = (m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int))
+    others = {m: vars(m)["config"] for m in of_layers if _number(m) not in numbers and "config" in vars(m)}
+    return {m: config for m, config in others.items() if hasattr(config, "_attn_implementation")}
 
 
-_register()
+def _number(module: nn.Module) -> int:
+    return int(vars(module)["layer_idx"])
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)

@@ -129,4 +129,5 @@ def answers(lm: LM, example: Example, wanted: Sequence[Policy], compress_at: Com
                 "seconds": time.perf_counter() - start,
                 "kv_bytes": session.kv_bytes,
                 "aux_bytes": session.aux_bytes,
+                "uncompressed_bytes": session.uncompressed_bytes,
             }

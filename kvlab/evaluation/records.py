@@ -35,6 +35,7 @@ class Answer:
     seconds: float
     kv_bytes: int
     aux_bytes: int
+    uncompressed_bytes: int = 0
     marks: dict[str, Any] = field(default_factory=dict)
     signature: str = ""
 

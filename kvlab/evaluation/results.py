@@ -18,6 +18,7 @@ def table(found: Sequence[Answer]) -> pd.DataFrame:
     """Tidy: one row for each answer, with its marks and its score."""
     import pandas as pd
 
+    mixed = any(answer.uncompressed_bytes for answer in found)
     return pd.DataFrame(
         {
             "task": answer.task,
@@ -32,6 +33,7 @@ def table(found: Sequence[Answer]) -> pd.DataFrame:
             "seconds": answer.seconds,
             "kv_bytes": answer.kv_bytes,
             "aux_bytes": answer.aux_bytes,
+            **({"uncompressed_bytes": answer.uncompressed_bytes} if mixed else {}),
             **answer.marks,
         }
         for answer in found
@@ -54,6 +56,7 @@ def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
         groups.setdefault(kind, []).append(answer)
     whole = {(a.task, a.compress_at, a.example): a.scores[a.metric] for a in found if a.policy == FULL}
     rows = []
+    mixed = any(answer.uncompressed_bytes for answer in found)
     for (task, value, name, budget, at, signature), members in groups.items():
         full = {a.example: whole[task, at, a.example] for a in members if (task, at, a.example) in whole}
         scores = [a.scores[a.metric] for a in members]
@@ -76,6 +79,7 @@ def summary(found: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
                 "difference_low": least,
                 "difference_high": most,
                 "kv_bytes": sum(a.kv_bytes for a in members) / len(members),
+                **({"uncompressed_bytes": sum(a.uncompressed_bytes for a in members) / len(members)} if mixed else {}),
                 "seconds": sum(a.seconds for a in members) / len(members),
                 "prefill_seconds": sum(a.prefill_seconds for a in members) / len(members),
             }

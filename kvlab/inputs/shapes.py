@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from kvlab.errors import KvlabError, nearest
 
 
+WINDOW, WHOLE = "sliding_attention", "full_attention"
+
+
 @dataclass(frozen=True)
 class Shape:
     """A model type with the arguments of its configuration."""
@@ -69,6 +72,11 @@ def _tiny(model_type: str, summary: str, kv_heads: int, **more: object) -> Shape
         head_dim=16,
         **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | more,
     )
+
+
+def _hybrid(model_type: str, summary: str, layer_types: list[str], **more: object) -> Shape:
+    """A tiny model whose layers look at different things."""
+    return _tiny(model_type, summary, 2, **{"num_hidden_layers": len(layer_types), "layer_types": layer_types, **more})
 
 
 SHAPES: dict[str, Shape] = {
@@ -219,6 +227,64 @@ SHAPES: dict[str, Shape] = {
     ),
     "tiny-gemma": _tiny(
         "gemma", "2 layers, 4 heads, 2 KV heads of 16, offset norms: for tests", 2, tie_word_embeddings=True
+    ),
+    "tiny-olmo2": _tiny("olmo2", "2 layers, 4 heads, 2 KV heads of 16, one norm for all heads: for tests", 2),
+    "tiny-granite": _tiny(
+        "granite", "2 layers, 4 heads, 2 KV heads of 16, logits times 0.4: for tests", 2, attention_multiplier=0.4
+    ),
+    "hybrid-gemma2": _hybrid(
+        "gemma2",
+        "4 layers, 1 and 3 attend to the whole past, 0 and 2 to a window of 16; capped logits: for tests",
+        [WINDOW, WHOLE] * 2,
+        sliding_window=16,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=30.0,
+    ),
+    "hybrid-gemma3": _hybrid(
+        "gemma3_text",
+        "5 layers, 2 and 4 attend to the whole past, the others to a window of 16: for tests",
+        [WINDOW, WINDOW, WHOLE, WINDOW, WHOLE],
+        sliding_window=16,
+        query_pre_attn_scalar=24,
+        rope_parameters={WINDOW: _rope(1e3), WHOLE: _rope(1e4)},
+    ),
+    "hybrid-gpt-oss": _hybrid(
+        "gpt_oss",
+        "4 layers, 1 and 3 attend to the whole past, 0 and 2 to a window of 16; learnt sinks: for tests",
+        [WINDOW, WHOLE] * 2,
+        sliding_window=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    ),
+    "hybrid-llama4": _hybrid(
+        "llama4_text",
+        "4 layers, 1 and 3 attend to the whole past without RoPE, 0 and 2 to chunks of 16: for tests",
+        ["chunked_attention", WHOLE] * 2,
+        attention_chunk_size=16,
+        no_rope_layers=[1, 0, 1, 0],
+        interleave_moe_layer_step=2,
+        intermediate_size_mlp=128,
+        num_local_experts=2,
+    ),
+    "hybrid-qwen3-next": _hybrid(
+        "qwen3_next",
+        "4 layers, 1 and 3 attend to the whole past, 0 and 2 keep a linear state: for tests",
+        ["linear_attention", WHOLE] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "hybrid-lfm2": _hybrid(
+        "lfm2",
+        "4 layers, 1 and 3 attend to the whole past, 0 and 2 are convolutions over 3 tokens: for tests",
+        ["conv", WHOLE] * 2,
+        conv_L_cache=3,
     ),
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvlab.core import attention
 from kvlab.core.attention import attention_over_prompt
 from kvlab.core.ranking import PAD
+from kvlab.core.softmax import Scaling
 
 
 def query_similarity(queries: Tensor, others: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ def query_similarity(queries: Tensor, others: Tensor) -> Tensor:
     return F.cosine_similarity(queries.float(), others.float(), dim=-1)
 
 
-def gold_scores(queries: Tensor, keys: Tensor, scaling: float | None = None) -> Tensor:
+def gold_scores(queries: Tensor, keys: Tensor, scaling: Scaling = None) -> Tensor:
     """Attention over the prompt, summed over the response queries and over the heads of each group.
 
     The top k of these are the gold set (DapQ eq. 1).
@@ -66,18 +67,28 @@ def mass_kept(weights: Tensor, read: Tensor) -> Tensor:
     return weights.gather(-1, rows.clamp_min(0)).masked_fill(rows == PAD, 0).sum(-1)
 
 
-def mass_lost(weights: Tensor, read: Tensor) -> Tensor:
-    """1 - the attention mass on the positions that are read.
+def mass_lost(weights: Tensor, read: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """1 - the attention mass on the positions that are read, and less what learnt sinks take, which is not lost: the
+    mass on keys that are not read.
 
     Args:
         weights: softmax over all keys that a full cache would hold, `[..., heads, length]`.
         read: positions read, `[..., kv_heads, n]`, padded with -1 (tokens merged into another's slot are not among
             them, so they count as lost).
+        sinks: `[..., heads]`, the share of each head's learnt sink (`sink_share`); None where there is none.
 
     Returns:
         `[..., heads]` in [0, 1].
     """
-    return (1 - mass_kept(weights, read)).clamp(0, 1)
+    kept = mass_kept(weights, read)
+    return (1 - kept if sinks is None else 1 - sinks - kept).clamp(0, 1)
+
+
+def sink_share(weights: Tensor) -> Tensor:
+    """What learnt sinks take of the attention: what the weights of the keys `[..., heads, length]` lack of a sum of 1,
+    `[..., heads]`.
+    """
+    return (1 - weights.sum(-1)).clamp(0, 1)
 
 
 def lost_weights(weights: Tensor, read: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention, ranking
+from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError, nearest
 from kvlab.instruments import measures
@@ -79,13 +80,15 @@ class Seen:
         store: LayerStore,
         queries: Tensor,
         step: Step,
-        scaling: float | None,
+        scaling: Scaling,
         shadow: Shadow | None = None,
         pre_queries: Tensor | None = None,
         full: tuple[Tensor, Tensor] | None = None,
     ):
         self.policy, self.store, self.queries, self.step = policy, store, queries, step
-        self.scaling, self.shadow, self.pre_queries = scaling, shadow, pre_queries
+        self.shadow, self.pre_queries = shadow, pre_queries
+        self.softmax = Softmax.of(scaling)
+        self.scaling = self.softmax.told
         self._place = torch.device("cpu")
         if full is not None:
             # A replay knows what the full cache does without a shadow of it.
@@ -105,7 +108,12 @@ class Seen:
     @cached_property
     def full_weights(self) -> Tensor:
         """Attention over everything that a full cache would hold, `[rows, heads, length]`."""
-        return attention.weights(self.queries.cpu(), self._whole.keys, self.scaling)[:, :, 0]
+        return attention.weights(self.queries.cpu(), self._whole.keys, self.softmax.to("cpu"))[:, :, 0]
+
+    @cached_property
+    def sinks(self) -> Tensor | None:
+        """What learnt sinks take of the full cache's attention, `[rows, heads]`; None where there are none."""
+        return None if self.softmax.sinks is None else measures.sink_share(self.full_weights)
 
     @cached_property
     def full_output(self) -> Tensor:
@@ -241,7 +249,19 @@ class MassLost(Probe):
     name, summary, needs_shadow = "mass_lost", "attention mass on what was not read", True
 
     def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
-        records.add("mass_lost", measures.mass_lost(seen.full_weights, seen.read), axis="head", **where)
+        records.add("mass_lost", measures.mass_lost(seen.full_weights, seen.read, seen.sinks), axis="head", **where)
+
+
+class SinkShare(Probe):
+    """Share of the step's attention that the model's learnt sinks took, over what was read; 0 where it has none."""
+
+    name, summary, needs_weights = "sink_share", "attention mass on learnt sinks", True
+
+    def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        assert seen.step.weights is not None, "needs_weights has them computed"
+        share = measures.sink_share(seen.step.weights)
+        share = torch.zeros_like(share) if seen.softmax.sinks is None else share
+        records.add("sink_share", share, axis="head", **where)
 
 
 class StepRecall(Probe):
@@ -331,13 +351,14 @@ class QuerySimilarity(Probe):
         if self.reference.pre_queries is not None and seen.pre_queries is not None:
             pairs.append(("query_similarity_pre", self.reference.response_pre_queries, seen.pre_queries))
         for name, reference, queries in pairs:
-            layer = where["layer"]
-            true = reference[:, :, now] if layer is None else reference[layer : layer + 1, :, now]
+            place = None if where["layer"] is None else self.reference.layout.place(where["layer"])
+            true = reference[:, :, now] if place is None else reference[place : place + 1, :, now]
             records.add(name, measures.query_similarity(queries[:, :, 0].cpu(), true.cpu()), axis="head", **where)
 
 
 PROBES: dict[str, type[Probe]] = {
-    cls.name: cls for cls in (MassLost, StepRecall, OutputError, Entropy, Positions, Bytes, Seconds, QuerySimilarity)
+    cls.name: cls
+    for cls in (MassLost, SinkShare, StepRecall, OutputError, Entropy, Positions, Bytes, Seconds, QuerySimilarity)
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention, hooks
+from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.live.cache import Group, LiveCache, LiveLayer
@@ -25,26 +26,19 @@ Attend = Callable[[LiveCache, Group, hooks.Call, Tensor, Tensor, Tensor], Tensor
 
 
 class Attending:
-    """Attends for one session, layer by layer.
-
-    Attributes:
-        scaling: factor of the logits, as the model's last call gave it; None before the first.
-    """
+    """Attends for one session, layer by layer."""
 
     def __init__(self, policy: Policy, turns: str, reports: Reports):
         self._policy, self._turns, self._reports = policy, turns, reports
-        self.scaling: float | None = None
 
     def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
         """The output of one layer's attention, `[batch, heads, n, head_dim]`, once the call's entries are stored."""
-        layer, policy = cache.layers[call.layer], self._policy
-        self.scaling = call.scaling
+        layer, policy = cache.compressed[call.place], self._policy
+        layer.softmax = call.softmax
         if not layer.groups:
-            store = LayerStore(call.keys, call.values)
-            store.layers = (call.layer,) * len(call.keys)
-            layer.groups = [Group(None, store)]
+            store = layer.begin(call.keys, call.values, call.place)
             layer.observe(call.queries, policy.observes)
-            self._accumulate(cache, store, call.queries, call.scaling, call.padding)
+            self._accumulate(cache, store, call.queries, call.softmax, call.padding)
             return call.attend()
         if cache.ended and call.queries.shape[2] == 1:
             if self._turns == "recompress" and policy.observes is not None:
@@ -75,8 +69,8 @@ class Attending:
         bias = policy.bias(store) if store.compressed else None
         if bias is None and not store.ragged:
             padding = call.padding if group.padded else None
-            self._accumulate(cache, store, queries, call.scaling, padding)
-            return attention.attend(queries, store.keys, store.values, call.scaling, padding)
+            self._accumulate(cache, store, queries, call.softmax, padding)
+            return attention.attend(queries, store.keys, store.values, call.softmax, padding)
         # Slots of one head lie in order of arrival, but heads may hold different numbers: compare positions instead.
         heads, n = queries.shape[1], queries.shape[2]
         now = torch.arange(store.seen - n, store.seen, device=queries.device)
@@ -84,11 +78,11 @@ class Attending:
         visible = (positions <= now[:, None]) & (positions >= 0)
         if bias is not None:
             bias = attention.to_query_heads(bias, heads)[:, :, None]
-        weights = attention.weights(queries, store.keys, call.scaling, visible, bias)
+        weights = attention.weights(queries, store.keys, call.softmax, visible, bias)
         return attention.output(weights, store.values).to(queries.dtype)
 
     def _accumulate(
-        self, cache: LiveCache, store: LayerStore, queries: Tensor, scaling: float, padding: Tensor | None
+        self, cache: LiveCache, store: LayerStore, queries: Tensor, softmax: Softmax, padding: Tensor | None
     ) -> None:
         """Add up the attention that a policy wants of every prompt query, in a column of the store's."""
         if not self._policy.accumulates or cache.ended:
@@ -99,7 +93,7 @@ class Attending:
                 f"{queries.shape[2]} of {store.length} were fed inside the session; feed the whole prompt there"
             )
         kv_heads = store.keys.shape[1]
-        gathered = attention.accumulate(queries, store.keys, scaling, padding=padding)
+        gathered = attention.accumulate(queries, store.keys, softmax, padding=padding)
         gathered = gathered.unflatten(1, (kv_heads, -1)).transpose(2, 3)
         if store.has_column(ACCUMULATED):
             store.column(ACCUMULATED).add_(gathered)
@@ -111,7 +105,7 @@ class Attending:
     ) -> Tensor:
         """One decoding step of one group: attend, let the probes look, and let the policy update its store."""
         store, policy, reports = group.store, group.policy or self._policy, self._reports
-        attended = decode(policy, store, queries, keys, values, call.scaling, weigh=reports.needs_weights)
+        attended = decode(policy, store, queries, keys, values, call.softmax, weigh=reports.needs_weights)
         if attended.slots is not None:
             entries = int((attended.slots >= 0).sum())
         else:

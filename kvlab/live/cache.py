@@ -1,4 +1,5 @@
-"""What a live session hands to the model in place of a `DynamicCache`: one `LayerStore` for each layer and group.
+"""What a live session hands to the model in place of a `DynamicCache`: one `LayerStore` for each compressed layer and
+group, and transformers' own cache for the layers left alone.
 
 Sequences of a batch whose prompts have different lengths (left padding) do not share a store: each group of equal
 length has its own, so that no padding is ever stored and all rows of a store keep in step.
@@ -6,21 +7,27 @@ length has its own, so that no padding is ever stored and all rows of a store ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from kvlab.core import adapter, hookable
 from kvlab.core.hooks import Call
+from kvlab.core.layout import Layout
+from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Shadow
+from kvlab.live.likelihood import Likelihood
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers.cache_utils import DynamicLayer
 
 
@@ -28,6 +35,19 @@ class Host(Protocol):
     """What a cache needs to know of the session that it belongs to."""
 
     policy: Policy
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def layout(self) -> Layout:
+        """Which of the model's layers are compressed."""
+        ...
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The attention of these."""
+        ...
 
     def running(self, cache: LiveCache) -> bool:
         """Whether a forward pass on `cache` is under way."""
@@ -70,59 +90,21 @@ class Group:
             self.kept = self.kept[rows.to(self.kept.device)]
 
 
-class Likelihood:
-    """What the model thought of the last tokens that it was fed: negative log-likelihoods `[batch, n]`, in nats."""
-
-    def __init__(self):
-        self.nll: Tensor | None = None
-        self._next: Tensor | None = None  # log-probabilities of the next token, [batch, vocabulary]
-
-    def add(self, ids: Tensor | None, logits: Tensor, most: int) -> None:
-        """Of tokens `[batch, fed]` whose last `n` gave these logits `[batch, n, vocabulary]`; keeps the last `most`."""
-        if ids is None:
-            self.nll = self._next = None
-            return
-        known = logits.float().log_softmax(-1)
-        if self._next is None or known.shape[1] < ids.shape[1]:
-            before = known[:, :-1]
-        else:
-            before = torch.cat([self._next[:, None], known[:, :-1]], 1)
-        told = ids[:, ids.shape[1] - before.shape[1] :, None]
-        new = -before.gather(-1, told)[..., 0]
-        earlier = self.nll if before.shape[1] == ids.shape[1] else None
-        self.nll = (new if earlier is None else torch.cat([earlier, new], 1))[:, -most:]
-        self._next = known[:, -1]
-
-    def perplexity(self, n: int, rows: Tensor | None) -> Tensor | None:
-        """exp of the mean over the last `n` tokens, `[rows]`; None where too few are known."""
-        if self.nll is None or self.nll.shape[1] < n:
-            return None
-        found = self.nll[:, self.nll.shape[1] - n :].mean(-1).exp()
-        return found if rows is None else found[rows]
-
-    def copy(self) -> Likelihood:
-        found = Likelihood()
-        found.nll, found._next = self.nll, self._next
-        return found
-
-    def select(self, rows: Tensor) -> None:
-        if self.nll is not None and self._next is not None:
-            self.nll, self._next = (x[rows.to(x.device)] for x in (self.nll, self._next))
-
-    def crop(self, n: int) -> None:
-        self.nll = self._next = None
-
-
 class LiveLayer(CacheLayerMixin):
-    """One layer of a `LiveCache`."""
+    """One compressed layer of a `LiveCache`.
+
+    Attributes:
+        softmax: what the model makes of the layer's products.
+    """
 
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: LiveCache):
+    def __init__(self, cache: LiveCache, softmax: Softmax):
         super().__init__()
         self.is_initialized = True
         self._cache = cache
+        self.softmax = softmax
         self.groups: list[Group] = []
         self._observed: list[Tensor] = []  # the last queries, [batch, heads, n, head_dim] in pieces
 
@@ -139,6 +121,13 @@ class LiveLayer(CacheLayerMixin):
 
     def forget(self) -> None:
         self._observed = []
+
+    def begin(self, keys: Tensor, values: Tensor, place: int) -> LayerStore:
+        """Store the beginning of a prompt; `place` is where the layer stands among the compressed ones."""
+        store = LayerStore(keys, values)
+        store.layers = (place,) * len(keys)
+        self.groups = [Group(None, store)]
+        return store
 
     @property
     def observed(self) -> Tensor | None:
@@ -204,12 +193,16 @@ class LiveLayer(CacheLayerMixin):
 
 
 class LiveCache(Cache):
-    """What a session hands to the model in place of a `DynamicCache`."""
+    """What a session hands to the model in place of a `DynamicCache`.
 
-    # transformers allows layers of any kind, and this cache has only its own.
-    layers: list[LiveLayer]  # type: ignore[reportIncompatibleVariableOverride]
+    Attributes:
+        layers: of the model: a `LiveLayer` where it is compressed, else what transformers keeps.
+        compressed: the compressed ones among them, one behind the other.
+    """
 
-    def __init__(self, session: Host, n_layers: int):
+    layers: list[Any]
+
+    def __init__(self, session: Host):
         self.session = session
         self.seen = 0  # tokens fed, padding included
         self.ended = False  # whether the prompt has ended
@@ -219,20 +212,29 @@ class LiveCache(Cache):
         self.pseudo: Pass | None = None  # the pass of pseudo-tokens that is under way on it
         self.ids: list[Tensor] = []
         self.likelihood = Likelihood()
-        super().__init__(layers=[LiveLayer(self) for _ in range(n_layers)])
+        self.compressed = [LiveLayer(self, hookable.softmax_of(module)) for module in session.modules]
+        super().__init__(layers=adapter.arranged(session.model, session.layout, self.compressed))
 
     @classmethod
-    def of(cls, session: Host, n_layers: int, given: DynamicCache) -> LiveCache:
+    def of(cls, session: Host, given: DynamicCache) -> LiveCache:
         """What a plain cache holds, taken as the beginning of a prompt."""
-        cache = cls(session, n_layers)
+        cache = cls(session)
         cache.seen = given.get_seq_length()
+        for number in session.layout.others if given.layers else ():
+            cache.layers[number] = adapter.twin(given.layers[number])
         if cache.seen:
-            for live, layer in zip(cache.layers, cast("list[DynamicLayer]", given.layers), strict=True):
+            for place, (live, number) in enumerate(zip(cache.compressed, session.layout.compressed, strict=True)):
+                layer = cast("DynamicLayer", given.layers[number])
                 assert layer.keys is not None and layer.values is not None, "it has seen tokens"
                 if layer.keys.shape[2] != cache.seen:
                     raise KvlabError("the cache handed in has lost entries already (a sliding window?)")
-                live.groups = [Group(None, LayerStore(layer.keys, layer.values))]
+                live.begin(layer.keys, layer.values, place)
         return cache
+
+    @property
+    def others(self) -> dict[int, Any]:
+        """What transformers keeps for the layers left alone, by their number in the model."""
+        return {number: self.layers[number] for number in self.session.layout.others}
 
     def branch(self, session: Host, columns: Sequence[str]) -> LiveCache:
         """Another cache that begins with the same entries, borrowed until one of the two changes.
@@ -240,11 +242,13 @@ class LiveCache(Cache):
         Args:
             columns: what of the stores' columns goes along.
         """
-        cache = LiveCache(session, len(self.layers))
+        cache = LiveCache(session)
         cache.seen, cache.padding, cache.ids = self.seen, self.padding, list(self.ids)
         cache.likelihood = self.likelihood.copy()
-        for new, old in zip(cache.layers, self.layers, strict=True):
-            new._observed = list(old._observed)
+        for number, layer in self.others.items():
+            cache.layers[number] = adapter.twin(layer)
+        for new, old in zip(cache.compressed, self.compressed, strict=True):
+            new.softmax, new._observed = old.softmax, list(old._observed)
             for group in old.groups:
                 store = LayerStore(group.store.keys, group.store.values)
                 store.layers = group.store.layers
@@ -260,12 +264,15 @@ class LiveCache(Cache):
         Args:
             caches: whose prompts have ended at one length, none padded, each with one group.
         """
-        joined = cls(session, len(caches[0].layers))
+        joined = cls(session)
         joined.seen, joined.ended = caches[0].seen, True
+        for number in session.layout.others:
+            joined.layers[number] = adapter.joined([cache.layers[number] for cache in caches])
         for cache, policy in zip(caches, policies, strict=True):
-            rows = torch.arange(cache.batch) + (joined.batch if joined.layers[0].groups else 0)
-            for new, old in zip(joined.layers, cache.layers, strict=True):
+            rows = torch.arange(cache.batch) + (joined.batch if joined.compressed[0].groups else 0)
+            for new, old in zip(joined.compressed, cache.compressed, strict=True):
                 (group,) = old.groups
+                new.softmax = old.softmax
                 own = rows.to(group.store.keys.device)
                 new.groups.append(replace(group, rows=own, policy=group.policy or policy))
         return joined
@@ -273,7 +280,7 @@ class LiveCache(Cache):
     def start_over(self) -> None:
         """Before another policy takes over: all that is stored is a prompt again, and the first one's scores go."""
         self.ended = False
-        for layer in self.layers:
+        for layer in self.compressed:
             layer.forget()
             for group in layer.groups:
                 group.store.forget_policy()
@@ -281,7 +288,20 @@ class LiveCache(Cache):
 
     @property
     def batch(self) -> int:
-        return sum(group.store.keys.shape[0] for group in self.layers[0].groups)
+        return sum(group.store.keys.shape[0] for group in self.compressed[0].groups)
+
+    @contextmanager
+    def on_trial(self, rows: Tensor | None) -> Iterator[None]:
+        """While the block runs, the layers left alone hold the sequences `rows` (None: all) and may change: afterwards
+        they are what they were.
+        """
+        before = list(self.layers)
+        try:
+            for number, layer in self.others.items():
+                self.layers[number] = adapter.twin(layer) if rows is None else adapter.rows_of(layer, rows)
+            yield
+        finally:
+            self.layers[:] = before
 
     @torch.inference_mode()
     def crop(self, tokens_to_remove: int) -> None:
@@ -301,8 +321,10 @@ class LiveCache(Cache):
 
     @torch.inference_mode()
     def batch_select_indices(self, indices: Tensor) -> None:
-        for layer in self.layers:
+        for layer in self.compressed:
             layer.batch_select_indices(indices)
+        for layer in self.others.values():
+            layer.reorder_cache(indices)
         self._select(indices)
 
     def _select(self, rows: Tensor) -> None:
@@ -326,7 +348,7 @@ class LiveCache(Cache):
         where = torch.arange(visible.shape[1], device=mask.device)
         if bool((visible != (where >= padding[:, None])).any()):
             raise KvlabError("only left padding can be compressed; set tokenizer.padding_side = 'left'")
-        if any(not group.padded for group in self.layers[0].groups):
+        if any(not group.padded for group in self.compressed[0].groups):
             if self.padding is None or bool((padding != self.padding).any()):
                 raise KvlabError(
                     "a later turn of a batch cannot bring padding of its own; give all rows turns of one length"
@@ -337,7 +359,7 @@ class LiveCache(Cache):
     def split_by_length(self) -> None:
         """Strip the padding: sequences of one length share a store from here on."""
         lengths = None if self.padding is None else self.padding.unique().tolist()
-        for layer in self.layers:
+        for layer in self.compressed:
             first = layer.groups[0]
             if first.padded and lengths:
                 store = first.store

@@ -44,18 +44,15 @@ class Prefill:
         self._model, self._policy, self._turns = model, policy, turns
         self._encode, self._max_new_tokens = encode or _no_tokenizer, max_new_tokens
 
-    def end(self, cache: LiveCache, scaling: float | None) -> None:
+    def end(self, cache: LiveCache) -> None:
         """Compress what a cache without padding holds, layer by layer, and mark its prompt as ended.
-
-        Args:
-            scaling: factor of the logits; 1 / sqrt(head_dim) for None.
 
         Raises:
             KvlabError: the policy cannot work on this prompt.
         """
         policy = self._policy
-        for number in range(len(cache.layers[0].groups)):
-            stores = [layer.groups[number].store for layer in cache.layers]
+        for number in range(len(cache.compressed[0].groups)):
+            stores = [layer.groups[number].store for layer in cache.compressed]
             judged = any(self._judges(store.length) for store in stores)
             if any(store.ragged for store in stores) and not policy.takes_ragged:
                 raise KvlabError(
@@ -63,24 +60,22 @@ class Prefill:
                     "one prompt again; store later turns whole (turns='leave')"
                 )
             pseudo = self._pseudo_queries(cache, number) if judged and policy.pseudo_key else {}
-            planned = self._planned(cache, number, scaling) if policy.sees_all_layers and judged else []
-            for index, layer in enumerate(cache.layers):
+            planned = self._planned(cache, number) if policy.sees_all_layers and judged else []
+            for index, layer in enumerate(cache.compressed):
                 group = layer.groups[number]
                 # What a layer's prompt holds on to is freed before the next layer is compressed.
-                prompt = planned.pop(0) if planned else self._prompt(cache, index, number, scaling, pseudo.get(index))
+                prompt = planned.pop(0) if planned else self._prompt(cache, index, number, pseudo.get(index))
                 policy.compress(group.store, prompt)
                 group.kept = group.store.positions.clone()
                 group.lossy = group.lossy or group.store.length < group.store.seen or group.store.merged
-        for layer in cache.layers:
+        for layer in cache.compressed:
             if self._turns == "leave" or policy.observes is None:
                 layer.forget()
         cache.ended = True
 
-    def _prompt(
-        self, cache: LiveCache, index: int, number: int, scaling: float | None, pseudo: Tensor | None = None
-    ) -> Prompt:
+    def _prompt(self, cache: LiveCache, index: int, number: int, pseudo: Tensor | None = None) -> Prompt:
         """The end of one layer's and one group's prefill, as the policy sees it."""
-        layer = cache.layers[index]
+        layer = cache.compressed[index]
         group = layer.groups[number]
         store = group.store
         window = layer.observed
@@ -99,19 +94,19 @@ class Prefill:
             store.keys,
             store.values,
             store.layers,
-            len(cache.layers),
+            len(cache.compressed),
             pseudo,
             accumulated,
             self._max_new_tokens,
-            scaling,
+            layer.softmax,
             perplexity,
         )
         prompt.lossy, prompt.seen = group.lossy, store.seen
         return prompt
 
-    def _planned(self, cache: LiveCache, number: int, scaling: float | None) -> list[Prompt]:
+    def _planned(self, cache: LiveCache, number: int) -> list[Prompt]:
         """One group's prompt in each layer, with what the policy plans over all of them."""
-        prompts = [self._prompt(cache, index, number, scaling) for index in range(len(cache.layers))]
+        prompts = [self._prompt(cache, index, number) for index in range(len(cache.compressed))]
         surveys = [self._policy.survey(prompt) for prompt in prompts]
         # In a later turn layers hold different numbers of entries; what is not there scores least.
         widest = max(survey.shape[-1] for survey in surveys)
@@ -140,27 +135,35 @@ class Prefill:
         )
 
     def _pseudo_queries(self, cache: LiveCache, number: int) -> dict[int, Tensor]:
-        """Post-RoPE pseudo-queries `[rows, heads, m, head_dim]` of one group, by layer."""
+        """Post-RoPE pseudo-queries `[rows, heads, m, head_dim]` of one group, by place of the layer."""
         if not cache.ids or sum(chunk.shape[1] for chunk in cache.ids) != cache.seen:
             raise KvlabError(
                 f"{self._policy.name} makes pseudo-tokens from the prompt's token ids, and not all are known; feed the "
                 "whole prompt as input_ids inside the session"
             )
-        group = cache.layers[0].groups[number]
+        group = cache.compressed[0].groups[number]
         length = group.store.seen
         prompts = group.of(torch.cat(cache.ids, 1))[:, cache.seen - length :].cpu()
         vocabulary = hookable.text_config(self._model).vocab_size
         ids = torch.stack([self._policy.pseudo_tokens(row, vocabulary, self._encode) for row in prompts])
         device = group.store.keys.device
         positions = torch.arange(length, length + ids.shape[1], device=device).expand_as(ids)
+        # Layers left alone hold the padding too.
+        padding = cache.seen - length
+        mask = (torch.arange(cache.seen + ids.shape[1], device=device) >= padding).expand(len(ids), -1)
         cache.pseudo = pseudo = PseudoPass(number)
         try:
-            self._model.base_model(
-                input_ids=ids.to(device), position_ids=positions, past_key_values=cache, use_cache=True
-            )
+            with cache.on_trial(group.rows):
+                self._model.base_model(
+                    input_ids=ids.to(device),
+                    attention_mask=mask.long() if padding else None,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
         finally:
             cache.pseudo = None
-            for layer in cache.layers:
+            for layer in cache.compressed:
                 store = layer.groups[number].store
                 store.truncate(store.length - (store.seen - length))
         return pseudo.queries
@@ -170,7 +173,7 @@ class PseudoPass:
     """A forward pass of pseudo-tokens over one group's prompt.
 
     Attributes:
-        queries: of the layers that it went through, `[rows, heads, m, head_dim]` each.
+        queries: of the layers that it went through, by their places, `[rows, heads, m, head_dim]` each.
     """
 
     def __init__(self, group: int):
@@ -179,10 +182,10 @@ class PseudoPass:
 
     def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
         """Attend over the prompt, whose store holds the pseudo-tokens' entries too until the pass is over."""
-        store = cache.layers[call.layer].groups[self._group].store
-        self.queries[call.layer] = call.queries
+        store = cache.compressed[call.place].groups[self._group].store
+        self.queries[call.place] = call.queries
         store.append(call.keys, call.values)
-        return attention.attend(call.queries, store.keys, store.values, call.scaling)
+        return attention.attend(call.queries, store.keys, store.values, call.softmax)
 
 
 def _no_tokenizer(text: str) -> Tensor:

@@ -36,7 +36,7 @@ class Reports:
 
     def note_entries(self, cache: LiveCache) -> None:
         """What the budget came to for each sequence of a prompt that has just ended."""
-        for group in cache.layers[0].groups:
+        for group in cache.compressed[0].groups:
             if group.store.compressed:
                 self.records.note_entries(group.numbers(cache.batch), group.store.budget)
 
@@ -51,14 +51,14 @@ class Reports:
             cache.number = self._prompts
         if not self._needs_shadow:
             return
-        for group in (group for layer in cache.layers for group in layer.groups if group.shadow is None):
+        for group in (group for layer in cache.compressed for group in layer.groups if group.shadow is None):
             if group.lossy:
                 raise KvlabError(
                     "the cache handed in has lost entries already, so its full attention is not known; leave out the "
                     "probes that compare with it, or have them from the first prompt on"
                 )
             rows = group.store.keys.shape[0]
-            group.shadow = Shadow.of(group.store, len(cache.layers) * cache.batch / rows, self._shadow_bytes)
+            group.shadow = Shadow.of(group.store, len(cache.compressed) * cache.batch / rows, self._shadow_bytes)
 
     def step_begins(self, cache: LiveCache) -> None:
         """Count a decoding step, and start its clock."""
@@ -76,7 +76,7 @@ class Reports:
     ) -> Seen:
         """Show the probes one group of one layer in one step, before the policy evicts; what they were shown."""
         pre_queries = None if call.pre_rope is None else group.of(call.pre_rope)
-        seen = Seen(policy, group.store, queries, attended, call.scaling, group.shadow, pre_queries)
+        seen = Seen(policy, group.store, queries, attended, call.softmax, group.shadow, pre_queries)
         where = _place(cache, group, call)
         for probe in self.probes:
             probe.look(seen, self.records, where)
@@ -95,16 +95,14 @@ def _place(cache: LiveCache, group: Group, call: hooks.Call) -> dict[str, Any]:
 
 
 def located(cache: LiveCache | None, layer: int, sequence: int) -> tuple[Group, int]:
-    """The group of one layer that holds a sequence of the batch, and its row in that group.
+    """The group of the model's layer `layer` that holds a sequence of the batch, and its row in that group.
 
     Raises:
-        KvlabError: nothing is stored yet, or there is no such layer or sequence.
+        KvlabError: nothing is stored yet, there is no such layer or sequence, or no policy compresses that layer.
     """
-    if cache is None or not cache.layers[0].groups:
+    if cache is None or not cache.compressed[0].groups:
         raise KvlabError("nothing has been fed in this session yet")
-    if not 0 <= layer < len(cache.layers):
-        raise KvlabError(f"layer {layer} is outside 0 .. {len(cache.layers) - 1}")
-    for group in cache.layers[layer].groups:
+    for group in cache.compressed[cache.session.layout.place(layer)].groups:
         rows = group.numbers(cache.batch)
         if sequence in rows:
             return group, rows.index(sequence)

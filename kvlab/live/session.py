@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvlab.core import hookable, hooks
+from kvlab.core import adapter, hookable, hooks
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import LM, lm_of
@@ -43,6 +43,7 @@ class Session:
 
     Attributes:
         model, policy: as given.
+        layout: which of the model's layers the policy compresses.
         records: numbers of the probes; `table` is its tidy form.
     """
 
@@ -60,7 +61,7 @@ class Session:
         self._reports = Reports(policy, probes, shadow_bytes)
         self._attending = Attending(policy, turns, self._reports)
         self._prefill = Prefill(model, policy, turns, encode, max_new_tokens)
-        self._n_layers = len(hookable.layers_of(model))
+        self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
         self._window = hooks.shortest_window(model)
         self._adopted: WeakKeyDictionary[Cache, LiveCache] = WeakKeyDictionary()
         self._cache: LiveCache | None = None
@@ -152,10 +153,10 @@ class Session:
     def _adopt(self, given: Cache | None) -> LiveCache:
         """The session's cache for the one that a forward pass was handed."""
         if given is None:
-            return LiveCache(self, self._n_layers)
+            return LiveCache(self)
         if isinstance(given, LiveCache):
-            if len(given.layers) != self._n_layers:
-                raise KvlabError(f"the cache has {len(given.layers)} layers, and the model {self._n_layers}")
+            if len(given.layers) != len(self.layout.sees):
+                raise KvlabError(f"the cache has {len(given.layers)} layers, and the model {len(self.layout.sees)}")
             if given.session is not self:
                 if given.session.policy != self.policy:
                     given.start_over()
@@ -165,13 +166,14 @@ class Session:
             return given
         if getattr(given, "offloading", False):
             raise KvlabError("an offloaded cache cannot be compressed; drop cache_implementation='offloaded'")
-        if type(given) is not DynamicCache or not all(isinstance(layer, DynamicLayer) for layer in given.layers):
+        mine = [layer for number, layer in enumerate(given.layers) if number in self.layout.compressed]
+        if type(given) is not DynamicCache or not all(isinstance(layer, DynamicLayer) for layer in mine):
             raise KvlabError(
                 f"a {type(given).__name__} cannot be compressed; hand over a DynamicCache, a cache that a kvlab "
                 "session returned, or none"
             )
         if given not in self._adopted:
-            self._adopted[given] = LiveCache.of(self, self._n_layers, given)
+            self._adopted[given] = LiveCache.of(self, given)
         return self._adopted[given]
 
     # ------------------------------------------------------------------ attention
@@ -202,7 +204,7 @@ class Session:
             return
         cache.split_by_length()
         self._reports.begin(cache)
-        self._prefill.end(cache, self._attending.scaling)
+        self._prefill.end(cache)
         self._reports.note_entries(cache)
 
     # ------------------------------------------------------------------ one prefill for several policies
@@ -215,7 +217,7 @@ class Session:
         Raises:
             KvlabError: its prompt has ended, so that its policy may have changed it.
         """
-        groups = [group for layer in prefilled.layers for group in layer.groups]
+        groups = [group for layer in prefilled.compressed for group in layer.groups]
         if prefilled.ended or any(group.lossy or group.kept is not None for group in groups):
             raise KvlabError("this prompt has been compressed already; branch off before it ends")
         self._cache = prefilled.branch(self, columns=[ACCUMULATED] if self.policy.accumulates else [])
@@ -238,7 +240,7 @@ class Session:
         if not caches or len(caches) < len(sessions):
             raise KvlabError("sessions are joined once their prompts have ended; see end_prompt")
         if any(
-            cache.seen != caches[0].seen or cache.padding is not None or len(cache.layers[0].groups) != 1
+            cache.seen != caches[0].seen or cache.padding is not None or len(cache.compressed[0].groups) != 1
             for cache in caches
         ):
             raise KvlabError(
@@ -252,15 +254,17 @@ class Session:
     # ------------------------------------------------------------------ what is there
 
     def _stores(self) -> list[LayerStore]:
-        return [] if self._cache is None else [g.store for layer in self._cache.layers for g in layer.groups]
+        return [] if self._cache is None else [g.store for layer in self._cache.compressed for g in layer.groups]
 
     def kept(self, layer: int, sequence: int = 0) -> Tensor:
-        """Positions stored now, int64 `[kv_heads, n]`, -1 padded, of one sequence of the batch."""
+        """Positions stored now in the model's layer `layer`, int64 `[kv_heads, n]`, -1 padded, of one sequence of the
+        batch. Raises KvlabError for a layer that no policy compresses (`layers` says which are).
+        """
         group, row = located(self._cache, layer, sequence)
         return group.store.positions[row].to("cpu", copy=True)
 
     def kept_after_prefill(self, layer: int, sequence: int = 0) -> Tensor:
-        """Positions that the policy kept of the prompt, int64 `[kv_heads, n]`, -1 padded."""
+        """Positions that the policy kept of the prompt, int64 `[kv_heads, n]`, -1 padded; layers as in `kept`."""
         group, row = located(self._cache, layer, sequence)
         if group.kept is None:
             raise KvlabError("the prompt has not ended yet, so nothing was compressed; see end_prompt")
@@ -268,7 +272,7 @@ class Session:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that hold an entry, over all layers."""
+        """Bytes of keys and values that hold an entry, over all layers that the policy compresses."""
         return sum(store.kv_bytes for store in self._stores())
 
     @property
@@ -284,7 +288,26 @@ class Session:
     @property
     def read_bytes(self) -> int:
         """Bytes that the last decoding step loaded; 0 before there was one."""
-        return 0 if self._cache is None else sum(g.bytes_read for layer in self._cache.layers for g in layer.groups)
+        return 0 if self._cache is None else sum(g.bytes_read for layer in self._cache.compressed for g in layer.groups)
+
+    @property
+    def uncompressed_bytes(self) -> int:
+        """Bytes that the layers hold which no policy compresses: windows, chunks, convolutions, linear states. They are
+        counted in none of the others; 0 where every layer is compressed.
+        """
+        return 0 if self._cache is None else sum(map(adapter.held_bytes, self._cache.others.values()))
+
+    @property
+    def layers(self) -> pd.DataFrame:
+        """One row for each layer of the model: layer, sees (what it looks at), compressed, and bytes, what it holds now
+        (keys and values, with what the policy keeps beside them).
+        """
+        held: dict[int, int] = {}
+        if self._cache is not None:
+            held = {number: adapter.held_bytes(layer) for number, layer in self._cache.others.items()}
+            for number, layer in zip(self.layout.compressed, self._cache.compressed, strict=True):
+                held[number] = sum(group.store.kv_bytes + group.store.aux_bytes for group in layer.groups)
+        return self.layout.table().assign(bytes=[held.get(number, 0) for number in range(len(self.layout.sees))])
 
     @property
     def probes(self) -> list[Probe]:

@@ -20,9 +20,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.core.softmax import Scaling
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError, nearest
 from kvlab.methods.prompt import Prompt
+from kvlab.methods.tensors import check_shapes
 
 
 def _budget(value: int | float, info: ValidationInfo) -> int | float:
@@ -248,7 +250,7 @@ class Policy(BaseModel):
         Args:
             queries: `[batch, heads, n, head_dim]`, post-RoPE queries of the LAST n prompt positions.
             keys, values: `[batch, kv_heads, length, head_dim]`.
-            layer, n_layers: for layer-wise budgets.
+            layer, n_layers: for layer-wise budgets: a place, from 0, among that many compressed layers.
             pseudo: `[batch, heads, m, head_dim]`, post-RoPE pseudo-queries.
             accumulated: `[batch, heads, length]`, attention summed over all prompt queries.
             max_new_tokens: length that the response may reach.
@@ -269,7 +271,7 @@ class Policy(BaseModel):
             )
         if not 0 <= layer < n_layers:
             raise KvlabError(f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; say of how many n_layers=")
-        _check(queries, keys, values, pseudo, accumulated)
+        check_shapes(queries, keys, values, pseudo, accumulated)
         need = keys.shape[2] if self.observes is None else min(self.observes, keys.shape[2])
         if queries.shape[2] < need:
             raise KvlabError(f"{self.name} looks at the last {need} prompt queries and got {queries.shape[2]}")
@@ -280,12 +282,13 @@ class Policy(BaseModel):
 
     # ------------------------------------------------------------------ a decoding step, in this order
 
-    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         """Slots that this step reads, int64 `[rows, kv_heads, n]`, -1 padded; None reads everything stored.
 
         Args:
             queries: `[rows, heads, 1, head_dim]`; the step's own entry is already the store's last.
-            scaling: factor of the logits, 1 / sqrt(head_dim) if None.
+            scaling: factor of the logits, 1 / sqrt(head_dim) if None; a `Softmax` of a model that caps its logits or
+                has sinks. `attention.weights` takes each of them.
         """
         return None
 
@@ -324,46 +327,6 @@ class Policy(BaseModel):
 def everything(prompt: Prompt) -> Tensor:
     """All positions of a prompt, int64 `[rows, kv_heads, length]`."""
     return torch.arange(prompt.length, device=prompt.keys.device).expand(prompt.rows, prompt.kv_heads, prompt.length)
-
-
-def _check(queries: Tensor, keys: Tensor, values: Tensor, pseudo: Tensor | None, accumulated: Tensor | None) -> None:
-    """Refuse tensors of one layer that do not fit together, naming the one that is wrong."""
-    shapes = {"queries": "[batch, heads, n, head_dim]", "keys": "[batch, kv_heads, length, head_dim]"}
-    shapes |= {"values": shapes["keys"], "pseudo": "[batch, heads, m, head_dim]"}
-    given = {"queries": queries, "keys": keys, "values": values, "pseudo": pseudo}
-    for name, tensor in given.items():
-        if name == "pseudo" and tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise KvlabError(f"{name} must be a tensor {shapes[name]}, and is a {type(tensor).__name__}")
-        if tensor.dim() != 4:
-            raise KvlabError(f"{name} must be {shapes[name]}, and is {list(tensor.shape)}")
-    batch, kv_heads, length, head_dim = keys.shape
-    heads, n = queries.shape[1:3]
-    if not length:
-        raise KvlabError("keys hold no token; a prompt has at least one")
-    if values.shape != keys.shape:
-        raise KvlabError(f"values must have the shape of the keys, {list(keys.shape)}, and is {list(values.shape)}")
-    for name in ("queries", "pseudo"):
-        tensor = given[name]
-        if tensor is not None and (tensor.shape[0], tensor.shape[3]) != (batch, head_dim):
-            raise KvlabError(
-                f"{name} must be {shapes[name]} with the keys' batch of {batch} and head_dim of {head_dim}, and is "
-                f"{list(tensor.shape)}"
-            )
-    if not kv_heads or heads % kv_heads:
-        raise KvlabError(f"queries have {heads} heads, which {kv_heads} KV heads cannot share evenly; use a multiple")
-    if n > length:
-        raise KvlabError(f"queries are those of the last {n} tokens, but keys hold {length}; give at most {length}")
-    if pseudo is not None and pseudo.shape[1] != heads:
-        raise KvlabError(f"pseudo must have the {heads} heads of the queries, and has {pseudo.shape[1]}")
-    if accumulated is not None and tuple(accumulated.shape) != (batch, heads, length):
-        raise KvlabError(
-            f"accumulated must be [batch, heads, length] = {[batch, heads, length]}, and is {list(accumulated.shape)}"
-        )
-    for name, tensor in (given | {"accumulated": accumulated}).items():
-        if tensor is not None and not bool(torch.isfinite(tensor).all()):
-            raise KvlabError(f"{name} holds values that are not finite (NaN or infinity); they must all be numbers")
 
 
 def _first_problem(error: ValidationError) -> str:

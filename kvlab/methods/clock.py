@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import EMPTY, LayerStore, pick
 from kvlab.methods import Policy
 
@@ -37,7 +38,7 @@ def decode(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    scaling: float | None,
+    scaling: Scaling,
     positions: Tensor | None = None,
     weigh: bool = False,
 ) -> Step:
@@ -46,12 +47,13 @@ def decode(
     Args:
         queries: `[rows, heads, 1, head_dim]`.
         keys, values: `[rows, kv_heads, 1, head_dim]`, its own entry.
-        scaling: factor of the logits, 1 / sqrt(head_dim) if None.
+        scaling: factor of the logits, 1 / sqrt(head_dim) if None, or a `Softmax`.
         positions: of the new entry; the next one unless given.
         weigh: the caller needs the attention weights even if the policy does not.
     """
     store.append(keys, values, positions)
-    slots = policy.select(store, queries, scaling)
+    softmax = Softmax.of(scaling)
+    slots = policy.select(store, queries, softmax.told)
     bias = policy.bias(store)
     keys, values = store.keys, store.values
     visible = store.occupied if store.ragged else None
@@ -62,12 +64,12 @@ def decode(
         visible = None if bool(visible.all()) else visible
 
     heads = queries.shape[1]
-    if weigh or (policy.weighs and policy.steps):
+    if weigh or not softmax.plain or (policy.weighs and policy.steps):
         if visible is not None:
             visible = attention.to_query_heads(visible, heads)[:, :, None]
         if bias is not None:
             bias = attention.to_query_heads(bias, heads)[:, :, None]
-        weights = attention.weights(queries, keys, scaling, visible, bias)
+        weights = attention.weights(queries, keys, softmax, visible, bias)
         out = policy.amend(store, attention.output(weights, values).to(queries.dtype))
         return Step(out, weights[:, :, 0], slots)
     mask = None if bias is None else bias[:, :, None].to(queries.dtype)
@@ -76,6 +78,6 @@ def decode(
         mask = (blank if mask is None else mask).masked_fill(~visible[:, :, None], -torch.inf)
     # The group's heads become the rows of one product, which saves repeating the keys.
     out = F.scaled_dot_product_attention(
-        attention.by_group(queries, keys.shape[1]), keys, values, attn_mask=mask, scale=scaling
+        attention.by_group(queries, keys.shape[1]), keys, values, attn_mask=mask, scale=softmax.factor
     )
     return Step(policy.amend(store, out.reshape(queries.shape)), None, slots)

@@ -72,8 +72,8 @@ class DapQ(Policy):
         def summed() -> Tensor:
             pseudo = prompt.pseudo(self)
             rows = [
-                attention.attention_over_prompt(q, k, prompt.scaling).sum(-2)
-                for q, k in zip(pseudo, prompt.keys, strict=True)
+                attention.attention_over_prompt(q, k, prompt.softmax(row)).sum(-2)
+                for row, (q, k) in enumerate(zip(pseudo, prompt.keys, strict=True))
             ]
             return attention.sum_over_group(torch.stack(rows), prompt.kv_heads)
 

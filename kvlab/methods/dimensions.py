@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
 
 
@@ -36,24 +37,32 @@ def room(store: LayerStore, vectors: int, rank: int) -> int:
     return max(1, min(store.budget // 2, store.budget - finding))
 
 
-def partial_queries(grouped: Tensor, dims: Tensor, scaling: float | None) -> Tensor:
+def partial_queries(grouped: Tensor, dims: Tensor, scaling: Scaling) -> Tensor:
     """Queries cut down to some dimensions, scaled to the temperature that makes up for the missing ones.
 
     Args:
         grouped: `[rows, kv_heads, group, head_dim]`.
         dims: which dimensions, `[rows, kv_heads, r]`.
-        scaling: 1 / sqrt(head_dim) if None.
+        scaling: 1 / sqrt(head_dim) if None, or a `Softmax`.
 
     Returns:
         `[rows, kv_heads, group, r]`: q_r / sqrt(head_dim x |q_r|_1 / |q|_1), whose products with the keys' r dimensions
         are the approximate logits.
     """
     grouped = attention.exact(grouped)
-    scaling = float(grouped.shape[-1] ** -0.5) if scaling is None else scaling
+    factor = Softmax.of(scaling).factor
+    factor = float(grouped.shape[-1] ** -0.5) if factor is None else factor
     part = grouped.gather(-1, dims[:, :, None].expand(*grouped.shape[:3], -1))
     tiny = torch.finfo(part.dtype).tiny
     share = part.abs().sum(-1, keepdim=True).clamp_min(tiny) / grouped.abs().sum(-1, keepdim=True).clamp_min(tiny)
-    return part * (scaling / share.sqrt())
+    return part * (factor / share.sqrt())
+
+
+def shares(logits: Tensor, softmax: Softmax) -> Tensor:
+    """Attention weights of capped logits in the layout of groups, both `[rows, kv_heads, group, n]`."""
+    if softmax.sinks is None:
+        return logits.softmax(-1)
+    return softmax.shares(logits.flatten(1, 2)[:, :, None])[:, :, 0].unflatten(1, (logits.shape[1], -1))
 
 
 def logits(part: Tensor, which: Tensor, table: Tensor) -> Tensor:

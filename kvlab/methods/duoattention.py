@@ -59,7 +59,7 @@ class DuoAttention(Policy):
 
     @property
     def from_files(self) -> str:
-        return "" if self._measured is None else self._measured.model_dump_json()
+        return "" if self._measured is None else self._measured.model_dump_json(exclude_none=True)
 
     @property
     def minimum(self) -> int:

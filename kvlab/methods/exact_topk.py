@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvlab.core import attention, ranking
+from kvlab.core.softmax import Scaling
 from kvlab.core.store import LayerStore
 from kvlab.methods.base import Budget, Policy
 
@@ -26,7 +27,7 @@ class ExactTopK(Policy):
 
     budget: Budget
 
-    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         if store.length <= store.budget:
             return None
         weights = attention.weights(queries, store.keys, scaling)[:, :, 0]

@@ -6,10 +6,11 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor
 
+from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
 from kvlab.methods import dimensions, pages
 from kvlab.methods.base import Budget, Policy
-from kvlab.methods.dimensions import affordable, largest_dimensions, logits, partial_queries, room
+from kvlab.methods.dimensions import affordable, largest_dimensions, logits, partial_queries, room, shares
 from kvlab.methods.prompt import Prompt
 
 
@@ -51,7 +52,7 @@ class Hybrid(Policy):
         super().compress(store, prompt)
         begin(store, prompt.length + prompt.max_new_tokens, self.page, self.rank)
 
-    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         return select(store, queries, scaling)
 
     def overhead_bytes(self, store: LayerStore) -> int:
@@ -72,7 +73,7 @@ def begin(store: LayerStore, length: int, page: int | None = None, rank: int | N
         pages.summaries(store)
 
 
-def select(store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+def select(store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
     """The top slots (algorithm 2), `store.budget // 2` or as many as finding leaves, int64 `[rows, kv_heads, k]`; None
     within the budget.
     """
@@ -90,7 +91,8 @@ def select(store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor 
         found = logits(part, dims + lowest * grouped.shape[-1], pages.summaries(store).flatten(2, 3))
     sizes = pages.sizes(store)
     # A page weighs in the softmax as often as it has entries; each of them gets its share.
-    scores = (found + sizes.log()).softmax(-1).mean(2) / sizes
+    softmax = Softmax.of(scaling)
+    scores = shares(softmax.capped(found) + sizes.log(), softmax).mean(2) / sizes
     return pages.read(store, scores, room(store, pages.number(store), rank), cut=True)
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import attention, ranking
+from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.methods.base import Budget, Policy, top_and_last
 from kvlab.methods.eviction import evict_lowest, part
@@ -29,6 +30,7 @@ class Keyformer(Policy):
     replays and live runs agree, and stays with the entry. A GQA group's scores are summed and its heads share one set.
     The rise needs the number of new tokens; where it is unknown, or passed, tau is `tau_end`. At a decoding step the
     logarithm of the weights as attended stands for the logits: they differ by a constant, which the softmax takes away.
+    A model's learnt sinks take no part in a score.
 
     Parameters:
         budget: entries for each layer and KV head, key tokens and recent ones together.
@@ -71,11 +73,16 @@ class Keyformer(Policy):
     def _gathered(self, prompt: Prompt) -> Tensor:
         queries = prompt.window(prompt.length)
         heads, head_dim = queries.shape[1], queries.shape[3]
-        scaling = head_dim**-0.5 if prompt.scaling is None else prompt.scaling
+        softmax = Softmax.of(prompt.scaling)
+        scaling = head_dim**-0.5 if softmax.factor is None else softmax.factor
         noise = self.gumbel(prompt.layers, heads, 0, prompt.length).to(queries.device) if self.noise else None
         rows = []
         for row in range(prompt.rows):
             q, k = attention.exact(queries[row]), attention.exact(prompt.keys[row])
+            if softmax.softcap is not None:
+                capped = Softmax(scaling, softmax.softcap)
+                rows.append(self._summed(q, k, capped, None if noise is None else noise[row]))
+                continue
             if noise is not None:
                 # The noise enters as one more dimension of the keys, which every query weighs with 1.
                 q = torch.cat([q, q.new_ones(*q.shape[:2], 1)], -1)
@@ -83,6 +90,19 @@ class Keyformer(Policy):
                 k = torch.cat([k, noise[row, :, :, None].to(k.dtype) / scaling], -1)
             rows.append(attention.accumulate(q, k, scaling / self.tau_start))
         return attention.sum_over_group(torch.stack(rows), prompt.kv_heads)
+
+    def _summed(self, queries: Tensor, keys: Tensor, capped: Softmax, noise: Tensor | None) -> Tensor:
+        """One row's scores by query head, `[heads, length]`, where logits are capped: the noise comes after the cap."""
+        heads, length, _ = queries.shape
+        total = queries.new_zeros(heads, length)
+        for start in range(0, length, BLOCK):
+            stop = min(start + BLOCK, length)
+            logits = attention.logits(queries[:, start:stop], keys[:, :stop], capped)
+            if noise is not None:
+                logits = logits + noise[:, None, :stop]
+            logits = logits.masked_fill(~attention.last_visible(stop - start, stop, logits.device), -torch.inf)
+            total[:, :stop] += (logits / self.tau_start).softmax(-1).sum(1)
+        return total
 
     def importance(self, prompt: Prompt, budget: int) -> Tensor:
         return ranking.with_last(self.scores(prompt), part(self.recent, budget))

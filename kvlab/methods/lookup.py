@@ -77,6 +77,7 @@ class HeadScores(Measured):
         documents: what each needle was hidden in, as `name@sha`.
         seed: of the needles and of the choice of documents.
         kvlab: the version that measured.
+        layers: the numbers of these layers in the model, where there are others besides.
         scores: `[layer][head]`, mean share of the answer tokens' attention that fell on the needle's tokens, in [0, 1].
     """
 
@@ -94,6 +95,7 @@ class HeadScores(Measured):
     documents: list[str] = []
     seed: int
     kvlab: str
+    layers: list[Annotated[int, Field(ge=0)]] | None = None
     scores: list[list[Annotated[FiniteFloat, Field(ge=0, le=1)]]]
 
     @model_validator(mode="after")
@@ -101,6 +103,8 @@ class HeadScores(Measured):
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
         _check_grid("scores", self.scores, self.n_layers, self.heads)
+        if self.layers is not None and len(self.layers) != self.n_layers:
+            raise ValueError(f"layers names {len(self.layers)} layers, and there are scores of {self.n_layers}")
         return self
 
     def per_kv_head(self) -> Tensor:
@@ -109,13 +113,14 @@ class HeadScores(Measured):
         return scores.view(self.n_layers, self.kv_heads, -1).amax(-1)
 
     def best(self, n: int) -> list[tuple[int, int, float]]:
-        """The `n` best (layer, query head, score), best first."""
-        found = [(layer, head, score) for layer, row in enumerate(self.scores) for head, score in enumerate(row)]
+        """The `n` best (layer, query head, score), best first; layers by their numbers in the model."""
+        rows = zip(range(self.n_layers) if self.layers is None else self.layers, self.scores, strict=True)
+        found = [(layer, head, score) for layer, row in rows for head, score in enumerate(row)]
         return sorted(found, key=lambda one: -one[2])[:n]
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON file; under its name only once it is whole."""
-        fields = self.model_dump(exclude={"scores"})
+        fields = self.model_dump(exclude={"scores"}, exclude_none=True)
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()]
         rows = ",\n".join(f"  {json.dumps([round(score, 6) for score in row])}" for row in self.scores)
         with replacing(path) as temporary:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.core.softmax import Scaling, Softmax
 from kvlab.errors import KvlabError
 
 
@@ -31,12 +32,13 @@ class Prompt:
     Args:
         queries: `[rows, heads, n, head_dim]`, post-RoPE, of the LAST n prompt positions.
         keys, values: `[rows, kv_heads, length, head_dim]`.
-        layers: the layer of each row.
-        n_layers: how many layers the model has.
+        layers: the layer of each row: its place among those that a policy compresses.
+        n_layers: how many layers these are.
         pseudo: `[rows, heads, m, head_dim]` pseudo-queries, or a function that finds them for a policy.
         accumulated: `[rows, heads, length]`, attention summed over every prompt query.
         max_new_tokens: what the response may grow to; 0 where nobody knows.
-        scaling: factor of the logits, 1 / sqrt(head_dim) unless given.
+        scaling: factor of the logits, 1 / sqrt(head_dim) unless given; a `Softmax` of a model that caps its logits or
+            has sinks.
         perplexity: `[rows]`, or a function that gives it for the last n tokens.
 
     Attributes:
@@ -57,17 +59,21 @@ class Prompt:
         pseudo: Tensor | Callable[[Asks], Tensor | None] | None = None,
         accumulated: Tensor | None = None,
         max_new_tokens: int = 0,
-        scaling: float | None = None,
+        scaling: Scaling = None,
         perplexity: Tensor | Callable[[int], Tensor | None] | None = None,
     ):
         self.queries, self.keys, self.values = queries, keys, values
         self.layers, self.n_layers = layers, n_layers
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
-        self.max_new_tokens, self.scaling = max_new_tokens, scaling
+        self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).told
         self.plan: Tensor | None = None
         self.lossy = False
         self.seen = keys.shape[2]
         self._shared: dict[tuple, Tensor] = {}
+
+    def softmax(self, row: int) -> Softmax:
+        """What the model makes of the products of one row."""
+        return Softmax.of(self.scaling).row(row)
 
     @property
     def rows(self) -> int:
@@ -111,8 +117,8 @@ class Prompt:
         queries = self.window(n)
         return torch.stack(
             [
-                weigh(attention.attention_over_prompt(q, k, self.scaling, inside=True))
-                for q, k in zip(queries, self.keys, strict=True)
+                weigh(attention.attention_over_prompt(q, k, self.softmax(row), inside=True))
+                for row, (q, k) in enumerate(zip(queries, self.keys, strict=True))
             ]
         )
 

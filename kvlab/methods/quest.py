@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.core.softmax import Scaling
 from kvlab.core.store import LayerStore
 from kvlab.methods import pages
 from kvlab.methods.base import Budget, Policy
@@ -50,7 +51,7 @@ class Quest(Policy):
         if length > store.budget:
             pages.summaries(store)
 
-    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         if store.length <= store.budget:
             return None
         bounds = page_bounds(queries, pages.summaries(store))

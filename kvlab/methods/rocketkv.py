@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
+from kvlab.core.softmax import Scaling
 from kvlab.core.store import LayerStore
 from kvlab.methods import hybrid
 from kvlab.methods.base import Budget, Kernel, Policy
@@ -83,7 +84,7 @@ class RocketKV(Policy):
         # This is the capacity, unless a prompt within the budget or the window made the first stage leave more.
         hybrid.begin(store, store.length + prompt.max_new_tokens)
 
-    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         return hybrid.select(store, queries, scaling)
 
     def overhead_bytes(self, store: LayerStore) -> int:

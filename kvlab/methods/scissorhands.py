@@ -116,10 +116,11 @@ def _word(prompt: Prompt, word: int) -> Tensor:
     hidden = ~attention.last_visible(n, n, queries.device)
     bits = torch.zeros(prompt.rows, prompt.kv_heads, prompt.length, dtype=torch.int64, device=queries.device)
     for row in range(prompt.rows):
-        logits = attention.logits(queries[row], prompt.keys[row, :, :length], prompt.scaling)
+        softmax = prompt.softmax(row)
+        logits = attention.logits(queries[row], prompt.keys[row, :, :length], softmax)
         # Only the newest tokens are hidden from some of these queries: masking them alone spares a pass over all.
         logits[..., length - n :].masked_fill_(hidden, -torch.inf)
-        below = logits.softmax(-1).unflatten(0, (prompt.kv_heads, -1)).mean(1) < average
+        below = softmax.shares(logits).unflatten(0, (prompt.kv_heads, -1)).mean(1) < average
         below[..., length - n :] &= ~hidden
         bits[row, :, :length] = (below << shift).sum(-2)
     return bits

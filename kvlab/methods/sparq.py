@@ -7,10 +7,11 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import attention, ranking
+from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
 from kvlab.methods import dimensions, pages
 from kvlab.methods.base import Budget, Policy
-from kvlab.methods.dimensions import affordable, largest_dimensions, logits, partial_queries, room
+from kvlab.methods.dimensions import affordable, largest_dimensions, logits, partial_queries, room, shares
 from kvlab.methods.prompt import Prompt
 
 
@@ -69,7 +70,7 @@ class SparQ(Policy):
         store.memory["value_sum"] += store.values[:, :, copied:].sum(2, keepdim=True, dtype=torch.float32)
         store.numbers["copied"] = store.length
 
-    def select(self, store: LayerStore, queries: Tensor, scaling: float | None) -> Tensor | None:
+    def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         store.scratch.pop("alpha", None)
         if store.length <= store.budget:
             return None
@@ -78,9 +79,15 @@ class SparQ(Policy):
         grouped = queries[:, :, 0].unflatten(1, (kv_heads, -1))
         rank = affordable(store)
         dims = largest_dimensions(grouped, rank)
-        weights = logits(partial_queries(grouped, dims, scaling), dims, store.memory["copy"]).softmax(-1)
+        softmax = Softmax.of(scaling)
+        found = logits(partial_queries(grouped, dims, scaling), dims, store.memory["copy"])
+        weights = shares(softmax.capped(found), softmax)
         slots = ranking.top_positions(weights.sum(2), room(store, store.length, rank))
-        store.scratch["alpha"] = weights.gather(-1, slots[:, :, None].expand(*weights.shape[:3], -1)).sum(-1).flatten(1)
+        alpha = weights.gather(-1, slots[:, :, None].expand(*weights.shape[:3], -1)).sum(-1)
+        if softmax.sinks is not None:
+            # The sink weighs among what is read as it does among all keys: only what is not read is stood in for.
+            alpha = alpha + (1 - weights.sum(-1))
+        store.scratch["alpha"] = alpha.flatten(1)
         return slots
 
     def amend(self, store: LayerStore, output: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ KEPT_BYTES = 2 * 2**30
 
 
 class Reference:
-    """What the full cache does on a trace: computed once, compared with by every policy."""
+    """What the full cache does on a trace: computed once, compared with by every policy. `layer` is a place among the
+    recorded layers.
+    """
 
     def __init__(self, trace: Trace):
         self.trace = trace
@@ -35,7 +37,8 @@ class Reference:
             return self._all[layer]
         trace = self.trace
         visible = attention.last_visible(trace.steps, trace.length, trace.device)
-        rows = attention.weights(trace.response_queries[layer], trace.keys[layer], trace.scaling, visible)
+        softmax = trace.softmax.row(layer)
+        rows = attention.weights(trace.response_queries[layer], trace.keys[layer], softmax, visible)
         if self._all is not None:
             self._all[layer], self._done[layer] = rows, True
         return rows
@@ -45,10 +48,17 @@ class Reference:
         trace, seen = self.trace, self.trace.prompt_length + step
         if self._all is None:
             query = trace.response_queries[:, :, step - 1 : step]
-            return attention.weights(query, trace.keys[:, :, :seen], trace.scaling)[:, :, 0]
+            return attention.weights(query, trace.keys[:, :, :seen], trace.softmax)[:, :, 0]
         for layer in range(trace.n_layers):
             self.weights(layer)
         return self._all[:, :, step - 1, :seen]
+
+    @cached_property
+    def sinks(self) -> Tensor | None:
+        """What learnt sinks take of the attention, `[layers, heads, steps]`; None where the model has none."""
+        if self.trace.sinks is None:
+            return None
+        return torch.stack([measures.sink_share(self.weights(layer)) for layer in range(self.trace.n_layers)])
 
     @cached_property
     def outputs(self) -> Tensor:
@@ -62,8 +72,9 @@ class Reference:
     def gold_ranks(self) -> Tensor:
         """Rank of each prompt position by the response's attention over the prompt, `[layers, kv_heads, prompt]`."""
         trace = self.trace
-        pairs = zip(trace.response_queries, trace.prompt_keys, strict=True)
-        return torch.stack([ranking.ranks(measures.gold_scores(q, k, trace.scaling)) for q, k in pairs])
+        pairs = enumerate(zip(trace.response_queries, trace.prompt_keys, strict=True))
+        scores = (measures.gold_scores(q, k, trace.softmax.row(layer)) for layer, (q, k) in pairs)
+        return torch.stack([ranking.ranks(each) for each in scores])
 
     @cached_property
     def step_ranks(self) -> Tensor:

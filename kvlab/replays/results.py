@@ -10,7 +10,6 @@ from kvlab.errors import KvlabError
 from kvlab.lib import bootstrap
 from kvlab.methods import Policy
 from kvlab.replays.single import Replay
-from kvlab.replays.tables import AXES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,7 +56,9 @@ class Replays(Sequence[Replay]):
         """One row for each policy, budget and trace; it prints as many columns as fit into the terminal.
 
         Columns: policy, budget, recall, mass_lost, output_error, stored_bytes, read_bytes, window_recall, step_recall,
-        entries (what the budget came to), raised (to what the method needs), trace and signature.
+        entries (what the budget came to), raised (to what the method needs), trace and signature; sink_share where a
+        model has learnt sinks, and uncompressed_bytes, what the layers held at the end that no policy compresses, where
+        there are any.
         """
         from kvlab.replays.summaries import Summary
 
@@ -66,6 +67,8 @@ class Replays(Sequence[Replay]):
             means = r.summary
             first = {name: means.pop(name) for name in FIRST}
             marks = {"entries": r.budget, "raised": r.raised, "trace": r.trace.signature, "signature": r.signature}
+            if r.trace.layout.mixed:
+                means["uncompressed_bytes"] = r.trace.uncompressed_bytes
             rows.append({"policy": r.policy.name, "budget": r.policy.asked} | first | means | marks)
         return Summary(rows)
 
@@ -88,7 +91,9 @@ class Replays(Sequence[Replay]):
             entries = sum(result.budget for result in results) / len(results)
             budget = {"budget": policy.asked, "entries": int(entries) if entries.is_integer() else entries}
             marks = {"policy": policy.name} | budget | {"parameters": str(policy)}
-            for measure in AXES:
+            for measure in results[0].measures:
+                if any(measure not in summary for summary in summaries):
+                    continue
                 value, (low, high) = bootstrap.summarise([summary[measure] for summary in summaries])
                 rows.append(
                     marks | {"measure": measure, "traces": len(results), "value": value, "low": low, "high": high}

@@ -17,7 +17,7 @@ from kvlab.instruments.probes import Probe, Records, Seen
 from kvlab.methods import Policy, Prompt
 from kvlab.methods.clock import decode
 from kvlab.replays.reference import reference
-from kvlab.replays.tables import AXES, tidy
+from kvlab.replays.tables import AXES, SINKS, tidy
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,12 +29,15 @@ class Replay:
     """One policy over one trace, computed where the trace lies; what comes out lies on the CPU.
 
     Attributes:
-        trace, policy: what was replayed.
+        trace, policy: what was replayed. Layers in tensors are those that the trace holds, one behind the other; in
+            tables, and wherever a layer is asked for, they have their numbers in the model.
         budget: entries for each layer and KV head that the policy's budget came to.
         raised: whether a fractional budget had to be raised to what the method needs.
         mass_lost, output_error: `[layers, heads, steps]`.
         step_recall: `[layers, kv_heads, steps]`.
         recall, window_recall: `[layers, kv_heads]`.
+        sink_share: `[layers, heads, steps]`, what learnt sinks take of the full cache's attention, which mass lost does
+            not count; None where the model has none.
         stored_bytes, read_bytes: `[steps]`, summed over layers.
     """
 
@@ -52,6 +55,7 @@ class Replay:
         self.step_recall = torch.zeros(trace.n_layers, trace.kv_heads, trace.steps, device=trace.device)
         self.stored_bytes, self.read_bytes = torch.zeros(trace.steps), torch.zeros(trace.steps)
         self._run()
+        self.sink_share = None if self._reference.sinks is None else self._reference.sinks.cpu()
         # At the end and not step by step: every copy waits for the device.
         for name in ("mass_lost", "output_error", "step_recall", "recall", "window_recall", "_kept"):
             setattr(self, name, getattr(self, name).cpu())
@@ -95,18 +99,19 @@ class Replay:
         new = slice(position, position + 1)
         queries = trace.response_queries[:, :, now : now + 1]
         entry = trace.keys[:, :, new], trace.values[:, :, new]
-        attended = decode(self.policy, store, queries, *entry, trace.scaling, weigh=True)
+        attended = decode(self.policy, store, queries, *entry, trace.softmax, weigh=True)
 
         read = attended.read(store)
         self._read.append(read)
         all_weights, full = self._reference.at(step), self._reference.outputs[:, :, now]
-        self.mass_lost[:, :, now] = measures.mass_lost(all_weights, read)
+        sinks = None if self._reference.sinks is None else self._reference.sinks[:, :, now]
+        self.mass_lost[:, :, now] = measures.mass_lost(all_weights, read, sinks)
         self.output_error[:, :, now] = measures.output_error(full, attended.output[:, :, 0])
         ranks = self._reference.step_ranks[:, :, now]
         self.step_recall[:, :, now] = self._reference.share_found(ranks, read, min(self.budget, position + 1))
 
-        seen = Seen(self.policy, store, queries, attended, trace.scaling, full=(all_weights, full))
-        where = dict(step=step, layer=None, rows=list(range(trace.n_layers)))
+        seen = Seen(self.policy, store, queries, attended, trace.softmax, full=(all_weights, full))
+        where = dict(step=step, layer=None, rows=list(trace.layers))
         for instrument in self.probes:
             instrument.look(seen, self.records, where)
 
@@ -127,6 +132,7 @@ class Replay:
         k = torch.arange(prompt + 1, trace.length + 1, device=trace.device).clamp_max(self.budget)[:, None, None]
         for layer in range(trace.n_layers):
             weights = self._reference.weights(layer)
+            sinks = 0 if self._reference.sinks is None else self._reference.sinks[layer]
             # Other layers may keep more: no need to look at this one's padding.
             kept = self._kept[layer][:, : int((self._kept[layer] != EMPTY).sum(-1).max())]
             # One set for each KV head, or for each query head, whose keys and values are then repeated.
@@ -135,7 +141,7 @@ class Replay:
             if not everything:
                 rows = attention.to_query_heads(kept, trace.heads)[:, None]
                 taken = weights.gather(-1, rows.clamp_min(0).expand(-1, trace.steps, -1)).masked_fill_(rows == EMPTY, 0)
-                mass = taken.sum(-1) + response.sum(-1)
+                mass = taken.sum(-1) + response.sum(-1) + sinks
                 self.mass_lost[layer] = (1 - mass).clamp(0, 1)
                 values = pick(all_values[None], kept[None])[0]
                 if float(mass.min()) > 1e-20:
@@ -164,7 +170,8 @@ class Replay:
         keys = torch.cat([pick(all_keys[None], kept[None])[0], all_keys[:, prompt:]], 1)
         occupied = attention.to_query_heads(kept != EMPTY, trace.heads)[:, None].expand(-1, trace.steps, -1)
         own = attention.last_visible(trace.steps, trace.steps, trace.device).expand(trace.heads, -1, -1)
-        weights = attention.weights(trace.response_queries[layer], keys, trace.scaling, torch.cat([occupied, own], -1))
+        visible, softmax = torch.cat([occupied, own], -1), trace.softmax.row(layer)
+        weights = attention.weights(trace.response_queries[layer], keys, softmax, visible)
         return attention.output(weights, torch.cat([values, response_values], 1))
 
     # ------------------------------------------------------------------ what came out
@@ -174,30 +181,32 @@ class Replay:
         that the t-th decoding query reads.
 
         Raises:
-            KvlabError: a layer or a step outside this replay.
+            KvlabError: a layer or a step outside this replay, or a layer that is not compressed.
         """
-        self._check(layer, step)
+        place = self._place(layer, step)
         if step == 0:
-            return self._kept[layer]
-        return self._read[step - 1][layer] if self._read else self._with_response(layer, step)
+            return self._kept[place]
+        return self._read[step - 1][place] if self._read else self._with_response(place, step)
 
     def stored(self, layer: int, step: int = 0) -> Tensor:
         """Positions stored after a step, int64 `[kv_heads, n]`, -1 padded."""
-        self._check(layer, step)
+        place = self._place(layer, step)
         if step == 0:
-            return self._kept[layer]
-        return self._stored[step - 1][layer] if self._stored else self._with_response(layer, step)
+            return self._kept[place]
+        return self._stored[step - 1][place] if self._stored else self._with_response(place, step)
 
-    def _check(self, layer: int, step: int) -> None:
+    def _place(self, layer: int, step: int) -> int:
+        """Where among the trace's layers the model's layer `layer` stands."""
         layer, step = whole("layer", layer), whole("step", step)
-        if not 0 <= layer < self.trace.n_layers or not 0 <= step <= self.trace.steps:
+        layers = len(self.trace.layout.sees)
+        if not 0 <= layer < layers or not 0 <= step <= self.trace.steps:
             raise KvlabError(
-                f"layer {layer}, step {step} is outside this replay of {self.trace.n_layers} layers and "
-                f"{self.trace.steps} steps"
+                f"layer {layer}, step {step} is outside this replay of {layers} layers and {self.trace.steps} steps"
             )
+        return self.trace.layout.place(layer)
 
-    def _with_response(self, layer: int, step: int) -> Tensor:
-        kept, prompt = self._kept[layer], self.trace.prompt_length
+    def _with_response(self, place: int, step: int) -> Tensor:
+        kept, prompt = self._kept[place], self.trace.prompt_length
         new = torch.arange(prompt, prompt + step).expand(kept.shape[0], step)
         both = torch.cat([kept, new], -1)
         padded = both.masked_fill(both == EMPTY, torch.iinfo(torch.int64).max).sort(-1).values
@@ -210,7 +219,7 @@ class Replay:
         return measures.lost_weights(self._reference.at(step), self._reads(step))
 
     def _reads(self, step: int) -> Tensor:
-        return torch.stack([self.kept(layer, step) for layer in range(self.trace.n_layers)])
+        return torch.stack([self.kept(layer, step) for layer in self.trace.layers])
 
     @cached_property
     def concentrated_loss(self) -> Tensor:
@@ -220,11 +229,21 @@ class Replay:
         return torch.stack(each, -1)
 
     @property
+    def measures(self) -> list[str]:
+        """What was measured, by name."""
+        return [*AXES, *(SINKS if self.sink_share is not None else ())]
+
+    @property
+    def layers(self) -> pd.DataFrame:
+        """One row for each layer of the model: layer, sees (what it looks at), compressed."""
+        return self.trace.layout.table()
+
+    @property
     def summary(self) -> dict[str, float]:
         """Means over layers, heads and steps of every measure; bytes are summed over layers and averaged over steps."""
         from kvlab.replays.summaries import Means
 
-        means = {name: getattr(self, name).float() for name in AXES}
+        means = {name: getattr(self, name).float() for name in self.measures}
         return Means({name: float(each.mean()) if each.numel() else float("nan") for name, each in means.items()})
 
     @property
@@ -241,7 +260,8 @@ class Replay:
         """
         import pandas as pd
 
-        parts = [tidy(name, getattr(self, name), axes) for name, axes in AXES.items()]
+        axes = AXES | SINKS
+        parts = [tidy(name, getattr(self, name), axes[name], self.trace.layers) for name in self.measures]
         table = pd.concat(parts, ignore_index=True)
         group = self.trace.heads // self.trace.kv_heads
         table["kv_head"] = table["kv_head"].fillna(table["head"] // group)

@@ -17,6 +17,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "output_error": SHARE,
     "stored_bytes": BYTES,
     "read_bytes": BYTES,
+    "sink_share": SHARE,
 }
 
 

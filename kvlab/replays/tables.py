@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +23,22 @@ AXES: dict[str, tuple[str, ...]] = {
 """Every measure of a replay, and over what it has one number each."""
 
 
-def tidy(name: str, values: Tensor, axes: tuple[str, ...]) -> pd.DataFrame:
-    """One row for each number of `values`, whose dimensions are `axes`: layer, kv_head, head, step, measure, value."""
+SINKS: dict[str, tuple[str, ...]] = {"sink_share": ("layer", "head", "step")}
+"""What is measured besides where a model has learnt sinks."""
+
+
+def tidy(name: str, values: Tensor, axes: tuple[str, ...], layers: Sequence[int]) -> pd.DataFrame:
+    """One row for each number of `values`, whose dimensions are `axes`: layer, kv_head, head, step, measure, value.
+
+    Args:
+        layers: the numbers in the model of the layers in `values`.
+    """
     import pandas as pd
 
     grid = np.indices(tuple(values.shape)).reshape(len(axes), -1) if values.numel() else np.empty((len(axes), 0), int)
     columns = dict(zip(axes, grid, strict=True))
+    if "layer" in columns:
+        columns["layer"] = np.asarray(layers)[columns["layer"]]
     if "step" in columns:
         columns["step"] = columns["step"] + 1
     frame = pd.DataFrame(

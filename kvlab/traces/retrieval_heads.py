@@ -136,13 +136,13 @@ def measure(
         raise KvlabError("there is no hay to hide needles in; give at least one document")
     rng = random.Random(seed)
     depths = [round((number + 0.5) / needles, 4) for number in range(needles)]
-    contexts, shares, documents, kv_heads = [], [], [], 0
+    contexts, shares, documents, kv_heads, layers = [], [], [], 0, None
     for number, depth in enumerate(bars.each(depths, "heads", "needle", progress)):
         straw = hay[number % len(hay)].window(lm, context)
         ids, needle, answer = _example(lm, straw.text, depth, rng)
         trace = capture(lm, ids, len(answer), window=1, pseudo=(), response=answer, progress=progress)
         shares.append(needle_shares(trace, needle))
-        kv_heads = trace.kv_heads
+        kv_heads, layers = trace.kv_heads, list(trace.layers) if trace.layout.mixed else None
         contexts.append(len(ids))
         documents.append(straw.signature)
     scores = torch.stack(shares).mean(0)
@@ -157,6 +157,7 @@ def measure(
         documents=documents,
         seed=seed,
         kvlab=__version__,
+        layers=layers,
         scores=[[round(score, 6) for score in row] for row in scores.tolist()],
     )
 
@@ -180,8 +181,9 @@ def needle_shares(trace: Trace, needle: Tensor) -> Tensor:
         raise KvlabError(f"the needle's positions must lie in the prompt, 0 .. {trace.prompt_length - 1}")
     visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
     needle = needle.to(trace.keys.device)
-    layers = zip(trace.response_queries, trace.keys, strict=True)
-    shares = [attention.weights(q, k, trace.scaling, visible)[..., needle].sum(-1).mean(-1) for q, k in layers]
+    layers = enumerate(zip(trace.response_queries, trace.keys, strict=True))
+    rows = [attention.weights(q, k, trace.softmax.row(place), visible) for place, (q, k) in layers]
+    shares = [weights[..., needle].sum(-1).mean(-1) for weights in rows]
     return torch.stack(shares).cpu()
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.core import attention, hookable, hooks
-from kvlab.core.adapter import StoreCache
+from kvlab.core.adapter import StoreCache, held_bytes, twin
+from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
@@ -28,35 +29,49 @@ class _Recorder:
     """Keeps what one model's attention sees while it prefills and decodes."""
 
     def __init__(self, lm: LM, prompt: int, steps: int, window: int, extra: int, accumulate: bool):
-        config = hookable.text_config(lm.model)
-        self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
+        config, modules = hookable.text_config(lm.model), hookable.layers_of(lm.model)
+        self.layers, self.heads = len(modules), config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
-        module = hookable.layers_of(lm.model)[0]
-        head_dim = getattr(module, "head_dim", None) or config.hidden_size // self.heads
+        kv_heads = self.heads // getattr(modules[0], "num_key_value_groups", self.heads // kv_heads)
+        head_dim = getattr(modules[0], "head_dim", None) or config.hidden_size // self.heads
         storage = (self.layers, 1, kv_heads, prompt + max(steps, extra), head_dim)
         self.keys, self.values = (torch.empty(storage, dtype=lm.dtype, device=lm.device) for _ in range(2))
         self.stores = [LayerStore.preallocated(k, v) for k, v in zip(self.keys, self.values, strict=True)]
-        self.cache = StoreCache(self.stores)
+        self.cache = StoreCache(self.stores, lm.model)
         shape = self.layers, self.heads, window + steps, head_dim
         self.queries = torch.empty(shape, dtype=lm.dtype, device=lm.device)
         self.pre_queries = torch.empty_like(self.queries)
         self.accumulated = torch.zeros(self.layers, self.heads, prompt, device=lm.device) if accumulate else None
-        self.scaling: float | None = None
+        self.softmax = Softmax()
+        self.sinks: dict[int, Tensor] = {}
         self.filled = 0
         self.prefilling = True
 
     def __call__(self, call: hooks.Call) -> Tensor:
         n = min(call.queries.shape[2], self.queries.shape[2] - self.filled)
         new = slice(self.filled, self.filled + n)
-        self.queries[call.layer, :, new] = call.queries[0, :, call.queries.shape[2] - n :]
+        self.queries[call.place, :, new] = call.queries[0, :, call.queries.shape[2] - n :]
         assert call.pre_rope is not None, "queries before RoPE are asked for"
-        self.pre_queries[call.layer, :, new] = call.pre_rope[0, :, call.queries.shape[2] - n :]
-        self.scaling = call.scaling
+        self.pre_queries[call.place, :, new] = call.pre_rope[0, :, call.queries.shape[2] - n :]
+        self.softmax = call.softmax
+        if call.sinks is not None:
+            self.sinks[call.place] = call.sinks
         if self.accumulated is not None and self.prefilling:
-            self.accumulated[call.layer] = attention.accumulate(call.queries[0], call.keys[0], call.scaling)
-        if call.layer == self.layers - 1:
+            self.accumulated[call.place] = attention.accumulate(call.queries[0], call.keys[0], call.softmax)
+        if call.place == self.layers - 1:
             self.filled += n
         return call.attend()
+
+    def uncompressed_bytes(self) -> int:
+        """What the layers left alone hold now."""
+        return sum(map(held_bytes, self.cache.others.values()))
+
+    def all_sinks(self) -> Tensor | None:
+        """The sinks of all layers, `[layers, heads]`, minus infinity where a layer has none; None if none has any."""
+        if not self.sinks:
+            return None
+        none = torch.full((self.heads,), -torch.inf, device=self.keys.device)
+        return torch.stack([self.sinks.get(place, none).float() for place in range(self.layers)])
 
 
 def _forward(lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = None, logits_of: int = 1) -> Tensor:
@@ -72,7 +87,8 @@ def _forward(lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = 
 def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Queries of tokens that run on top of a prefilled cache at any assigned positions, and are cropped off again.
 
-    They see the whole prompt and, causally, those of their own trial; several trials share one forward pass.
+    They see the whole prompt and, causally, those of their own trial; several trials share one forward pass, but for
+    models with layers of which only one sequence can go on (windows, convolutions, linear states).
 
     Args:
         ids, positions: int64 `[m]`, or `[trials, m]`.
@@ -80,6 +96,9 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
     Returns:
         Post-RoPE and pre-RoPE queries, each `[layers, heads, m, head_dim]`, or `[trials, layers, heads, m, head_dim]`.
     """
+    if cache.others and ids.dim() == 2:
+        alone = [pseudo_queries(lm, cache, *trial) for trial in zip(ids, positions.expand_as(ids), strict=True)]
+        return torch.stack([post for post, _ in alone]), torch.stack([pre for _, pre in alone])
     trials, m = ids.shape if ids.dim() == 2 else (1, len(ids))
     post, pre = {}, {}
     lengths = [store.length for store in cache.stores]
@@ -89,25 +108,48 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
 
     def record(call: hooks.Call) -> Tensor:
         assert call.pre_rope is not None, "queries before RoPE are asked for"
-        post[call.layer], pre[call.layer] = call.queries[0], call.pre_rope[0]
+        post[call.place], pre[call.place] = call.queries[0], call.pre_rope[0]
         return call.attend(mask)
 
+    before = list(cache.layers)
     try:
+        for number, layer in cache.others.items():
+            cache.layers[number] = twin(layer)
         with hooks.hooked(lm.model, record):
             _forward(lm, ids.reshape(-1), cache, positions.reshape(-1))
     finally:
+        cache.layers[:] = before
         for store, length in zip(cache.stores, lengths, strict=True):
             store.truncate(length)
 
     def stacked(found: dict[int, Tensor]) -> Tensor:
-        rows = torch.stack([found[layer] for layer in range(len(lengths))])
+        rows = torch.stack([found[place] for place in range(len(lengths))])
         return rows if ids.dim() == 1 else rows.unflatten(2, (trials, m)).movedim(2, 0)
 
     return stacked(post), stacked(pre)
 
 
-def prefilled(trace: Trace) -> StoreCache:
-    """A cache that holds a trace's prompt, as after its prefill: pseudo-queries run on it without prefilling again."""
+@torch.inference_mode()
+def prefilled(trace: Trace, lm: LM | None = None) -> StoreCache:
+    """A cache that holds a trace's prompt, as after its prefill: pseudo-queries run on it without prefilling again.
+
+    Args:
+        lm: the model, which has to prefill once more where a trace does not hold all of its layers.
+
+    Raises:
+        KvlabError: the trace holds a part of the layers, and no model or no tokens are given.
+    """
+    if trace.layout.mixed:
+        if lm is None or trace.ids is None:
+            raise KvlabError(
+                "this trace holds only the layers of its model that are compressed; give the model too, and a trace "
+                "that knows its tokens, to make again what the others held"
+            )
+        empty = trace.keys[:, None, :, :0]
+        cache = StoreCache([LayerStore(keys, keys) for keys in empty], lm.model)
+        with hooks.hooked(lm.model, hooks.Call.attend, pre_rope=False):
+            _forward(lm, trace.ids[: trace.prompt_length], cache)
+        return cache
     pairs = zip(trace.prompt_keys, trace.prompt_values, strict=True)
     return StoreCache([LayerStore(keys[None], values[None]) for keys, values in pairs])
 
@@ -227,14 +269,18 @@ def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
         accumulated=recorder.accumulated,
         ids=torch.cat([ids, *[token[None] for token in fed]]),
         nll=nll,
-        scaling=recorder.scaling,
+        scaling=recorder.softmax.factor,
+        softcap=recorder.softmax.softcap,
+        sinks=recorder.all_sinks(),
+        layout=hookable.layout_of(lm.model),
         meta={
             "model": lm.signature,
             "document": plan.document,
             "chat": str(chat),
             "response": "greedy" if response is None else "given",
             "kvlab": __version__,
-        },
+        }
+        | ({"uncompressed_bytes": held} if (held := recorder.uncompressed_bytes()) else {}),
     )
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
-import zlib
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,17 +14,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvlab.core.layout import Layout
+from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 from kvlab.lib.devices import resolved
 from kvlab.lib.files import parsed, replacing
 from kvlab.methods.prompt import Asks, Prompt
+from kvlab.traces.checks import check
+from kvlab.traces.files import BLANK, CHECKSUM, apart, checksum, layout_of, sign
 
 T = TypeVar("T")
 
 FORMAT = "kvlab-trace-2"
+MIXED = "kvlab-trace-3"  # with a soft cap, sinks or layers that are left alone: unknown to older versions
 UNCHECKED = "kvlab-trace-1"  # written before traces had checksums
-CHECKSUM = "crc32"
-BLANK = "0" * 8  # what stands for a file's checksum while that is taken
 GIVEN = "given"
 Keep = Literal["device", "cpu", "pinned"]
 """Where a captured trace lies: where the model is, in the CPU's memory, or there in page-locked memory."""
@@ -36,6 +36,8 @@ Keep = Literal["device", "cpu", "pinned"]
 @dataclass(eq=False)
 class Trace:
     """What attention saw of one prompt and its response: all on one device, but for `ids`, which are on the CPU.
+
+    `layers` below are those that policies compress, one behind the other; `layout` tells which of the model's they are.
 
     Attributes:
         queries: `[layers, heads, n, head_dim]`, post-RoPE, of the last n tokens: the end of the prompt, then the
@@ -48,6 +50,9 @@ class Trace:
         ids: int64 `[prompt + response]` token ids.
         nll: `[n]`, what the model thought of the prompt's last n tokens: their negative log-likelihoods, in nats.
         scaling: factor of the logits.
+        softcap: what they level off at; None where the model does not cap them.
+        sinks: `[layers, heads]`, learnt logits of no key; None where the model has none.
+        layout: the layers of the model, all of them; None (at first) stands for a model whose layers are all recorded.
         meta: model, document, chat, seed and versions, as they go into a signature.
     """
 
@@ -61,8 +66,15 @@ class Trace:
     ids: Tensor | None = None
     nll: Tensor | None = None
     scaling: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    layout: Layout = None  # type: ignore[reportAssignmentType]  # made from the tensors where it is not given
     meta: dict[str, Any] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self):
+        if self.layout is None:
+            self.layout = Layout.whole(self.keys.shape[0] if self.keys.dim() else 0)
 
     @classmethod
     def from_tensors(
@@ -75,6 +87,8 @@ class Trace:
         pseudo: Tensor | dict[str, Tensor] | None = None,
         accumulated: Tensor | None = None,
         scaling: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Trace:
         """A trace from tensors that were captured elsewhere.
 
@@ -84,6 +98,8 @@ class Trace:
             prompt_length: how many of the tokens are prompt.
             pseudo: `[layers, heads, m, head_dim]`, taken by any policy that needs pseudo-queries; or a dict by key.
             accumulated: `[layers, heads, prompt]`.
+            scaling, softcap, sinks: what the model makes of its products; a plain softmax of them, scaled by
+                1 / sqrt(head_dim), unless given. Sinks are `[layers, heads]`.
 
         Raises:
             KvlabError: shapes that do not fit together.
@@ -93,56 +109,19 @@ class Trace:
                 kind = type(given).__name__
                 raise KvlabError(f"{name} must be a torch tensor (torch.as_tensor makes one), not {kind}")
         pseudo = {GIVEN: pseudo} if isinstance(pseudo, Tensor) else dict(pseudo or {})
-        made = cls(queries, keys, values, prompt_length, pseudo=pseudo, accumulated=accumulated, scaling=scaling)
-        made._check()
+        made = cls(
+            queries,
+            keys,
+            values,
+            prompt_length,
+            pseudo=pseudo,
+            accumulated=accumulated,
+            scaling=scaling,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        check(made)
         return made
-
-    def _check(self) -> None:
-        """Raise KvlabError for tensors that do not fit together, and for what stands beside them."""
-        queries, keys, scaling = self.queries, self.keys, self.scaling
-        if not isinstance(self.prompt_length, Integral):
-            raise KvlabError(f"prompt_length is a whole number, and not {str(self.prompt_length)[:40]!r}")
-        if scaling is not None and not (isinstance(scaling, Real) and 0 < scaling < math.inf):
-            raise KvlabError(f"scaling is a number above 0, and not {str(scaling)[:40]!r}")
-        if not isinstance(self.meta, dict) or not all(
-            isinstance(self.meta.get(name, ""), str) for name in ("model", "document")
-        ):
-            raise KvlabError("meta holds texts by name")
-        if queries.dim() != 4 or keys.dim() != 4 or keys.shape != self.values.shape:
-            raise KvlabError(
-                "a trace needs queries [layers, heads, n, head_dim] and keys, values of one shape [layers, "
-                "kv_heads, tokens, head_dim]"
-            )
-        (layers, heads, n, head_dim), tokens = queries.shape, keys.shape[2]
-        if not min(layers, heads, head_dim, *keys.shape):
-            raise KvlabError(f"queries {tuple(queries.shape)} or keys {tuple(keys.shape)} hold nothing")
-        if layers != keys.shape[0] or heads % keys.shape[1] or head_dim != keys.shape[3]:
-            raise KvlabError(
-                f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} differ in layers, head size, or "
-                f"heads per KV head"
-            )
-        if not 0 < self.prompt_length <= tokens:
-            raise KvlabError(f"prompt_length {self.prompt_length} is not within 1 .. {tokens} tokens")
-        if not self.steps <= n <= tokens:
-            raise KvlabError(f"{n} queries do not cover the response of {self.steps} among {tokens} tokens")
-        for found in self.pseudo.values():
-            if found.dim() != 4 or (*found.shape[:2], found.shape[3]) != (layers, heads, head_dim):
-                raise KvlabError(f"pseudo-queries {tuple(found.shape)} are not [{layers}, {heads}, m, {head_dim}]")
-        wanted = {"accumulated": (layers, heads, self.prompt_length), "pre_queries": queries.shape, "ids": (tokens,)}
-        for name, shape in wanted.items():
-            found = getattr(self, name)
-            if found is not None and found.shape != shape:
-                what = "accumulated attention" if name == "accumulated" else name
-                raise KvlabError(f"{what} {tuple(found.shape)} is not {list(shape)}")
-        if self.nll is not None and (self.nll.dim() != 1 or len(self.nll) >= self.prompt_length):
-            raise KvlabError(f"nll {tuple(self.nll.shape)} is not that of tokens of a prompt of {self.prompt_length}")
-        for name, tensor in self._tensors().items():
-            if tensor.is_floating_point() == (name == "ids"):
-                raise KvlabError(f"{name} cannot be of {tensor.dtype}")
-            if name != "ids" and tensor.device != self.device:
-                raise KvlabError(f"{name} lies on {tensor.device} and the keys on {self.device}; a trace lies on one")
-        if self.ids is not None and int(self.ids.min()) < 0:
-            raise KvlabError(f"{int(self.ids.min())} is no token id")
 
     # ------------------------------------------------------------------ parts
 
@@ -153,7 +132,18 @@ class Trace:
 
     @property
     def n_layers(self) -> int:
+        """How many layers are recorded."""
         return self.keys.shape[0]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the recorded layers in the model."""
+        return self.layout.compressed
+
+    @property
+    def softmax(self) -> Softmax:
+        """What the model makes of the products in the recorded layers, which are its rows."""
+        return Softmax(self.scaling, self.softcap, self.sinks)
 
     @property
     def heads(self) -> int:
@@ -205,7 +195,7 @@ class Trace:
             self._pseudo_for,
             self.accumulated,
             self.steps,
-            self.scaling,
+            self.softmax,
             self._perplexity,
         )
 
@@ -244,9 +234,15 @@ class Trace:
         """`model@sha|document@sha`."""
         return f"{self.meta.get('model', 'tensors')}|{self.document}"
 
+    @property
+    def uncompressed_bytes(self) -> int:
+        """What the layers that are not recorded held at the end, in a cache of one sequence; 0 where there are none."""
+        return self.meta.get("uncompressed_bytes", 0)
+
     def __repr__(self) -> str:
+        of = f" of {len(self.layout.sees)}" if self.layout.mixed else ""
         return (
-            f"Trace({self.signature}, {self.prompt_length} + {self.steps} tokens, {self.n_layers} layers, "
+            f"Trace({self.signature}, {self.prompt_length} + {self.steps} tokens, {self.n_layers}{of} layers, "
             f"{self.heads}/{self.kv_heads} heads, {self.nbytes / 2**20:.0f} MiB)"
         )
 
@@ -284,6 +280,7 @@ class Trace:
     def _tensors(self) -> dict[str, Tensor]:
         named = {"queries": self.queries, "keys": self.keys, "values": self.values}
         named |= {"pre_queries": self.pre_queries, "accumulated": self.accumulated, "ids": self.ids, "nll": self.nll}
+        named |= {"sinks": self.sinks}
         named |= {f"pseudo/{key}": tensor for key, tensor in self.pseudo.items()}
         return {key: tensor for key, tensor in named.items() if tensor is not None}
 
@@ -293,10 +290,12 @@ class Trace:
         """
         path = Path(path)
         header = {"format": FORMAT, "prompt_length": self.prompt_length, "scaling": self.scaling, "meta": self.meta}
+        if self.layout.mixed or not self.softmax.plain:
+            header |= {"format": MIXED, "softcap": self.softcap, "layout": asdict(self.layout)}
         try:
             with replacing(path) as temporary:
-                save_file(_apart(self._tensors()), temporary, {"kvlab": json.dumps(header), CHECKSUM: BLANK})
-                _sign(temporary)
+                save_file(apart(self._tensors()), temporary, {"kvlab": json.dumps(header), CHECKSUM: BLANK})
+                sign(temporary)
         except SafetensorError as error:
             raise KvlabError(f"cannot write {path}: {error}") from None
         return path
@@ -319,16 +318,18 @@ class Trace:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
             header, told = parsed(metadata.get("kvlab", "{}")), metadata.get(CHECKSUM)
-            if not isinstance(header, dict) or header.get("format") not in (FORMAT, UNCHECKED):
+            if not isinstance(header, dict) or header.get("format") not in (FORMAT, MIXED, UNCHECKED):
                 raise KvlabError(f"{path} is a safetensors file but no kvlab trace")
             # One byte can make the format another or the checksum vanish, but not both.
-            if (header["format"] == FORMAT or told is not None) and _checksum(path, told or BLANK)[0] != told:
+            if (header["format"] != UNCHECKED or told is not None) and checksum(path, told or BLANK)[0] != told:
                 raise KvlabError(f"{path} is damaged: its bytes are not those of its checksum; capture it again")
             tensors = load_file(path)
             pseudo = {k.removeprefix("pseudo/"): tensors.pop(k) for k in list(tensors) if k.startswith("pseudo/")}
             made = cls(
                 prompt_length=header["prompt_length"],
                 scaling=header["scaling"],
+                softcap=header.get("softcap"),
+                layout=layout_of(header.get("layout")),
                 meta=header["meta"],
                 pseudo=pseudo,
                 **tensors,
@@ -340,38 +341,14 @@ class Trace:
                 f"{path} is damaged or not a kvlab trace ({type(error).__name__}); capture it again"
             ) from None
         try:
-            made._check()
+            check(made)
         except KvlabError as error:
             raise KvlabError(f"{path} is damaged or not a kvlab trace ({error}); capture it again") from None
         return made.to(place)
 
 
 # Those that move with a trace, besides the pseudo-queries.
-_TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll")
-
-
-def _sign(path: Path) -> None:
-    """Put a saved trace's checksum into its place in the header."""
-    found, place = _checksum(path, BLANK)
-    with path.open("r+b") as file:
-        file.seek(place)
-        file.write(found.encode())
-
-
-def _checksum(path: Path, told: str) -> tuple[str, int]:
-    """The CRC-32 of a safetensors file, as if zeros stood where its header tells `told`, and that place."""
-    piece = memoryview(bytearray(1 << 20))
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        file.seek(0)
-        header = file.read(8 + size)
-        # Within a text of the header these quotation marks would be escaped.
-        key = f'"{CHECKSUM}":"'.encode()
-        place = header.find(key + told.encode() + b'"') + len(key)
-        found = zlib.crc32(header[:place] + BLANK.encode() + header[place + len(BLANK) :])
-        while n := file.readinto(piece):
-            found = zlib.crc32(piece[:n], found)
-    return f"{found:08x}", place
+_TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll", "sinks")
 
 
 def opened(given: Trace | str | Path) -> Trace:
@@ -381,15 +358,3 @@ def opened(given: Trace | str | Path) -> Trace:
     if isinstance(given, str | Path):
         return Trace.load(given)
     raise KvlabError(f"a trace is what kvlab.capture gives, or the path where one was saved, and not {given!r:.60}")
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, on the CPU, and no two in one piece of memory, which safetensors refuses."""
-    found: dict[str, Tensor] = {}
-    pieces: set[int] = set()
-    for key, tensor in tensors.items():
-        tensor = tensor.contiguous().cpu()
-        piece = tensor.untyped_storage().data_ptr()
-        found[key] = tensor.clone() if piece in pieces else tensor
-        pieces.add(piece)
-    return found

@@ -55,21 +55,23 @@ REFUSED = {
     # As DeepSeek-V2-Lite has it: with a q_proj, which alone looks like any other attention.
     "deepseek_v2_lite": ("deepseek_v2", LATENT | dict(q_lora_rank=None), "DeepseekV2ForCausalLM" + COMPRESSED),
     "deepseek_v3": ("deepseek_v3", LATENT | dict(q_lora_rank=8), "DeepseekV3ForCausalLM" + COMPRESSED),
-    "gpt_oss": (
-        "gpt_oss",
-        HEADED | dict(head_dim=8, num_local_experts=2, num_experts_per_tok=1),
-        "GptOssForCausalLM has learnt attention sinks, which kvlab does not model",
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        HEADED | dict(num_hidden_layers=3, attention_window_size=16, lru_width=32),
+        "no layer of RecurrentGemmaForCausalLM attends to the whole past (they see a linear state, a window of 16 "
+        "tokens), so there is nothing to compress;" + KNOWN,
     ),
-    "gemma2": (
-        "gemma2",
-        HEADED | dict(head_dim=8),
-        "Gemma2ForCausalLM soft-caps its attention logits, which kvlab does not model",
+    "falcon_h1": (
+        "falcon_h1",
+        HEADED | dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1),
+        "layer 0 of FalconH1ForCausalLM keeps a LinearAttentionAndFullAttentionLayer, which kvlab does not model;"
+        + KNOWN,
     ),
-    "lfm2": (
+    "nothing but convolutions": (
         "lfm2",
-        HEADED | dict(layer_types=["conv", "full_attention"]),
-        "only 1 of the 2 layers of Lfm2ForCausalLM can be hooked (layer 0 is a Lfm2ShortConv with conv, in_proj "
-        "and out_proj):" + KNOWN,
+        HEADED | dict(layer_types=["conv", "conv"]),
+        "no layer of Lfm2ForCausalLM attends to the whole past (they see a convolution), so there is nothing to "
+        "compress;" + KNOWN,
     ),
 }
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import FalconConfig, FalconForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from kvlab.core import hooks as attention
 from kvlab.inputs import models
@@ -11,17 +18,22 @@ from kvlab.inputs import models
 def state(model):
     """What a session could leave behind: attention implementations, hooks, registered modules."""
     modules = list(model.modules())
-    kinds = [m.config._attn_implementation for m in modules if hasattr(m, "config")]
+    configs = [m.config for m in modules if hasattr(m, "config")]
+    kinds = [(id(config), config._attn_implementation) for config in configs]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
-    return kinds, hooks, [m in attention._hooked for m in modules]
+    return kinds, hooks, [m in attention._hooked for m in modules], dict(attention._left_alone)
 
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 UNFIT = {
     "falcon": (lambda: FalconForCausalLM(FalconConfig(**SMALL)), "FalconForCausalLM does not call"),
-    "gemma2": (
-        lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8)),
-        "soft-caps its attention logits",
+    "deepseek": (
+        lambda: DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                **SMALL, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2
+            )
+        ),
+        "DeepseekV3ForCausalLM has latent attention",
     ),
     "gpt2": (
         lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)),

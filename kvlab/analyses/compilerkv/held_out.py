@@ -12,7 +12,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers.cache_utils import DynamicCache
 
 from kvlab.analyses.compilerkv.tables import visits
 from kvlab.analyses.compilerkv.variants import static_thresholds
@@ -22,6 +21,8 @@ from kvlab.compile import Settings
 from kvlab.compile.contexts import Context
 from kvlab.compile.trials import Prefilled, neutral, prefilled
 from kvlab.core import attention, hooks
+from kvlab.core.adapter import StoreCache, twin
+from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.methods.lookup import DecisionTables
@@ -249,13 +250,13 @@ def continuation_attention(prefill: Prefilled) -> Tensor:
 
     def look(call: hooks.Call) -> Tensor:
         visible = attention.last_visible(call.queries.shape[2], call.keys.shape[2], call.keys.device)
-        weights = attention.weights(call.queries, call.keys, call.scaling, visible)
-        shares[call.layer] = weights[0, :, :, :length].mean((0, 1)).cpu().double()
+        weights = attention.weights(call.queries, call.keys, call.softmax, visible)
+        shares[call.place] = weights[0, :, :, :length].mean((0, 1)).cpu().double()
         return call.attend()
 
-    cache = DynamicCache()
-    for layer, prompt in enumerate(prefill.prompts):
-        cache.update(prompt.keys, prompt.values, layer)
+    cache = StoreCache([LayerStore(prompt.keys, prompt.values) for prompt in prefill.prompts], prefill.lm.model)
+    for number, layer in prefill.cache.others.items():
+        cache.layers[number] = twin(layer)
     with hooks.hooked(prefill.lm.model, look, pre_rope=False):
         ids = prefill.context.continuation[None, :-1].to(prefill.lm.device)
         prefill.lm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

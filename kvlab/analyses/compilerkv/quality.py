@@ -101,14 +101,14 @@ def _by_head(trace: Trace, method: Policy) -> pd.DataFrame:
     def measured() -> pd.DataFrame:
         replay = replayed(trace, method)
         group = trace.heads // trace.kv_heads
-        stored = torch.stack([(replay.kept(layer) != EMPTY).sum(-1) for layer in range(trace.n_layers)])
+        stored = torch.stack([(replay.kept(layer) != EMPTY).sum(-1) for layer in trace.layers])
         of_heads = {
             "kept": 1 - replay.mass_lost.mean(-1),
             "recall": replay.recall.repeat_interleave(group, 1),
             "error": replay.output_error.mean(-1),
             "stored": stored.repeat_interleave(group, 1),
         }
-        places = pd.MultiIndex.from_product([range(trace.n_layers), range(trace.heads)], names=["layer", "head"])
+        places = pd.MultiIndex.from_product([trace.layers, range(trace.heads)], names=["layer", "head"])
         frame = pd.DataFrame({key: value.flatten().double().numpy() for key, value in of_heads.items()}, index=places)
         return frame.reset_index().assign(entries=replay.budget)
 

@@ -73,9 +73,8 @@ def theorem_4_1(
             utility = (method.utilities(planned).double() * ~kept).sum(-1) / queries
             bound = utility[:, None] / method.weights(trace.prompt).double()
             for layer in range(trace.n_layers):
-                rows = attention.weights(
-                    trace.response_queries[layer].double(), trace.keys[layer].double(), trace.scaling, visible
-                )
+                queries, keys = trace.response_queries[layer].double(), trace.keys[layer].double()
+                rows = attention.weights(queries, keys, trace.softmax.row(layer), visible)
                 stays = torch.cat([kept[layer], torch.ones(trace.steps, dtype=torch.bool)]).expand(rows.shape)
                 l1, squares, mass = distances(rows, stays)
                 frames.append(
@@ -83,7 +82,7 @@ def theorem_4_1(
                         {
                             "document": trace.document,
                             "budget": budget,
-                            "layer": layer,
+                            "layer": trace.layers[layer],
                             "head": range(trace.heads),
                             "gap": (l1 - 2 * mass).abs().amax(-1).tolist(),
                             "ratio": (squares.sum(-1) / (2 * mass.square().sum(-1))).tolist(),

@@ -29,7 +29,7 @@ def admitted(traces: Sequence[Trace], tables: str | None, share: float) -> pd.Da
             pd.DataFrame(
                 {
                     "document": trace.document,
-                    "layer": range(trace.n_layers),
+                    "layer": trace.layers,
                     "needed": relative.topk(method.entries(trace.prompt_length), -1).values[:, -1].tolist(),
                     "threshold": method.thresholds(planned).tolist(),
                     "at_tenth": (relative >= 0.1).sum(-1).tolist(),

@@ -36,9 +36,9 @@ def protected(traces: Sequence[Trace], tables: str | None, share: float, stronge
         best = ranking.top_positions(trace.prompt.window_sums(learnt.utility_window), strongest).cpu()
         for name, method in {"compilerkv": learnt, "equal_weights": equal}.items():
             replay = replayed(trace, method)
-            for layer in range(trace.n_layers):
+            for row, layer in enumerate(trace.layers):
                 of_heads = replay.kept(layer).repeat_interleave(trace.heads // trace.kv_heads, 0)
-                share_kept = measures.recall(of_heads, best[layer])[reliable[layer]].mean()
+                share_kept = measures.recall(of_heads, best[row])[reliable[row]].mean()
                 rows.append(
                     {"document": trace.document, "method": name, "layer": layer, "protected": float(share_kept)}
                 )

@@ -124,9 +124,8 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
     for trace in tqdm(traces, desc="table 1", unit="doc", disable=len(traces) < 3, leave=False):
         true, other = response(trace, n), nonsense(lm, n)
         here, away = torch.arange(n) + trace.prompt_length, torch.arange(n)
-        found = similarities(
-            lm, trace, prefilled(trace), torch.stack([true, other, true, other]), torch.stack([here, here, away, away])
-        )
+        tokens, places = torch.stack([true, other, true, other]), torch.stack([here, here, away, away])
+        found = similarities(lm, trace, prefilled(trace, lm), tokens, places)
         for rope, values in zip(("post", "pre"), found, strict=True):
             for condition, row in zip(CONDITIONS, values, strict=True):
                 rows.append(
@@ -196,7 +195,7 @@ def figure_2a(
         for number, trace in enumerate(traces):
             generator = torch.Generator().manual_seed(seed + number)
             wanted = _random_conditions(trace, trials, n, near, vocabulary, generator)
-            cache = prefilled(trace)
+            cache = prefilled(trace, lm)
             for condition, (ids, positions) in wanted.items():
                 for some in torch.arange(trials).split(TOGETHER):
                     found = similarities(lm, trace, cache, ids[some], positions[some])
@@ -263,7 +262,7 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
         steps = torch.linspace(0, length, parts + 1).round().long()
         near = 4 ** torch.arange(1, 8)
         offsets = torch.cat([steps, near[near < length // parts]]).unique()
-        true, cache = response(trace, n), prefilled(trace)
+        true, cache = response(trace, n), prefilled(trace, lm)
         for some in offsets.split(TOGETHER):
             positions = (length - some)[:, None] + torch.arange(n)
             values = similarities(lm, trace, cache, true.expand(len(some), n), positions)[0].mean(-1)

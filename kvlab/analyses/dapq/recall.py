@@ -43,7 +43,7 @@ def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | Non
     """
     here = trace.prompt_length if start is None else start
     vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
-    prompt, cache = ids_of(trace)[: trace.prompt_length], prefilled(trace)
+    prompt, cache = ids_of(trace)[: trace.prompt_length], prefilled(trace, lm)
 
     def encode(text: str) -> torch.Tensor:
         tokenizer = lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")

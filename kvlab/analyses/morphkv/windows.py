@@ -182,12 +182,14 @@ def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = Fa
             f"the captured prompt has {trace.prompt_length} tokens, and {prompt} + {response} are asked for"
         )
     queries, keys, values = (t[:, :, :both].clone() for t in (trace.queries, trace.keys, trace.values))
-    cut = Trace.from_tensors(queries, keys, values, prompt, scaling=trace.scaling)
+    softmax = {"scaling": trace.scaling, "softcap": trace.softcap, "sinks": trace.sinks}
+    cut = Trace.from_tensors(queries, keys, values, prompt, **softmax)
+    cut.layout = trace.layout
     cut.ids = None if trace.ids is None else trace.ids[:both].clone()
     cut.meta = trace.meta | {"document": f"{trace.document}[:{prompt}+{response}]"}
     if accumulate:
-        pairs = zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True)
-        cut.accumulated = torch.stack([attention.accumulate(q, k, trace.scaling) for q, k in pairs])
+        pairs = enumerate(zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True))
+        cut.accumulated = torch.stack([attention.accumulate(q, k, trace.softmax.row(row)) for row, (q, k) in pairs])
     return cut
 
 

@@ -97,7 +97,7 @@ def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
     trace, full = result.trace, reference(result.trace)
     found = torch.empty(full.step_ranks.shape[:3])
     for now in range(trace.steps):
-        of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in range(trace.n_layers)]
+        of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in trace.layers]
         widest = max(one.shape[1] for one in of_layer)
         sets = torch.stack([F.pad(one, (0, widest - one.shape[1]), value=EMPTY) for one in of_layer])
         found[:, :, now] = full.share_found(full.step_ranks[:, :, now], sets, k)

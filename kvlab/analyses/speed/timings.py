@@ -25,6 +25,8 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache
 
 from kvlab.bench import clock, memory, meters
+from kvlab.core.adapter import twin
+from kvlab.core.hookable import text_config
 from kvlab.errors import KvlabError
 from kvlab.lib import devices
 from kvlab.live.gather import gather
@@ -56,8 +58,11 @@ def loaded_bytes(lm: LM) -> int:
 
 def plain_cache(prefilled: LiveCache) -> DynamicCache:
     """What a prefill gathered, as transformers' own cache; nothing is copied until a step adds to it."""
-    cache = DynamicCache()
-    for number, layer in enumerate(prefilled.layers):
+    layout = prefilled.session.layout
+    cache = DynamicCache(config=text_config(prefilled.session.model)) if layout.mixed else DynamicCache()
+    for number, layer in prefilled.others.items():
+        cache.layers[number] = twin(layer)
+    for number, layer in zip(layout.compressed, prefilled.compressed, strict=True):
         (group,) = layer.groups
         cache.update(group.store.keys, group.store.values, number)
     return cache

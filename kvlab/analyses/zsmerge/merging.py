@@ -74,7 +74,7 @@ def figure_4(
                     "squared_error": s,
                     "mass_lost": m,
                 }
-                for layer, (e, s, m) in enumerate(zip(*(t.tolist() for t in (errors, squared, lost)), strict=True))
+                for layer, e, s, m in zip(trace.layers, *(t.tolist() for t in (errors, squared, lost)), strict=True)
             ]
     findings = Findings(pd.DataFrame(rows))
     by_document = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="error")
@@ -119,10 +119,10 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
         new = slice(trace.prompt_length, trace.prompt_length + 1)
         store.append(trace.keys[:, :, new].double(), trace.values[:, :, new].double())
         query = trace.response_queries[:, :, :1].double()
-        full = attention.weights(query, trace.keys[:, :, : new.stop].double(), trace.scaling)[:, :, 0]
+        full = attention.weights(query, trace.keys[:, :, : new.stop].double(), trace.softmax)[:, :, 0]
         bias = zsmerge.bias(store)
         bias = None if bias is None else attention.to_query_heads(bias, trace.heads)[:, :, None]
-        compensated = attention.weights(query, store.keys, trace.scaling, bias=bias)[:, :, 0]
+        compensated = attention.weights(query, store.keys, trace.softmax, bias=bias)[:, :, 0]
         where = attention.to_query_heads(store.positions, trace.heads)
         unmerged = attention.to_query_heads(store.fusion_counts, trace.heads) == 1
         margin = (compensated - full.gather(-1, where)).masked_fill(~unmerged, torch.inf)
@@ -133,10 +133,10 @@ def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
                 "document": trace.document,
                 "layer": layer,
                 "head": head,
-                "smallest_margin": float(smallest[layer, head]),
-                "entries": int(unmerged[layer, head].sum()),
+                "smallest_margin": float(smallest[row, head]),
+                "entries": int(unmerged[row, head].sum()),
             }
-            for layer in range(trace.n_layers)
+            for row, layer in enumerate(trace.layers)
             for head in range(trace.heads)
         ]
     findings = Findings(pd.DataFrame(rows))

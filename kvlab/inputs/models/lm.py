@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from kvlab.core.hookable import layout_of
 from kvlab.errors import KvlabError
 from kvlab.inputs.models.catalogue import RANDOM_PREFIX
 from kvlab.lib.files import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvlab.core.layout import Layout
 
 
 @dataclass(repr=False)
@@ -43,6 +46,11 @@ class LM:
     def context_length(self) -> int:
         """The longest sequence, in tokens, that the model was made for."""
         return self.model.config.get_text_config().max_position_embeddings
+
+    @property
+    def layout(self) -> Layout:
+        """Which of its layers policies compress, and what the others look at; `layout.table()` is its tidy form."""
+        return layout_of(self.model)
 
     @property
     def n_layers(self) -> int:

@@ -103,10 +103,10 @@ def random_lm(
     if tokenizer is not None:
         config.vocab_size = max(config.vocab_size, len(tokenizer))
     kind = _dtype(dtype, place, torch.bfloat16)
-    gpus = [place] if place.type != "cpu" else []
+    gpus, attention = [place] if place.type != "cpu" else [], _attention(config)
     with torch.random.fork_rng(devices=gpus, device_type=place.type), torch.device(place):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=attention)
     recipe = json.dumps([shape, config.num_hidden_layers, seed, str(kind), config.vocab_size, changes], default=str)
     name = RANDOM_PREFIX + shape + ("" if layers is None else f"/{layers}")
     return _finish(model.to(place), tokenizer, name, hashlib.sha256(recipe.encode()).hexdigest())
@@ -136,14 +136,14 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
             if not 0 < (layers := config.get_text_config().num_hidden_layers) <= DEEPEST:
                 raise KvlabError(f"cannot load a model from {shown}: it says that it has {layers:,} layers")
             # A configuration may name code on a hub for its attention, and files of weights that nobody looked at.
-            config._attn_implementation, config.transformers_weights = "sdpa", None
+            config._attn_implementation, config.transformers_weights = "eager", None
             given = {} if gguf_file else {"config": config, "use_safetensors": True}
-            _check_layers(config)
+            config._attn_implementation = attention = _attention(config)
             loaded = AutoModelForCausalLM.from_pretrained(
                 folder,
                 output_loading_info=True,
                 dtype=_dtype(dtype, place, own),
-                attn_implementation="sdpa",
+                attn_implementation=attention,
                 **local,
                 **given,
             )
@@ -169,13 +169,18 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
     return lm
 
 
-def _check_layers(config: PreTrainedConfig) -> None:
-    """Raise KvlabError for a model that kvlab cannot look into, before its weights are read: its skeleton tells."""
+def _attention(config: PreTrainedConfig) -> str:
+    """The attention implementation to load a model with: the fused one, where it computes what the model asks for (it
+    knows neither soft caps nor learnt sinks).
+
+    Raises KvlabError for a model that kvlab cannot look into, before its weights are read: its skeleton tells.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     hookable.layers_of(skeleton)
+    return "sdpa" if skeleton._supports_sdpa else "eager"
 
 
 def _from_hub(repository: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvlab.core.layout import listed
 from kvlab.errors import KvlabError, whole
 from kvlab.methods import Policy, policy, registry
 from kvlab.workbench.explorer.look import Spot
@@ -61,9 +62,12 @@ def fits(trace: Trace, name: str, budget: int) -> bool:
 
 
 def checked(trace: Trace, layer: int, head: int, step: int) -> Spot:
+    layers = trace.layers
+    if whole("layer", layer) not in layers and layers[0] < layer < layers[-1]:
+        raise KvlabError(f"{listed(layers)} of the model are in this trace, and layer {layer} is not")
     found = []
     for name, value, low, high in (
-        ("layer", layer, 0, trace.n_layers - 1),
+        ("layer", layer, layers[0], layers[-1]),
         ("head", head, 0, trace.heads - 1),
         ("step", step, 1, trace.steps),
     ):

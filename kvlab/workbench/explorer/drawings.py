@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,7 +107,7 @@ def _rows(cells: Tensor) -> str:
 def steps(look: Look, medium: Medium = STATIC, height: int = 44) -> str:
     """Attention that this head loses at each decoding step, the chosen step framed."""
     spot = look.spot
-    values = look.result.mass_lost[spot.layer, spot.head]
+    values = look.result.mass_lost[look.row, spot.head]
     n = len(values)
     width = max(1.0, min(14.0, 190 / n))
     here = _box((spot.step - 1) * width, 1, width, height - 1)
@@ -135,8 +135,9 @@ def maps(look: Look, medium: Medium = STATIC) -> str:
     group = spot.head * result.trace.kv_heads // result.trace.heads
     lost, recall = result.mass_lost[:, :, spot.step - 1], result.recall
     # The root brings out small losses; a recall is read as it is.
-    return _map(lost, (spot.layer, spot.head), RED, ("attention lost", "query head"), 0.5, medium) + _map(
-        recall, (spot.layer, group), BLUE, ("recall", "KV head"), 1.0, medium
+    layers = result.trace.layers
+    return _map(lost, (look.row, spot.head), RED, ("attention lost", "query head"), 0.5, medium, layers) + _map(
+        recall, (look.row, group), BLUE, ("recall", "KV head"), 1.0, medium, layers
     )
 
 
@@ -152,10 +153,12 @@ def _map(
     names: tuple[str, str],
     power: float,
     medium: Medium,
+    numbers: Sequence[int],
 ) -> str:
     """A heatmap of `[layers, columns]` with its axes, its scale, and the chosen cell framed.
 
-    names: of the values and of the columns; power: values are raised to it before they are shaded.
+    names: of the values and of the columns; power: values are raised to it before they are shaded; numbers: of the
+    layers in the model.
     """
     layer, column = chosen
     layers, columns = values.shape
@@ -175,7 +178,7 @@ def _map(
     here = _box(MARGIN + column * width, layer * CELL, width, CELL)
     high, wide = layers * CELL, max(MARGIN + columns * width + 2, 78)
     marks = "".join(
-        f'<text x="{MARGIN - 3}" y="{y * CELL + 9}" text-anchor="end">{y}</text>'
+        f'<text x="{MARGIN - 3}" y="{y * CELL + 9}" text-anchor="end">{numbers[y]}</text>'
         for y in range(0, layers, max(1, layers // 10))
     )
     apart = math.ceil(9 / width)

@@ -159,8 +159,8 @@ class Explorer:
         return self._at_most((left - right).abs())
 
     def _at_most(self, values: Tensor) -> Spot:
-        layer, head, step = (int(i) for i in torch.unravel_index(values.argmax(), values.shape))
-        return Spot(layer, head, step + 1)
+        row, head, step = (int(i) for i in torch.unravel_index(values.argmax(), values.shape))
+        return Spot(self.trace.layers[row], head, step + 1)
 
     def look_ahead(self) -> list[Future]:
         """Make the replays of the chosen policies at the other budgets in the background."""
@@ -213,12 +213,15 @@ class Explorer:
             widgets.Dropdown(options=self.names, value=name, **common(side))
             for side, name in zip(SIDES, self.chosen, strict=True)
         )
+        layer = slider("layer", 0, trace.n_layers - 1)
+        if trace.layout.mixed:
+            layer = widgets.SelectionSlider(options=list(trace.layers), value=spot.layer, **common("layer"))
         budget = widgets.SelectionSlider(options=self.budgets, value=self.budget, **common("budget"))
         self._controls = {
             "left": left,
             "right": right,
             "budget": budget,
-            "layer": slider("layer", 0, trace.n_layers - 1),
+            "layer": layer,
             "head": slider("head", 0, trace.heads - 1),
             "step": slider("step", 1, trace.steps),
         }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spot:
-    """A decoding query: its layer and query head from 0, its decoding step from 1."""
+    """A decoding query: its layer's number in the model and its query head from 0, its decoding step from 1."""
 
     layer: int
     head: int
@@ -44,6 +44,11 @@ class Look:
         return self.result.trace
 
     @property
+    def row(self) -> int:
+        """Where the query's layer stands among those of the trace."""
+        return self.trace.layout.place(self.spot.layer)
+
+    @property
     def title(self) -> str:
         name = self.name or self.result.policy.name
         return f"{name}, budget {self.result.budget:,}" if hasattr(self.result.policy, "budget") else name
@@ -51,7 +56,7 @@ class Look:
     @cached_property
     def weights(self) -> Tensor:
         """Attention with the full cache over every key that the query may see, `[prompt + step]`."""
-        return reference(self.trace).at(self.spot.step)[self.spot.layer, self.spot.head].cpu()
+        return reference(self.trace).at(self.spot.step)[self.row, self.spot.head].cpu()
 
     def _mask(self, sets: Tensor) -> Tensor:
         """Of the query head's set, bool `[prompt + step]`."""
@@ -85,4 +90,4 @@ class Look:
 
     @property
     def mass_lost(self) -> float:
-        return float(self.result.mass_lost[self.spot.layer, self.spot.head, self.spot.step - 1])
+        return float(self.result.mass_lost[self.row, self.spot.head, self.spot.step - 1])

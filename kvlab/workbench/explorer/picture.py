@@ -90,7 +90,7 @@ def legend(medium: Medium) -> str:
 def top(look: Look, medium: Medium) -> str:
     """A policy's name, its numbers, and the query's attention over the positions."""
     result, spot = look.result, look.spot
-    error = float(result.output_error[spot.layer, spot.head, spot.step - 1])
+    error = float(result.output_error[look.row, spot.head, spot.step - 1])
     facts = [
         ("lost by query", f"{look.mass_lost:.1%}", "share of its attention that lies on keys it cannot read"),
         (

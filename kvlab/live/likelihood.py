@@ -1,0 +1,49 @@
+"""The likelihood of what a live session was fed, for policies that ask how well the model knew its prompt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Likelihood:
+    """What the model thought of the last tokens that it was fed: negative log-likelihoods `[batch, n]`, in nats."""
+
+    def __init__(self):
+        self.nll: Tensor | None = None
+        self._next: Tensor | None = None  # log-probabilities of the next token, [batch, vocabulary]
+
+    def add(self, ids: Tensor | None, logits: Tensor, most: int) -> None:
+        """Of tokens `[batch, fed]` whose last `n` gave these logits `[batch, n, vocabulary]`; keeps the last `most`."""
+        if ids is None:
+            self.nll = self._next = None
+            return
+        known = logits.float().log_softmax(-1)
+        if self._next is None or known.shape[1] < ids.shape[1]:
+            before = known[:, :-1]
+        else:
+            before = torch.cat([self._next[:, None], known[:, :-1]], 1)
+        told = ids[:, ids.shape[1] - before.shape[1] :, None]
+        new = -before.gather(-1, told)[..., 0]
+        earlier = self.nll if before.shape[1] == ids.shape[1] else None
+        self.nll = (new if earlier is None else torch.cat([earlier, new], 1))[:, -most:]
+        self._next = known[:, -1]
+
+    def perplexity(self, n: int, rows: Tensor | None) -> Tensor | None:
+        """exp of the mean over the last `n` tokens, `[rows]`; None where too few are known."""
+        if self.nll is None or self.nll.shape[1] < n:
+            return None
+        found = self.nll[:, self.nll.shape[1] - n :].mean(-1).exp()
+        return found if rows is None else found[rows]
+
+    def copy(self) -> Likelihood:
+        found = Likelihood()
+        found.nll, found._next = self.nll, self._next
+        return found
+
+    def select(self, rows: Tensor) -> None:
+        if self.nll is not None and self._next is not None:
+            self.nll, self._next = (x[rows.to(x.device)] for x in (self.nll, self._next))
+
+    def crop(self, n: int) -> None:
+        self.nll = self._next = None

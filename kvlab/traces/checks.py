@@ -1,0 +1,65 @@
+"""Whether what a trace holds fits together: asked of tensors from elsewhere, and of every file that is read."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import TYPE_CHECKING
+
+from kvlab.errors import KvlabError
+
+if TYPE_CHECKING:
+    from kvlab.traces.trace import Trace
+
+
+def check(trace: Trace) -> None:
+    """Raise KvlabError for tensors that do not fit together, and for what stands beside them."""
+    queries, keys = trace.queries, trace.keys
+    if not isinstance(trace.prompt_length, Integral):
+        raise KvlabError(f"prompt_length is a whole number, and not {str(trace.prompt_length)[:40]!r}")
+    for name in ("scaling", "softcap"):
+        number = getattr(trace, name)
+        if number is not None and not (isinstance(number, Real) and 0 < number < math.inf):
+            raise KvlabError(f"{name} is a number above 0, and not {str(number)[:40]!r}")
+    if not isinstance(trace.meta, dict) or not all(
+        isinstance(trace.meta.get(name, ""), str) for name in ("model", "document")
+    ):
+        raise KvlabError("meta holds texts by name")
+    if queries.dim() != 4 or keys.dim() != 4 or keys.shape != trace.values.shape:
+        raise KvlabError(
+            "a trace needs queries [layers, heads, n, head_dim] and keys, values of one shape [layers, "
+            "kv_heads, tokens, head_dim]"
+        )
+    (layers, heads, n, head_dim), tokens = queries.shape, keys.shape[2]
+    if not min(layers, heads, head_dim, *keys.shape):
+        raise KvlabError(f"queries {tuple(queries.shape)} or keys {tuple(keys.shape)} hold nothing")
+    if layers != keys.shape[0] or heads % keys.shape[1] or head_dim != keys.shape[3]:
+        raise KvlabError(
+            f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} differ in layers, head size, or "
+            f"heads per KV head"
+        )
+    if len(trace.layout.compressed) != layers or not trace.layout.valid:
+        raise KvlabError(f"{layers} layers are recorded, and the model's layers {list(trace.layout.compressed)} named")
+    if not 0 < trace.prompt_length <= tokens:
+        raise KvlabError(f"prompt_length {trace.prompt_length} is not within 1 .. {tokens} tokens")
+    if not trace.steps <= n <= tokens:
+        raise KvlabError(f"{n} queries do not cover the response of {trace.steps} among {tokens} tokens")
+    for found in trace.pseudo.values():
+        if found.dim() != 4 or (*found.shape[:2], found.shape[3]) != (layers, heads, head_dim):
+            raise KvlabError(f"pseudo-queries {tuple(found.shape)} are not [{layers}, {heads}, m, {head_dim}]")
+    wanted = {"accumulated": (layers, heads, trace.prompt_length), "pre_queries": queries.shape, "ids": (tokens,)}
+    wanted["sinks"] = (layers, heads)
+    for name, shape in wanted.items():
+        found = getattr(trace, name)
+        if found is not None and found.shape != shape:
+            what = "accumulated attention" if name == "accumulated" else name
+            raise KvlabError(f"{what} {tuple(found.shape)} is not {list(shape)}")
+    if trace.nll is not None and (trace.nll.dim() != 1 or len(trace.nll) >= trace.prompt_length):
+        raise KvlabError(f"nll {tuple(trace.nll.shape)} is not that of tokens of a prompt of {trace.prompt_length}")
+    for name, tensor in trace._tensors().items():
+        if tensor.is_floating_point() == (name == "ids"):
+            raise KvlabError(f"{name} cannot be of {tensor.dtype}")
+        if name != "ids" and tensor.device != trace.device:
+            raise KvlabError(f"{name} lies on {tensor.device} and the keys on {trace.device}; a trace lies on one")
+    if trace.ids is not None and int(trace.ids.min()) < 0:
+        raise KvlabError(f"{int(trace.ids.min())} is no token id")
