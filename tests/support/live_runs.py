@@ -32,6 +32,13 @@ SMALL = {
     "snapkv_pp": dict(budget=14, window=6, kernel=3),
     "rocketkv": dict(budget=12, window=6, kernel=3),
     "compilerkv": dict(budget=12, window=8, utility_window=4),
+    "knorm": dict(budget=12),
+    "keydiff": dict(budget=12),
+    "lagkv": dict(budget=20, lag=8),
+    "tova": dict(budget=12),
+    "rkv": dict(budget=16, window=4, interval=4, kernel=3),
+    "adakv": dict(budget=36),
+    "chunkkv": dict(budget=36, chunk=5),
 }
 EVERYTHING = {name: dict(parameters, budget=2000) for name, parameters in SMALL.items()} | {"full": {}}
 
