@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvlab.core.attention import attend
 from kvlab.core.hookable import NORMS, PROJECTIONS, layers_of, text_config, windows_of
+from kvlab.core.rotation import CHECKED, Rotation, agreeing
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 
@@ -43,6 +45,18 @@ class Call:
     positions: Tensor | None  # [batch, n]
     softcap: float | None = None  # what the logits level off at
     sinks: Tensor | None = None  # [heads], learnt logits of no key
+
+    def rotation(self, choices: Sequence[Rotation]) -> Rotation | None:
+        """Which of these the layer has turned its queries by; None where it is none of them. The call holds the queries
+        before RoPE.
+        """
+        assert self.pre_rope is not None, "queries before RoPE are asked for"
+        n, length = min(self.queries.shape[2], CHECKED), self.keys.shape[2]
+        positions = torch.arange(length - n, length, device=self.queries.device)[None]
+        if self.positions is not None:
+            positions = self.positions.flatten(0, -2)[: 1 if self.positions.dim() > 2 else None, -n:]
+        before, after = (x[:, :, x.shape[2] - n :] for x in (self.pre_rope, self.queries))
+        return agreeing(choices, before, after, positions)
 
     @property
     def softmax(self) -> Softmax:

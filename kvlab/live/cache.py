@@ -19,11 +19,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from kvlab.core import adapter, hookable
 from kvlab.core.hooks import Call
 from kvlab.core.layout import Layout
+from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Shadow
 from kvlab.live.likelihood import Likelihood
+from kvlab.live.observed import Observed
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:
@@ -95,6 +97,9 @@ class LiveLayer(CacheLayerMixin):
 
     Attributes:
         softmax: what the model makes of the layer's products.
+        observed: the last queries.
+        before_rope: those of the whole prompt before RoPE, until it has ended, where the policy asks for them.
+        rotation: how the layer turns queries and keys, where the policy asks; None of a way unknown to kvlab.
     """
 
     is_croppable = True
@@ -106,21 +111,12 @@ class LiveLayer(CacheLayerMixin):
         self._cache = cache
         self.softmax = softmax
         self.groups: list[Group] = []
-        self._observed: list[Tensor] = []  # the last queries, [batch, heads, n, head_dim] in pieces
-
-    def observe(self, queries: Tensor, n: int | None) -> None:
-        """Remember the last `n` queries (all for None): of a prompt, and of a response that becomes part of one."""
-        if n == 0:
-            return
-        if n is not None and queries.shape[2] > n:
-            # A copy, so that the queries of a long prompt are not kept alive by a window on them.
-            queries = queries[:, :, queries.shape[2] - n :].clone()
-        self._observed.append(queries)
-        if n is not None and len(self._observed) > 2 * n:
-            del self._observed[:n]
+        self.observed, self.before_rope = Observed(), Observed()
+        self.rotation: Rotation | None = None
 
     def forget(self) -> None:
-        self._observed = []
+        self.observed.forget()
+        self.before_rope.forget()
 
     def begin(self, keys: Tensor, values: Tensor, place: int) -> LayerStore:
         """Store the beginning of a prompt; `place` is where the layer stands among the compressed ones."""
@@ -128,13 +124,6 @@ class LiveLayer(CacheLayerMixin):
         store.layers = (place,) * len(keys)
         self.groups = [Group(None, store)]
         return store
-
-    @property
-    def observed(self) -> Tensor | None:
-        """`[batch, heads, n, head_dim]`, at least the last that `observe` was asked for."""
-        if len(self._observed) > 1:
-            self._observed = [torch.cat(self._observed, 2)]
-        return self._observed[0] if self._observed else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError
@@ -166,8 +155,8 @@ class LiveLayer(CacheLayerMixin):
         self._select(beam_idx)
 
     def _select(self, rows: Tensor) -> None:
-        if self.observed is not None:
-            self._observed = [self.observed[rows.to(self.observed.device)]]
+        self.observed.select(rows)
+        self.before_rope.select(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove == 0:
@@ -181,8 +170,8 @@ class LiveLayer(CacheLayerMixin):
             group.store.truncate(group.store.length - n)
             if group.shadow is not None:
                 group.shadow.store.truncate(group.shadow.store.length - n)
-        if self.observed is not None:
-            self._observed = [self.observed[:, :, : max(self.observed.shape[2] - n, 0)]]
+        self.observed.crop(n)
+        self.before_rope.crop(n)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if len(self.groups) > 1:
@@ -248,7 +237,8 @@ class LiveCache(Cache):
         for number, layer in self.others.items():
             cache.layers[number] = adapter.twin(layer)
         for new, old in zip(cache.compressed, self.compressed, strict=True):
-            new.softmax, new._observed = old.softmax, list(old._observed)
+            new.softmax, new.rotation = old.softmax, old.rotation
+            new.observed, new.before_rope = old.observed.copy(), old.before_rope.copy()
             for group in old.groups:
                 store = LayerStore(group.store.keys, group.store.values)
                 store.layers = group.store.layers

@@ -69,6 +69,7 @@ class Prefill:
                 group.kept = group.store.positions.clone()
                 group.lossy = group.lossy or group.store.length < group.store.seen or group.store.merged
         for layer in cache.compressed:
+            layer.before_rope.forget()
             if self._turns == "leave" or policy.observes is None:
                 layer.forget()
         cache.ended = True
@@ -78,10 +79,14 @@ class Prefill:
         layer = cache.compressed[index]
         group = layer.groups[number]
         store = group.store
-        window = layer.observed
+        window, before = layer.observed.queries, layer.before_rope.queries
         window = store.keys[:, :, :0] if window is None else group.of(window)
         window = window[:, :, max(window.shape[2] - store.length, 0) :]
         self._check_window(window.shape[2], store.length)
+        if self._policy.needs.pre_queries:
+            before = store.keys[:, :, :0] if before is None else group.of(before)
+            before = before[:, :, max(before.shape[2] - store.length, 0) :]
+            self._check_all(before.shape[2], store.length)
         accumulated = None
         if store.has_column(ACCUMULATED):
             accumulated = store.remove_column(ACCUMULATED).transpose(2, 3).flatten(1, 2)
@@ -100,9 +105,18 @@ class Prefill:
             self._max_new_tokens,
             layer.softmax,
             perplexity,
+            self._projections(cache, index, len(store.keys)),
+            [layer.rotation] * len(store.keys) if self._policy.needs.rotation else None,
+            before,
         )
         prompt.lossy, prompt.seen = group.lossy, store.seen
         return prompt
+
+    def _projections(self, cache: LiveCache, index: int, rows: int) -> list[Tensor] | None:
+        """The output projection of one layer, for each of `rows` sequences, where the policy asks for it."""
+        if not self._policy.needs.projection:
+            return None
+        return [*hookable.required_projections([cache.session.modules[index]])] * rows
 
     def _planned(self, cache: LiveCache, number: int) -> list[Prompt]:
         """One group's prompt in each layer, with what the policy plans over all of them."""
@@ -125,14 +139,20 @@ class Prefill:
         if known >= need or not self._judges(length):
             return
         if policy.observes is None:
-            raise KvlabError(
-                f"{policy.name} looks at every query of its prompt, and after an earlier turn or a cache that was "
-                f"handed in only {known} of {length} are known; store later turns whole (turns='leave'), or begin anew"
-            )
+            self._check_all(known, length)
         raise KvlabError(
             f"{policy.name} looks at the last {need} queries, and only {known} were fed inside the session after "
             "the cache that was handed in; feed the end of the prompt there"
         )
+
+    def _check_all(self, known: int, length: int) -> None:
+        """Raise KvlabError where not all queries of a prompt are known to a policy that looks at each."""
+        if known < length and self._judges(length):
+            raise KvlabError(
+                f"{self._policy.name} looks at every query of its prompt, and after an earlier turn or a cache that "
+                f"was handed in only {known} of {length} are known; store later turns whole (turns='leave'), or begin "
+                "anew"
+            )
 
     def _pseudo_queries(self, cache: LiveCache, number: int) -> dict[int, Tensor]:
         """Post-RoPE pseudo-queries `[rows, heads, m, head_dim]` of one group, by place of the layer."""

@@ -62,6 +62,8 @@ class Session:
         self._attending = Attending(policy, turns, self._reports)
         self._prefill = Prefill(model, policy, turns, encode, max_new_tokens)
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
+        if policy.needs.projection:
+            hookable.required_projections(self.modules)
         self._window = hooks.shortest_window(model)
         self._adopted: WeakKeyDictionary[Cache, LiveCache] = WeakKeyDictionary()
         self._cache: LiveCache | None = None
@@ -75,7 +77,8 @@ class Session:
 
     def __enter__(self) -> Session:
         with ExitStack() as stack:
-            stack.enter_context(hooks.hooked(self.model, self._attend, self._reports.needs_pre_rope))
+            before_rope = self._reports.needs_pre_rope or self.policy.needs.before_rope
+            stack.enter_context(hooks.hooked(self.model, self._attend, before_rope))
             stack.enter_context(masks_told(self.model))
             stack.callback(self.model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(self.model.register_forward_hook(self._after).remove)

@@ -20,9 +20,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Scaling
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError, nearest
+from kvlab.methods.needs import NOTHING, Needs
 from kvlab.methods.prompt import Prompt
 from kvlab.methods.tensors import check_shapes
 
@@ -131,6 +133,11 @@ class Policy(BaseModel):
     def reads_perplexity(self) -> int:
         """Of how many of the last prompt tokens it needs the model's perplexity (`Prompt.perplexity`)."""
         return 0
+
+    @property
+    def needs(self) -> Needs:
+        """What it asks of the model besides queries, keys and values."""
+        return NOTHING
 
     @property
     def pseudo_key(self) -> str | None:
@@ -244,6 +251,9 @@ class Policy(BaseModel):
         pseudo: Tensor | None = None,
         accumulated: Tensor | None = None,
         max_new_tokens: int = 0,
+        projection: Tensor | None = None,
+        rotation: Rotation | None = None,
+        pre_queries: Tensor | None = None,
     ) -> Tensor:
         """The prefill decision of one layer.
 
@@ -254,6 +264,9 @@ class Policy(BaseModel):
             pseudo: `[batch, heads, m, head_dim]`, post-RoPE pseudo-queries.
             accumulated: `[batch, heads, length]`, attention summed over all prompt queries.
             max_new_tokens: length that the response may reach.
+            projection: `[hidden, heads x head_dim]`, the layer's output projection W_o (the weight of its o_proj).
+            rotation: how the layer turns queries and keys by their positions.
+            pre_queries: `[batch, heads, length, head_dim]`, the queries of the whole prompt before RoPE.
 
         Returns:
             int64 `[batch, kv_heads, kept]` (`[batch, heads, kept]` of a policy that keeps a set for each query head),
@@ -271,14 +284,15 @@ class Policy(BaseModel):
             )
         if not 0 <= layer < n_layers:
             raise KvlabError(f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; say of how many n_layers=")
-        check_shapes(queries, keys, values, pseudo, accumulated)
+        check_shapes(queries, keys, values, pseudo, accumulated, projection, pre_queries)
         need = keys.shape[2] if self.observes is None else min(self.observes, keys.shape[2])
         if queries.shape[2] < need:
             raise KvlabError(f"{self.name} looks at the last {need} prompt queries and got {queries.shape[2]}")
-        layers = (layer,) * keys.shape[0]
-        return self.prefill(
-            Prompt(queries, keys, values, layers, n_layers, pseudo, accumulated, max_new_tokens)
-        ).contiguous()
+        rows = keys.shape[0]
+        given = queries, keys, values, (layer,) * rows, n_layers, pseudo, accumulated, max_new_tokens
+        projections, rotations = (None if x is None else [x] * rows for x in (projection, rotation))
+        prompt = Prompt(*given, projections=projections, rotations=rotations, pre_queries=pre_queries)
+        return self.prefill(prompt).contiguous()
 
     # ------------------------------------------------------------------ a decoding step, in this order
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvlab.core import ranking
 from kvlab.errors import KvlabError
 from kvlab.methods.base import SCORERS, Budget, Policy
+from kvlab.methods.needs import Needs
 from kvlab.methods.prompt import Prompt
 
 
@@ -71,6 +72,10 @@ class AroundScorer(Policy):
     @property
     def reads_perplexity(self) -> int:
         return self._inner.reads_perplexity
+
+    @property
+    def needs(self) -> Needs:
+        return self._inner.needs
 
     @property
     def from_files(self) -> str:

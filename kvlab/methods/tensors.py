@@ -7,7 +7,13 @@ from kvlab.errors import KvlabError
 
 
 def check_shapes(
-    queries: Tensor, keys: Tensor, values: Tensor, pseudo: Tensor | None, accumulated: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pseudo: Tensor | None,
+    accumulated: Tensor | None,
+    projection: Tensor | None,
+    pre_queries: Tensor | None,
 ) -> None:
     """Refuse tensors of one layer that do not fit together, naming the one that is wrong."""
     shapes = {"queries": "[batch, heads, n, head_dim]", "keys": "[batch, kv_heads, length, head_dim]"}
@@ -43,6 +49,17 @@ def check_shapes(
         raise KvlabError(
             f"accumulated must be [batch, heads, length] = {[batch, heads, length]}, and is {list(accumulated.shape)}"
         )
-    for name, tensor in (given | {"accumulated": accumulated}).items():
+    if projection is not None and (projection.dim() != 2 or projection.shape[1] != heads * head_dim):
+        raise KvlabError(
+            f"projection must be [hidden, heads x head_dim] = [hidden, {heads * head_dim}], and is "
+            f"{list(projection.shape)}"
+        )
+    if pre_queries is not None and tuple(pre_queries.shape) != (batch, heads, length, head_dim):
+        raise KvlabError(
+            f"pre_queries must be [batch, heads, length, head_dim] = {[batch, heads, length, head_dim]}, and is "
+            f"{list(pre_queries.shape)}"
+        )
+    more = {"accumulated": accumulated, "projection": projection, "pre_queries": pre_queries}
+    for name, tensor in (given | more).items():
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             raise KvlabError(f"{name} holds values that are not finite (NaN or infinity); they must all be numbers")

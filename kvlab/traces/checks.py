@@ -54,6 +54,13 @@ def check(trace: Trace) -> None:
         if found is not None and found.shape != shape:
             what = "accumulated attention" if name == "accumulated" else name
             raise KvlabError(f"{what} {tuple(found.shape)} is not {list(shape)}")
+    if trace.rotations is not None and (
+        len(trace.rotations) != layers or not all(turn is None or turn.fits(head_dim) for turn in trace.rotations)
+    ):
+        raise KvlabError(f"rotations are one for each of the {layers} layers, within heads of {head_dim}")
+    found = trace.projections
+    if found is not None and (found.dim() != 3 or found.shape[::2] != (layers, heads * head_dim)):
+        raise KvlabError(f"projections {tuple(found.shape)} are not [{layers}, hidden, {heads * head_dim}]")
     if trace.nll is not None and (trace.nll.dim() != 1 or len(trace.nll) >= trace.prompt_length):
         raise KvlabError(f"nll {tuple(trace.nll.shape)} is not that of tokens of a prompt of {trace.prompt_length}")
     for name, tensor in trace._tensors().items():

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kvlab.core.layout import Layout
+from kvlab.core.rotation import Rotation
 
 CHECKSUM = "crc32"
 BLANK = "0" * 8  # what stands for a file's checksum while that is taken
@@ -40,6 +41,14 @@ def checksum(path: Path, told: str) -> tuple[str, int]:
 def layout_of(saved: dict[str, list] | None) -> Layout | None:
     """The layout that a file's header tells; None where it tells none."""
     return None if saved is None else Layout(tuple(saved["sees"]), tuple(saved["compressed"]))
+
+
+def rotations_of(saved: list[dict | None] | None) -> tuple[Rotation | None, ...] | None:
+    """The rotations that a file's header tells; None where it tells none."""
+    if saved is None:
+        return None
+    read = [None if turn is None else turn | {"frequencies": tuple(turn["frequencies"])} for turn in saved]
+    return tuple(None if turn is None else Rotation(**turn) for turn in read)
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, cast, get_args
 
@@ -17,6 +19,7 @@ from kvlab.errors import KvlabError, whole
 from kvlab.inputs.corpus import Document
 from kvlab.lib import bars
 from kvlab.methods import Policy, listed, policy, registry
+from kvlab.methods.needs import NOTHING, Needs
 from kvlab.traces.trace import Keep
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class Recording:
         accumulate: whether the attention over all prompt queries is summed.
         likelihoods: of how many of the last prompt tokens.
         pseudo: token ids by the key that a policy asks for.
+        needs: what policies ask for besides.
         response: token ids to feed instead of the greedy ones; None for these.
     """
 
@@ -68,6 +72,7 @@ class Recording:
     accumulate: bool
     likelihoods: int
     pseudo: dict[str, Tensor]
+    needs: Needs
     response: Tensor | None
 
     @property
@@ -96,8 +101,12 @@ def planned(
         raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
     served = [_roomy(method) for method in listed(policies)]
     window = max([window, *(each.observes or 0 for each in served), *(each.reads_perplexity for each in served)])
-    queries = "all" if any(each.observes is None for each in served) else queries
+    needs = reduce(or_, (each.needs for each in served), NOTHING)
+    every = needs.pre_queries or any(each.observes is None for each in served)
+    queries = "all" if every else queries
     accumulate = accumulate or any(each.accumulates for each in served)
+    if needs.projection:
+        hookable.required_projections(hookable.layers_of(lm.model))
     ids, document = prompt_ids(lm, text_or_ids, chat)
     length = len(ids)
     if response is not None:
@@ -118,7 +127,7 @@ def planned(
     hooks.check_length(lm.model, longest)
     window = length if queries == "all" else min(window, length)
     known = min(window, length - 1, max([NLL_TOKENS, *(each.reads_perplexity for each in served)]))
-    return Recording(ids, document, new_tokens, window, accumulate, known, extra, response)
+    return Recording(ids, document, new_tokens, window, accumulate, known, extra, needs, response)
 
 
 def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Tensor, str]:

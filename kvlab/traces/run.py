@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvlab.core import attention, hookable, hooks
 from kvlab.core.adapter import StoreCache, held_bytes, twin
+from kvlab.core.rotation import Rotation, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
@@ -37,12 +38,14 @@ class _Recorder:
         storage = (self.layers, 1, kv_heads, prompt + max(steps, extra), head_dim)
         self.keys, self.values = (torch.empty(storage, dtype=lm.dtype, device=lm.device) for _ in range(2))
         self.stores = [LayerStore.preallocated(k, v) for k, v in zip(self.keys, self.values, strict=True)]
-        self.cache = StoreCache(self.stores, lm.model)
+        self.cache, self._model = StoreCache(self.stores, lm.model), lm.model
         shape = self.layers, self.heads, window + steps, head_dim
         self.queries = torch.empty(shape, dtype=lm.dtype, device=lm.device)
         self.pre_queries = torch.empty_like(self.queries)
         self.accumulated = torch.zeros(self.layers, self.heads, prompt, device=lm.device) if accumulate else None
         self.softmax = Softmax()
+        self.rotations: dict[int, Rotation | None] = {}
+        self._choices: list[Rotation] = []
         self.sinks: dict[int, Tensor] = {}
         self.filled = 0
         self.prefilling = True
@@ -54,6 +57,10 @@ class _Recorder:
         assert call.pre_rope is not None, "queries before RoPE are asked for"
         self.pre_queries[call.place, :, new] = call.pre_rope[0, :, call.queries.shape[2] - n :]
         self.softmax = call.softmax
+        if self.prefilling:
+            # The tables may have been made anew for the length of this very prompt.
+            self._choices = list(candidates(self._model)) if call.place == 0 else self._choices
+            self.rotations[call.place] = call.rotation(self._choices)
         if call.sinks is not None:
             self.sinks[call.place] = call.sinks
         if self.accumulated is not None and self.prefilling:
@@ -258,7 +265,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
 
     from kvlab import __version__
 
-    stop = length + new_tokens
+    stop, lent = length + new_tokens, hookable.projections_of(hookable.layers_of(lm.model))
     return Trace(
         queries=rows[0],
         pre_queries=rows[1],
@@ -272,6 +279,9 @@ def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
         scaling=recorder.softmax.factor,
         softcap=recorder.softmax.softcap,
         sinks=recorder.all_sinks(),
+        projections=torch.stack(lent) if lent and plan.needs.projection else None,
+        lent=lent,
+        rotations=tuple(recorder.rotations[place] for place in range(recorder.layers)),
         layout=hookable.layout_of(lm.model),
         meta={
             "model": lm.signature,

@@ -124,15 +124,14 @@ def test_exact_topk_reads_the_top_of_each_step_and_stores_all(tiny):
 
 
 PREFILL_ONLY = ["random", "snapkv", "pyramidkv", "zigzagkv", "dynamickv", "lacache", "dapq", "snapkv_pp", "compilerkv"]
-PREFILL_ONLY += ["knorm", "keydiff", "lagkv", "adakv", "chunkkv"]
+PREFILL_ONLY += ["knorm", "keydiff", "lagkv", "adakv", "chunkkv", "criticalkv", "expected_attention"]
 
 
 @pytest.mark.parametrize("name", PREFILL_ONLY)
 def test_prefill_policies_keep_what_a_replay_keeps(tiny, name):
     lm, policy = tiny("tiny-qwen3"), kvlab.policy(name, **SMALL[name])
     ids = prompt(70, seed=5)
-    pseudo = [policy] if name == "dapq" else ()
-    trace = kvlab.capture(lm, ids, new_tokens=20, pseudo=pseudo)
+    trace = kvlab.capture(lm, ids, new_tokens=20, policies=[policy])
     replay = kvlab.replay(trace, policy)
     with kvlab.compress(lm.model, policy) as session:
         generate(lm.model, ids, 21)

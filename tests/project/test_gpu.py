@@ -35,7 +35,7 @@ from kvlab.workbench import doctor
 TINY = dict(shape="tiny-llama-gqa", dtype="float32")
 PARAMETERS = SMALL | {"full": {}}
 NAMES = sorted(registry())
-ONE_TURN = ("adakv", "compilerkv", "keyformer")
+ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer")
 """Those that cannot compress a later turn again."""
 WHOLE = dict(queries="all", accumulate=True)
 PROBES = ["mass_lost", "step_recall", "output_error", "entropy", "positions", "bytes"]

@@ -39,6 +39,8 @@ SMALL = {
     "rkv": dict(budget=16, window=4, interval=4, kernel=3),
     "adakv": dict(budget=36),
     "chunkkv": dict(budget=36, chunk=5),
+    "criticalkv": dict(budget=36),
+    "expected_attention": dict(budget=12, future=64),
 }
 EVERYTHING = {name: dict(parameters, budget=2000) for name, parameters in SMALL.items()} | {"full": {}}
 

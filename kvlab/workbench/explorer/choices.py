@@ -52,6 +52,7 @@ def fits(trace: Trace, name: str, budget: int) -> bool:
     try:
         one = made(name, max(budget, minimum(name)))
         held = not one.pseudo_key or trace.prompt.pseudo(one) is not None
+        trace.prompt.answers(one)
     except KvlabError:  # also of somebody's policy that cannot be made from a budget alone
         return False
     queries = trace.queries.shape[2] - trace.steps
