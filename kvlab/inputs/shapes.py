@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from kvlab.errors import KvlabError, nearest
 
-
 WINDOW, WHOLE = "sliding_attention", "full_attention"
 
 
