@@ -45,6 +45,7 @@ class Call:
     positions: Tensor | None  # [batch, n]
     softcap: float | None = None  # what the logits level off at
     sinks: Tensor | None = None  # [heads], learnt logits of no key
+    hidden: Tensor | None = None  # [batch, n, width], what the layer's projections were given
 
     def rotation(self, choices: Sequence[Rotation]) -> Rotation | None:
         """Which of these the layer has turned its queries by; None where it is none of them. The call holds the queries
@@ -76,6 +77,7 @@ class _Hooked:
     place: int
     handler: Handler
     projected: list[Tensor] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
 
 
 # Only modules inside an open `hooked` block are in here; a module, unlike a thread or a context, is what the
@@ -97,7 +99,9 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
     sinks = more.get("s_aux")
     sinks = None if sinks is None else sinks.detach()
     softcap, padding = more.get("softcap"), attention_mask
-    call = Call(entry.layer, entry.place, query, pre, key, value, scaling, padding, position_ids, softcap, sinks)
+    hidden = entry.given.pop() if entry.given else None
+    kept = query, pre, key, value, scaling, padding, position_ids, softcap, sinks, hidden
+    call = Call(entry.layer, entry.place, *kept)
     return entry.handler(call).transpose(1, 2).contiguous(), None
 
 
@@ -144,7 +148,7 @@ def check_length(model: nn.Module, length: int) -> None:
 
 
 @contextmanager
-def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterator[None]:
+def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bool = False) -> Iterator[None]:
     """While the block runs, every compressed layer of `model` hands its `Call` to `handler` and uses what that returns;
     the other layers go on as they were.
 
@@ -152,6 +156,7 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterato
 
     Args:
         pre_rope: whether calls hold the queries before RoPE too, which costs a forward hook in each layer.
+        hidden: whether they hold what the layers' projections were given, which costs another.
     """
     modules = layers_of(model)
     busy = [m for m in modules if m in _hooked]
@@ -164,6 +169,9 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterato
     try:
         for place, module in enumerate(modules):
             entry = _hooked[module] = _Hooked(_number(module), place, handler)
+            if hidden:
+                made = next(getattr(module, n) for n in PROJECTIONS if isinstance(getattr(module, n, None), nn.Module))
+                handles.append(made.register_forward_hook(lambda _m, x, _o, entry=entry: entry.given.append(x[0])))
             if not pre_rope:
                 continue
             names = (*NORMS, *PROJECTIONS)

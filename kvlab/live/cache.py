@@ -27,6 +27,7 @@ from kvlab.instruments.probes import Shadow
 from kvlab.live.likelihood import Likelihood
 from kvlab.live.observed import Observed
 from kvlab.methods import Policy
+from kvlab.methods.repeating import Repetition
 
 if TYPE_CHECKING:
     from torch import nn
@@ -198,8 +199,11 @@ class LiveCache(Cache):
         self.steps = 0  # single-token steps since
         self.number = 0  # which prompt of its session this is, from 1; 0 before the prompt has ended
         self.padding: Tensor | None = None  # [batch] left padding of each row
-        self.pseudo: Pass | None = None  # the pass of pseudo-tokens that is under way on it
+        self.own_pass: Pass | None = None  # one of the session itself that is under way on it
         self.ids: list[Tensor] = []
+        self.repeated: dict[
+            tuple[Repetition, bytes], list[Tensor]
+        ] = {}  # scores by what was repeated, shared by branches
         self.likelihood = Likelihood()
         self.compressed = [LiveLayer(self, hookable.softmax_of(module)) for module in session.modules]
         super().__init__(layers=adapter.arranged(session.model, session.layout, self.compressed))
@@ -233,7 +237,7 @@ class LiveCache(Cache):
         """
         cache = LiveCache(session)
         cache.seen, cache.padding, cache.ids = self.seen, self.padding, list(self.ids)
-        cache.likelihood = self.likelihood.copy()
+        cache.likelihood, cache.repeated = self.likelihood.copy(), self.repeated
         for number, layer in self.others.items():
             cache.layers[number] = adapter.twin(layer)
         for new, old in zip(cache.compressed, self.compressed, strict=True):

@@ -78,7 +78,7 @@ class Session:
     def __enter__(self) -> Session:
         with ExitStack() as stack:
             before_rope = self._reports.needs_pre_rope or self.policy.needs.before_rope
-            stack.enter_context(hooks.hooked(self.model, self._attend, before_rope))
+            stack.enter_context(hooks.hooked(self.model, self._attend, before_rope, self.policy.needs.hidden))
             stack.enter_context(masks_told(self.model))
             stack.callback(self.model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(self.model.register_forward_hook(self._after).remove)
@@ -95,13 +95,13 @@ class Session:
 
     def running(self, cache: LiveCache) -> bool:
         """Whether a forward pass on `cache` is under way."""
-        return (self._passing or cache.pseudo is not None) and self._cache is cache
+        return (self._passing or cache.own_pass is not None) and self._cache is cache
 
     # ------------------------------------------------------------------ around a forward pass
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give a forward pass the session's cache, once a prompt that it finds ended is compressed."""
-        if self._cache is not None and self._cache.pseudo is not None:
+        if self._cache is not None and self._cache.own_pass is not None:
             return args, kwargs
         self._passing = False
         kwargs.update(zip(self._arguments, args, strict=False))
@@ -134,7 +134,7 @@ class Session:
     def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
         """Note what a forward pass has fed, and tell the probes where it was a decoding step."""
         cache = self._cache
-        if cache is None or cache.pseudo is not None:
+        if cache is None or cache.own_pass is not None:
             return
         self._passing = False
         self._note_likelihood(cache, output)
@@ -191,8 +191,8 @@ class Session:
 
     def _attended(self, call: hooks.Call) -> Tensor:
         cache = self._cache
-        if cache is not None and cache.pseudo is not None:
-            return cache.pseudo.attend(cache, call)
+        if cache is not None and cache.own_pass is not None:
+            return cache.own_pass.attend(cache, call)
         if cache is None or not self._passing:
             raise KvlabError(f"inside a kvlab session call the {type(self.model).__name__} itself, not a part of it")
         return self._attending.attend(cache, call)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlab.core import ranking
 from kvlab.methods.needs import Needs
-from kvlab.methods.projecting import mean_projected_norms
+from kvlab.methods.projecting import projected_norms
 from kvlab.methods.prompt import Prompt
 from kvlab.methods.scorer import AroundScorer
 
@@ -49,9 +49,19 @@ class CriticalKV(AroundScorer):
         scores = super().importance(prompt, budget)
         always = scores.isposinf()
         lowest = scores.amin(-1, keepdim=True).clamp_max(0)
-        weighed = (scores - lowest + self.epsilon) * mean_projected_norms(prompt, self, order=1)
+        weighed = (scores - lowest + self.epsilon) * self._norms(prompt)
         first = ranking.top_positions(scores, int(self.first * budget))
         return weighed.masked_fill(always, torch.inf).scatter(-1, first, torch.inf)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return ranking.top_positions(self.importance(prompt, budget), budget)
+
+    def _norms(self, prompt: Prompt) -> Tensor:
+        """|W_o v|_1, averaged over the GQA group, `[rows, kv_heads, length]`."""
+
+        def compute() -> Tensor:
+            heads, rows = prompt.queries.shape[1], zip(prompt.values, prompt.projection(self), strict=True)
+            norms = torch.stack([projected_norms(values, weight, heads, order=1) for values, weight in rows])
+            return norms.unflatten(1, (prompt.kv_heads, -1)).mean(2)
+
+        return prompt.share(("projected norms",), compute)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention
-from kvlab.methods.prompt import Asks, Prompt
 
 
 def projected_norms(values: Tensor, projection: Tensor, heads: int, order: int) -> Tensor:
@@ -27,15 +26,3 @@ def projected_norms(values: Tensor, projection: Tensor, heads: int, order: int) 
         for head, part in enumerate(projection.chunk(heads, dim=1))
     ]
     return torch.stack(norms)
-
-
-def mean_projected_norms(prompt: Prompt, policy: Asks, order: int) -> Tensor:
-    """Norms of W_o v of a prompt's values, averaged over the GQA group, `[rows, kv_heads, length]`."""
-
-    def compute() -> Tensor:
-        heads = prompt.queries.shape[1]
-        rows = zip(prompt.values, prompt.projection(policy), strict=True)
-        norms = torch.stack([projected_norms(values, weight, heads, order) for values, weight in rows])
-        return norms.unflatten(1, (prompt.kv_heads, -1)).mean(2)
-
-    return prompt.share(("projected norms", order), compute)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.errors import KvlabError
 from kvlab.methods.needs import Needs
+from kvlab.methods.repeating import Repetition
 
 
 class Asks(Protocol):
@@ -48,6 +49,7 @@ class Prompt:
         projections: the output projection of each row's layer, `[hidden, heads x head_dim]`, wherever they lie.
         rotations: how each row's layer turns queries and keys; None of one that turns in a way unknown to kvlab.
         pre_queries: `[rows, heads, n, head_dim]`, of the last n prompt positions, before RoPE.
+        repeated: `[rows, kv_heads, length]`, scores of passes that repeat the prompt, by the key of each repetition.
 
     Attributes:
         plan: these rows' share of what the policy planned over all layers, `[rows, ...]`; None before, and for
@@ -72,11 +74,13 @@ class Prompt:
         projections: Sequence[Tensor] | None = None,
         rotations: Sequence[Rotation | None] | None = None,
         pre_queries: Tensor | None = None,
+        repeated: Mapping[str, Tensor] | None = None,
     ):
         self.queries, self.keys, self.values = queries, keys, values
         self.layers, self.n_layers = layers, n_layers
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
         self._projections, self._rotations, self._pre_queries = projections, rotations, pre_queries
+        self._repeated = repeated or {}
         self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).told
         self.plan: Tensor | None = None
         self.lossy = False
@@ -193,6 +197,15 @@ class Prompt:
             )
         return self._pre_queries
 
+    def repeated(self, policy: Asks, repetition: Repetition) -> Tensor:
+        """Scores of the pass that repeats the prompt, `[rows, kv_heads, length]`."""
+        if repetition.key not in self._repeated:
+            raise KvlabError(
+                f"{policy.name} needs the scores of a pass that repeats the prompt ({repetition.key}): capture with "
+                f"policies=[{policy}]"
+            )
+        return self._repeated[repetition.key]
+
     def answers(self, policy: Asks) -> None:
         """Raise KvlabError where something is missing that `policy` needs of the model."""
         needs = policy.needs
@@ -200,6 +213,8 @@ class Prompt:
         for asked, look in zip(wanted, (self.projection, self.rotation, self.pre_queries), strict=True):
             if asked:
                 look(policy)
+        for repetition in needs.repetitions:
+            self.repeated(policy, repetition)
 
     def perplexity(self, policy: Asks) -> Tensor:
         """Of the model on the prompt's last tokens, as many as `policy` reads: exp of their mean NLL, `[rows]`."""

@@ -47,6 +47,9 @@ def check(trace: Trace) -> None:
     for found in trace.pseudo.values():
         if found.dim() != 4 or (*found.shape[:2], found.shape[3]) != (layers, heads, head_dim):
             raise KvlabError(f"pseudo-queries {tuple(found.shape)} are not [{layers}, {heads}, m, {head_dim}]")
+    for scores in trace.repeated.values():
+        if scores.shape != (layers, keys.shape[1], trace.prompt_length):
+            raise KvlabError(f"scores of a repetition {tuple(scores.shape)} are not [layers, kv_heads, prompt]")
     wanted = {"accumulated": (layers, heads, trace.prompt_length), "pre_queries": queries.shape, "ids": (tokens,)}
     wanted["sinks"] = (layers, heads)
     for name, shape in wanted.items():

@@ -51,6 +51,11 @@ def rotations_of(saved: list[dict | None] | None) -> tuple[Rotation | None, ...]
     return tuple(None if turn is None else Rotation(**turn) for turn in read)
 
 
+def popped(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take out those whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+
+
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous, on the CPU, and no two in one piece of memory, which safetensors refuses."""
     found: dict[str, Tensor] = {}

@@ -20,6 +20,7 @@ from kvlab.inputs.corpus import Document
 from kvlab.lib import bars
 from kvlab.methods import Policy, listed, policy, registry
 from kvlab.methods.needs import NOTHING, Needs
+from kvlab.methods.repeating import Part, longest
 from kvlab.traces.trace import Keep
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Recording:
         likelihoods: of how many of the last prompt tokens.
         pseudo: token ids by the key that a policy asks for.
         needs: what policies ask for besides.
+        repeats: what is fed to have the model repeat its prompt, by the key of each repetition.
         response: token ids to feed instead of the greedy ones; None for these.
     """
 
@@ -73,12 +75,14 @@ class Recording:
     likelihoods: int
     pseudo: dict[str, Tensor]
     needs: Needs
+    repeats: dict[str, list[Part]]
     response: Tensor | None
 
     @property
     def work(self) -> int:
         """Of all its forward passes, as `bars.layers` counts it."""
-        return bars.work(len(self.ids), *map(len, self.pseudo.values()), *[1] * self.new_tokens)
+        repeated = [len(part.ids) for parts in self.repeats.values() for part in parts]
+        return bars.work(len(self.ids), *map(len, self.pseudo.values()), *repeated, *[1] * self.new_tokens)
 
 
 def planned(
@@ -117,17 +121,19 @@ def planned(
         if asking.pseudo_key:
             vocabulary = hookable.text_config(lm.model).vocab_size
             extra[asking.pseudo_key] = asking.pseudo_tokens(ids, vocabulary, _encoder(lm))
-    longest = length + max([new_tokens, *map(len, extra.values())])
-    if longest > lm.context_length:
+    encode = _encoder(lm) if lm.tokenizer else None
+    repeats = {repetition.key: repetition.parts(ids, encode) for repetition in needs.repetitions}
+    furthest = length + max([new_tokens, *map(len, extra.values()), *map(longest, repeats.values())])
+    if furthest > lm.context_length:
         raise KvlabError(
-            f"the prompt has {length} tokens and {longest - length} follow it, which is beyond the "
+            f"the prompt has {length} tokens and {furthest - length} follow it, which is beyond the "
             f"{lm.context_length} that "
             f"{lm.name} takes; shorten the document (Document.window) or the response"
         )
-    hooks.check_length(lm.model, longest)
+    hooks.check_length(lm.model, furthest)
     window = length if queries == "all" else min(window, length)
     known = min(window, length - 1, max([NLL_TOKENS, *(each.reads_perplexity for each in served)]))
-    return Recording(ids, document, new_tokens, window, accumulate, known, extra, needs, response)
+    return Recording(ids, document, new_tokens, window, accumulate, known, extra, needs, repeats, response)
 
 
 def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Tensor, str]:

@@ -18,6 +18,7 @@ from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
 from kvlab.methods import Policy
+from kvlab.methods.repeating import Part, Repetition
 from kvlab.traces.recording import Options, Recording, check_keep, planned, several
 from kvlab.traces.trace import Keep, Trace
 
@@ -134,6 +135,30 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
         return rows if ids.dim() == 1 else rows.unflatten(2, (trials, m)).movedim(2, 0)
 
     return stacked(post), stacked(pre)
+
+
+@torch.inference_mode()
+def repeat_scores(lm: LM, cache: StoreCache, repetition: Repetition, parts: Sequence[Part]) -> Tensor:
+    """Scores of a prompt's tokens by what the model attends to when it repeats them, `[layers, kv_heads, prompt]`.
+
+    Args:
+        cache: that holds the prompt; what is fed goes to a branch of it.
+    """
+    modules, found = hookable.layers_of(lm.model), []
+    projections = hookable.required_projections(modules) if repetition.plus else [None] * len(modules)
+    for part in parts:
+        branch, scores = cache.branch(), {}
+
+        def score(call: hooks.Call, part: Part = part, scores: dict[int, Tensor] = scores) -> Tensor:
+            states = call.queries, call.keys, call.values
+            weight = projections[call.place]
+            scores[call.place] = repetition.scores(part, *states, call.softmax, call.hidden, weight)[0]
+            return call.attend()
+
+        with hooks.hooked(lm.model, score, pre_rope=False, hidden=repetition.plus):
+            _forward(lm, part.ids, branch)
+        found.append(torch.stack([scores[place] for place in range(len(modules))]))
+    return torch.cat(found, -1)
 
 
 @torch.inference_mode()
@@ -257,6 +282,8 @@ def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
     pseudo = {}
     for key, tokens in extra.items():
         pseudo[key], _ = pseudo_queries(lm, recorder.cache, tokens, torch.arange(length, length + len(tokens)))
+    asked = {repetition.key: repetition for repetition in plan.needs.repetitions}
+    repeated = {key: repeat_scores(lm, recorder.cache, asked[key], parts) for key, parts in plan.repeats.items()}
     fed = []
     with hooks.hooked(lm.model, recorder):
         for step in range(new_tokens):
@@ -281,6 +308,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
         sinks=recorder.all_sinks(),
         projections=torch.stack(lent) if lent and plan.needs.projection else None,
         lent=lent,
+        repeated=repeated,
         rotations=tuple(recorder.rotations[place] for place in range(recorder.layers)),
         layout=hookable.layout_of(lm.model),
         meta={

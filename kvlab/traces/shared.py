@@ -49,6 +49,8 @@ CODE = (
     "inputs/models/lm.py",
     "inputs/models/loading.py",
     "inputs/shapes.py",
+    "methods/projecting.py",
+    "methods/repeating.py",
     "traces/files.py",
     "traces/recording.py",
     "traces/run.py",
@@ -231,6 +233,8 @@ def _key(lm: LM, plan: Recording, chat: str) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Needs):
         return asdict(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

@@ -22,7 +22,7 @@ from kvlab.lib.devices import resolved
 from kvlab.lib.files import parsed, replacing
 from kvlab.methods.prompt import Asks, Prompt
 from kvlab.traces.checks import check
-from kvlab.traces.files import BLANK, CHECKSUM, apart, checksum, layout_of, rotations_of, sign
+from kvlab.traces.files import BLANK, CHECKSUM, apart, checksum, layout_of, popped, rotations_of, sign
 
 T = TypeVar("T")
 
@@ -56,6 +56,7 @@ class Trace:
         projections: `[layers, hidden, heads x head_dim]`, the output projections; None where not asked for.
         lent: the same as the model's own weights, which this process still has in memory and no file keeps; None for a
             trace from elsewhere.
+        repeated: `[layers, kv_heads, prompt]`, scores of passes that repeat the prompt, by the key of each repetition.
         rotations: how each layer turns queries and keys by their positions; None of one that does it in a way unknown
             to kvlab, and for all of a trace from elsewhere.
         layout: the layers of the model, all of them; None (at first) stands for a model whose layers are all recorded.
@@ -76,6 +77,7 @@ class Trace:
     sinks: Tensor | None = None
     projections: Tensor | None = None
     lent: tuple[Tensor, ...] | None = field(default=None, repr=False)
+    repeated: dict[str, Tensor] = field(default_factory=dict)
     rotations: tuple[Rotation | None, ...] | None = None
     layout: Layout = None  # type: ignore[reportAssignmentType]  # made from the tensors where it is not given
     meta: dict[str, Any] = field(default_factory=dict)
@@ -218,6 +220,7 @@ class Trace:
             self.lent if self.projections is None else list(self.projections),
             self.rotations,
             None if self.pre_queries is None else self.pre_queries[:, :, : self.queries.shape[2] - self.steps],
+            self.repeated,
         )
 
     def share(self, key: Hashable, compute: Callable[[], T]) -> T:
@@ -294,7 +297,12 @@ class Trace:
         there = {name: moved(tensor) for name, tensor in named.items()}
         if all(there[name] is tensor for name, tensor in named.items()):
             return self
-        return replace(self, **there, pseudo={key: moved(tensor) for key, tensor in self.pseudo.items()})
+        named = {name: getattr(self, name) for name in _BY_KEY}
+        return replace(
+            self,
+            **there,
+            **{name: {key: moved(tensor) for key, tensor in each.items()} for name, each in named.items()},
+        )
 
     # ------------------------------------------------------------------ files
 
@@ -302,7 +310,7 @@ class Trace:
         named = {"queries": self.queries, "keys": self.keys, "values": self.values}
         named |= {"pre_queries": self.pre_queries, "accumulated": self.accumulated, "ids": self.ids, "nll": self.nll}
         named |= {"sinks": self.sinks, "projections": self.projections}
-        named |= {f"pseudo/{key}": tensor for key, tensor in self.pseudo.items()}
+        named |= {f"{name}/{key}": tensor for name in _BY_KEY for key, tensor in getattr(self, name).items()}
         return {key: tensor for key, tensor in named.items() if tensor is not None}
 
     def save(self, path: str | Path) -> Path:
@@ -313,7 +321,7 @@ class Trace:
         header = {"format": FORMAT, "prompt_length": self.prompt_length, "scaling": self.scaling, "meta": self.meta}
         if self.rotations is not None:
             header |= {"rotations": [None if turn is None else asdict(turn) for turn in self.rotations]}
-        if self.layout.mixed or not self.softmax.plain or self.projections is not None:
+        if self.layout.mixed or not self.softmax.plain or self.projections is not None or self.repeated:
             header |= {"format": MIXED, "softcap": self.softcap, "layout": asdict(self.layout)}
         try:
             with replacing(path) as temporary:
@@ -347,7 +355,7 @@ class Trace:
             if (header["format"] != UNCHECKED or told is not None) and checksum(path, told or BLANK)[0] != told:
                 raise KvlabError(f"{path} is damaged: its bytes are not those of its checksum; capture it again")
             tensors = load_file(path)
-            pseudo = {k.removeprefix("pseudo/"): tensors.pop(k) for k in list(tensors) if k.startswith("pseudo/")}
+            by_key = {name: popped(tensors, f"{name}/") for name in _BY_KEY}
             made = cls(
                 prompt_length=header["prompt_length"],
                 scaling=header["scaling"],
@@ -355,7 +363,7 @@ class Trace:
                 layout=layout_of(header.get("layout")),
                 rotations=rotations_of(header.get("rotations")),
                 meta=header["meta"],
-                pseudo=pseudo,
+                **by_key,
                 **tensors,
             )
         except FileNotFoundError:
@@ -371,8 +379,10 @@ class Trace:
         return made.to(place)
 
 
-# Those that move with a trace, besides the pseudo-queries.
+# Those that move with a trace, besides those by key.
 _TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll", "sinks", "projections")
+
+_BY_KEY = ("pseudo", "repeated")
 
 
 def opened(given: Trace | str | Path) -> Trace:

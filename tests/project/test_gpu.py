@@ -17,7 +17,7 @@ from support import pretend_gpu
 from support.commands import call
 from support.compiling import DOCUMENTS, settings
 from support.evaluating import POLICIES, Echo, wordy
-from support.live_runs import SMALL, generate, left_padded, prompt
+from support.live_runs import ONE_TURN, SMALL, generate, left_padded, prompt
 
 import kvlab
 from kvlab import compile, evaluation
@@ -35,8 +35,6 @@ from kvlab.workbench import doctor
 TINY = dict(shape="tiny-llama-gqa", dtype="float32")
 PARAMETERS = SMALL | {"full": {}}
 NAMES = sorted(registry())
-ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer")
-"""Those that cannot compress a later turn again."""
 WHOLE = dict(queries="all", accumulate=True)
 PROBES = ["mass_lost", "step_recall", "output_error", "entropy", "positions", "bytes"]
 

@@ -41,7 +41,10 @@ SMALL = {
     "chunkkv": dict(budget=36, chunk=5),
     "criticalkv": dict(budget=36),
     "expected_attention": dict(budget=12, future=64),
+    "kvzip": dict(budget=12, chunk=25),
 }
+ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer", "kvzip")
+"""Those that cannot compress a later turn again."""
 EVERYTHING = {name: dict(parameters, budget=2000) for name, parameters in SMALL.items()} | {"full": {}}
 
 

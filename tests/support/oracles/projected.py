@@ -60,12 +60,53 @@ def expected_attention(
             mean = sum(seen) / len(seen)
             spread = sum(np.outer(query - mean, query - mean) for query in seen) / len(seen)
             mean, spread = matrix @ mean, matrix @ spread @ matrix.T
-            logits = []
-            for key in keys[group, sinks:]:
-                logits.append(mean @ key / np.sqrt(size) + (key @ spread @ key / (2 * size) if covariance else 0.0))
+            logits = [
+                mean @ key / np.sqrt(size) + (key @ spread @ key / (2 * size) if covariance else 0.0)
+                for key in keys[group, sinks:]
+            ]
             raised = np.exp(np.array(logits) - max(logits))
             total += raised / raised.sum() / len(members)
         if value_norm:
             total = [(s + epsilon) * np.sqrt(v @ v) for s, v in zip(total, values[group, sinks:])]
         scores.append([np.inf] * sinks + list(total))
     return scores
+
+
+def repeat_scores(queries, keys, values, length, start, stop, sinks, hidden=None, projection=None):
+    """Scores [kv_heads][stop - start] of a part of a prompt by a pass that repeats it.
+
+    Queries [heads, m, d] are the pass's, keys and values [kv_heads, length + m, d] the prompt's and then the pass's.
+    With `hidden` [m, width] and `projection` they are those of KVzip+.
+    """
+    first = list(range(min(sinks, start))) + list(range(start, stop))
+    scores = []
+    for group in range(len(keys)):
+        best = np.zeros(stop - start)
+        for head in heads_of(group, len(queries), len(keys)):
+            for i, query in enumerate(queries[head]):
+                shown = first + list(range(length, length + i + 1))
+                logits = np.array([keys[group, p] @ query / np.sqrt(len(query)) for p in shown])
+                raised = np.exp(logits - logits.max())
+                weights = dict(zip(shown, raised / raised.sum()))
+                for p in range(start, stop):
+                    score = weights[p]
+                    if hidden is not None:
+                        value = projected(values[group, p], projection, head)
+                        score *= np.sqrt(value @ value) / np.sqrt(hidden[i] @ hidden[i])
+                    best[p - start] = max(best[p - start], score)
+        scores.append(list(best))
+    return scores
+
+
+def oracle_kvzip(scores, budget, sinks=4):
+    """The best entries of all layers and heads together; `scores` is [layers][kv_heads][length]."""
+    entries = [
+        (0 if p < sinks else 1, -score, p, layer, head)
+        for layer, heads in enumerate(scores)
+        for head, row in enumerate(heads)
+        for p, score in enumerate(row)
+    ]
+    kept = [[[] for _ in heads] for heads in scores]
+    for _, _, p, layer, head in sorted(entries)[: budget * sum(map(len, scores))]:
+        kept[layer][head].append(p)
+    return [[sorted(positions) for positions in heads] for heads in kept]
