@@ -319,12 +319,14 @@ class LayerStore:
             combined = column.amax(2, keepdim=True) if how == "max" else column.sum(2, keepdim=True)
             self.column(name).scatter_(2, into, combined)
 
+    def rewrite_keys(self, keys: Tensor) -> None:
+        """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries."""
+        self._own()
+        self.keys.copy_(keys)
+
     def expand(self, heads: int) -> None:
         """Give every query head a set of its own: keys and values are repeated for each head of a GQA group, and so is
-        what is appended from here on.
-
-        Raises:
-            ValueError: the KV heads do not divide `heads`.
+        what is appended from here on. Raises ValueError where the KV heads do not divide `heads`.
         """
         if heads % self._keys.shape[1]:
             raise ValueError(f"{self._keys.shape[1]} KV heads cannot be repeated to {heads} query heads")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvlab.errors import KvlabError
-from kvlab.methods import Policy, policy
+from kvlab.methods import Policy, has_budget, policy
 from kvlab.methods.full import Full
 from kvlab.tasks.base import Task
 
@@ -61,6 +61,8 @@ def plan(
             found.append(wanted)
         elif wanted == FULL or isinstance(wanted, Full):
             continue
+        elif isinstance(wanted, str) and not has_budget(wanted):
+            found.append(policy(wanted))
         elif not budgets:
             raise KvlabError(f"{wanted} needs a budget: entries for each head (256), or a share of the prompt (0.2)")
         else:

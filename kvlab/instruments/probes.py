@@ -315,7 +315,8 @@ class Bytes(Probe):
         self._add("read_bytes", entries * store.entry_bytes + seen.policy.overhead_bytes(store), records, where)
 
     def look_after(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
-        self._add("stored_bytes", seen.store.kv_bytes + seen.store.aux_bytes, records, where)
+        stored = seen.store.kv_bytes + seen.store.aux_bytes - seen.policy.discount_bytes(seen.store)
+        self._add("stored_bytes", stored, records, where)
 
     def _add(self, name: str, value: int, records: Records, where: dict[str, Any]) -> None:
         share = len(where["rows"])

@@ -120,7 +120,7 @@ class Prefill:
             before,
             repeated[index] if repeated else None,
         )
-        prompt.lossy, prompt.seen = group.lossy, store.seen
+        prompt.lossy, prompt.seen, prompt.positions = group.lossy, store.seen, store.positions
         return prompt
 
     def _projections(self, cache: LiveCache, index: int, rows: int) -> list[Tensor] | None:

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvlab.core import adapter, hookable, hooks
-from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import LM, lm_of
 from kvlab.instruments.probes import Probe, Records, probe
 from kvlab.live.attending import ACCUMULATED, Attending
-from kvlab.live.cache import LiveCache
+from kvlab.live.cache import Group, LiveCache
 from kvlab.live.masks import masks_told
 from kvlab.live.prefill import Prefill
 from kvlab.live.reports import Reports, located
@@ -256,8 +255,13 @@ class Session:
 
     # ------------------------------------------------------------------ what is there
 
-    def _stores(self) -> list[LayerStore]:
-        return [] if self._cache is None else [g.store for layer in self._cache.compressed for g in layer.groups]
+    def _groups(self) -> list[Group]:
+        return [] if self._cache is None else [group for layer in self._cache.compressed for group in layer.groups]
+
+    def _kv_bytes(self, group: Group) -> int:
+        """Bytes of what a group stores of keys and values."""
+        policy = group.policy or self.policy
+        return group.store.kv_bytes - (policy.discount_bytes(group.store) if group.store.compressed else 0)
 
     def kept(self, layer: int, sequence: int = 0) -> Tensor:
         """Positions stored now in the model's layer `layer`, int64 `[kv_heads, n]`, -1 padded, of one sequence of the
@@ -276,22 +280,22 @@ class Session:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that hold an entry, over all layers that the policy compresses."""
-        return sum(store.kv_bytes for store in self._stores())
+        return sum(self._kv_bytes(group) for group in self._groups())
 
     @property
     def aux_bytes(self) -> int:
         """Bytes that the policy keeps beside them (scores, profiles, fusion counts)."""
-        return sum(store.aux_bytes for store in self._stores())
+        return sum(group.store.aux_bytes for group in self._groups())
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all storage, what is merely preallocated and the original positions included."""
-        return sum(store.allocated_bytes for store in self._stores())
+        return sum(group.store.allocated_bytes for group in self._groups())
 
     @property
     def read_bytes(self) -> int:
         """Bytes that the last decoding step loaded; 0 before there was one."""
-        return 0 if self._cache is None else sum(g.bytes_read for layer in self._cache.compressed for g in layer.groups)
+        return sum(group.bytes_read for group in self._groups())
 
     @property
     def uncompressed_bytes(self) -> int:
@@ -309,7 +313,7 @@ class Session:
         if self._cache is not None:
             held = {number: adapter.held_bytes(layer) for number, layer in self._cache.others.items()}
             for number, layer in zip(self.layout.compressed, self._cache.compressed, strict=True):
-                held[number] = sum(group.store.kv_bytes + group.store.aux_bytes for group in layer.groups)
+                held[number] = sum(self._kv_bytes(group) + group.store.aux_bytes for group in layer.groups)
         return self.layout.table().assign(bytes=[held.get(number, 0) for number in range(len(self.layout.sees))])
 
     @property

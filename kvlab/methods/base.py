@@ -236,9 +236,18 @@ class Policy(BaseModel):
         """Bring the store, which holds the whole prompt, down to what the prefill stage keeps."""
         store.budget = self.entries(prompt.length)
         kept = self.prefill(prompt)
+        self.rewrite(store, prompt)
         # The widest row may keep the whole prompt where others keep less of it.
         if kept.shape[2] < prompt.length or bool((kept == EMPTY).any()):
             store.evict(kept)
+
+    def rewrite(self, store: LayerStore, prompt: Prompt) -> None:
+        """Change what is stored of the prompt's entries, before some of them leave."""
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the entries that it leaves are others than the model made."""
+        return type(self).rewrite is not Policy.rewrite
 
     def keep(
         self,
@@ -317,6 +326,10 @@ class Policy(BaseModel):
     def overhead_bytes(self, store: LayerStore) -> int:
         """Bytes that the step loads besides the entries it reads: all that is kept beside them, unless overridden."""
         return store.aux_bytes
+
+    def discount_bytes(self, store: LayerStore) -> int:
+        """Bytes of the stored entries that it need not store, since it has dropped a part of each."""
+        return 0
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         """After a step has attended: update scores, then evict or merge down to the budget.

@@ -56,6 +56,7 @@ class Prompt:
             policies that plan nothing.
         lossy: whether these are the entries that an earlier turn of a chat left, with what came since, so that slots
             are not positions.
+        positions: original ones of the slots, `[rows, kv_heads, length]`.
         seen: tokens that the sequence has had, the same in all layers; more than `length` where it is lossy.
     """
 
@@ -84,6 +85,7 @@ class Prompt:
         self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).told
         self.plan: Tensor | None = None
         self.lossy = False
+        self.positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         self.seen = keys.shape[2]
         self._shared: dict[tuple, Tensor] = {}
 

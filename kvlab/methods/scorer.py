@@ -1,5 +1,6 @@
-"""Methods that score the prompt's tokens and keep the best, and methods that spend another's scores differently."""
+"""Methods that score the prompt's tokens and keep the best, and methods around another one."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 
@@ -22,7 +23,53 @@ class Scorer(Policy):
         return ranking.top_positions(self.importance(prompt, budget), budget)
 
 
-class AroundScorer(Policy):
+class Around(Policy):
+    """A method around another policy: it scores what that one scores, and needs what that one needs."""
+
+    @property
+    @abstractmethod
+    def inner(self) -> Policy:
+        """The policy around which it is; KvlabError for one that it cannot work with."""
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        return self.inner.scores(prompt)
+
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return self.inner.importance(prompt, budget)
+
+    @property
+    def minimum(self) -> int:
+        return self.inner.minimum
+
+    @property
+    def observes(self) -> int | None:
+        return self.inner.observes
+
+    @property
+    def accumulates(self) -> bool:
+        return self.inner.accumulates
+
+    @property
+    def reads_perplexity(self) -> int:
+        return self.inner.reads_perplexity
+
+    @property
+    def needs(self) -> Needs:
+        return self.inner.needs
+
+    @property
+    def from_files(self) -> str:
+        return self.inner.from_files
+
+    @property
+    def pseudo_key(self) -> str | None:
+        return self.inner.pseudo_key
+
+    def pseudo_tokens(self, prompt: Tensor, vocabulary: int, encode: Callable[[str], Tensor]) -> Tensor:
+        return self.inner.pseudo_tokens(prompt, vocabulary, encode)
+
+
+class AroundScorer(Around):
     """A method that takes the scores of another one and spends the budget in a way of its own; prefill only.
 
     Parameters:
@@ -34,8 +81,8 @@ class AroundScorer(Policy):
     scorer: str | InstanceOf[Policy] = "snapkv"
 
     @cached_property
-    def _inner(self) -> Policy:
-        """The scorer, with this budget; KvlabError for a policy that is none."""
+    def inner(self) -> Policy:
+        """The scorer, with this budget."""
         # The names are those of all files of this folder, this one among them.
         from kvlab.methods import policy, registry
 
@@ -48,42 +95,3 @@ class AroundScorer(Policy):
         if getattr(inner, "sets", "group") == "head":
             raise KvlabError(f"{self.name}: {inner.name} keeps a set for each query head; give it sets='group'")
         return inner
-
-    def scores(self, prompt: Prompt) -> Tensor:
-        return self._inner.scores(prompt)
-
-    def importance(self, prompt: Prompt, budget: int) -> Tensor:
-        return self._inner.importance(prompt, budget)
-
-    # What the method needs is what its scorer needs.
-
-    @property
-    def minimum(self) -> int:
-        return self._inner.minimum
-
-    @property
-    def observes(self) -> int | None:
-        return self._inner.observes
-
-    @property
-    def accumulates(self) -> bool:
-        return self._inner.accumulates
-
-    @property
-    def reads_perplexity(self) -> int:
-        return self._inner.reads_perplexity
-
-    @property
-    def needs(self) -> Needs:
-        return self._inner.needs
-
-    @property
-    def from_files(self) -> str:
-        return self._inner.from_files
-
-    @property
-    def pseudo_key(self) -> str | None:
-        return self._inner.pseudo_key
-
-    def pseudo_tokens(self, prompt: Tensor, vocabulary: int, encode: Callable[[str], Tensor]) -> Tensor:
-        return self._inner.pseudo_tokens(prompt, vocabulary, encode)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, overload
 from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Probe, probe
 from kvlab.lib import bars
-from kvlab.methods import Policy, listed, policy, registry
+from kvlab.methods import Policy, has_budget, listed, policy
 from kvlab.replays.results import Replays
 from kvlab.replays.single import Replay
 from kvlab.traces.trace import opened
@@ -89,7 +89,7 @@ def replay(
         raise KvlabError("a replay needs at least one trace and one policy")
     objects: list[Policy] = []
     for method in wanted:
-        if budgets is not None and _has_budget(method):
+        if budgets is not None and has_budget(method):
             objects.extend(policy(method, budget=budget) for budget in budgets)
         else:
             objects.append(policy(method))
@@ -99,8 +99,3 @@ def replay(
 
     jobs = [(t, p) for t in traces for p in objects]
     return Replays(Replay(t, p, instruments) for t, p in bars.each(jobs, "replay", "policy", progress))
-
-
-def _has_budget(method: Policy | str) -> bool:
-    cls = type(method) if isinstance(method, Policy) else registry().get(method)
-    return cls is None or "budget" in cls.model_fields

@@ -79,7 +79,7 @@ class Replay:
         if trace.steps == 0:
             # Without a response there is no gold set to recall.
             self.recall, self.window_recall = (torch.full_like(r, torch.nan) for r in (self.recall, self.window_recall))
-        if self.policy.acts_while_decoding or store.merged or self.probes:
+        if self.policy.acts_while_decoding or self.policy.rewrites or store.merged or self.probes:
             for step in range(1, trace.steps + 1):
                 self._decode(store, step)
         else:
@@ -121,7 +121,7 @@ class Replay:
         for instrument in self.probes:
             instrument.look_after(seen, self.records, where)
         self._stored.append(store.positions.clone())
-        self.stored_bytes[now] = store.kv_bytes + store.aux_bytes
+        self.stored_bytes[now] = store.kv_bytes + store.aux_bytes - self.policy.discount_bytes(store)
 
     def _follow(self, store: LayerStore) -> None:
         """All steps at once, for a policy that does nothing after the prefill: every generated token stays."""

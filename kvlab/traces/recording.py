@@ -18,7 +18,7 @@ from kvlab.core import hookable, hooks
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.corpus import Document
 from kvlab.lib import bars
-from kvlab.methods import Policy, listed, policy, registry
+from kvlab.methods import Policy, has_budget, listed, policy
 from kvlab.methods.needs import NOTHING, Needs
 from kvlab.methods.repeating import Part, longest
 from kvlab.traces.trace import Keep
@@ -198,8 +198,7 @@ def _roomy(method: Policy | str) -> Policy:
     """A policy by name, with room for the whole prompt."""
     if isinstance(method, Policy):
         return method
-    known = registry().get(method)
-    return policy(method, budget=1.0) if known is None or "budget" in known.model_fields else policy(method)
+    return policy(method, budget=1.0) if has_budget(method) else policy(method)
 
 
 def _encoder(lm: LM) -> Callable[[str], Tensor]:

@@ -11,9 +11,9 @@ from support.tensors import sets
 import kvlab
 from kvlab.errors import KvlabError
 from kvlab.live.fidelity import closed_against_open, fidelity
-from kvlab.methods import policies
+from kvlab.methods import has_budget, policies
 
-BUDGETS = {name: {} if name == "full" else {"budget": 36} for name in policies()}
+BUDGETS = {name: {"budget": 36} if has_budget(name) else {} for name in policies()}
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def test_exact_topk_reads_the_top_of_each_step_and_stores_all(tiny):
 
 
 PREFILL_ONLY = ["random", "snapkv", "pyramidkv", "zigzagkv", "dynamickv", "lacache", "dapq", "snapkv_pp", "compilerkv"]
-PREFILL_ONLY += ["knorm", "keydiff", "lagkv", "adakv", "chunkkv", "criticalkv", "expected_attention"]
+PREFILL_ONLY += ["knorm", "keydiff", "lagkv", "adakv", "chunkkv", "criticalkv", "expected_attention", "leverage"]
 
 
 @pytest.mark.parametrize("name", PREFILL_ONLY)

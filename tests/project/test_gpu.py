@@ -33,7 +33,7 @@ from kvlab.traces import retrieval_heads, shared
 from kvlab.workbench import doctor
 
 TINY = dict(shape="tiny-llama-gqa", dtype="float32")
-PARAMETERS = SMALL | {"full": {}}
+PARAMETERS = SMALL | {"full": {}, "think": dict(window=8)}
 NAMES = sorted(registry())
 WHOLE = dict(queries="all", accumulate=True)
 PROBES = ["mass_lost", "step_recall", "output_error", "entropy", "positions", "bytes"]

@@ -42,6 +42,7 @@ SMALL = {
     "criticalkv": dict(budget=36),
     "expected_attention": dict(budget=12, future=64),
     "kvzip": dict(budget=12, chunk=25),
+    "leverage": dict(budget=12),
 }
 ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer", "kvzip")
 """Those that cannot compress a later turn again."""

@@ -15,6 +15,7 @@ import kvlab
 from kvlab.core import attention, hooks
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus, models
+from kvlab.methods import has_budget
 from kvlab.traces.run import prefilled, pseudo_queries
 
 PROMPT, STEPS, WINDOW = 21, 6, 9
@@ -417,7 +418,7 @@ def test_token_ids_come_in_any_dress(tiny, ids):
 @pytest.mark.parametrize("name", kvlab.policies())
 def test_a_trace_captured_for_a_policy_has_what_it_needs(tiny, name):
     lm = tiny("tiny-llama-gqa")
-    one = kvlab.policy(name) if name == "full" else kvlab.policy(name, budget=70)
+    one = kvlab.policy(name, budget=70) if has_budget(name) else kvlab.policy(name)
     trace = kvlab.capture(lm, torch.arange(3, 120), new_tokens=3, window=1, pseudo=(), policies=[one])
     assert 0 <= kvlab.replay(trace, one).summary["mass_lost"] < 1
     assert (trace.accumulated is not None) == one.accumulates

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvlab.core.layout import listed
 from kvlab.errors import KvlabError, whole
-from kvlab.methods import Policy, policy, registry
+from kvlab.methods import Policy, has_budget, policy
 from kvlab.workbench.explorer.look import Spot
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def minimum(one: str | Policy) -> int:
 
 
 def made(name: str, budget: int) -> Policy:
-    return policy(name, budget=budget) if "budget" in registry()[name].model_fields else policy(name)
+    return policy(name, budget=budget) if has_budget(name) else policy(name)
 
 
 def fits(trace: Trace, name: str, budget: int) -> bool:

@@ -110,3 +110,30 @@ def oracle_kvzip(scores, budget, sinks=4):
     for _, _, p, layer, head in sorted(entries)[: budget * sum(map(len, scores))]:
         kept[layer][head].append(p)
     return [[sorted(positions) for positions in heads] for heads in kept]
+
+
+def think_channels(queries, keys, length, window, ratio):
+    """The channels that go, a list for each KV head: the smallest mean q^2 x mean k^2; of equal ones the later."""
+    gone = []
+    for group in range(len(keys)):
+        weights = []
+        members = heads_of(group, len(queries), len(keys))
+        for channel in range(keys.shape[2]):
+            asked = [queries[head, p, channel] ** 2 for head in members for p in range(length - window, length)]
+            held = [keys[group, p, channel] ** 2 for p in range(length)]
+            weights.append(sum(asked) / len(asked) * sum(held) / len(held))
+        kept = top_positions(weights, len(weights) - int(ratio * len(weights)))
+        gone.append([channel for channel in range(len(weights)) if channel not in kept])
+    return gone
+
+
+def leverage(keys, turn_back, sketch, ridge=1e-2):
+    """Scores [kv_heads][length]: x_i (X'X + ridge)^-1 x_i of the sketched keys before RoPE, less their mean."""
+    scores = []
+    for head in keys:
+        before = [turn_back(key, position) for position, key in enumerate(head)]
+        mean = sum(before) / len(before)
+        rows = [(key - mean) @ sketch for key in before]
+        gram = sum(np.outer(row, row) for row in rows) + ridge * np.eye(sketch.shape[1])
+        scores.append([row @ np.linalg.solve(gram, row) for row in rows])
+    return scores
