@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
 import torch
+from rich.console import Console
 from support.compiling import DOCUMENTS, settings
 from support.evaluating import Echo, wordy
 from support.families import HYBRIDS
@@ -22,6 +25,7 @@ from kvlab.evaluation import results
 from kvlab.inputs.corpus import Document
 from kvlab.live.gather import gather
 from kvlab.traces.retrieval_heads import measure
+from kvlab.workbench.figures import evaluation as figures
 
 CHOSEN = [kvlab.policy("full"), *(kvlab.policy(name, **SMALL[name]) for name in ("snapkv", "dapq", "zsmerge", "sparq"))]
 
@@ -51,6 +55,9 @@ def test_tables_have_a_column_for_the_other_layers_where_there_are_any(tmp_path)
         assert evaluation.read(tmp_path / family) == found
         for table in (results.table(found), results.summary(found)):
             assert ("uncompressed_bytes" in table) == there
+        console = Console(width=200, file=StringIO())
+        figures.show(results.summary(found), console)
+        assert ("other layers, MiB" in console.file.getvalue()) == there
 
 
 @pytest.fixture(scope="module")

@@ -441,3 +441,30 @@ def test_what_notebooks_ask_of_a_replay(pairs):
         same_tables(found, expected)
         close(same, share)
     assert there == place
+
+
+@pytest.mark.parametrize("family", ["hybrid-gpt-oss", "hybrid-gemma2", "hybrid-gemma3", "hybrid-llama4", "hybrid-lfm2"])
+def test_a_hybrid_model(family):
+    """Windows, chunks, convolutions, sinks and soft caps; pseudo-tokens in a padded batch among them."""
+    ids, mask = left_padded(prompt(60)[0], prompt(44, 1)[0])
+    one = kvlab.policy("dapq", **SMALL["dapq"])
+
+    def run(device):
+        lm = models.random_lm(family, device="cpu", dtype="float32")
+        # The other way to run experts has a kernel for true GPUs alone.
+        lm.model.set_experts_implementation("eager")
+        lm.model.to(device)
+        trace = kvlab.capture(lm, ids[:1], 4, pseudo=[one], accumulate=True)
+        result = kvlab.replay(trace, one)
+        with kvlab.compress(lm.model, one, PROBES) as session:
+            out = generate(lm.model, ids.to(lm.device), 6, attention_mask=mask.to(lm.device))
+        kept = [session.kept(layer, row).tolist() for layer in lm.layout.compressed for row in range(2)]
+        tables = (result.table, session.table, session.layers)
+        return out.sequences.tolist(), kept, tables, session.uncompressed_bytes, trace.uncompressed_bytes
+
+    expected = run("cpu")
+    with pretend_gpu.present() as device:
+        found = run(device)
+    for mine, theirs in zip(found[2], expected[2], strict=True):
+        same_tables(mine, theirs)
+    assert found[:2] == expected[:2] and found[3:] == expected[3:]

@@ -12,6 +12,7 @@ from kvlab.analyses import exploring, first_look
 from kvlab.errors import KvlabError
 from kvlab.workbench.explorer import drawings
 from kvlab.workbench.explorer.look import Look
+from kvlab.workbench.explorer.medium import LIVE
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_what_is_shown_is_that_layers(explorer, trace):
         result = explorer.replay("snapkv", explorer.budget)
         look = Look(result, explorer.place)
         assert look.row == place and look.mass_lost == pytest.approx(float(result.mass_lost[place, 3, 1]))
-        numbers = re.findall(r'text-anchor="end">(\d+)</text>', drawings.maps(look))
+        numbers = re.findall(r'text-anchor="end">(\d+)</text>', drawings.maps(look, LIVE))
         assert numbers[:2] == ["2", "4"]
 
 

@@ -85,7 +85,10 @@ def show(rows: pd.DataFrame, console: Console) -> None:
         header_style="dim",
         pad_edge=False,
     )
-    for heading in ("n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"):
+    headings = ["n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"]
+    others = "uncompressed_bytes" in rows
+    headings[-1:-1] = ["other layers, MiB"] * others
+    for heading in headings:
         grid.add_column(heading, justify="right")
     for row in rows.to_dict("records"):
         difference, low, high = (100 * row[name] for name in ("difference", "difference_low", "difference_high"))
@@ -99,6 +102,7 @@ def show(rows: pd.DataFrame, console: Console) -> None:
             f"{100 * row['low']:.1f}-{100 * row['high']:.1f}",
             f"{difference:+.1f} ({low:+.1f} to {high:+.1f})" if paired else "",
             f"{row['kv_bytes'] / 2**20:.2f}",
+            *([f"{row['uncompressed_bytes'] / 2**20:.2f}"] if others else []),
             f"{row['seconds']:.2f}",
         )
     console.print(grid, highlight=False)
