@@ -49,30 +49,40 @@ class Rotation:
             positions: `[n]`, or `[..., n]`.
         """
         angles = self._angles(positions)
-        return self._mixed(x, angles.cos() * self.factor, angles.sin() * self.factor)
+        return mixed(x, angles.cos() * self.factor, angles.sin() * self.factor, self.interleaved)
 
     def turned_back(self, x: Tensor, positions: Tensor) -> Tensor:
         """What the layer has turned into `x` `[..., n, head_dim]`, float32."""
         angles = self._angles(positions)
-        return self._mixed(x, angles.cos() / self.factor, -angles.sin() / self.factor)
+        return mixed(x, angles.cos() / self.factor, -angles.sin() / self.factor, self.interleaved)
 
     def mean(self, positions: Tensor, head_dim: int) -> Tensor:
         """The matrix `[head_dim, head_dim]` that takes a vector to its mean over all `positions` `[n]`, float32."""
         angles = self._angles(positions)
         cosines, sines = (x.mean(0) * self.factor for x in (angles.cos(), angles.sin()))
-        return self._mixed(torch.eye(head_dim, device=positions.device), cosines, sines).T
+        return mixed(torch.eye(head_dim, device=positions.device), cosines, sines, self.interleaved).T
 
     def _angles(self, positions: Tensor) -> Tensor:
         frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=positions.device)
         return positions[..., None].float() * frequencies
 
-    def _mixed(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        pairs = len(self.frequencies)
-        part = x[..., : 2 * pairs].float()
-        first, second = (part[..., ::2], part[..., 1::2]) if self.interleaved else part.chunk(2, -1)
-        parts = first * cosines - second * sines, second * cosines + first * sines
-        both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
-        return torch.cat([both, x[..., 2 * pairs :].float()], -1)
+
+def paired(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The two channels of each pair, float32: `[..., head_dim]` -> twice `[..., pairs]`."""
+    part = x[..., : 2 * pairs].float()
+    return (part[..., ::2], part[..., 1::2]) if interleaved else (part[..., :pairs], part[..., pairs:])
+
+
+def mixed(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
+    """Pairs of channels `[..., head_dim]` turned by the angles whose cosines and sines `[..., pairs]` these are, the
+    other channels as they are, float32.
+    """
+    pairs = cosines.shape[-1]
+    first, second = paired(x, pairs, interleaved)
+    parts = first * cosines - second * sines, second * cosines + first * sines
+    both = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    rest = x[..., 2 * pairs :].float()
+    return torch.cat([both, rest.expand(*both.shape[:-1], rest.shape[-1])], -1)
 
 
 def candidates(model: nn.Module) -> Iterator[Rotation]:

@@ -43,8 +43,9 @@ SMALL = {
     "expected_attention": dict(budget=12, future=64),
     "kvzip": dict(budget=12, chunk=25),
     "leverage": dict(budget=12),
+    "triattention": dict(budget=16, interval=4),
 }
-ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer", "kvzip")
+ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer", "kvzip", "triattention")
 """Those that cannot compress a later turn again."""
 EVERYTHING = {name: dict(parameters, budget=2000) for name, parameters in SMALL.items()} | {"full": {}}
 

@@ -137,3 +137,52 @@ def leverage(keys, turn_back, sketch, ridge=1e-2):
         gram = sum(np.outer(row, row) for row in rows) + ridge * np.eye(sketch.shape[1])
         scores.append([row @ np.linalg.solve(gram, row) for row in rows])
     return scores
+
+
+def oracle_triattention(pre_queries, keys, prompt_length, budget, interval, frequencies, turn_back, reach):
+    """Steps 0 .. T of each KV head: (read, stored). Pairs of channels i and i + pairs are complex numbers.
+
+    `turn_back(key, position)` is the key before RoPE.
+    """
+    heads, kv_heads, pairs = len(pre_queries), len(keys), len(frequencies)
+    offsets = [2**i for i in range(64) if 2**i <= reach]
+
+    def complex_pairs(vector):
+        return np.array([vector[i] + 1j * vector[i + pairs] for i in range(pairs)])
+
+    seen = [[complex_pairs(query) for query in head[:prompt_length]] for head in pre_queries]
+    centre = [sum(head) / len(head) for head in seen]
+    size = [sum(np.abs(query) for query in head) / len(head) for head in seen]
+    beyond = [head[:prompt_length, 2 * pairs :].mean(axis=0) for head in pre_queries]
+
+    def scores(head, group, kept, now):
+        found = []
+        for p in kept:
+            before = turn_back(keys[group, p], p)
+            key = complex_pairs(before)
+            trig = 0.0
+            for f in range(pairs):
+                phase = np.angle(centre[head][f] * np.conj(key[f]))
+                turns = [np.cos(frequencies[f] * (now - p + offset) + phase) for offset in offsets]
+                trig += abs(centre[head][f]) * abs(key[f]) * sum(turns) / len(turns)
+            norm = sum((size[head][f] - abs(centre[head][f])) * abs(key[f]) for f in range(pairs))
+            found.append(trig + norm + beyond[head] @ before[2 * pairs :])
+        return (np.array(found) - np.mean(found)) / np.std(found)
+
+    sets = []
+    for group in range(kv_heads):
+
+        def compressed(kept, now, group=group):
+            if len(kept) <= budget:
+                return kept
+            best = np.max([scores(head, group, kept, now) for head in heads_of(group, heads, kv_heads)], axis=0)
+            return [kept[i] for i in top_positions(best, budget - interval)]
+
+        kept = compressed(list(range(prompt_length)), prompt_length)
+        steps = [(kept, kept)]
+        for position in range(prompt_length, keys.shape[1]):
+            read = [*kept, position]
+            kept = compressed(read, position + 1)
+            steps.append((read, kept))
+        sets.append(steps)
+    return [([s[0] for s in step], [s[1] for s in step]) for step in zip(*sets)]
