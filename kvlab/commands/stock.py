@@ -66,7 +66,9 @@ def _print_list(found: list[dict[str, Any]]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for entry in found:
+    for entry, before in zip(found, [{}, *found], strict=False):
+        if entry.get("group") != before.get("group"):
+            table.add_row(Text(entry["group"], style="dim"), "")
         paper = f"[{entry['where']}] " if "where" in entry else ""
         table.add_row(Text(entry["name"]), Text(paper + entry["summary"]))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)

@@ -53,11 +53,14 @@ class Call:
         """
         assert self.pre_rope is not None, "queries before RoPE are asked for"
         n, length = min(self.queries.shape[2], CHECKED), self.keys.shape[2]
-        positions = torch.arange(length - n, length, device=self.queries.device)[None]
-        if self.positions is not None:
-            positions = self.positions.flatten(0, -2)[: 1 if self.positions.dim() > 2 else None, -n:]
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(length - n, length, device=self.queries.device)[None]
+        elif positions.dim() == 3:
+            # Models that see images have three positions for each token, which are the same in a text.
+            positions = positions[0]
         before, after = (x[:, :, x.shape[2] - n :] for x in (self.pre_rope, self.queries))
-        return agreeing(choices, before, after, positions)
+        return agreeing(choices, before, after, positions[:, -n:])
 
     @property
     def softmax(self) -> Softmax:

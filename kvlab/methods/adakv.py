@@ -30,6 +30,7 @@ class AdaKV(AroundScorer):
     name: ClassVar[str] = "adakv"
     summary: ClassVar[str] = "another's scores, the heads of a layer competing for one budget"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
+    kind: ClassVar[str] = "allocation"
 
     floor: Annotated[float, Field(ge=0, le=1)] = 0.2
 

@@ -53,6 +53,7 @@ Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
 """Width of a pooling that keeps the length."""
 
 
+KINDS = ("score at prefill", "allocation", "decoding", "merging", "selection", "channels", "reference", "other")
 SCORERS = "take one that does, such as 'snapkv', 'keydiff' or 'h2o'"
 
 
@@ -69,6 +70,8 @@ class Policy(BaseModel):
     summary: ClassVar[str] = ""
     family: ClassVar[str] = "other"
     """What kind of method it is, in a few words: policies of one family share a colour in figures."""
+    kind: ClassVar[str] = "other"
+    """What it decides, one of `KINDS`: lists put policies of one kind together."""
     by_position: ClassVar[bool] = False
     """Whether it keeps tokens by where they stand alone, so that its scores say nothing of what they hold."""
     weighs: ClassVar[bool] = True

@@ -32,6 +32,7 @@ class ChunkKV(AroundScorer):
     name: ClassVar[str] = "chunkkv"
     summary: ClassVar[str] = "another's scores, whole chunks of neighbouring tokens"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     chunk: Annotated[int, Field(ge=1)] = 20
 

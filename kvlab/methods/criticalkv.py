@@ -36,6 +36,7 @@ class CriticalKV(AroundScorer):
     name: ClassVar[str] = "criticalkv"
     summary: ClassVar[str] = "another's scores, then weighed by the size of projected values"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     first: Annotated[float, Field(ge=0, le=1)] = 0.5
     epsilon: Annotated[float, Field(ge=0)] = 1e-4

@@ -39,6 +39,7 @@ class DuoAttention(Policy):
     name: ClassVar[str] = "duoattention"
     summary: ClassVar[str] = "retrieval heads keep everything, streaming heads sinks and recent tokens"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
+    kind: ClassVar[str] = "allocation"
 
     by_position: ClassVar[bool] = True
     weighs: ClassVar[bool] = False

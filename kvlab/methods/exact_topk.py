@@ -24,6 +24,7 @@ class ExactTopK(Policy):
     name: ClassVar[str] = "exact_topk"
     summary: ClassVar[str] = "reads each step's true top entries, stores all: the oracle of selection"
     family: ClassVar[str] = "stores all, reads a selection"
+    kind: ClassVar[str] = "selection"
 
     budget: Budget
 

@@ -39,6 +39,7 @@ class ExpectedAttention(Scorer):
     name: ClassVar[str] = "expected_attention"
     summary: ClassVar[str] = "prompt tokens that future queries can be expected to attend to"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     future: Annotated[int, Field(ge=1)] = 512
     sinks: Annotated[int, Field(ge=0)] = 4

@@ -31,6 +31,7 @@ class H2O(Policy):
     name: ClassVar[str] = "h2o"
     summary: ClassVar[str] = "most accumulated attention and recent tokens, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
 
     budget: Budget
     heavy: Annotated[float, Field(gt=0, lt=1)] = 0.5

@@ -39,6 +39,7 @@ class Hybrid(Policy):
     name: ClassVar[str] = "hybrid"
     summary: ClassVar[str] = "reads the top entries by a few dimensions of page minima and maxima, stores all"
     family: ClassVar[str] = "stores all, reads a selection"
+    kind: ClassVar[str] = "selection"
 
     budget: Budget
     page: Annotated[int, Field(ge=1)] | None = None

@@ -32,6 +32,7 @@ class KeyDiff(Scorer):
     name: ClassVar[str] = "keydiff"
     summary: ClassVar[str] = "prompt tokens whose keys differ most from the mean key"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     block: Annotated[int, Field(ge=1)] | None = None
 

@@ -43,6 +43,7 @@ class Keyformer(Policy):
     name: ClassVar[str] = "keyformer"
     summary: ClassVar[str] = "accumulated attention with Gumbel noise and recent tokens, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
 
     budget: Budget
     recent: Annotated[float, Field(gt=0, lt=1)] = 0.5

@@ -26,6 +26,7 @@ class KNorm(Scorer):
     name: ClassVar[str] = "knorm"
     summary: ClassVar[str] = "prompt tokens whose keys have a small norm"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     def scores(self, prompt: Prompt) -> Tensor:
         return prompt.share(("knorm",), lambda: -attention.exact(prompt.keys).norm(dim=-1))

@@ -39,6 +39,7 @@ class KVzip(Policy):
     name: ClassVar[str] = "kvzip"
     summary: ClassVar[str] = "what the model attends to when it repeats its prompt, over all layers and heads"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
+    kind: ClassVar[str] = "allocation"
 
     budget: Budget
     chunk: Annotated[int, Field(ge=1)] = 2000

@@ -35,6 +35,7 @@ class LagKV(Scorer):
     name: ClassVar[str] = "lagkv"
     summary: ClassVar[str] = "sinks, latest tokens, and those that stand out from what follows them"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     sinks: Annotated[int, Field(ge=0)] = 4
     lag: Annotated[int, Field(ge=2)] = 128

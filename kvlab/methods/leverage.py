@@ -36,6 +36,7 @@ class Leverage(Scorer):
     name: ClassVar[str] = "leverage"
     summary: ClassVar[str] = "prompt tokens whose keys before RoPE stand out among the others"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     sketch: Annotated[int, Field(ge=1)] = 48
     seed: int = 0

@@ -40,6 +40,7 @@ class MorphKV(Policy):
     name: ClassVar[str] = "morphkv"
     summary: ClassVar[str] = "recent tokens and the older ones they attend to, constant size while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32

@@ -26,6 +26,7 @@ class Random(Policy):
     name: ClassVar[str] = "random"
     summary: ClassVar[str] = "prompt positions drawn at random (seeded)"
     family: ClassVar[str] = "reference"
+    kind: ClassVar[str] = "reference"
 
     budget: Budget
     seed: int = 0

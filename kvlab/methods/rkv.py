@@ -42,6 +42,7 @@ class RKV(Policy):
     name: ClassVar[str] = "rkv"
     summary: ClassVar[str] = "attention of the latest tokens less the redundancy of keys, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 8

@@ -37,6 +37,7 @@ class Scissorhands(Policy):
     name: ClassVar[str] = "scissorhands"
     summary: ClassVar[str] = "drops what was most often below average attention lately, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
 
     budget: Budget
     recent: Annotated[float, Field(gt=0, lt=1)] = 0.5

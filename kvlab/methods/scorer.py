@@ -28,45 +28,45 @@ class Around(Policy):
 
     @property
     @abstractmethod
-    def inner(self) -> Policy:
+    def _inner(self) -> Policy:
         """The policy around which it is; KvlabError for one that it cannot work with."""
 
     def scores(self, prompt: Prompt) -> Tensor:
-        return self.inner.scores(prompt)
+        return self._inner.scores(prompt)
 
     def importance(self, prompt: Prompt, budget: int) -> Tensor:
-        return self.inner.importance(prompt, budget)
+        return self._inner.importance(prompt, budget)
 
     @property
     def minimum(self) -> int:
-        return self.inner.minimum
+        return self._inner.minimum
 
     @property
     def observes(self) -> int | None:
-        return self.inner.observes
+        return self._inner.observes
 
     @property
     def accumulates(self) -> bool:
-        return self.inner.accumulates
+        return self._inner.accumulates
 
     @property
     def reads_perplexity(self) -> int:
-        return self.inner.reads_perplexity
+        return self._inner.reads_perplexity
 
     @property
     def needs(self) -> Needs:
-        return self.inner.needs
+        return self._inner.needs
 
     @property
     def from_files(self) -> str:
-        return self.inner.from_files
+        return self._inner.from_files
 
     @property
     def pseudo_key(self) -> str | None:
-        return self.inner.pseudo_key
+        return self._inner.pseudo_key
 
     def pseudo_tokens(self, prompt: Tensor, vocabulary: int, encode: Callable[[str], Tensor]) -> Tensor:
-        return self.inner.pseudo_tokens(prompt, vocabulary, encode)
+        return self._inner.pseudo_tokens(prompt, vocabulary, encode)
 
 
 class AroundScorer(Around):
@@ -81,7 +81,7 @@ class AroundScorer(Around):
     scorer: str | InstanceOf[Policy] = "snapkv"
 
     @cached_property
-    def inner(self) -> Policy:
+    def _inner(self) -> Policy:
         """The scorer, with this budget."""
         # The names are those of all files of this folder, this one among them.
         from kvlab.methods import policy, registry

@@ -34,6 +34,7 @@ class SnapKV(Policy):
     name: ClassVar[str] = "snapkv"
     summary: ClassVar[str] = "pooled attention of an observation window at the prompt's end"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32

@@ -32,6 +32,7 @@ class SnapKVPlusPlus(Policy):
     name: ClassVar[str] = "snapkv_pp"
     summary: ClassVar[str] = "SnapKV per GQA group with wide max-pooling: RocketKV's first stage"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32

@@ -39,6 +39,7 @@ class SparQ(Policy):
     name: ClassVar[str] = "sparq"
     summary: ClassVar[str] = "reads the top entries by the query's largest dimensions, stores all and a key copy"
     family: ClassVar[str] = "stores all, reads a selection"
+    kind: ClassVar[str] = "selection"
 
     budget: Budget
     rank: Annotated[int, Field(ge=1)] | None = None

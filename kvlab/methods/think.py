@@ -46,13 +46,14 @@ class ThinK(Around):
     name: ClassVar[str] = "think"
     summary: ClassVar[str] = "drops key channels that the last queries weigh least, alone or around another method"
     family: ClassVar[str] = "drops channels of keys"
+    kind: ClassVar[str] = "channels"
 
     ratio: Annotated[float, Field(ge=0, lt=1)] = 0.4
     window: Annotated[int, Field(ge=1)] = 32
     scorer: Annotated[InstanceOf[Policy] | None, BeforeValidator(_object)] = None
 
     @cached_property
-    def inner(self) -> Policy:
+    def _inner(self) -> Policy:
         inner = self.scorer or Full()
         if inner.acts_while_decoding or inner.sees_all_layers or getattr(inner, "sets", "group") == "head":
             raise KvlabError(
@@ -68,22 +69,22 @@ class ThinK(Around):
 
     @property
     def asked(self) -> int | float | None:
-        return self.inner.asked
+        return self._inner.asked
 
     def entries(self, prompt_length: int) -> int:
-        return self.inner.entries(prompt_length)
+        return self._inner.entries(prompt_length)
 
     def fits(self, prompt_length: int) -> bool:
         """Whether there is no key beyond the window, so that none is changed."""
-        return prompt_length <= self.window and self.inner.fits(prompt_length)
+        return prompt_length <= self.window and self._inner.fits(prompt_length)
 
     @property
     def observes(self) -> int | None:
-        looks = self.inner.observes
+        looks = self._inner.observes
         return None if looks is None else max(looks, self.window)
 
     def prefill(self, prompt: Prompt) -> Tensor:
-        return self.inner.prefill(prompt)
+        return self._inner.prefill(prompt)
 
     def pruned(self, prompt: Prompt) -> Tensor:
         """Which channels go, bool `[rows, kv_heads, head_dim]`."""

@@ -28,6 +28,7 @@ class TOVA(Scorer):
     name: ClassVar[str] = "tova"
     summary: ClassVar[str] = "what the latest token attends to, one set for a layer, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
 
     budget: Budget
 

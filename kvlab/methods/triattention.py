@@ -43,6 +43,7 @@ class TriAttention(Policy):
     name: ClassVar[str] = "triattention"
     summary: ClassVar[str] = "entries that queries around their centre would look back to, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
     weighs: ClassVar[bool] = False
 
     budget: Budget

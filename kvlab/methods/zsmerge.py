@@ -44,6 +44,7 @@ class ZSMerge(Policy):
     name: ClassVar[str] = "zsmerge"
     summary: ClassVar[str] = "recent, high-contribution and merged entries, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "merging"
 
     budget: Budget
     proximity: Annotated[float, Field(gt=0, lt=1)] = 0.5

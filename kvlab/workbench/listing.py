@@ -19,8 +19,10 @@ def _first_line(thing: object) -> str:
 
 def _policies() -> list[dict[str, Any]]:
     from kvlab.methods import registry
+    from kvlab.methods.base import KINDS
 
-    return [{"name": name, "summary": _first_line(policy)} for name, policy in registry().items()]
+    found = [{"name": name, "summary": _first_line(cls), "group": cls.kind} for name, cls in registry().items()]
+    return sorted(found, key=lambda entry: KINDS.index(entry["group"]) if entry["group"] in KINDS else len(KINDS))
 
 
 def _experiments() -> list[dict[str, Any]]:

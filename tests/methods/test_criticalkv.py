@@ -137,5 +137,7 @@ def test_projections_that_are_no_matrix_are_refused_before_anything_runs(tiny, m
     monkeypatch.setattr(lm.model, "forward", None)
     with pytest.raises(KvlabError, match=r"no plain matrix here \(quantised weights\?\)"):
         kvlab.capture(lm, prompt(50), 2, policies=["criticalkv"])
-    with pytest.raises(KvlabError, match="no plain matrix here"):
-        kvlab.compress(lm.model, kvlab.policy("criticalkv", budget=40))
+    for policy in (kvlab.policy("criticalkv", budget=40), kvlab.policy("kvzip", budget=20, plus=True)):
+        with pytest.raises(KvlabError, match="no plain matrix here"):
+            kvlab.compress(lm.model, policy)
+    assert kvlab.compress(lm.model, kvlab.policy("kvzip", budget=20)).policy.needs.projection is False
