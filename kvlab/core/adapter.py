@@ -84,6 +84,9 @@ def arranged(model: nn.Module, layout: Layout, mine: Sequence[CacheLayerMixin]) 
     return layers
 
 
+# States are written into by the model, in or out of inference mode: what is made of them here belongs to neither.
+@torch.inference_mode(False)
+@torch.no_grad()
 def twin(layer: Any) -> Any:
     """A layer of transformers' cache with the same contents, which goes on by itself."""
     made = copy.copy(layer)
@@ -97,10 +100,19 @@ def twin(layer: Any) -> Any:
 def rows_of(layer: Any, rows: Tensor) -> Any:
     """A twin of a layer that holds the sequences `rows` only."""
     made = twin(layer)
-    made.reorder_cache(rows)
+    take(made, rows)
     return made
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def take(layer: Any, rows: Tensor) -> None:
+    """Let a layer hold the sequences `rows` in place of the present ones."""
+    layer.reorder_cache(rows.clone())
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
 def joined(layers: Sequence[Any]) -> Any:
     """One layer that holds the sequences of several, which have seen equally many tokens."""
     made = twin(layers[0])

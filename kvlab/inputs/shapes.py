@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from kvlab.errors import KvlabError, nearest
 
-
 WINDOW, WHOLE = "sliding_attention", "full_attention"
 
 
@@ -76,9 +75,7 @@ def _tiny(model_type: str, summary: str, kv_heads: int, **more: object) -> Shape
 
 def _hybrid(model_type: str, summary: str, layer_types: list[str], **more: object) -> Shape:
     """A tiny model whose layers look at different things."""
-    return _tiny(
-        model_type, summary, 2, **{"num_hidden_layers": len(layer_types), "layer_types": layer_types, **more}
-    )
+    return _tiny(model_type, summary, 2, **{"num_hidden_layers": len(layer_types), "layer_types": layer_types, **more})
 
 
 SHAPES: dict[str, Shape] = {

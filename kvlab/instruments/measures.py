@@ -68,8 +68,9 @@ def mass_kept(weights: Tensor, read: Tensor) -> Tensor:
 
 
 def mass_lost(weights: Tensor, read: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """1 - the attention mass on the positions that are read, and less what learnt sinks take, which is not lost: the
-    mass on keys that are not read.
+    """1 - the attention mass on the positions that are read.
+
+    What learnt sinks take is not lost: it is taken off as well, so that this is the mass on the keys that are not read.
 
     Args:
         weights: softmax over all keys that a full cache would hold, `[..., heads, length]`.
@@ -85,8 +86,13 @@ def mass_lost(weights: Tensor, read: Tensor, sinks: Tensor | None = None) -> Ten
 
 
 def sink_share(weights: Tensor) -> Tensor:
-    """What learnt sinks take of the attention: what the weights of the keys `[..., heads, length]` lack of a sum of 1,
-    `[..., heads]`.
+    """The share of the attention that learnt sinks take.
+
+    Args:
+        weights: of the keys, `[..., heads, length]`.
+
+    Returns:
+        What they lack of a sum of 1, `[..., heads]`.
     """
     return (1 - weights.sum(-1)).clamp(0, 1)
 

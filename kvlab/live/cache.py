@@ -313,7 +313,10 @@ class LiveCache(Cache):
 
     @torch.inference_mode()
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(cast("torch.LongTensor", beam_idx))
+        for layer in self.compressed:
+            layer.reorder_cache(beam_idx)
+        for layer in self.others.values():
+            adapter.take(layer, beam_idx)
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -324,7 +327,7 @@ class LiveCache(Cache):
         for layer in self.compressed:
             layer.batch_select_indices(indices)
         for layer in self.others.values():
-            layer.reorder_cache(indices)
+            adapter.take(layer, indices)
         self._select(indices)
 
     def _select(self, rows: Tensor) -> None:

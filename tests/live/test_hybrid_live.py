@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import pytest
 import torch
@@ -327,7 +328,8 @@ def test_sessions_branch_off_from_one_prefill_and_join_again(tiny, family):
 class Told(kvlab.Policy):
     """Keeps everything, and writes down what it is told of the logits."""
 
-    name, summary, scalings = "told", "for tests", []
+    name: ClassVar[str] = "told"
+    scalings: ClassVar[list] = []
     budget: int = 4
 
     def choose(self, prompt, budget):
@@ -353,16 +355,13 @@ def test_a_branch_whose_first_step_ends_the_prompt_knows_the_models_factor(tiny,
         assert told.sinks is None if family != "hybrid-gpt-oss" else torch.equal(told.sinks, module.sinks)
     assert family == "hybrid-gpt-oss" or modules[0].scaling != 16**-0.5
     policy = small("snapkv")
+    with gather(lm.model, [policy]):
+        prefilled = lm.model(ids).past_key_values
     with kvlab.compress(lm.model, policy) as session:
-        lm.model(ids[:, :1], past_key_values=session.branch(prefilled_for(lm, ids, policy)))
+        lm.model(ids[:, :1], past_key_values=session.branch(prefilled))
     opened = kvlab.replay(kvlab.capture(lm, ids, 0, pseudo=()), policy)
     for layer in lm.layout.compressed:
         assert sets(session.kept_after_prefill(layer)) == sets(opened.kept(layer))
-
-
-def prefilled_for(lm, ids, policy):
-    with gather(lm.model, [policy]):
-        return lm.model(ids).past_key_values
 
 
 # --- a model that sees nothing but windows ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -171,7 +172,8 @@ def test_hybrid_attention_finds_by_capped_logits_and_the_models_softmax(made):
 class Asks(kvlab.Policy):
     """Keeps everything and writes down what a step is told of the logits."""
 
-    name, summary, told = "asks", "for tests", []
+    name: ClassVar[str] = "asks"
+    told: ClassVar[list] = []
 
     def select(self, store, queries, scaling):
         self.told.append(scaling)
