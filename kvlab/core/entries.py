@@ -59,7 +59,17 @@ class Entries(Protocol):
         """Keys or values of the slots `[rows, kv_heads, n]`: `[rows, kv_heads, n, head_dim]`; anything for -1."""
         ...
 
-    def runs(self) -> Iterator[Run]: ...
+    def since(self, name: str, slot: int) -> Tensor:
+        """As `read`, from one slot on."""
+        ...
+
+    def row(self, name: str, row: int) -> Tensor:
+        """As `read`, of one row: `[kv_heads, length, ...]`."""
+        ...
+
+    def runs(self) -> Iterator[Run]:
+        """All entries, without empty slots."""
+        ...
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor | int) -> None:
         """Add `n` entries to every head: `[rows, kv_heads, n, head_dim]`, at positions `[rows, kv_heads, n]`."""
@@ -178,6 +188,20 @@ class AsIs:
     def read(self, name: str) -> Tensor:
         return self.slots.view(name) if name == POSITIONS else self.unpacked(name, self.slots.view)
 
+    def row(self, name: str, row: int) -> Tensor:
+        if name == POSITIONS:
+            return self.slots.view(name)[row]
+        heads = slice(row * self.shape[1], (row + 1) * self.shape[1])
+        return self.unpacked(name, lambda part: self.slots.view(part)[row], heads)
+
+    def head(self, name: str, place: int) -> Tensor:
+        """The entries `[count, ...]` of one head."""
+
+        def part(name: str) -> Tensor:
+            return self.slots.of(self.slots.tensors[name], place)
+
+        return part(name) if name == POSITIONS else self.unpacked(name, part)
+
     def heads(self, name: str) -> Iterator[Tensor]:
         """The entries `[count, ...]` of one head after the other."""
         if isinstance(self.slots, Even):
@@ -189,6 +213,9 @@ class AsIs:
 
     def taken(self, name: str, slots: Tensor) -> Tensor:
         return self.unpacked(name, lambda part: pick(self.slots.view(part), slots))
+
+    def since(self, name: str, slot: int) -> Tensor:
+        return self.unpacked(name, lambda part: self.slots.view(part)[:, :, slot:])
 
     def runs(self) -> Iterator[Run]:
         for first, n in self.slots.runs():
@@ -321,7 +348,9 @@ class Fp8(Rounded):
 
     def prepare(self, entries: AsIs) -> None:
         largest = {name: entries.read(name).float().abs().amax((2, 3)) for name in (KEYS, VALUES)}
-        self.scales = {name: (x / self.LARGEST).clamp_min(torch.finfo(torch.float32).tiny) for name, x in largest.items()}
+        self.scales = {
+            name: (x / self.LARGEST).clamp_min(torch.finfo(torch.float32).tiny) for name, x in largest.items()
+        }
 
     def rounded(self, name: str, x: Tensor) -> dict[str, Tensor]:
         scaled = (x.float() / self.scales[name][..., None, None]).clamp(-self.LARGEST, self.LARGEST)

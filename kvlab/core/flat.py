@@ -49,7 +49,12 @@ class Flat:
 
     @classmethod
     def filled(
-        cls, source: Slots, shape: tuple[int, int], counts: list[int], piece: Callable[[Tensor, int], Tensor], room=tight
+        cls,
+        source: Slots,
+        shape: tuple[int, int],
+        counts: list[int],
+        piece: Callable[[Tensor, int], Tensor],
+        room: Callable[[int], int] = tight,
     ) -> Flat:
         """Tensors like the source's, into which `piece` of each (the tensor, the place) brings `[count, ...]`."""
         rooms = [room(count) for count in counts]

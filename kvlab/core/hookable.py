@@ -153,6 +153,12 @@ def _sees(model: str, number: int, layer: Any, name: str) -> str:
     raise KvlabError(f"layer {number} of {model} {why}, which kvlab does not model; {KNOWN}")
 
 
+def head_dim_of(model: nn.Module, module: nn.Module) -> int:
+    """The head size of an attention module of a model."""
+    config = text_config(model)
+    return getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def softmax_of(module: nn.Module) -> Softmax:
     """What an attention module does with its products, as far as its attributes tell before it is called."""
     factor, softcap = (getattr(module, name, None) for name in ("scaling", "attn_logit_softcapping"))

@@ -139,8 +139,8 @@ class Packed(AsIs):
         self.slots.tensors[GROUP] = new[numbers.long().clamp(0, len(new) - 1)]
 
     def put_where(self, slot: Tensor, keys: Tensor, values: Tensor, heads: Tensor) -> None:
-        """Overwrite the slot `[rows, kv_heads]` of the `heads` in question with entries `[rows, kv_heads, head_dim]`; keys
-        are rounded with the steps and zeros of the group that is there.
+        """Overwrite the slot `[rows, kv_heads]` of these `heads` with entries `[rows, kv_heads, head_dim]`; keys are
+        rounded with the steps and zeros of the group that is there.
         """
         group = pick(self.slots.view(GROUP), slot[..., None])[..., 0].long()
         found = codes(keys, self.steps[group], self.zeros[group], self.bits)
@@ -207,11 +207,20 @@ class Kivi:
             return self.new.read(name)
         if not self.old.ragged and not self.new.ragged:
             return torch.cat([self.old.read(name), self.new.read(name)], 2)
-        parts = list(self._heads(name))
+        return self._side_by_side(name, list(self._heads(name))).unflatten(0, self.shape)
+
+    def row(self, name: str, row: int) -> Tensor:
+        kv_heads = self.shape[1]
+        places = range(row * kv_heads, (row + 1) * kv_heads)
+        parts = [torch.cat([self.old.head(name, place), self.new.head(name, place)]) for place in places]
+        return self._side_by_side(name, parts)
+
+    def _side_by_side(self, name: str, parts: list[Tensor]) -> Tensor:
+        """Heads `[count, ...]` as one tensor `[heads, length, ...]`, with empty slots at the end of shorter ones."""
         out = parts[0].new_full((len(parts), self.length, *parts[0].shape[1:]), blank(name))
         for head, part in zip(out, parts, strict=True):
             head[: len(part)] = part
-        return out.unflatten(0, self.shape)
+        return out
 
     def _heads(self, name: str) -> Iterator[Tensor]:
         """The entries `[count, ...]` of one head after the other."""
@@ -219,7 +228,20 @@ class Kivi:
         return (torch.cat(pair) for pair in pairs)
 
     def taken(self, name: str, slots: Tensor) -> Tensor:
-        return pick(self.read(name), slots)
+        behind = slots - self._split()[..., None]
+        older = behind < 0
+        if not self.old.slots.total or not bool(older.any()):
+            return self.new.taken(name, behind)
+        rounded = self.old.taken(name, slots.masked_fill(~older, 0))
+        if bool(older.all()):
+            return rounded
+        return torch.where(older[..., None], rounded, self.new.taken(name, behind))
+
+    def since(self, name: str, slot: int) -> Tensor:
+        split = set(self.old.counts)
+        if len(split) == 1 and slot >= min(split):
+            return self.new.since(name, slot - min(split))
+        return self.read(name)[:, :, slot:]
 
     def runs(self) -> Iterator[Run]:
         if not self.ragged:
@@ -250,7 +272,9 @@ class Kivi:
             for name in (KEYS, VALUES, POSITIONS)
         )
         self.old.extend(keys, values, found, leaving)
-        counts, first = (torch.tensor(each, device=self.device).view(*self.shape, 1) for each in (self.new.counts, leaving))
+        counts, first = (
+            torch.tensor(each, device=self.device).view(*self.shape, 1) for each in (self.new.counts, leaving)
+        )
         slots = torch.arange(int((counts - first).max()), device=self.device) + first
         # Anew and not in place, so that what the entries took is free.
         self.new.evict(slots.masked_fill(slots >= counts, EMPTY))
@@ -293,9 +317,7 @@ class Kivi:
         if bool(rounded.any()):
             self.old.put_where(slot.where(rounded, 0), keys, values, rounded)
         if not bool(rounded.all()):
-            self.new.slots.put(
-                (slot - self._split()).where(~rounded, 0), {KEYS: keys, VALUES: values}, ~rounded
-            )
+            self.new.slots.put((slot - self._split()).where(~rounded, 0), {KEYS: keys, VALUES: values}, ~rounded)
 
     def expand(self, repeats: int) -> None:
         self.old.expand(repeats)

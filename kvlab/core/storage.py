@@ -42,6 +42,10 @@ class Storage:
         """Whether what is read is what the model made."""
         return self.name == AS_IS.name
 
+    def behind(self, policy: str) -> str:
+        """A policy with the storage of what it keeps, as signatures name both; the plain one goes without saying."""
+        return policy if self.exact else f"{policy}+{self.name}"
+
     def check(self, head_dim: int, device: torch.device) -> None:
         """Raise KvlabError where heads of this size, or this device, cannot have it."""
         if head_dim % self.group:
@@ -70,8 +74,8 @@ def kivi(bits: int, group: int = 32, residual: int = 128) -> Storage:
     """
     if bits not in (2, 4) or group < 1 or group * bits % 8 or residual < 0:
         raise KvlabError(
-            f"KIVI takes 2 or 4 bits, groups that fill whole bytes, and a residual of 0 tokens or more, not bits={bits}, "
-            f"group={group}, residual={residual}"
+            f"KIVI takes 2 or 4 bits, groups that fill whole bytes, and a residual of 0 tokens or more, not "
+            f"bits={bits}, group={group}, residual={residual}"
         )
     usual = (group, residual) == (32, 128)
     name = f"kivi-{bits}" + ("" if usual else f"(group={group}, residual={residual})")

@@ -135,6 +135,11 @@ class LayerStore:
         return self._entries.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of keys and values as the model makes them."""
+        return self._entries.dtype
+
+    @property
     def keys(self) -> Tensor:
         """`[rows, kv_heads, slots, head_dim]` in the model's precision, to be read and not written to; zeros in empty
         slots. Of heads with different numbers of entries, and of entries that are stored in another form, it is made
@@ -155,6 +160,15 @@ class LayerStore:
     def taken(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the slots `[rows, kv_heads, n]`, `[rows, kv_heads, n, head_dim]` each; anything for -1."""
         return self._entries.taken(KEYS, slots), self._entries.taken(VALUES, slots)
+
+    def row(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of one row, `[kv_heads, slots, head_dim]` each, and positions `[kv_heads, slots]`."""
+        keys, values, positions = (self._entries.row(name, row) for name in (KEYS, VALUES, POSITIONS))
+        return keys, values, positions
+
+    def since(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Keys and values from one slot on, `[rows, kv_heads, slots - slot, head_dim]` each."""
+        return self._entries.since(KEYS, slot), self._entries.since(VALUES, slot)
 
     def runs(self) -> Iterator[Run]:
         """All entries without empty slots: heads that hold equally many, with keys and values `[heads, n, head_dim]`.
@@ -235,6 +249,11 @@ class LayerStore:
     def key_bytes(self) -> int:
         """The keys' part of `kv_bytes`."""
         return self._entries.key_bytes
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry's key and value as the model makes them."""
+        return 2 * self.head_dim * self.dtype.itemsize
 
     def bytes_of(self, slots: Tensor | None) -> int:
         """What reading the slots `[rows, kv_heads, n]` loads, -1 for none; everything that is stored for None."""

@@ -92,7 +92,7 @@ class Attending:
                 f"{self._policy.name} adds up the attention of every query of its prompt, and only "
                 f"{queries.shape[2]} of {store.length} were fed inside the session; feed the whole prompt there"
             )
-        kv_heads = store.keys.shape[1]
+        kv_heads = store.kv_heads
         gathered = attention.accumulate(queries, store.keys, softmax, padding=padding)
         gathered = gathered.unflatten(1, (kv_heads, -1)).transpose(2, 3)
         if store.has_column(ACCUMULATED):
@@ -106,11 +106,7 @@ class Attending:
         """One decoding step of one group: attend, let the probes look, and let the policy update its store."""
         store, policy, reports = group.store, group.policy or self._policy, self._reports
         attended = decode(policy, store, queries, keys, values, call.softmax, weigh=reports.needs_weights)
-        if attended.slots is not None:
-            entries = int((attended.slots >= 0).sum())
-        else:
-            entries = int(store.counts.sum()) if store.ragged else store.entries
-        group.bytes_read = entries * store.entry_bytes + policy.overhead_bytes(store)
+        group.bytes_read = store.bytes_of(attended.slots) + policy.overhead_bytes(store)
         if not reports.probes:
             policy.step(store, attended.weights)
             group.lossy = group.lossy or store.length < store.seen

@@ -83,9 +83,9 @@ class Group:
 
     def take(self, rows: Tensor) -> None:
         """The sequences `rows` of this group in place of the present ones, with all that is known of them."""
-        self.store.reorder(rows.to(self.store.keys.device))
+        self.store.reorder(rows.to(self.store.device))
         if self.shadow is not None:
-            self.shadow.store.reorder(rows.to(self.shadow.store.keys.device))
+            self.shadow.store.reorder(rows.to(self.shadow.store.device))
         if self.kept is not None:
             self.kept = self.kept[rows.to(self.kept.device)]
 
@@ -156,7 +156,7 @@ class LiveLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for group in self.groups:
-            wanted = group.of(beam_idx.to(group.store.keys.device))
+            wanted = group.of(beam_idx.to(group.store.device))
             if group.rows is not None:
                 place = {int(row): i for i, row in enumerate(group.rows)}
                 if any(int(row) not in place for row in wanted):
@@ -273,7 +273,7 @@ class LiveCache(Cache):
             for new, old in zip(joined.compressed, cache.compressed, strict=True):
                 (group,) = old.groups
                 new.softmax = old.softmax
-                own = rows.to(group.store.keys.device)
+                own = rows.to(group.store.device)
                 new.groups.append(replace(group, rows=own, policy=group.policy or policy))
         return joined
 
@@ -288,7 +288,7 @@ class LiveCache(Cache):
 
     @property
     def batch(self) -> int:
-        return sum(group.store.keys.shape[0] for group in self.compressed[0].groups)
+        return sum(group.store.rows for group in self.compressed[0].groups)
 
     @contextmanager
     def on_trial(self, rows: Tensor | None) -> Iterator[None]:

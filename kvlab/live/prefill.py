@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.core import attention, hookable, hooks
+from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
 from kvlab.live.attending import ACCUMULATED
 from kvlab.live.cache import LiveCache
@@ -31,6 +32,7 @@ class Prefill:
         turns: as `compress` takes it.
         encode: the token ids of a text, for pseudo-tokens that are made from a sentence; None without a tokenizer.
         max_new_tokens: how long the response may grow; 0 where that is not known.
+        storage: in what form what the policy keeps is stored.
     """
 
     def __init__(
@@ -40,8 +42,9 @@ class Prefill:
         turns: str,
         encode: Callable[[str], Tensor] | None,
         max_new_tokens: int,
+        storage: Storage,
     ):
-        self._model, self._policy, self._turns = model, policy, turns
+        self._model, self._policy, self._turns, self._storage = model, policy, turns, storage
         self._encode, self._max_new_tokens = encode or _no_tokenizer, max_new_tokens
 
     def end(self, cache: LiveCache) -> None:
@@ -66,6 +69,8 @@ class Prefill:
                 # What a layer's prompt holds on to is freed before the next layer is compressed.
                 prompt = planned.pop(0) if planned else self._prompt(cache, index, number, pseudo.get(index))
                 policy.compress(group.store, prompt)
+                # After the eviction: what is rounded are the entries that stay.
+                group.store.hold(self._storage)
                 group.kept = group.store.positions.clone()
                 group.lossy = group.lossy or group.store.length < group.store.seen or group.store.merged
         for layer in cache.compressed:
@@ -146,7 +151,7 @@ class Prefill:
         prompts = group.of(torch.cat(cache.ids, 1))[:, cache.seen - length :].cpu()
         vocabulary = hookable.text_config(self._model).vocab_size
         ids = torch.stack([self._policy.pseudo_tokens(row, vocabulary, self._encode) for row in prompts])
-        device = group.store.keys.device
+        device = group.store.device
         positions = torch.arange(length, length + ids.shape[1], device=device).expand_as(ids)
         # Layers left alone hold the padding too.
         padding = cache.seen - length

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvlab.core import adapter, hookable, hooks
+from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import LM, lm_of
@@ -42,7 +43,7 @@ class Session:
     """What `compress` hands to its block: what is stored now, and what the probes saw.
 
     Attributes:
-        model, policy: as given.
+        model, policy, storage: as given.
         layout: which of the model's layers the policy compresses.
         records: numbers of the probes; `table` is its tidy form.
     """
@@ -56,12 +57,14 @@ class Session:
         encode: Callable[[str], Tensor] | None,
         shadow_bytes: int,
         max_new_tokens: int = 0,
+        storage: Storage = AS_IS,
     ):
-        self.model, self.policy, self.turns = model, policy, turns
-        self._reports = Reports(policy, probes, shadow_bytes)
+        self.model, self.policy, self.turns, self.storage = model, policy, turns, storage
+        self._reports = Reports(policy, probes, shadow_bytes, storage)
         self._attending = Attending(policy, turns, self._reports)
-        self._prefill = Prefill(model, policy, turns, encode, max_new_tokens)
+        self._prefill = Prefill(model, policy, turns, encode, max_new_tokens, storage)
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
+        storage.check(hookable.head_dim_of(model, self.modules[0]), model.device)
         self._window = hooks.shortest_window(model)
         self._adopted: WeakKeyDictionary[Cache, LiveCache] = WeakKeyDictionary()
         self._cache: LiveCache | None = None
@@ -158,7 +161,7 @@ class Session:
             if len(given.layers) != len(self.layout.sees):
                 raise KvlabError(f"the cache has {len(given.layers)} layers, and the model {len(self.layout.sees)}")
             if given.session is not self:
-                if given.session.policy != self.policy:
+                if (given.session.policy, given.session.storage) != (self.policy, self.storage):
                     given.start_over()
                 given.session, given.number = self, 0
                 if given.ended:
@@ -272,7 +275,9 @@ class Session:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that hold an entry, over all layers that the policy compresses."""
+        """Bytes of keys and values that hold an entry, as they are stored, over all layers that the policy
+        compresses.
+        """
         return sum(store.kv_bytes for store in self._stores())
 
     @property
@@ -319,7 +324,9 @@ class Session:
 
     @property
     def table(self) -> pd.DataFrame:
-        """What the probes saw, tidy: policy, budget, sequence, layer, kv_head, head, step, measure, value."""
+        """What the probes saw, tidy: policy, budget, entries, storage, prompt, sequence, layer, kv_head, head, step,
+        measure, value.
+        """
         return self.records.table
 
     @property
@@ -337,6 +344,7 @@ def compress(
     tokenizer: Any = None,
     shadow_bytes: int = 8 * 2**30,
     max_new_tokens: int = 0,
+    storage: str | Storage = "as_is",
 ) -> Session:
     """Run `model` with a cache that `policy` compresses, as a context manager.
 
@@ -357,9 +365,11 @@ def compress(
             cache.
         max_new_tokens: how long the response may grow, for methods that depend on it (rocketkv, quest, sparq,
             hybrid, keyformer); 0 where it is not known.
+        storage: in what form what the policy keeps is stored (`kvlab list storages`), from the end of the prompt on.
 
     Raises:
-        KvlabError: the model cannot be hooked, or an unknown probe; nothing has run by then.
+        KvlabError: the model cannot be hooked, an unknown probe or storage, or a storage that the model's head size or
+            device cannot have; nothing has run by then.
     """
     if turns not in ("recompress", "leave"):
         raise KvlabError(f"turns={turns!r} is neither 'recompress' nor 'leave'")
@@ -382,4 +392,5 @@ def compress(
         None if tokenizer is None else encode,
         shadow_bytes,
         max_new_tokens,
+        stored_as(storage),
     )

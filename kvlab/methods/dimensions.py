@@ -25,7 +25,7 @@ def affordable(store: LayerStore, page: int = 1) -> int:
     """How many dimensions of one vector for each `page` entries a step loads to find what it reads, between 1 and
     head_dim: as given, else what half the budget pays for at the expected length, or at the true one once it is longer.
     """
-    head_dim, length = store.keys.shape[-1], max(store.numbers["expected"], store.length)
+    head_dim, length = store.head_dim, max(store.numbers["expected"], store.length)
     return min(store.numbers["rank"] or max(1, store.budget * head_dim * page // length), head_dim)
 
 
@@ -33,7 +33,7 @@ def room(store: LayerStore, vectors: int, rank: int) -> int:
     """Entries that a step may read once `rank` dimensions of `vectors` keys have found them: half the budget, less what
     finding takes beyond the other half, and at least one.
     """
-    finding = -(-vectors * rank // (2 * store.keys.shape[-1]))
+    finding = -(-vectors * rank // (2 * store.head_dim))
     return max(1, min(store.budget // 2, store.budget - finding))
 
 

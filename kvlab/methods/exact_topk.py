@@ -31,4 +31,4 @@ class ExactTopK(Policy):
         if store.length <= store.budget:
             return None
         weights = attention.weights(queries, store.keys, scaling)[:, :, 0]
-        return ranking.top_positions(attention.sum_over_group(weights, store.keys.shape[1]), store.budget)
+        return ranking.top_positions(attention.sum_over_group(weights, store.kv_heads), store.budget)

@@ -68,5 +68,5 @@ class H2O(Policy):
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"
         score = store.column("score")
-        score += attention.sum_over_group(weights, store.positions.shape[1])
+        score += attention.sum_over_group(weights, store.kv_heads)
         evict_lowest(store, score, self._recent(store.budget))

@@ -79,7 +79,7 @@ def select(store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | Non
     """
     if store.length <= store.budget:
         return None
-    grouped = queries[:, :, 0].unflatten(1, (store.keys.shape[1], -1))
+    grouped = queries[:, :, 0].unflatten(1, (store.kv_heads, -1))
     page = store.numbers["page"]
     rank = affordable(store, page)
     dims = largest_dimensions(grouped, rank)
@@ -100,6 +100,8 @@ def overhead_bytes(store: LayerStore) -> int:
     """Bytes that finding loads: a few dimensions of one vector for each page."""
     if store.length <= store.budget:
         return 0
-    rows, kv_heads = store.keys.shape[:2]
-    vectors = rows * kv_heads * pages.number(store)
-    return vectors * affordable(store, store.numbers["page"]) * store.keys.element_size()
+    page = store.numbers["page"]
+    rank = affordable(store, page)
+    if page == 1:
+        return store.key_bytes * rank // store.head_dim
+    return store.rows * store.kv_heads * pages.number(store) * rank * store.dtype.itemsize

@@ -61,8 +61,8 @@ class MorphKV(Policy):
         super().compress(store, prompt)
         # Column r holds the row of the token at position r modulo R, so that a new row replaces the oldest.
         n = min(self.window, prompt.length)
-        ring = torch.arange(store.seen - n, store.seen, device=store.keys.device) % self.window
-        profile = torch.zeros(*store.positions.shape, self.window, device=store.keys.device)
+        ring = torch.arange(store.seen - n, store.seen, device=store.device) % self.window
+        profile = torch.zeros(store.rows, store.kv_heads, store.length, self.window, device=store.device)
         profile[..., ring] = self._profile(prompt)
         store.add_column("profile", profile)
         store.numbers["rows"] = store.seen
@@ -76,9 +76,7 @@ class MorphKV(Policy):
             ring = torch.arange(unseen.start, unseen.stop, device=profile.device) % self.window
             profile.index_fill_(-1, ring, 0)
         store.numbers["rows"] = store.seen
-        profile[..., (store.seen - 1) % self.window] = self._aggregate(weights[:, :, None], store.positions.shape[1])[
-            ..., 0
-        ]
+        profile[..., (store.seen - 1) % self.window] = self._aggregate(weights[:, :, None], store.kv_heads)[..., 0]
         if store.length > store.budget:
             evict_lowest(store, self._fuse(profile), self.window)
 

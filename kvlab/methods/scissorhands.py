@@ -74,7 +74,7 @@ class Scissorhands(Policy):
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"
-        kv_heads = store.positions.shape[1]
+        kv_heads = store.kv_heads
         below = weights.unflatten(1, (kv_heads, -1)).mean(2) < 1 / store.length
         # Bit e is the prompt's query e from its end; later rows go backwards round the ring, the oldest first.
         history = self._queries(store.budget)
