@@ -11,7 +11,7 @@ import typer
 from kvlab.commands.options import AsJson
 from kvlab.errors import KvlabError, nearest
 
-LISTS = ("policies", "experiments", "claims", "measures", "probes", "models", "packs", "tasks")
+LISTS = ("policies", "storages", "experiments", "claims", "measures", "probes", "models", "packs", "tasks")
 app = typer.Typer()
 
 

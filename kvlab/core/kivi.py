@@ -77,7 +77,7 @@ class Packed(AsIs):
         keys = torch.empty(0, like.head_dim, device=like.device)
         self.steps, self.zeros = keys.half(), keys.half()
         none = self._rounded(keys.view(0, group, like.head_dim), keys) | {
-            POSITIONS: torch.empty(0, dtype=torch.int64, device=like.device)
+            POSITIONS: torch.empty(0, dtype=torch.int32, device=like.device)
         }
         self.slots = Even({name: x.new_empty(*like.shape, 0, *x.shape[1:]) for name, x in none.items()}, owned=True)
 
@@ -99,7 +99,7 @@ class Packed(AsIs):
         pieces = zip(keys.split(PIECE * self.group), values.split(PIECE * self.group), strict=True)
         made = [self._rounded(some.unflatten(0, (-1, self.group)), theirs) for some, theirs in pieces]
         new = {name: torch.cat([piece[name] for piece in made]) for name in made[0]}
-        self.slots = self.slots.extend(new | {POSITIONS: positions}, counts)
+        self.slots = self.slots.extend(new | {POSITIONS: positions.int()}, counts)
 
     def _values(self, values: Tensor) -> dict[str, Tensor]:
         """Values `[..., head_dim]`, rounded each by itself."""
@@ -112,6 +112,9 @@ class Packed(AsIs):
 
     def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
         found = apart(get(name), self.bits).to(torch.float32)
+        if name == KEYS and not len(self.steps):
+            # No entry is left, but there may be room for some.
+            return found.to(self.dtype)
         if name == KEYS:
             number = get(GROUP).long()
             # On a CPU, a lookup of rows is faster than an index of several dimensions.

@@ -23,6 +23,12 @@ def _policies() -> list[dict[str, Any]]:
     return [{"name": name, "summary": _first_line(policy)} for name, policy in registry().items()]
 
 
+def _storages() -> list[dict[str, Any]]:
+    from kvlab.core.storage import STORAGES
+
+    return [{"name": name, "summary": storage.summary} for name, storage in STORAGES.items()]
+
+
 def _experiments() -> list[dict[str, Any]]:
     from kvlab.workbench import experiments
 
@@ -110,6 +116,7 @@ def _tasks() -> list[dict[str, Any]]:
 
 _LISTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "policies": _policies,
+    "storages": _storages,
     "experiments": _experiments,
     "claims": _claims,
     "measures": _measures,

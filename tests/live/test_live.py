@@ -259,7 +259,8 @@ def test_what_is_evicted_is_freed(tiny, family):
     with kvlab.compress(lm.model, kvlab.policy("snapkv", **SMALL["snapkv"])) as session, torch.inference_mode():
         out = lm.model(prompt(333))
         past = out.past_key_values
-        held = [weakref.ref(t) for layer in past.layers for g in layer.groups for t in (g.store._keys, g.store._values)]
+        stores = [group.store for layer in past.layers for group in layer.groups]
+        held = [weakref.ref(s._entries.slots.tensors[part]) for s in stores for part in ("keys", "values")]
         assert all(ref() is not None for ref in held)
         before = session.allocated_bytes
         session.end_prompt()
