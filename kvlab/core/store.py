@@ -40,6 +40,7 @@ class LayerStore:
         layers: the layer of each row.
         seen: how many tokens were ever appended, which is also the next token's position by default.
         storage: in what form keys and values are held; see `hold`.
+        rounded: whether any entry may have been rounded by a storage, now or earlier.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor | None = None):
@@ -47,10 +48,11 @@ class LayerStore:
         if positions is None:
             positions = torch.arange(length, device=keys.device).expand(rows, kv_heads, length)
         self._entries: Entries = AsIs.of(keys, values, positions)
-        # Fusion counts once something is merged, until when all are 1, and columns. They are as long as the fullest
-        # head, and blank where there is no entry: what a policy writes into them must not be a copy.
+        # Columns, and fusion counts once something is merged. They are as long as the fullest head, and blank where a
+        # head has no entry: what a policy writes into them must not be a copy.
         self._beside: Even | None = None
         self.storage: Storage = AS_IS
+        self.rounded = False
         self.memory: dict[str, Tensor] = {}
         self.scratch: dict[str, Tensor] = {}
         self.numbers: dict[str, int] = {}
@@ -95,6 +97,7 @@ class LayerStore:
         """
         if storage != self.storage:
             self._entries, self.storage = storage.hold(self._entries.plain()), storage
+            self.rounded = self.rounded or not storage.exact
         self.settle()
 
     def settle(self) -> None:
@@ -142,8 +145,7 @@ class LayerStore:
     @property
     def keys(self) -> Tensor:
         """`[rows, kv_heads, slots, head_dim]` in the model's precision, to be read and not written to; zeros in empty
-        slots. Of heads with different numbers of entries, and of entries that are stored in another form, it is made
-        anew whenever it is asked for: ask once, and for shapes ask the store.
+        slots. Where heads differ, or entries are stored in another form, it is made anew whenever it is asked for.
         """
         return self._entries.read(KEYS)
 
@@ -161,27 +163,23 @@ class LayerStore:
         """Keys and values of the slots `[rows, kv_heads, n]`, `[rows, kv_heads, n, head_dim]` each; anything for -1."""
         return self._entries.taken(KEYS, slots), self._entries.taken(VALUES, slots)
 
-    def row(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+    def row(self, row: int) -> list[Tensor]:
         """Keys and values of one row, `[kv_heads, slots, head_dim]` each, and positions `[kv_heads, slots]`."""
-        keys, values, positions = (self._entries.row(name, row) for name in (KEYS, VALUES, POSITIONS))
-        return keys, values, positions
+        return [self._entries.row(name, row) for name in (KEYS, VALUES, POSITIONS)]
 
     def since(self, slot: int) -> tuple[Tensor, Tensor]:
         """Keys and values from one slot on, `[rows, kv_heads, slots - slot, head_dim]` each."""
         return self._entries.since(KEYS, slot), self._entries.since(VALUES, slot)
 
     def runs(self) -> Iterator[Run]:
-        """All entries without empty slots: heads that hold equally many, with keys and values `[heads, n, head_dim]`.
-
-        Heads are counted row by row, as in a tensor `[rows, kv_heads, ...]` whose first two dimensions are flattened.
+        """All entries without empty slots: heads that hold equally many, counted row by row, with their keys and values
+        `[heads, n, head_dim]`.
         """
         return self._entries.runs()
 
     @property
     def fusion_counts(self) -> Tensor:
-        """Fusion counts `[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never
-        merged.
-        """
+        """`[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never merged."""
         if not self.has_column(FUSIONS):
             return torch.ones(1, 1, 1, device=self.device).expand(self.rows, self.kv_heads, self.length)
         return self.column(FUSIONS)
@@ -239,9 +237,8 @@ class LayerStore:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values that hold an entry, with what it takes to read them: of other storages than the
-        plain one codes, scales and zero points. Original positions, and which group of keys an entry was rounded with,
-        are bookkeeping and not counted.
+        """Bytes of the keys and values that hold an entry, with what it takes to read them (scales, zero points).
+        Positions, and with which group an entry was rounded, are bookkeeping and not counted.
         """
         return self._entries.kv_bytes
 

@@ -20,6 +20,7 @@ from kvlab.core import adapter, hookable
 from kvlab.core.hooks import Call
 from kvlab.core.layout import Layout
 from kvlab.core.softmax import Softmax
+from kvlab.core.storage import Storage
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Shadow
@@ -285,6 +286,12 @@ class LiveCache(Cache):
             for group in layer.groups:
                 group.store.forget_policy()
                 group.policy = None
+
+    @torch.inference_mode()
+    def hold(self, storage: Storage) -> None:
+        """Store what has been kept in another form."""
+        for group in (group for layer in self.compressed for group in layer.groups):
+            group.store.hold(storage)
 
     @property
     def batch(self) -> int:

@@ -53,7 +53,7 @@ class Reports:
         if not self._needs_shadow:
             return
         for group in (group for layer in cache.compressed for group in layer.groups if group.shadow is None):
-            if group.lossy or not group.store.storage.exact:
+            if group.lossy or group.store.rounded:
                 raise KvlabError(
                     "the cache handed in has lost entries already, or rounded them, so its full attention is not "
                     "known; leave out the probes that compare with it, or have them from the first prompt on"

@@ -161,8 +161,10 @@ class Session:
             if len(given.layers) != len(self.layout.sees):
                 raise KvlabError(f"the cache has {len(given.layers)} layers, and the model {len(self.layout.sees)}")
             if given.session is not self:
-                if (given.session.policy, given.session.storage) != (self.policy, self.storage):
+                if given.session.policy != self.policy:
                     given.start_over()
+                elif given.ended:
+                    given.hold(self.storage)
                 given.session, given.number = self, 0
                 if given.ended:
                     self._reports.begin(given)
