@@ -91,10 +91,7 @@ class LayerStore:
     # ------------------------------------------------------------------ in what form entries are held
 
     def hold(self, storage: Storage) -> None:
-        """Hold keys and values in this form from here on, those that are there and those that come.
-
-        Entries that are in it already are not rounded again.
-        """
+        """Hold keys and values in this form, what is there and what will come; what is in it is not rounded again."""
         if storage != self.storage:
             self._entries, self.storage = storage.hold(self._entries.plain()), storage
             self.rounded = self.rounded or not storage.exact
@@ -139,7 +136,6 @@ class LayerStore:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of keys and values as the model makes them."""
         return self._entries.dtype
 
     @property
@@ -172,9 +168,7 @@ class LayerStore:
         return self._entries.since(KEYS, slot), self._entries.since(VALUES, slot)
 
     def runs(self) -> Iterator[Run]:
-        """All entries without empty slots: heads that hold equally many, counted row by row, with their keys and values
-        `[heads, n, head_dim]`.
-        """
+        """All entries, without empty slots: see `Run`."""
         return self._entries.runs()
 
     @property
