@@ -10,11 +10,15 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from kvlab.errors import KvlabError
+from kvlab.workbench.experiments import experiment as experiments
 from kvlab.workbench.experiments import notebooks, values
 
 
-def parameters() -> dict[str, Any]:
+def parameters(experiment: str | None = None) -> dict[str, Any]:
     """The parameters of the calling notebook, with their present values.
+
+    Where the kernel keeps no history (nbval runs cells so), the parameters cell is read from the file of the
+    `experiment`'s notebook.
 
     The parameters cell is the first cell with nothing but plain values, among those that ran since the last run was
     started in this kernel; papermill runs it before the cell with the values from its command line. A list or a mapping
@@ -33,6 +37,9 @@ def parameters() -> dict[str, Any]:
             wanted = True
         elif wanted and (assigned := notebooks.plain_values(source)):
             declared, wanted = assigned, False
+    if declared is None and experiment is not None and experiment in experiments.names():
+        declared = notebooks.parameters_of(experiments.load(experiment).path)
+        declared = declared if set(declared) <= set(shell.user_ns) else None
     if declared is None:
         raise KvlabError("no parameters cell has run: run the notebook from its first cell")
     return typed(shell.user_ns, declared)

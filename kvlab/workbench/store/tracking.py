@@ -276,7 +276,7 @@ def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: 
     Raises:
         KvlabError: the store cannot be reached, or a parameter is not of the type that the notebook has for it.
     """
-    given = dict(parameters) if parameters is not None else read_parameters()
+    given = dict(parameters) if parameters is not None else read_parameters(experiment)
     tags = {"signature": signature(experiment, given), **tags}
     if run_id := os.environ.get("MLFLOW_RUN_ID"):
         run = Run(client(store_uri()), run_id, experiment, attached=True)
