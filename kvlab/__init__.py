@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.version import __version__
 
 if TYPE_CHECKING:
+    from kvlab.core.storage import storages
     from kvlab.errors import KvlabError
     from kvlab.inputs.corpus import Document, document, documents, questions
     from kvlab.inputs.models import LM, load, random_lm
@@ -52,9 +53,11 @@ __all__ = [
     "questions",
     "random_lm",
     "replay",
+    "storages",
 ]
 
 _HOMES = {
+    "core.storage": ("storages",),
     "errors": ("KvlabError",),
     "inputs.corpus": ("Document", "document", "documents", "questions"),
     "inputs.models": ("LM", "load", "random_lm"),

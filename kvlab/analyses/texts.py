@@ -31,18 +31,23 @@ def to_summarise(lm: LM, document: Document, tokens: int) -> Document:
 
 
 def common_traces(
-    lm: LM, documents: Sequence[str] = DOCUMENTS, tokens: int = 2000, new_tokens: int = 32
+    lm: LM,
+    documents: Sequence[str] = DOCUMENTS,
+    tokens: int = 2000,
+    new_tokens: int = 32,
+    names: Sequence[str] = ("quick",),
 ) -> list[Trace]:
-    """Traces of requests to summarise, with everything that any policy may ask for; captured once for all notebooks.
+    """Traces of requests to summarise, with everything that policies ask for; captured once for all notebooks.
 
     Args:
         documents: names, as `kvlab.document` takes them.
         tokens: length of each prompt.
         new_tokens: length of each greedy response.
+        names: the policies that they are for, as `contestants.named` takes them.
     """
+    from kvlab.analyses.together.contestants import named
     from kvlab.inputs import corpus
-    from kvlab.methods import policies
     from kvlab.traces import shared
 
     prompts = [to_summarise(lm, corpus.document(name), tokens) for name in documents]
-    return shared.shared(lm, prompts, new_tokens, window=64, policies=sorted(policies()))
+    return shared.shared(lm, prompts, new_tokens, window=64, policies=sorted(named(names)))

@@ -26,6 +26,8 @@ from torch import Tensor
 
 import kvlab
 from kvlab.bench import clock, memory, meters
+from kvlab.core.hookable import head_dim_of, layers_of
+from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import models
 from kvlab.instruments.probes import probe
@@ -44,6 +46,7 @@ COLUMNS = (
     "task",
     "policy",
     "budget",
+    "storage",
     "context",
     "batch",
     "metric",
@@ -79,10 +82,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class Contender:
-    """What is compared: transformers' full cache (`policy` None), or a policy, perhaps with probes attached."""
+    """What is compared: transformers' full cache (`policy` None), or a policy, perhaps with probes attached, with what
+    it keeps stored in some form.
+    """
 
     policy: Policy | None = None
     probes: tuple[str, ...] = ()
+    storage: Storage = AS_IS
 
     @property
     def name(self) -> str:
@@ -96,15 +102,24 @@ class Contender:
     def session(self, lm: models.LM) -> AbstractContextManager[Session | None]:
         if self.policy is None:
             return nullcontext()
-        return compress(lm.model, self.policy, self.probes, tokenizer=lm.tokenizer)
+        return compress(lm.model, self.policy, self.probes, tokenizer=lm.tokenizer, storage=self.storage)
 
 
-def contenders(policies: Sequence[str], budgets: Sequence[float] = (), probes: Sequence[str] = ()) -> list[Contender]:
-    """The full cache first, then every policy at every budget ("all": all that there are), with and without probes.
+def contenders(
+    policies: Sequence[str],
+    budgets: Sequence[float] = (),
+    probes: Sequence[str] = (),
+    storages: Sequence[str | Storage] = ("as_is",),
+) -> list[Contender]:
+    """The full cache first, then every policy at every budget ("all": all that there are) in every storage, with and
+    without probes.
 
     Raises:
-        KvlabError: an unknown policy or probe, or a budget that a policy cannot work with.
+        KvlabError: an unknown policy, probe or storage, or a budget that a policy cannot work with.
     """
+    forms = [stored_as(form) for form in storages]
+    if not forms:
+        raise KvlabError("name at least one storage, such as 'as_is'")
     for name in probes:
         probe(name)
     if not budgets and policies:
@@ -115,6 +130,7 @@ def contenders(policies: Sequence[str], budgets: Sequence[float] = (), probes: S
             chosen.append(Contender(policy(name)))
         else:
             chosen += [Contender(policy(name, budget=budget)) for budget in budgets]
+    chosen = [chosen[0], *(replace(contender, storage=form) for contender in chosen[1:] for form in forms)]
     chosen = list(dict.fromkeys(chosen))
     with_probes = [replace(contender, probes=tuple(probes)) for contender in chosen[1:]] if probes else []
     return chosen + with_probes
@@ -159,7 +175,7 @@ def peak_bytes(lm: models.LM, subject: Subject, contender: Contender, context: i
     if lm.device.type != "cpu":
         return _peak_here(lm, contender, context, batch, steps)
     chosen = None if contender.policy is None else [contender.policy.name, dict(contender.policy)]
-    order = json.dumps([asdict(subject), chosen, contender.probes, context, batch, steps])
+    order = json.dumps([asdict(subject), chosen, contender.probes, contender.storage.name, context, batch, steps])
     label = f"{contender.name} at {context} tokens"
     return int(memory.in_fresh_process(["-m", "kvlab.bench.timing", order], label))
 
@@ -211,6 +227,8 @@ def measure(
             f"{lm.name} takes {lm.context_length} tokens, and a prompt of {max(contexts)} would need "
             f"{max(contexts) + steps + 1} with its response; use shorter contexts or fewer new tokens"
         )
+    for form in dict.fromkeys(one.storage for one in chosen):
+        form.check(head_dim_of(lm.model, layers_of(lm.model)[0]), lm.device)
     facts = meters.facts(lm)
     if task == "decode":
         facts["bandwidth"] = meters.bandwidth(lm.device)
@@ -231,11 +249,13 @@ def measure(
                 samples[contender]["peak_bytes"] = [_or_nan(peak_bytes, lm, subject, contender, context, batch, steps)]
                 advance(f"peak memory of {contender.name}, {context} tokens", ids.numel())
         for contender in chosen:
-            signature = f"{lm.signature}|{source}|{contender.policy or FULL_CACHE}|seed 0|kvlab {kvlab.__version__}"
+            system = contender.storage.behind(str(contender.policy or FULL_CACHE))
+            signature = f"{lm.signature}|{source}|{system}|seed 0|kvlab {kvlab.__version__}"
             marks = {
                 "task": task,
                 "policy": contender.name,
                 "budget": getattr(contender.policy, "budget", None),
+                "storage": str(contender.storage),
                 "context": context,
                 "batch": batch,
                 "signature": signature,
@@ -317,14 +337,15 @@ def show(table: pd.DataFrame, console: Console) -> None:
     """Print what `measure` gave: median, extremes, and ratios to the full cache with theirs; then the roofline."""
     facts, task = table.attrs, table["task"].iloc[0]
     title = f"{task}: {facts['model']}, {facts['dtype']}, {facts['device']}\n{facts['versions']}"
-    grid = titled("context", "policy", "budget", title=title)
+    heads = "context", "policy", "budget", "storage"
+    grid = titled(*heads, title=title)
     measured = [metric for metric in METRICS[task] if metric in set(table["metric"])]
     for metric in measured:
         grid.add_column(SHOWN[metric][0], justify="right", no_wrap=True)
-    for key, rows in table.groupby(["context", "policy", "budget"], sort=False, dropna=False):
-        context, name, budget = cast("tuple[int, str, float]", key)
+    for key, rows in table.groupby(list(heads), sort=False, dropna=False):
+        context, name, budget, storage = cast("tuple[int, str, float, str]", key)
         cells = {row["metric"]: _cell(row) for row in rows.to_dict("records")}
-        grid.add_row(str(context), name, "" if budget != budget else f"{budget:g}", *cells.values())
+        grid.add_row(str(context), name, "" if budget != budget else f"{budget:g}", storage, *cells.values())
     console.print(grid, highlight=False)
     if "bandwidth" in facts:
         console.print(
@@ -351,6 +372,6 @@ def _cell(row: dict[Any, Any]) -> str:
 
 
 if __name__ == "__main__":
-    given, named, attached, *sizes = json.loads(sys.argv[1])
-    rival = Contender(named and policy(named[0], **named[1]), tuple(attached))
+    given, named, attached, form, *sizes = json.loads(sys.argv[1])
+    rival = Contender(named and policy(named[0], **named[1]), tuple(attached), stored_as(form))
     print(_peak_here(Subject(**given).load(), rival, *sizes))

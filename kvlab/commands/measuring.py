@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvlab.commands import options, progress
-from kvlab.commands.options import Device, Dtype, Model
+from kvlab.commands.options import Device, Dtype, Model, Storages
 
 app = typer.Typer()
 
@@ -38,6 +38,7 @@ def bench(
     budget: Annotated[
         str, typer.Option("--budget", help="Budgets: entries, or fractions of the prompt (0.2).")
     ] = "512",
+    storage: Storages = "as_is",
     probes: Annotated[str, typer.Option("--probes", help="Time each policy with these probes, too.")] = "",
     contexts: Annotated[str, typer.Option("--contexts", help="Prompt lengths in tokens.")] = "1000,4000",
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Number of timed decoding steps.")] = 64,
@@ -60,7 +61,7 @@ def bench(
     options.check_out(out)
     from kvlab.bench import timing as benchmark
 
-    chosen = benchmark.contenders(options.names(policies), budgets, options.names(probes))
+    chosen = benchmark.contenders(options.names(policies), budgets, options.names(probes), options.names(storage))
     subject = benchmark.Subject(model, shape, layers, device, dtype)
     runs = {"decode": repeats, "prefill": repeats + 1}.get(task, 2) * len(chosen)
     with progress.feeding(runs * sum(lengths) * batch) as advance:

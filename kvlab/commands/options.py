@@ -16,6 +16,12 @@ Number = TypeVar("Number")
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
 Model = Annotated[str, typer.Option("--model", help="Name, folder, GGUF file or Hugging Face id.")]
+Storages = Annotated[
+    str,
+    typer.Option(
+        "--storage", help="How kept entries are stored: as_is, fp8, int8, kivi-4, kivi-2; or several of them."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list of objects.")]
 
 

@@ -11,7 +11,7 @@ import typer
 from kvlab.commands.options import AsJson
 from kvlab.errors import KvlabError, nearest
 
-LISTS = ("policies", "experiments", "claims", "measures", "probes", "models", "packs", "tasks")
+LISTS = ("policies", "storages", "experiments", "claims", "measures", "probes", "models", "packs", "tasks")
 app = typer.Typer()
 
 
@@ -94,7 +94,9 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for entry in rows:
+    for entry, before in zip(rows, [{}, *rows], strict=False):
+        if entry.get("group") != before.get("group"):
+            table.add_row(Text(entry["group"], style="dim"), "")
         paper = f"[{entry['where']}] " if "where" in entry else ""
         table.add_row(Text(entry["name"]), Text(paper + entry["summary"]))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from kvlab.commands import options, progress
-from kvlab.commands.options import Device, Dtype, Model
+from kvlab.commands.options import Device, Dtype, Model, Storages
 
 if TYPE_CHECKING:
     from kvlab.evaluation.planning import CompressAt
@@ -40,6 +40,7 @@ def eval_(
         str, typer.Option("--budgets", help="Budgets: entries, or fractions of the prompt (0.2).")
     ] = "64,256",
     model: Model = "smollm2-135m",
+    storage: Storages = "as_is",
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Examples of each task (default: all).", show_default=False)
     ] = None,
@@ -75,7 +76,7 @@ def eval_(
     sizes, moment = options.numbers(budgets, "--budgets", options.entries), cast("CompressAt", compress_at)
     given = options.task_parameters(parameters or [])
     plans = [
-        evaluate.plan(tasks.task(name, **given), chosen, sizes, moment, limit)
+        evaluate.plan(tasks.task(name, **given), chosen, sizes, moment, limit, options.names(storage))
         for name in dict.fromkeys(options.names(names))
     ]
     if not plans:
@@ -98,6 +99,7 @@ def eval_(
             "tasks": names,
             "policies": chosen,
             "budgets": budgets,
+            "storage": storage,
             "model": lm.signature,
             "limit": limit,
             "compress_at": compress_at,

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvlab.core.hookable import layout_of, own_layers
+from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from kvlab.core.layout import Layout
-    from kvlab.core.store import LayerStore
 
 STATES = ("conv_states", "recurrent_states")
 
@@ -66,6 +66,16 @@ class StoreCache(Cache):
         self.stores = stores
         mine: list[Any] = [StoreLayer(store) for store in stores]
         super().__init__(layers=mine if model is None else arranged(model, layout_of(model), mine))
+
+    def branch(self) -> StoreCache:
+        """A cache that begins with the same entries, borrowed until one of the two changes."""
+        made = copy.copy(self)
+        made.stores = [LayerStore(store.keys, store.values) for store in self.stores]
+        mine = iter(made.stores)
+        made.layers = [
+            StoreLayer(next(mine)) if isinstance(layer, StoreLayer) else twin(layer) for layer in self.layers
+        ]
+        return made
 
     @property
     def others(self) -> dict[int, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from kvlab.core.layout import WHOLE, Layout
 from kvlab.core.softmax import Softmax
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 PROJECTIONS = ("q_proj", "qkv_proj")
 NORMS = ("q_norm", "q_layernorm")
+OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
 KNOWN = (
     "kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, as "
     "in Llama, Mistral, Qwen, Phi-3 and Gemma"
@@ -153,6 +155,12 @@ def _sees(model: str, number: int, layer: Any, name: str) -> str:
     raise KvlabError(f"layer {number} of {model} {why}, which kvlab does not model; {KNOWN}")
 
 
+def head_dim_of(model: nn.Module, module: nn.Module) -> int:
+    """The head size of an attention module of a model."""
+    config = text_config(model)
+    return getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def softmax_of(module: nn.Module) -> Softmax:
     """What an attention module does with its products, as far as its attributes tell before it is called."""
     factor, softcap = (getattr(module, name, None) for name in ("scaling", "attn_logit_softcapping"))
@@ -162,3 +170,28 @@ def softmax_of(module: nn.Module) -> Softmax:
         softcap if isinstance(softcap, float | int) else None,
         None if sinks is None else cast(nn.Parameter, sinks).detach(),
     )
+
+
+def projections_of(modules: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+    """The output projections of attention modules, `[hidden, heads x head_dim]` each: the model's own weights, without
+    their biases, which no token changes; None where one has no plain matrix (quantised weights).
+    """
+    found = []
+    for module in modules:
+        made = (getattr(module, name, None) for name in OUTPUTS)
+        weight = next((getattr(output, "weight", None) for output in made if isinstance(output, nn.Module)), None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+            return None
+        found.append(weight.detach())
+    return tuple(found)
+
+
+def required_projections(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """The same where a policy asks for them. Raises KvlabError where there are none."""
+    found = projections_of(modules)
+    if found is None:
+        raise KvlabError(
+            "a policy looks at values as the layers' output projections change them, and one of these is no plain "
+            "matrix here (quantised weights?); take a policy that does not"
+        )
+    return found

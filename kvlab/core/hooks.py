@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvlab.core.attention import attend
 from kvlab.core.hookable import NORMS, PROJECTIONS, layers_of, text_config, windows_of
+from kvlab.core.rotation import CHECKED, Rotation, agreeing
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 
@@ -43,6 +45,22 @@ class Call:
     positions: Tensor | None  # [batch, n]
     softcap: float | None = None  # what the logits level off at
     sinks: Tensor | None = None  # [heads], learnt logits of no key
+    hidden: Tensor | None = None  # [batch, n, width], what the layer's projections were given
+
+    def rotation(self, choices: Sequence[Rotation]) -> Rotation | None:
+        """Which of these the layer has turned its queries by; None where it is none of them. The call holds the queries
+        before RoPE.
+        """
+        assert self.pre_rope is not None, "queries before RoPE are asked for"
+        n, length = min(self.queries.shape[2], CHECKED), self.keys.shape[2]
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(length - n, length, device=self.queries.device)[None]
+        elif positions.dim() == 3:
+            # Models that see images have three positions for each token, which are the same in a text.
+            positions = positions[0]
+        before, after = (x[:, :, x.shape[2] - n :] for x in (self.pre_rope, self.queries))
+        return agreeing(choices, before, after, positions[:, -n:])
 
     @property
     def softmax(self) -> Softmax:
@@ -62,6 +80,7 @@ class _Hooked:
     place: int
     handler: Handler
     projected: list[Tensor] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
 
 
 # Only modules inside an open `hooked` block are in here; a module, unlike a thread or a context, is what the
@@ -83,7 +102,9 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
     sinks = more.get("s_aux")
     sinks = None if sinks is None else sinks.detach()
     softcap, padding = more.get("softcap"), attention_mask
-    call = Call(entry.layer, entry.place, query, pre, key, value, scaling, padding, position_ids, softcap, sinks)
+    hidden = entry.given.pop() if entry.given else None
+    kept = query, pre, key, value, scaling, padding, position_ids, softcap, sinks, hidden
+    call = Call(entry.layer, entry.place, *kept)
     return entry.handler(call).transpose(1, 2).contiguous(), None
 
 
@@ -130,7 +151,7 @@ def check_length(model: nn.Module, length: int) -> None:
 
 
 @contextmanager
-def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterator[None]:
+def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bool = False) -> Iterator[None]:
     """While the block runs, every compressed layer of `model` hands its `Call` to `handler` and uses what that returns;
     the other layers go on as they were.
 
@@ -138,6 +159,7 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterato
 
     Args:
         pre_rope: whether calls hold the queries before RoPE too, which costs a forward hook in each layer.
+        hidden: whether they hold what the layers' projections were given, which costs another.
     """
     modules = layers_of(model)
     busy = [m for m in modules if m in _hooked]
@@ -150,6 +172,9 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True) -> Iterato
     try:
         for place, module in enumerate(modules):
             entry = _hooked[module] = _Hooked(_number(module), place, handler)
+            if hidden:
+                made = next(getattr(module, n) for n in PROJECTIONS if isinstance(getattr(module, n, None), nn.Module))
+                handles.append(made.register_forward_hook(lambda _m, x, _o, entry=entry: entry.given.append(x[0])))
             if not pre_rope:
                 continue
             names = (*NORMS, *PROJECTIONS)

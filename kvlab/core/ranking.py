@@ -38,3 +38,21 @@ def ranks(scores: Tensor) -> Tensor:
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     place = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
     return torch.empty_like(order, dtype=torch.int32).scatter_(-1, order, place.expand_as(order))
+
+
+def with_last(scores: Tensor, last: int) -> Tensor:
+    """`scores` `[..., length]`, with infinity for the `last` positions, which always stay."""
+    forced = scores.clone()
+    forced[..., scores.shape[-1] - last :] = torch.inf
+    return forced
+
+
+def positions_of(chosen: Tensor) -> Tensor:
+    """The positions that are chosen, bool `[..., length]` -> int64 `[..., most]`, ascending, -1 at the end of rows with
+    fewer.
+    """
+    length = chosen.shape[-1]
+    places = torch.arange(length, device=chosen.device).expand(chosen.shape)
+    ordered = torch.where(chosen, places, length).sort(dim=-1).values
+    ordered = ordered[..., : int(chosen.sum(-1).max())]
+    return ordered.masked_fill(ordered == length, PAD)

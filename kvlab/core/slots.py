@@ -1,4 +1,4 @@
-"""Slots of a store: what stands for none, and taking some of them out of a tensor."""
+"""Slots of a store: what stands for none, taking some of them out of a tensor, and what tensors of slots are called."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 EMPTY = -1
+KEYS, VALUES, POSITIONS = "keys", "values", "positions"
 
 
 def pick(tensor: Tensor, slots: Tensor) -> Tensor:
@@ -27,3 +28,28 @@ def _in_whole_slots(tensor: Tensor) -> bool:
     """Whether rows and heads lie whole numbers of slots apart, so that one index counts slots through all of them."""
     row, head, slot, element = tensor.stride()
     return element == 1 and slot >= tensor.shape[3] and row % slot == head % slot == 0
+
+
+def blank(name: str) -> int:
+    """What an empty slot of a tensor of this name holds: zeros for keys and values, since 0 x anything else may be
+    NaN.
+    """
+    return EMPTY if name == POSITIONS else 0
+
+
+def overlapping(tensor: Tensor):
+    """A view of a tensor on the CPU as a NumPy array, in which a stretch may be moved into one that overlaps it, which
+    PyTorch does only by way of a copy.
+    """
+    # NumPy knows no bfloat16.
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def tight(n: int) -> int:
+    """Room for `n` slots after an eviction: little more than what is there, since freeing memory was its purpose."""
+    return n + max(4, n // 32)
+
+
+def roomy(n: int) -> int:
+    """Room for `n` slots that will be more: growing by an eighth, appending costs amortised constant time."""
+    return n + max(16, n // 8)

@@ -1,16 +1,26 @@
-"""The KV store of one layer, with three verbs: append, evict, merge; and its adapter to transformers' `Cache`.
+"""The KV store of one layer, with three verbs: append, evict, merge; its adapter to transformers' `Cache` is beside it.
 
 A slot holds a key, a value, its original position (its rotation) and a fusion count. Slots stay sorted by arrival.
-Heads may hold different numbers of entries: each head's entries lie at the front, empty slots carry position -1.
-Rows are the sequences of a batch in a live run and the layers of a model in a replay; the store does not care.
+Heads may hold different numbers of entries: each head's entries come first, and in what is read of a store empty slots
+follow, with position -1; memory they take none. Rows are the sequences of a batch in a live run and the layers of a
+model in a replay; the store does not care.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from kvlab.core.slots import EMPTY, pick
+from kvlab.core.entries import AsIs, Entries, Run
+from kvlab.core.even import Even
+from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, pick
+from kvlab.core.storage import AS_IS, Storage
+
+__all__ = ["EMPTY", "LayerStore", "pick"]
+
+FUSIONS = "fusion counts"
 
 
 class LayerStore:
@@ -29,27 +39,26 @@ class LayerStore:
         numbers: plain numbers that a policy remembers for this layer (a page size, the prompt's length).
         layers: the layer of each row.
         seen: how many tokens were ever appended, which is also the next token's position by default.
+        storage: in what form keys and values are held; see `hold`.
+        rounded: whether any entry may have been rounded by a storage, now or earlier.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor | None = None):
         rows, kv_heads, length, _ = keys.shape
         if positions is None:
             positions = torch.arange(length, device=keys.device).expand(rows, kv_heads, length)
-        self._keys, self._values, self._positions = keys, values, positions
-        # Made when something is first merged: until then all counts are 1.
-        self._fusion_counts: Tensor | None = None
-        # Entries lie from here on; what is evicted near the front moves the few before it up instead of all after it.
-        self._start = 0
-        self._columns: dict[str, Tensor] = {}
+        self._entries: Entries = AsIs.of(keys, values, positions)
+        # Columns, and fusion counts once something is merged. They are as long as the fullest head, and blank where a
+        # head has no entry: what a policy writes into them must not be a copy.
+        self._beside: Even | None = None
+        self.storage: Storage = AS_IS
+        self.rounded = False
         self.memory: dict[str, Tensor] = {}
         self.scratch: dict[str, Tensor] = {}
         self.numbers: dict[str, int] = {}
         self.layers: tuple[int, ...] = (0,) * rows
         self._budget: int | None = None
-        self.length = length
         self.seen = length
-        self.ragged = bool((positions == EMPTY).any())
-        self._owned = False
         self._repeats = 1
 
     @classmethod
@@ -58,10 +67,8 @@ class LayerStore:
         copies).
         """
         store = cls(keys[:, :, :0], values[:, :, :0])
-        rows, kv_heads, capacity, _ = keys.shape
-        store._keys, store._values = keys, values
-        store._positions = torch.full((rows, kv_heads, capacity), EMPTY, device=keys.device)
-        store._owned = True
+        positions = torch.full(keys.shape[:3], EMPTY, device=keys.device)
+        store._entries = AsIs(Even({KEYS: keys, VALUES: values, POSITIONS: positions}, owned=True, length=0))
         return store
 
     # ------------------------------------------------------------------ the policy's budget
@@ -81,50 +88,122 @@ class LayerStore:
         """Whether a policy has seen the prompt to its end and has set the budget."""
         return self._budget is not None
 
+    # ------------------------------------------------------------------ in what form entries are held
+
+    def hold(self, storage: Storage) -> None:
+        """Hold keys and values in this form, what is there and what will come; what is in it is not rounded again."""
+        if storage != self.storage:
+            self._entries, self.storage = storage.hold(self._entries.plain()), storage
+            self.rounded = self.rounded or not storage.exact
+        self.settle()
+
+    def settle(self) -> None:
+        """Round what the storage holds in full precision only as long as it is among the newest."""
+        self._entries.settle(self.seen)
+
+    @property
+    def calm(self) -> int:
+        """How many tokens may come before `settle` changes how an entry is held that is there by now."""
+        return max(self._entries.calm - self.seen - 1, 0)
+
     # ------------------------------------------------------------------ what is stored
 
-    def _used(self, tensor: Tensor) -> Tensor:
-        return tensor[:, :, self._start : self._start + self.length]
+    @property
+    def length(self) -> int:
+        """Slots: entries of the fullest head."""
+        return self._entries.length
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads hold different numbers of entries."""
+        return self._entries.ragged
+
+    @property
+    def rows(self) -> int:
+        return self._entries.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self._entries.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self._entries.head_dim
+
+    @property
+    def device(self) -> torch.device:
+        return self._entries.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._entries.dtype
 
     @property
     def keys(self) -> Tensor:
-        return self._used(self._keys)
+        """`[rows, kv_heads, slots, head_dim]` in the model's precision, to be read and not written to; zeros in empty
+        slots. Where heads differ, or entries are stored in another form, it is made anew whenever it is asked for.
+        """
+        return self._entries.read(KEYS)
 
     @property
     def values(self) -> Tensor:
-        return self._used(self._values)
+        """`[rows, kv_heads, slots, head_dim]`, as `keys`."""
+        return self._entries.read(VALUES)
 
     @property
     def positions(self) -> Tensor:
-        """`[rows, kv_heads, slots]` int64, -1 in empty slots."""
-        return self._used(self._positions)
+        """`[rows, kv_heads, slots]` int64, -1 in empty slots; to be read, as `keys`."""
+        return self._entries.read(POSITIONS)
+
+    def taken(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots `[rows, kv_heads, n]`, `[rows, kv_heads, n, head_dim]` each; anything for -1."""
+        return self._entries.taken(KEYS, slots), self._entries.taken(VALUES, slots)
+
+    def row(self, row: int) -> list[Tensor]:
+        """Keys and values of one row, `[kv_heads, slots, head_dim]` each, and positions `[kv_heads, slots]`."""
+        return [self._entries.row(name, row) for name in (KEYS, VALUES, POSITIONS)]
+
+    def since(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Keys and values from one slot on, `[rows, kv_heads, slots - slot, head_dim]` each."""
+        return self._entries.since(KEYS, slot), self._entries.since(VALUES, slot)
+
+    def runs(self) -> Iterator[Run]:
+        """All entries, without empty slots: see `Run`."""
+        return self._entries.runs()
 
     @property
     def fusion_counts(self) -> Tensor:
-        """Fusion counts `[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never
-        merged.
-        """
-        if self._fusion_counts is None:
-            return torch.ones(1, 1, 1, device=self._keys.device).expand(self.positions.shape)
-        return self._used(self._fusion_counts)
+        """`[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never merged."""
+        if not self.has_column(FUSIONS):
+            return torch.ones(1, 1, 1, device=self.device).expand(self.rows, self.kv_heads, self.length)
+        return self.column(FUSIONS)
 
     def has_column(self, name: str) -> bool:
-        return name in self._columns
+        return self._beside is not None and name in self._beside.tensors
 
     def column(self, name: str) -> Tensor:
-        return self._used(self._columns[name])
+        assert self._beside is not None, "it was added"
+        return self._beside.view(name)
 
     def add_column(self, name: str, values: Tensor) -> None:
         """Keep `values` `[rows, kv_heads, slots, ...]` beside the entries; entries appended later start at zero."""
-        if values.shape[:3] != self.positions.shape:
-            raise ValueError(f"column {name!r} is {tuple(values.shape[:3])}, the store {tuple(self.positions.shape)}")
-        column = values.new_zeros(*values.shape[:2], self.capacity, *values.shape[3:])
-        self._used(column).copy_(values)
-        self._columns[name] = column
+        shape = self.rows, self.kv_heads, self.length
+        if values.shape[:3] != shape:
+            raise ValueError(f"column {name!r} is {tuple(values.shape[:3])}, the store {shape}")
+        if self._beside is None:
+            self._beside = Even({name: values.clone(memory_format=torch.contiguous_format)}, owned=True)
+        else:
+            self._beside.add(name, values)
+        self._blank()
 
     def remove_column(self, name: str) -> Tensor:
         """Forget a column, and give its last values `[rows, kv_heads, slots, ...]`."""
-        return self._used(self._columns.pop(name))
+        values = self.column(name)
+        assert self._beside is not None, "it was added"
+        del self._beside.tensors[name]
+        if not self._beside.tensors:
+            self._beside = None
+        return values
 
     def part(self, rows: Tensor, start: int) -> LayerStore:
         """A store of its own of some sequences from slot `start` on, with their columns; their positions begin at 0."""
@@ -135,53 +214,60 @@ class LayerStore:
         return store
 
     @property
+    def _columns(self) -> list[str]:
+        return [] if self._beside is None else [name for name in self._beside.tensors if name != FUSIONS]
+
+    @property
     def occupied(self) -> Tensor:
-        return self.positions != EMPTY
+        """`[rows, kv_heads, slots]`: which slots hold an entry."""
+        return torch.arange(self.length, device=self.device) < self.counts[..., None]
 
     @property
     def counts(self) -> Tensor:
         """`[rows, kv_heads]`: entries of each head."""
-        return self.occupied.sum(-1)
+        return torch.tensor(self._entries.counts, device=self.device).view(self._entries.shape)
 
-    @property
-    def capacity(self) -> int:
-        return self._keys.shape[2]
+    # ------------------------------------------------------------------ bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values that hold an entry (original positions are bookkeeping and not counted)."""
-        return (int(self.counts.sum()) if self.ragged else self.entries) * self.entry_bytes
+        """Bytes of the entries' keys and values, with what it takes to read them (scales, zero points), without
+        bookkeeping: positions, and with which group an entry was rounded."""
+        return self._entries.kv_bytes
 
     @property
-    def entries(self) -> int:
-        """Slots of all heads, empty ones included."""
-        return self._keys.shape[0] * self._keys.shape[1] * self.length
+    def key_bytes(self) -> int:
+        """The keys' part of `kv_bytes`."""
+        return self._entries.key_bytes
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry's key and value."""
-        return sum(tensor.shape[-1] * tensor.element_size() for tensor in (self._keys, self._values))
+        """Bytes of one entry's key and value as the model makes them."""
+        return 2 * self.head_dim * self.dtype.itemsize
+
+    def bytes_of(self, slots: Tensor | None) -> int:
+        """What reading the slots `[rows, kv_heads, n]` loads, -1 for none; everything that is stored for None."""
+        return self._entries.kv_bytes if slots is None else self._entries.bytes_of(slots)
 
     @property
     def aux_bytes(self) -> int:
         """Bytes that a policy keeps beside the entries: columns (occupied slots), fusion counts once merged, memory."""
-        share = float(self.occupied.float().mean()) if self.ragged and self.length else 1.0
-        columns = sum(self.column(name).numel() * c.element_size() for name, c in self._columns.items())
-        if self._fusion_counts is not None and self.merged:
-            columns += self.fusion_counts.numel() * self._fusion_counts.element_size()
+        names = [*self._columns, *([FUSIONS] if self.merged else [])]
+        columns = sum(self.column(name).numel() * self.column(name).element_size() for name in names)
+        entries = self._entries.counts
+        share = sum(entries) / (len(entries) * self.length) if self.ragged else 1.0
         return round(columns * share) + sum(t.numel() * t.element_size() for t in self.memory.values())
 
     @property
     def merged(self) -> bool:
         """Whether any entry stands for several tokens."""
-        if self._fusion_counts is None:
-            return False
-        return bool(((self.fusion_counts != 1) & self.occupied).any())
+        return self.has_column(FUSIONS) and bool(((self.fusion_counts != 1) & self.occupied).any())
 
     @property
     def allocated_bytes(self) -> int:
-        tensors = [*self._everything().values(), *self.memory.values()]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        beside = 0 if self._beside is None else self._beside.nbytes
+        memory = sum(t.numel() * t.element_size() for t in self.memory.values())
+        return self._entries.allocated_bytes + beside + memory
 
     # ------------------------------------------------------------------ the verbs
 
@@ -195,106 +281,56 @@ class LayerStore:
         n = keys.shape[2]
         if self._repeats > 1:
             keys, values = (x.repeat_interleave(self._repeats, dim=1) for x in (keys, values))
-        if not self._owned or self._start + self.length + n > self.capacity:
-            self._reserve(n)
-        # The new slots are in use from here on: an empty slot holds zeros, since 0 x whatever lies there may be NaN.
-        first = self._start + self.length
-        self.length += n
         self.seen += n
-        if self.ragged:
-            if positions is None:
-                positions = torch.arange(self.seen - n, self.seen, device=keys.device)
-            self._append_ragged(keys, values, positions)
-            return
-        if positions is None and n > 1:
-            positions = torch.arange(self.seen - n, self.seen, device=keys.device)
-        self._keys[:, :, first : first + n] = keys
-        self._values[:, :, first : first + n] = values
         # A single token's position is filled in as a number, which spares the hot path a tensor.
-        self._positions[:, :, first : first + n] = self.seen - 1 if positions is None else positions
-        if self._fusion_counts is not None:
-            self._fusion_counts[:, :, first : first + n] = 1
-        for column in self._columns.values():
-            column[:, :, first : first + n] = 0
-
-    def _append_ragged(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        n = keys.shape[2]
-        for tensor, value in ((self.keys, 0), (self.values, 0), (self.positions, EMPTY)):
-            tensor[:, :, self.length - n :] = value
-        slots = self.counts[..., None] + torch.arange(n, device=keys.device)
-        self.keys.scatter_(2, slots[..., None].expand_as(keys), keys.to(self._keys.dtype))
-        self.values.scatter_(2, slots[..., None].expand_as(values), values.to(self._values.dtype))
-        self.positions.scatter_(2, slots, positions.expand(slots.shape))
-        if self._fusion_counts is not None:
-            self.fusion_counts[:, :, self.length - n :] = 1
-            self.fusion_counts.scatter_(2, slots, 1.0)
-        for name in self._columns:
-            column = self.column(name)
-            column[:, :, self.length - n :] = 0
-            where = slots.view(*slots.shape, *[1] * (column.dim() - 3)).expand(*slots.shape, *column.shape[3:])
-            column.scatter_(2, where, 0)
-        self.length = int(self.counts.max())
+        places: Tensor | int = self.seen - 1 if positions is None else positions
+        if positions is None and n > 1:
+            places = torch.arange(self.seen - n, self.seen, device=keys.device)
+        self._entries.append(keys, values, places)
+        if self._beside is not None:
+            self._beside.append({name: int(name == FUSIONS) for name in self._beside.tensors}, n)
 
     def evict(self, keep: Tensor) -> None:
         """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
         if not self.length:
             return
-        n = keep.shape[2]
-        empty = keep == EMPTY
-        self.ragged = bool(empty.any()) or (self.ragged and bool((pick(self.positions, keep) == EMPTY).any()))
-        roomy = not self._owned or not self._start + n <= self.capacity <= 2 * n + 64
-        moved = {name: self._moved(tensor, keep, roomy) for name, tensor in self._everything().items()}
-        self._replace(moved)
-        self.length, self._owned = n, True
-        if roomy:
-            self._start = 0
-        if bool(empty.any()):
-            self.positions.masked_fill_(empty, EMPTY)
-        if self.ragged:
-            self.length = int(self.counts.max())
+        self._entries.evict(keep)
+        if self._beside is not None:
+            beside = self._beside.evict(keep.clamp_min(0))
+            assert isinstance(beside, Even), "every head keeps equally many columns"
+            self._beside = beside
+            self._blank()
 
     def drop(self, slot: Tensor | int) -> None:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
-        if isinstance(slot, Tensor):
-            whole = self._keys.is_contiguous() and self._values.is_contiguous()
-            if self.ragged or not self._owned or self._keys.device.type != "cpu" or not whole:
-                rest = torch.arange(self.length - 1, device=slot.device).expand(*slot.shape, self.length - 1)
-                self.evict(rest + (rest >= slot[..., None]))
-            else:
-                self._close(slot)
-            return
-        self._own()
-        for tensor in map(self._used, self._everything().values()):
-            if slot < self.length // 2:
-                tensor[:, :, 1 : slot + 1] = tensor[:, :, :slot].clone()
-            else:
-                tensor[:, :, slot:-1] = tensor[:, :, slot + 1 :].clone()
-        self._start += slot < self.length // 2
-        self.length -= 1
+        self._entries.drop(slot)
+        if self._beside is not None:
+            self._beside.drop(slot)
+            self._blank()
 
-    def _close(self, slot: Tensor) -> None:
-        """Move up what lies behind `slot` of each head; nothing else is touched."""
-        gaps, end = (slot + self._start).flatten().tolist(), self._start + self.length
-        for tensor in self._everything().values():
-            # NumPy moves a stretch of one axis into one that overlaps it, which PyTorch does only by way of a copy.
-            bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-            heads = bits.view(len(gaps), -1).numpy()
-            width = heads.shape[1] // self.capacity
-            for entries, gap in zip(heads, gaps, strict=True):
-                entries[gap * width : (end - 1) * width] = entries[(gap + 1) * width : end * width]
-        self.length -= 1
+    def cut(self, first: int, n: Tensor) -> None:
+        """Evict `n` `[rows, kv_heads]` slots of each head from slot `first` on."""
+        lost = n.flatten().tolist()
+        if self._beside is not None:
+            slots = torch.arange(self.length, device=n.device)
+            slots = (slots + (slots >= first) * n[..., None]).clamp_max(self.length - 1)
+            self._beside.evict(slots)
+        self._entries.cut([first] * len(lost), lost)
+        self._blank()
 
     def truncate(self, length: int) -> None:
-        """Forget the newest entries of every head, until the fullest has `length` (pseudo-tokens, rejected drafts)."""
+        """Forget the newest entries of every head, until the fullest has `length` (pseudo-tokens, rejected drafts).
+
+        What a storage has rounded stays rounded.
+        """
         if not 0 <= length <= self.length:
             raise ValueError(f"a store of {self.length} slots cannot be truncated to {length}")
-        if self.ragged:
-            # A head with fewer entries holds its newest further to the front.
-            left = (self.counts - (self.length - length))[..., None]
-            self._own()
-            self.positions.masked_fill_(torch.arange(self.length, device=left.device) >= left, EMPTY)
-        self.seen -= self.length - length
-        self.length = length
+        n = self.length - length
+        self._entries.truncate(n)
+        self.seen -= n
+        if self._beside is not None:
+            self._beside.truncate(n)
+            self._blank()
 
     def merge(self, source: Tensor, target: Tensor, columns: dict[str, str] | None = None) -> None:
         """Fold the slots `source` `[rows, kv_heads, m]` into one slot `target` `[rows, kv_heads]` of each head.
@@ -302,93 +338,63 @@ class LayerStore:
         The target becomes the mean of all entries weighted by their fusion counts (ZSMerge eq. 7), its count their sum;
         it keeps its position. `columns` names how a column combines, "max" or "sum"; others stay as the target's.
         Evicting the sources is the caller's.
+
+        A storage in another form reads the entries, and rounds their mean as it rounds any entry: once more, then.
+        KIVI rounds a mean that takes the place of a rounded entry with the steps and zeros of that entry's group, and
+        what lies outside of its range goes to the end that is nearest; no other entry of the group changes.
         """
-        self._own()
-        if self._fusion_counts is None:
-            self._fusion_counts = torch.ones(self._positions.shape, device=self._keys.device)
+        if not self.has_column(FUSIONS):
+            self.add_column(FUSIONS, torch.ones(self.rows, self.kv_heads, self.length, device=self.device))
         into = target[..., None]
         slots = torch.cat([into, source], -1)
         counts = pick(self.fusion_counts, slots)
         total = counts.sum(-1, keepdim=True)
-        for tensor in (self.keys, self.values):
-            mean = (pick(tensor, slots) * counts[..., None]).sum(2, keepdim=True) / total[..., None]
-            tensor.scatter_(2, into[..., None].expand_as(mean), mean.to(tensor.dtype))
+        means = [(some * counts[..., None]).sum(2) / total for some in self.taken(slots)]
+        self._entries.put(target, *means)
         self.fusion_counts.scatter_(2, into, total)
         for name, how in (columns or {}).items():
             column = pick(self.column(name), slots)
             combined = column.amax(2, keepdim=True) if how == "max" else column.sum(2, keepdim=True)
             self.column(name).scatter_(2, into, combined)
 
+    def rewrite_keys(self, keys: Tensor) -> None:
+        """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries, held in the same form."""
+        plain = self._entries.plain()
+        self._entries = self.storage.hold(AsIs.of(keys, plain.read(VALUES), plain.read(POSITIONS)))
+        self.settle()
+
     def expand(self, heads: int) -> None:
         """Give every query head a set of its own: keys and values are repeated for each head of a GQA group, and so is
-        what is appended from here on.
-
-        Raises:
-            ValueError: the KV heads do not divide `heads`.
+        what is appended from here on. Raises ValueError where the KV heads do not divide `heads`.
         """
-        if heads % self._keys.shape[1]:
-            raise ValueError(f"{self._keys.shape[1]} KV heads cannot be repeated to {heads} query heads")
-        repeats = heads // self._keys.shape[1]
-        self._replace({name: x.repeat_interleave(repeats, dim=1) for name, x in self._everything().items()})
+        if heads % self.kv_heads:
+            raise ValueError(f"{self.kv_heads} KV heads cannot be repeated to {heads} query heads")
+        repeats = heads // self.kv_heads
+        self._entries.expand(repeats)
+        if self._beside is not None:
+            self._beside.expand(repeats)
         self._repeats *= repeats
-        self._owned = True
 
     def reorder(self, rows: Tensor) -> None:
         """Take the sequences `rows` in place of the present ones (beam search)."""
-        self._replace({name: tensor.index_select(0, rows) for name, tensor in self._everything().items()})
+        self._entries.reorder(rows)
+        if self._beside is not None:
+            self._beside.reorder(rows)
         self.memory = {name: tensor.index_select(0, rows) for name, tensor in self.memory.items()}
         self.layers = self.layers[:1] * len(rows)
-        self._owned = True
 
     def forget_policy(self) -> None:
         """Drop what a policy kept beside the entries, and its budget: what is stored is as good as a new prompt."""
-        self._columns, self.memory, self.scratch, self.numbers, self._budget = {}, {}, {}, {}, None
+        for name in self._columns:
+            self.remove_column(name)
+        self.memory, self.scratch, self.numbers, self._budget = {}, {}, {}, None
 
-    # ------------------------------------------------------------------ storage
-
-    def _everything(self) -> dict[str, Tensor]:
-        core = {"keys": self._keys, "values": self._values, "positions": self._positions}
-        if self._fusion_counts is not None:
-            core["fusion counts"] = self._fusion_counts
-        return core | {f"column {name}": column for name, column in self._columns.items()}
-
-    def _replace(self, tensors: dict[str, Tensor]) -> None:
-        self._keys, self._values = tensors["keys"], tensors["values"]
-        self._positions, self._fusion_counts = tensors["positions"], tensors.get("fusion counts")
-        self._columns = {name: tensors[f"column {name}"] for name in self._columns}
-
-    def _moved(self, tensor: Tensor, keep: Tensor, roomy: bool) -> Tensor:
-        n, used = keep.shape[2], self._used(tensor)
-        whole = tensor.new_empty(*tensor.shape[:2], n + max(16, n // 8), *tensor.shape[3:]) if roomy else tensor
-        start = 0 if roomy else self._start
-        out = whole[:, :, start : start + n]
-        if tensor.dim() == 3 or not tensor.is_cpu:
-            out.copy_(pick(used, keep))
-            return whole
-        # On a CPU, copying whole rows of one head at a time is ten times faster than one gather, and needs no second
-        # store: each head's entries pass through a buffer that stays in the processor's cache.
-        slots = keep.clamp_min(0)
-        for row in range(tensor.shape[0]):
-            for head in range(tensor.shape[1]):
-                out[row, head] = used[row, head].index_select(0, slots[row, head])
-        return whole
-
-    def _own(self) -> None:
-        if not self._owned:
-            self._reserve(1)
-
-    def _reserve(self, n: int) -> None:
-        """Own storage with room for `n` more slots, growing by an eighth: appending costs amortised constant time."""
-        if self._owned and self._start + self.length + n <= self.capacity:
+    def _blank(self) -> None:
+        """Keep the columns as long as the fullest head, and blank where a head has no entry."""
+        if self._beside is None:
             return
-        fits = self._owned and self.length + n <= self.capacity
-        room = self.length + n + max(16, (self.length + n) // 8)
-
-        def moved(tensor: Tensor) -> Tensor:
-            out = tensor if fits else tensor.new_zeros(*tensor.shape[:2], room, *tensor.shape[3:])
-            used = self._used(tensor)
-            out[:, :, : self.length] = used.clone() if fits else used
-            return out
-
-        self._replace({name: moved(tensor) for name, tensor in self._everything().items()})
-        self._start, self._owned = 0, True
+        self._beside.length = self.length
+        if self.ragged:
+            empty = ~self.occupied
+            for name in self._beside.tensors:
+                self.column(name)[empty] = int(name == FUSIONS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
 from kvlab.live.gather import gather
 from kvlab.live.session import compress
@@ -18,7 +19,7 @@ from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
 
 if TYPE_CHECKING:
-    from kvlab.evaluation.planning import CompressAt
+    from kvlab.evaluation.planning import CompressAt, System
     from kvlab.inputs.models import LM
 
 
@@ -97,19 +98,25 @@ def _stops(lm: LM) -> set[int]:
 
 
 @torch.inference_mode()
-def answers(lm: LM, example: Example, wanted: Sequence[Policy], compress_at: CompressAt) -> Iterator[dict[str, Any]]:
-    """Answer one example with every policy, from one prefill: prediction, tokens, seconds and bytes of each."""
+def answers(
+    lm: LM, example: Example, wanted: Sequence[Policy | System], compress_at: CompressAt
+) -> Iterator[dict[str, Any]]:
+    """Answer one example with every policy, from one prefill: prediction, tokens, seconds and bytes of each.
+
+    Args:
+        wanted: policies, or pairs of a policy and a storage.
+    """
     fed = feed(lm, example, compress_at)
+    systems = [(each, AS_IS) if isinstance(each, Policy) else each for each in wanted]
     start = time.perf_counter()
-    with gather(lm.model, wanted):
+    with gather(lm.model, [policy for policy, _ in systems]):
         out = lm.model(fed.ids[:, : fed.context], use_cache=True, logits_to_keep=1)
         prefilled, logits = out.past_key_values, out.logits[0, -1]
     prefill_seconds = time.perf_counter() - start
-    for policy in wanted:
+    options: dict[str, Any] = dict(turns="leave", tokenizer=lm.tokenizer, max_new_tokens=example.max_new_tokens)
+    for policy, storage in systems:
         start = time.perf_counter()
-        with compress(
-            lm.model, policy, turns="leave", tokenizer=lm.tokenizer, max_new_tokens=example.max_new_tokens
-        ) as session:
+        with compress(lm.model, policy, storage=storage, **options) as session:
             past = session.branch(prefilled)
             first = logits
             if fed.context < fed.ids.shape[1]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError
-from kvlab.methods import Policy, policy
+from kvlab.methods import Policy, has_budget, listed, policy
 from kvlab.methods.full import Full
 from kvlab.tasks.base import Task
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 
 CompressAt = Literal["prompt", "context"]
+System: TypeAlias = tuple[Policy, Storage]
+"""What keeps entries, and in what form."""
 FULL = "full"
 
 
@@ -24,21 +28,31 @@ class Plan:
     """What is evaluated: every example of a task with the full cache and with every policy.
 
     Attributes:
+        policies: the full cache among them.
         compress_at: "prompt" compresses after the whole prompt (question-aware), "context" before the question comes.
         limit: how many examples; None for all.
+        storages: in what form what each policy keeps is stored.
     """
 
     task: Task
     policies: tuple[Policy, ...]
     compress_at: CompressAt = "prompt"
     limit: int | None = None
+    storages: tuple[Storage, ...] = (AS_IS,)
 
-    def signature(self, lm: LM, policy: Policy) -> str:
-        """`model@sha dtype|task(params)|policy(params)|compress-at|kvlab version`: the prompt format is the task's."""
+    @property
+    def systems(self) -> list[System]:
+        """Every policy in every storage, behind the full cache as it is, which all are compared with."""
+        return list(dict.fromkeys([(Full(), AS_IS), *itertools.product(self.policies, self.storages)]))
+
+    def signature(self, lm: LM, policy: Policy, storage: Storage = AS_IS) -> str:
+        """`model@sha dtype|task(params)|policy(params)|compress-at|kvlab version`: the prompt format is the task's, and
+        behind the policy stands its storage, unless that is the plain one.
+        """
         from kvlab import __version__
 
-        dtype = str(lm.dtype).removeprefix("torch.")
-        return f"{lm.signature} {dtype}|{self.task}|{policy}|compress at {self.compress_at}|kvlab {__version__}"
+        dtype, stored = str(lm.dtype).removeprefix("torch."), storage.behind(str(policy))
+        return f"{lm.signature} {dtype}|{self.task}|{stored}|compress at {self.compress_at}|kvlab {__version__}"
 
 
 def plan(
@@ -47,12 +61,21 @@ def plan(
     budgets: Sequence[int | float] = (),
     compress_at: CompressAt = "prompt",
     limit: int | None = None,
+    storage: str | Storage | Sequence[str | Storage] = "as_is",
 ) -> Plan:
-    """A plan from names; the full cache always comes first.
+    """A plan from names; the full cache always comes first: as it is, and then in each storage.
+
+    Args:
+        storage: in what form what is kept is stored, one or several: every policy runs with each.
 
     Raises:
-        KvlabError: an unknown policy, a budget that a policy cannot work with, or no budget for one that needs it.
+        KvlabError: an unknown policy or storage, a budget that a policy cannot work with, or no budget for one that
+            needs it.
     """
+    wanted_storages = [storage] if isinstance(storage, str | Storage) else listed(storage, "storages")
+    storages = tuple(dict.fromkeys(stored_as(form) for form in wanted_storages))
+    if not storages:
+        raise KvlabError("name at least one storage, such as 'as_is'")
     if compress_at not in ("prompt", "context"):
         raise KvlabError(f"compress_at={compress_at!r} is neither 'prompt' nor 'context'")
     chosen: list[Policy] = [Full()]
@@ -61,8 +84,10 @@ def plan(
             chosen.append(wanted)
         elif wanted == FULL or isinstance(wanted, Full):
             continue
+        elif isinstance(wanted, str) and not has_budget(wanted):
+            chosen.append(policy(wanted))
         elif not budgets:
             raise KvlabError(f"{wanted} needs a budget: entries for each head (256), or a share of the prompt (0.2)")
         else:
             chosen += [policy(wanted, budget=budget) for budget in budgets]
-    return Plan(task, tuple(dict.fromkeys(chosen)), compress_at, limit)
+    return Plan(task, tuple(dict.fromkeys(chosen)), compress_at, limit, storages)

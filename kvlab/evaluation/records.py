@@ -36,6 +36,7 @@ class Answer:
     kv_bytes: int
     aux_bytes: int
     uncompressed_bytes: int = 0
+    storage: str = "as_is"
     marks: dict[str, Any] = field(default_factory=dict)
     signature: str = ""
 

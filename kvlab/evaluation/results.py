@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvlab.core.storage import AS_IS
 from kvlab.evaluation.planning import FULL
 from kvlab.lib.bootstrap import summarise
 
@@ -25,6 +26,7 @@ def table(answers: Sequence[Answer]) -> pd.DataFrame:
             "example": answer.example,
             "policy": answer.policy,
             "budget": answer.budget,
+            "storage": answer.storage,
             "compress_at": answer.compress_at,
             "score": answer.scores[answer.metric],
             "prediction": answer.prediction,
@@ -41,8 +43,8 @@ def table(answers: Sequence[Answer]) -> pd.DataFrame:
 
 
 def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
-    """One row for each task, policy and budget: the mean score, its paired difference from the full cache on the same
-    examples (both with 95 % bootstrap intervals over examples), bytes and seconds.
+    """One row for each task, policy, budget and storage: the mean score, its paired difference from the full cache (as
+    it is) on the same examples (both with 95 % bootstrap intervals over examples), bytes and seconds.
 
     Args:
         by: a mark ("kind", "length", "depth") whose values get rows of their own.
@@ -52,16 +54,19 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     groups: dict[tuple, list[Answer]] = {}
     for answer in answers:
         value = answer.marks.get(by) if by else None
-        kind = answer.task, value, answer.policy, answer.budget, answer.compress_at, answer.signature
+        system = answer.policy, answer.budget, answer.storage
+        kind = answer.task, value, *system, answer.compress_at, answer.signature
         groups.setdefault(kind, []).append(answer)
-    whole = {(a.task, a.compress_at, a.example): a.scores[a.metric] for a in answers if a.policy == FULL}
+    plain = [answer for answer in answers if answer.policy == FULL and answer.storage == AS_IS.name]
+    whole = {(a.task, a.compress_at, a.example): a.scores[a.metric] for a in plain}
     rows = []
     mixed = any(answer.uncompressed_bytes for answer in answers)
-    for (task, value, name, budget, at, signature), members in groups.items():
+    for (task, value, name, budget, storage, at, signature), members in groups.items():
         full = {a.example: whole[task, at, a.example] for a in members if (task, at, a.example) in whole}
         scores = [a.scores[a.metric] for a in members]
         score, (low, high) = summarise(scores)
         pairs = [a.scores[a.metric] - full[a.example] for a in members if a.example in full]
+        parameters = signature.split("|")[2] if signature.count("|") > 2 else ""
         difference, (least, most) = summarise(pairs) if pairs else (float("nan"), (float("nan"),) * 2)
         rows.append(
             {
@@ -69,7 +74,8 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
                 **({by: value} if by else {}),
                 "policy": name,
                 "budget": budget,
-                "parameters": signature.split("|")[2] if signature.count("|") > 2 else "",
+                "storage": storage,
+                "parameters": parameters.removesuffix(f"+{storage}"),
                 "compress_at": at,
                 "n": len(members),
                 "score": score,

@@ -14,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvlab.core.hookable import head_dim_of, layers_of
 from kvlab.errors import KvlabError
 from kvlab.evaluation.answering import answers
-from kvlab.evaluation.planning import Plan
+from kvlab.evaluation.planning import Plan, System
 from kvlab.evaluation.records import Answer, read
 from kvlab.lib.files import why
-from kvlab.methods import Policy
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
 
@@ -61,34 +61,45 @@ def _complete(lm: LM, wanted: Plan, path: Path, advance: Advance) -> list[Answer
     """All answers of the plan: those in the file are taken from it, missing ones are run and appended."""
     known = {answer.key: answer for answer in read(path, mend=True)}
     examples = list(wanted.task.examples(lm, wanted.limit))
-    total, done = len(examples) * len(wanted.policies), 0
-    signatures = {policy: wanted.signature(lm, policy) for policy in wanted.policies}
+    systems = wanted.systems
+    _check(lm, systems)
+    total, done = len(examples) * len(systems), 0
+    signatures = {system: wanted.signature(lm, *system) for system in systems}
     complete: list[Answer] = []
     with path.open("a", encoding="utf-8") as file:
         for example in examples:
-            keys = {policy: _key(signatures[policy], example) for policy in wanted.policies}
-            missing = [policy for policy in wanted.policies if keys[policy] not in known]
+            keys = {system: _key(signatures[system], example) for system in systems}
+            missing = [system for system in systems if keys[system] not in known]
             produced = zip(missing, answers(lm, example, missing, wanted.compress_at), strict=True) if missing else ()
-            for policy, made in produced:
-                answer = _answer(wanted, example, policy, keys[policy], signatures[policy], made)
+            for system, made in produced:
+                answer = _answer(wanted, example, system, keys[system], signatures[system], made)
                 known[answer.key] = answer
                 file.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-                advance(f"{example.id}, {policy.name}", done + missing.index(policy) + 1, total)
-            complete += [known[keys[policy]] for policy in wanted.policies]
-            done += len(wanted.policies)
+                policy, storage = system
+                advance(f"{example.id}, {storage.behind(policy.name)}", done + missing.index(system) + 1, total)
+            complete += [known[keys[system]] for system in systems]
+            done += len(systems)
             advance(example.id, done, total)
     return complete
 
 
-def _answer(wanted: Plan, example: Example, policy: Policy, key: str, signature: str, made: dict[str, Any]) -> Answer:
+def _check(lm: LM, systems: list[System]) -> None:
+    """Raise KvlabError, before anything runs, where a storage is nothing for this model."""
+    for storage in dict.fromkeys(storage for _, storage in systems):
+        storage.check(head_dim_of(lm.model, layers_of(lm.model)[0]), lm.device)
+
+
+def _answer(wanted: Plan, example: Example, system: System, key: str, signature: str, made: dict[str, Any]) -> Answer:
+    policy, storage = system
     return Answer(
         key=key,
         task=wanted.task.name,
         example=example.id,
         policy=policy.name,
         budget=getattr(policy, "budget", None),
+        storage=str(storage),
         compress_at=wanted.compress_at,
         answers=list(example.answers),
         scores=wanted.task.score(example, made["prediction"]),

@@ -133,8 +133,8 @@ class Records:
     Rows are the sequences of a live run's batch, or the layers of a replay.
     """
 
-    def __init__(self, policy: str, budget: int | float | None, rows: str = "sequence"):
-        self._policy, self._budget, self._rows_are = policy, budget, rows
+    def __init__(self, policy: str, budget: int | float | None, rows: str = "sequence", storage: str = "as_is"):
+        self._policy, self._budget, self._rows_are, self._storage = policy, budget, rows, storage
         self._rows: list[tuple[str, int, int | None, int, str | None, list[int], Tensor, dict[int, int]]] = []
         # What the budget came to, by sequence; replaced and never changed, since rows refer to it.
         self._entries: dict[int, int] = {}
@@ -204,13 +204,13 @@ class Records:
 
     @property
     def table(self) -> pd.DataFrame:
-        """Tidy: policy, budget, entries (what the budget came to), prompt, sequence, layer, kv_head, head, step,
-        measure, value.
+        """Tidy: policy, budget, entries (what the budget came to), storage, prompt, sequence, layer, kv_head, head,
+        step, measure, value.
         """
         import pandas as pd
 
         whole = ["prompt", "sequence", "layer", "kv_head", "head", "step"]
-        columns = ["policy", "budget", "entries", *whole, "measure", "value"]
+        columns = ["policy", "budget", "entries", "storage", *whole, "measure", "value"]
         rows = []
         for measure, prompt, layer, step, axis, sequences, values, entries in self._rows:
             heads = range(values.shape[1]) if axis else [None]
@@ -218,7 +218,7 @@ class Records:
                 for head, value in zip(heads, per_head, strict=True):
                     place = (head, None) if axis == "kv_head" else (None, head)
                     where = self._place(sequence, layer)
-                    budget = self._budget, entries.get(where[0])
+                    budget = self._budget, entries.get(where[0]), self._storage
                     rows.append((self._policy, *budget, prompt, *where, *place, step, measure, value))
         table = pd.DataFrame(rows, columns=columns)
         return table.astype(dict.fromkeys(["entries", *whole], "Int64"))
@@ -311,11 +311,11 @@ class Bytes(Probe):
 
     def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
         store, slots = seen.store, seen.step.slots
-        entries = int((slots >= 0).sum()) if slots is not None else store.kv_bytes // store.entry_bytes
-        self._add("read_bytes", entries * store.entry_bytes + seen.policy.overhead_bytes(store), records, where)
+        self._add("read_bytes", store.bytes_of(slots) + seen.policy.overhead_bytes(store), records, where)
 
     def look_after(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
-        self._add("stored_bytes", seen.store.kv_bytes + seen.store.aux_bytes, records, where)
+        stored = seen.store.kv_bytes + seen.store.aux_bytes - seen.policy.discount_bytes(seen.store)
+        self._add("stored_bytes", stored, records, where)
 
     def _add(self, name: str, value: int, records: Records, where: dict[str, Any]) -> None:
         share = len(where["rows"])

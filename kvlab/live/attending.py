@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention, hooks
+from kvlab.core.rotation import Rotation, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
@@ -30,6 +31,7 @@ class Attending:
 
     def __init__(self, policy: Policy, turns: str, reports: Reports):
         self._policy, self._turns, self._reports = policy, turns, reports
+        self._rotations: list[Rotation] = []
 
     def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
         """The output of one layer's attention, `[batch, heads, n, head_dim]`, once the call's entries are stored."""
@@ -37,16 +39,28 @@ class Attending:
         layer.softmax = call.softmax
         if not layer.groups:
             store = layer.begin(call.keys, call.values, call.place)
-            layer.observe(call.queries, policy.observes)
+            self._remember(cache, layer, call)
             self._accumulate(cache, store, call.queries, call.softmax, call.padding)
             return call.attend()
         if cache.ended and call.queries.shape[2] == 1:
             if self._turns == "recompress" and policy.observes is not None:
-                layer.observe(call.queries, policy.observes)
+                layer.observed.add(call.queries, policy.observes)
             return self._each(cache, layer, call, self._step)
         if not cache.ended:
-            layer.observe(call.queries, policy.observes)
+            self._remember(cache, layer, call)
         return self._each(cache, layer, call, self._feed)
+
+    def _remember(self, cache: LiveCache, layer: LiveLayer, call: hooks.Call) -> None:
+        """Keep of a chunk of the prompt what the policy will want to know of its queries."""
+        needs = self._policy.needs
+        layer.observed.add(call.queries, self._policy.observes)
+        if needs.pre_queries:
+            assert call.pre_rope is not None, "queries before RoPE are asked for"
+            layer.before_rope.add(call.pre_rope, None)
+        if needs.rotation:
+            # The tables may have been made anew for the length of this very prompt.
+            self._rotations = list(candidates(cache.session.model)) if call.place == 0 else self._rotations
+            layer.rotation = call.rotation(self._rotations)
 
     def _each(self, cache: LiveCache, layer: LiveLayer, call: hooks.Call, attend: Attend) -> Tensor:
         """The outputs of all groups, each attended on its own, in the order of the batch."""
@@ -92,7 +106,7 @@ class Attending:
                 f"{self._policy.name} adds up the attention of every query of its prompt, and only "
                 f"{queries.shape[2]} of {store.length} were fed inside the session; feed the whole prompt there"
             )
-        kv_heads = store.keys.shape[1]
+        kv_heads = store.kv_heads
         gathered = attention.accumulate(queries, store.keys, softmax, padding=padding)
         gathered = gathered.unflatten(1, (kv_heads, -1)).transpose(2, 3)
         if store.has_column(ACCUMULATED):
@@ -106,11 +120,7 @@ class Attending:
         """One decoding step of one group: attend, let the probes look, and let the policy update its store."""
         store, policy, reports = group.store, group.policy or self._policy, self._reports
         attended = decode(policy, store, queries, keys, values, call.softmax, weigh=reports.needs_weights)
-        if attended.slots is not None:
-            entries = int((attended.slots >= 0).sum())
-        else:
-            entries = int(store.counts.sum()) if store.ragged else store.entries
-        group.bytes_read = entries * store.entry_bytes + policy.overhead_bytes(store)
+        group.bytes_read = store.bytes_of(attended.slots) + policy.overhead_bytes(store)
         if not reports.probes:
             policy.step(store, attended.weights)
             group.lossy = group.lossy or store.length < store.seen

@@ -19,12 +19,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from kvlab.core import adapter, hookable
 from kvlab.core.hooks import Call
 from kvlab.core.layout import Layout
+from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Softmax
+from kvlab.core.storage import Storage
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Shadow
 from kvlab.live.likelihood import Likelihood
+from kvlab.live.observed import Observed
 from kvlab.methods import Policy
+from kvlab.methods.repeating import Repetition
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,14 +82,19 @@ class Group:
     def of(self, x: Tensor) -> Tensor:
         return x if self.rows is None else x[self.rows]
 
+    def kv_bytes(self, policy: Policy) -> int:
+        """Bytes of what is stored of keys and values; `policy` is the session's."""
+        policy = self.policy or policy
+        return self.store.kv_bytes - (policy.discount_bytes(self.store) if self.store.compressed else 0)
+
     def numbers(self, batch: int) -> list[int]:
         return list(range(batch)) if self.rows is None else self.rows.tolist()
 
     def take(self, rows: Tensor) -> None:
         """The sequences `rows` of this group in place of the present ones, with all that is known of them."""
-        self.store.reorder(rows.to(self.store.keys.device))
+        self.store.reorder(rows.to(self.store.device))
         if self.shadow is not None:
-            self.shadow.store.reorder(rows.to(self.shadow.store.keys.device))
+            self.shadow.store.reorder(rows.to(self.shadow.store.device))
         if self.kept is not None:
             self.kept = self.kept[rows.to(self.kept.device)]
 
@@ -95,6 +104,9 @@ class LiveLayer(CacheLayerMixin):
 
     Attributes:
         softmax: what the model makes of the layer's products.
+        observed: the last queries.
+        before_rope: those of the whole prompt before RoPE, until it has ended, where the policy asks for them.
+        rotation: how the layer turns queries and keys, where the policy asks; None of a way unknown to kvlab.
     """
 
     is_croppable = True
@@ -106,21 +118,12 @@ class LiveLayer(CacheLayerMixin):
         self._cache = cache
         self.softmax = softmax
         self.groups: list[Group] = []
-        self._observed: list[Tensor] = []  # the last queries, [batch, heads, n, head_dim] in pieces
-
-    def observe(self, queries: Tensor, n: int | None) -> None:
-        """Remember the last `n` queries (all for None): of a prompt, and of a response that becomes part of one."""
-        if n == 0:
-            return
-        if n is not None and queries.shape[2] > n:
-            # A copy, so that the queries of a long prompt are not kept alive by a window on them.
-            queries = queries[:, :, queries.shape[2] - n :].clone()
-        self._observed.append(queries)
-        if n is not None and len(self._observed) > 2 * n:
-            del self._observed[:n]
+        self.observed, self.before_rope = Observed(), Observed()
+        self.rotation: Rotation | None = None
 
     def forget(self) -> None:
-        self._observed = []
+        self.observed.forget()
+        self.before_rope.forget()
 
     def begin(self, keys: Tensor, values: Tensor, place: int) -> LayerStore:
         """Store the beginning of a prompt; `place` is where the layer stands among the compressed ones."""
@@ -128,13 +131,6 @@ class LiveLayer(CacheLayerMixin):
         store.layers = (place,) * len(keys)
         self.groups = [Group(None, store)]
         return store
-
-    @property
-    def observed(self) -> Tensor | None:
-        """`[batch, heads, n, head_dim]`, at least the last that `observe` was asked for."""
-        if len(self._observed) > 1:
-            self._observed = [torch.cat(self._observed, 2)]
-        return self._observed[0] if self._observed else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError
@@ -156,7 +152,7 @@ class LiveLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for group in self.groups:
-            wanted = group.of(beam_idx.to(group.store.keys.device))
+            wanted = group.of(beam_idx.to(group.store.device))
             if group.rows is not None:
                 place = {int(row): i for i, row in enumerate(group.rows)}
                 if any(int(row) not in place for row in wanted):
@@ -166,8 +162,8 @@ class LiveLayer(CacheLayerMixin):
         self._select(beam_idx)
 
     def _select(self, rows: Tensor) -> None:
-        if self.observed is not None:
-            self._observed = [self.observed[rows.to(self.observed.device)]]
+        self.observed.select(rows)
+        self.before_rope.select(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove == 0:
@@ -181,8 +177,8 @@ class LiveLayer(CacheLayerMixin):
             group.store.truncate(group.store.length - n)
             if group.shadow is not None:
                 group.shadow.store.truncate(group.shadow.store.length - n)
-        if self.observed is not None:
-            self._observed = [self.observed[:, :, : max(self.observed.shape[2] - n, 0)]]
+        self.observed.crop(n)
+        self.before_rope.crop(n)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if len(self.groups) > 1:
@@ -209,8 +205,11 @@ class LiveCache(Cache):
         self.steps = 0  # single-token steps since
         self.number = 0  # which prompt of its session this is, from 1; 0 before the prompt has ended
         self.padding: Tensor | None = None  # [batch] left padding of each row
-        self.pseudo: Pass | None = None  # the pass of pseudo-tokens that is under way on it
+        self.own_pass: Pass | None = None  # one of the session itself that is under way on it
         self.ids: list[Tensor] = []
+        self.repeated: dict[
+            tuple[Repetition, bytes], list[Tensor]
+        ] = {}  # scores by what was repeated, shared by branches
         self.likelihood = Likelihood()
         self.compressed = [LiveLayer(self, hookable.softmax_of(module)) for module in session.modules]
         super().__init__(layers=adapter.arranged(session.model, session.layout, self.compressed))
@@ -244,11 +243,12 @@ class LiveCache(Cache):
         """
         cache = LiveCache(session)
         cache.seen, cache.padding, cache.ids = self.seen, self.padding, list(self.ids)
-        cache.likelihood = self.likelihood.copy()
+        cache.likelihood, cache.repeated = self.likelihood.copy(), self.repeated
         for number, layer in self.others.items():
             cache.layers[number] = adapter.twin(layer)
         for new, old in zip(cache.compressed, self.compressed, strict=True):
-            new.softmax, new._observed = old.softmax, list(old._observed)
+            new.softmax, new.rotation = old.softmax, old.rotation
+            new.observed, new.before_rope = old.observed.copy(), old.before_rope.copy()
             for group in old.groups:
                 store = LayerStore(group.store.keys, group.store.values)
                 store.layers = group.store.layers
@@ -273,7 +273,7 @@ class LiveCache(Cache):
             for new, old in zip(joined.compressed, cache.compressed, strict=True):
                 (group,) = old.groups
                 new.softmax = old.softmax
-                own = rows.to(group.store.keys.device)
+                own = rows.to(group.store.device)
                 new.groups.append(replace(group, rows=own, policy=group.policy or policy))
         return joined
 
@@ -286,9 +286,15 @@ class LiveCache(Cache):
                 group.store.forget_policy()
                 group.policy = None
 
+    @torch.inference_mode()
+    def hold(self, storage: Storage) -> None:
+        """Store what has been kept in another form."""
+        for group in (group for layer in self.compressed for group in layer.groups):
+            group.store.hold(storage)
+
     @property
     def batch(self) -> int:
-        return sum(group.store.keys.shape[0] for group in self.compressed[0].groups)
+        return sum(group.store.rows for group in self.compressed[0].groups)
 
     @contextmanager
     def on_trial(self, rows: Tensor | None) -> Iterator[None]:

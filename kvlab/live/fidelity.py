@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.core.hookable import layers_of
+from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
@@ -68,13 +69,14 @@ class Fidelity:
     """What `fidelity` found.
 
     Attributes:
-        table: tidy: document, step, measure, value. `nll` and `nll_full` are the negative log-likelihoods of the full
-            model's own continuation under the compressed and the full cache, `kl` the divergence of the next-token
-            distributions, all in nats; `agreement` is 1 where both would choose the same token.
+        table: tidy: document, storage, step, measure, value. `nll` and `nll_full` are the negative log-likelihoods of
+            the full model's own continuation under the compressed and the full cache, `kl` the divergence of the
+            next-token distributions, all in nats; `agreement` is 1 where both would choose the same token.
     """
 
     policy: Policy
     table: pd.DataFrame
+    storage: Storage = AS_IS
 
     @property
     def summary(self) -> dict[str, float]:
@@ -95,6 +97,7 @@ def fidelity(
     documents: Sequence[Any] | Any,
     new_tokens: int = 64,
     chat: str | bool = "auto",
+    storage: str | Storage = "as_is",
 ) -> Fidelity:
     """Teacher-force the full model's greedy continuation through a compressed cache.
 
@@ -106,13 +109,14 @@ def fidelity(
         documents: texts, `Document`s or token ids, one or a list of them.
         new_tokens: length of the continuation, 2 or more.
         chat: as `kvlab.capture` takes it.
+        storage: as `kvlab.compress` takes it.
 
     Raises:
         KvlabError: as `kvlab.capture` and `kvlab.compress`.
     """
     import pandas as pd
 
-    lm, tested = lm_of(lm), policy(policy_or_name)
+    lm, tested, form = lm_of(lm), policy(policy_or_name), stored_as(storage)
     if whole("new_tokens", new_tokens) < 2:
         raise KvlabError(f"new_tokens={new_tokens}: the first token comes before any compression, so two are needed")
     many = [prompt_ids(lm, each, chat) for each in (documents if several(documents) else [documents])]
@@ -121,7 +125,8 @@ def fidelity(
     with bars.layers(layers_of(lm.model), total, "fidelity"):
         for ids, name in many:
             full, response = _run(lm, ids, new_tokens, nullcontext())
-            session = compress(lm.model, tested, tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
+            options: dict[str, Any] = dict(tokenizer=lm.tokenizer, max_new_tokens=new_tokens, storage=form)
+            session = compress(lm.model, tested, **options)
             compressed, _ = _run(lm, ids, new_tokens, session, forced=response)
             values = {
                 "nll": F.cross_entropy(compressed, response, reduction="none"),
@@ -131,10 +136,10 @@ def fidelity(
             }
             steps = range(1, new_tokens + 1)
             frames += [
-                pd.DataFrame({"document": name, "step": steps, "measure": m, "value": v.tolist()})
+                pd.DataFrame({"document": name, "storage": str(form), "step": steps, "measure": m, "value": v.tolist()})
                 for m, v in values.items()
             ]
-    return Fidelity(tested, pd.concat(frames, ignore_index=True))
+    return Fidelity(tested, pd.concat(frames, ignore_index=True), form)
 
 
 @dataclass
@@ -144,18 +149,24 @@ class Loops:
 
     Attributes:
         first_difference: the first step at which another token was generated; None if there is none.
-        table: one row for each step: token_full, token_closed, kl (of the closed loop's logits from the full cache's),
-            mass_lost_open, mass_lost_closed (means over layers and heads; the token of step t is fed at step t, and its
-            query is the t-th decoding query).
+        table: one row for each step: storage, token_full, token_closed, kl (of the closed loop's logits from the full
+            cache's), mass_lost_open, mass_lost_closed (means over layers and heads; the token of step t is fed at step
+            t, and its query is the t-th decoding query).
     """
 
     policy: Policy
     first_difference: int | None
     table: pd.DataFrame
+    storage: Storage = AS_IS
 
 
 def closed_against_open(
-    lm: LM, policy_or_name: Policy | str, document: Any, new_tokens: int = 64, chat: str | bool = "auto"
+    lm: LM,
+    policy_or_name: Policy | str,
+    document: Any,
+    new_tokens: int = 64,
+    chat: str | bool = "auto",
+    storage: str | Storage = "as_is",
 ) -> Loops:
     """Run a policy both ways on the same prompt, and see where the two part.
 
@@ -167,20 +178,22 @@ def closed_against_open(
         document: a text, a `Document` or token ids.
         new_tokens: length of both responses.
         chat: as `kvlab.capture` takes it.
+        storage: as `kvlab.compress` takes it.
 
     Raises:
         KvlabError: as `kvlab.capture` and `kvlab.compress`.
     """
     import pandas as pd
 
-    lm, tested = lm_of(lm), policy(policy_or_name)
+    lm, tested, form = lm_of(lm), policy(policy_or_name), stored_as(storage)
     new_tokens = whole("new_tokens", new_tokens)
     ids, _ = prompt_ids(lm, document, chat)
     with bars.layers(layers_of(lm.model), 3 * bars.work(len(ids), *[1] * new_tokens), "both loops"):
         trace = capture(lm, ids, new_tokens, pseudo=(), policies=[tested], progress=False)
-        opened = replay(trace, tested)
+        opened = replay(trace, tested, storage=form)
         full, response = _run(lm, ids, new_tokens + 1, nullcontext())
-        session = compress(lm.model, tested, probes=["mass_lost"], tokenizer=lm.tokenizer, max_new_tokens=new_tokens)
+        options: dict[str, Any] = dict(tokenizer=lm.tokenizer, max_new_tokens=new_tokens, storage=form)
+        session = compress(lm.model, tested, probes=["mass_lost"], **options)
         closed, generated = _run(lm, ids, new_tokens + 1, session)
     response, generated = response[:new_tokens], generated[:new_tokens]
     different = (response != generated).nonzero().flatten()
@@ -188,6 +201,7 @@ def closed_against_open(
     table = pd.DataFrame(
         {
             "step": range(1, new_tokens + 1),
+            "storage": str(form),
             "token_full": response.tolist(),
             "token_closed": generated.tolist(),
             "kl": _divergence(full, closed)[:new_tokens].tolist(),
@@ -195,4 +209,4 @@ def closed_against_open(
             "mass_lost_closed": lost.reindex(range(1, new_tokens + 1)).tolist(),
         }
     )
-    return Loops(tested, int(different[0]) + 1 if len(different) else None, table)
+    return Loops(tested, int(different[0]) + 1 if len(different) else None, table, form)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import InstanceOf
 from torch import nn
 
 from kvlab.live.session import compress
 from kvlab.methods import Policy
+from kvlab.methods.needs import NOTHING, Needs
 
 if TYPE_CHECKING:
     from kvlab.live.session import Session
@@ -22,6 +26,7 @@ class Gather(Policy):
     looks_back: int | None = 0
     sums_up: bool = False
     reads: int = 0
+    asks: InstanceOf[Needs] = NOTHING
 
     @classmethod
     def for_all(cls, policies: Sequence[Policy]) -> Gather:
@@ -31,6 +36,7 @@ class Gather(Policy):
             looks_back=None if len(windows) < len(policies) else max(windows, default=0),
             sums_up=any(policy.accumulates for policy in policies),
             reads=max((policy.reads_perplexity for policy in policies), default=0),
+            asks=reduce(or_, (policy.needs for policy in policies), NOTHING),
         )
 
     @property
@@ -44,6 +50,10 @@ class Gather(Policy):
     @property
     def reads_perplexity(self) -> int:
         return self.reads
+
+    @property
+    def needs(self) -> Needs:
+        return self.asks
 
 
 def gather(model: nn.Module, policies: Sequence[Policy]) -> Session:

@@ -6,18 +6,21 @@ all layers at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.core import attention, hookable, hooks
+from kvlab.core import hookable
+from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
+from kvlab.live import passes
 from kvlab.live.attending import ACCUMULATED
 from kvlab.live.cache import LiveCache
 from kvlab.methods import Policy, Prompt
+from kvlab.methods.repeating import Repetition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +34,7 @@ class Prefill:
         turns: as `compress` takes it.
         encode: the token ids of a text, for pseudo-tokens that are made from a sentence; None without a tokenizer.
         max_new_tokens: how long the response may grow; 0 where that is not known.
+        storage: in what form what the policy keeps is stored.
     """
 
     def __init__(
@@ -40,9 +44,10 @@ class Prefill:
         turns: str,
         encode: Callable[[str], Tensor] | None,
         max_new_tokens: int,
+        storage: Storage,
     ):
-        self._model, self._policy, self._turns = model, policy, turns
-        self._encode, self._max_new_tokens = encode or _no_tokenizer, max_new_tokens
+        self._model, self._policy, self._turns, self._storage = model, policy, turns, storage
+        self._encode, self._max_new_tokens = encode, max_new_tokens
 
     def end(self, cache: LiveCache) -> None:
         """Compress what a cache without padding holds, layer by layer, and mark its prompt as ended.
@@ -60,28 +65,43 @@ class Prefill:
                     "one prompt again; store later turns whole (turns='leave')"
                 )
             pseudo = self._pseudo_queries(cache, number) if judged and policy.pseudo_key else {}
-            planned = self._planned(cache, number) if policy.sees_all_layers and judged else []
+            repeated = self._repeated(cache, number) if judged else []
+            planned = self._planned(cache, number, repeated) if policy.sees_all_layers and judged else []
             for index, layer in enumerate(cache.compressed):
                 group = layer.groups[number]
                 # What a layer's prompt holds on to is freed before the next layer is compressed.
-                prompt = planned.pop(0) if planned else self._prompt(cache, index, number, pseudo.get(index))
+                prompt = planned.pop(0) if planned else self._prompt(cache, index, number, pseudo.get(index), repeated)
                 policy.compress(group.store, prompt)
+                # After the eviction: what is rounded are the entries that stay.
+                group.store.hold(self._storage)
                 group.kept = group.store.positions.clone()
                 group.lossy = group.lossy or group.store.length < group.store.seen or group.store.merged
         for layer in cache.compressed:
+            layer.before_rope.forget()
             if self._turns == "leave" or policy.observes is None:
                 layer.forget()
         cache.ended = True
 
-    def _prompt(self, cache: LiveCache, index: int, number: int, pseudo: Tensor | None = None) -> Prompt:
+    def _prompt(
+        self,
+        cache: LiveCache,
+        index: int,
+        number: int,
+        pseudo: Tensor | None = None,
+        repeated: Sequence[dict[str, Tensor]] = (),
+    ) -> Prompt:
         """The end of one layer's and one group's prefill, as the policy sees it."""
         layer = cache.compressed[index]
         group = layer.groups[number]
         store = group.store
-        window = layer.observed
+        window, before = layer.observed.queries, layer.before_rope.queries
         window = store.keys[:, :, :0] if window is None else group.of(window)
         window = window[:, :, max(window.shape[2] - store.length, 0) :]
         self._check_window(window.shape[2], store.length)
+        if self._policy.needs.pre_queries:
+            before = store.keys[:, :, :0] if before is None else group.of(before)
+            before = before[:, :, max(before.shape[2] - store.length, 0) :]
+            self._check_all(before.shape[2], store.length)
         accumulated = None
         if store.has_column(ACCUMULATED):
             accumulated = store.remove_column(ACCUMULATED).transpose(2, 3).flatten(1, 2)
@@ -100,13 +120,24 @@ class Prefill:
             self._max_new_tokens,
             layer.softmax,
             perplexity,
+            self._projections(cache, index, len(store.keys)),
+            [layer.rotation] * len(store.keys) if self._policy.needs.rotation else None,
+            before,
+            repeated[index] if repeated else None,
         )
-        prompt.lossy, prompt.seen = group.lossy, store.seen
+        prompt.lossy, prompt.seen, prompt.positions = group.lossy, store.seen, store.positions
         return prompt
 
-    def _planned(self, cache: LiveCache, number: int) -> list[Prompt]:
+    def _projections(self, cache: LiveCache, index: int, rows: int) -> list[Tensor] | None:
+        """The output projection of one layer, for each of `rows` sequences, where the policy asks for it."""
+        if not self._policy.needs.projection:
+            return None
+        return [*hookable.required_projections([cache.session.modules[index]])] * rows
+
+    def _planned(self, cache: LiveCache, number: int, repeated: Sequence[dict[str, Tensor]]) -> list[Prompt]:
         """One group's prompt in each layer, with what the policy plans over all of them."""
-        prompts = [self._prompt(cache, index, number) for index in range(len(cache.compressed))]
+        places = range(len(cache.compressed))
+        prompts = [self._prompt(cache, index, number, repeated=repeated) for index in places]
         surveys = [self._policy.survey(prompt) for prompt in prompts]
         # In a later turn layers hold different numbers of entries; what is not there scores least.
         widest = max(survey.shape[-1] for survey in surveys)
@@ -125,67 +156,61 @@ class Prefill:
         if known >= need or not self._judges(length):
             return
         if policy.observes is None:
-            raise KvlabError(
-                f"{policy.name} looks at every query of its prompt, and after an earlier turn or a cache that was "
-                f"handed in only {known} of {length} are known; store later turns whole (turns='leave'), or begin anew"
-            )
+            self._check_all(known, length)
         raise KvlabError(
             f"{policy.name} looks at the last {need} queries, and only {known} were fed inside the session after "
             "the cache that was handed in; feed the end of the prompt there"
         )
 
+    def _check_all(self, known: int, length: int) -> None:
+        """Raise KvlabError where not all queries of a prompt are known to a policy that looks at each."""
+        if known < length and self._judges(length):
+            raise KvlabError(
+                f"{self._policy.name} looks at every query of its prompt, and after an earlier turn or a cache that "
+                f"was handed in only {known} of {length} are known; store later turns whole (turns='leave'), or begin "
+                "anew"
+            )
+
     def _pseudo_queries(self, cache: LiveCache, number: int) -> dict[int, Tensor]:
         """Post-RoPE pseudo-queries `[rows, heads, m, head_dim]` of one group, by place of the layer."""
-        if not cache.ids or sum(chunk.shape[1] for chunk in cache.ids) != cache.seen:
-            raise KvlabError(
-                f"{self._policy.name} makes pseudo-tokens from the prompt's token ids, and not all are known; feed the "
-                "whole prompt as input_ids inside the session"
-            )
-        group = cache.compressed[0].groups[number]
-        length = group.store.seen
-        prompts = group.of(torch.cat(cache.ids, 1))[:, cache.seen - length :].cpu()
+        prompts = passes.prompts(cache, number, f"{self._policy.name} makes pseudo-tokens")
         vocabulary = hookable.text_config(self._model).vocab_size
-        ids = torch.stack([self._policy.pseudo_tokens(row, vocabulary, self._encode) for row in prompts])
-        device = group.store.keys.device
-        positions = torch.arange(length, length + ids.shape[1], device=device).expand_as(ids)
-        # Layers left alone hold the padding too.
-        padding = cache.seen - length
-        mask = (torch.arange(cache.seen + ids.shape[1], device=device) >= padding).expand(len(ids), -1)
-        cache.pseudo = pseudo = PseudoPass(number)
-        try:
-            with cache.on_trial(group.rows):
-                self._model.base_model(
-                    input_ids=ids.to(device),
-                    attention_mask=mask.long() if padding else None,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-        finally:
-            cache.pseudo = None
-            for layer in cache.compressed:
-                store = layer.groups[number].store
-                store.truncate(store.length - (store.seen - length))
+        encode = self._encode or _no_tokenizer
+        ids = torch.stack([self._policy.pseudo_tokens(row, vocabulary, encode) for row in prompts])
+        pseudo = passes.PseudoPass(number)
+        passes.run(self._model, cache, number, ids, pseudo)
         return pseudo.queries
 
+    def _repeated(self, cache: LiveCache, number: int) -> list[dict[str, Tensor]]:
+        """Scores `[rows, kv_heads, length]` of the passes that repeat one group's prompts, layer by layer, by the key
+        of the repetition.
+        """
+        found: list[dict[str, Tensor]] = [{} for _ in cache.compressed]
+        for repetition in self._policy.needs.repetitions:
+            if any(layer.groups[number].lossy for layer in cache.compressed):
+                raise KvlabError(
+                    f"{self._policy.name} has the model repeat its prompt, and an earlier turn has left a part of it; "
+                    "store later turns whole (turns='leave')"
+                )
+            prompts = passes.prompts(cache, number, f"{self._policy.name} has the model repeat its prompt")
+            known = repetition, prompts.numpy().tobytes()
+            if known not in cache.repeated:
+                cache.repeated[known] = self._scores(cache, number, repetition, prompts)
+            for place, by_key in enumerate(found):
+                by_key[repetition.key] = cache.repeated[known][place]
+        return found
 
-class PseudoPass:
-    """A forward pass of pseudo-tokens over one group's prompt.
-
-    Attributes:
-        queries: of the layers that it went through, by their places, `[rows, heads, m, head_dim]` each.
-    """
-
-    def __init__(self, group: int):
-        self._group = group
-        self.queries: dict[int, Tensor] = {}
-
-    def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
-        """Attend over the prompt, whose store holds the pseudo-tokens' entries too until the pass is over."""
-        store = cache.compressed[call.place].groups[self._group].store
-        self.queries[call.place] = call.queries
-        store.append(call.keys, call.values)
-        return attention.attend(call.queries, store.keys, store.values, call.softmax)
+    def _scores(self, cache: LiveCache, number: int, repetition: Repetition, prompts: Tensor) -> list[Tensor]:
+        """Scores `[rows, kv_heads, length]` of one repetition of one group's prompts, layer by layer."""
+        modules = cache.session.modules
+        weights = hookable.required_projections(modules) if repetition.plus else [None] * len(modules)
+        scores = []
+        # Prompts of one length have parts at the same places, with as many tokens.
+        for rows in zip(*(repetition.parts(row, self._encode) for row in prompts), strict=True):
+            handler = passes.RepeatPass(number, repetition, rows[0], weights)
+            passes.run(self._model, cache, number, torch.stack([part.ids for part in rows]), handler)
+            scores.append(handler.scores)
+        return [torch.cat([each[place] for each in scores], -1) for place in range(len(modules))]
 
 
 def _no_tokenizer(text: str) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvlab.core import hooks
+from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Probe, Records, Seen, Shadow
 from kvlab.live.cache import Group, LiveCache
@@ -25,9 +26,9 @@ class Reports:
         needs_pre_rope: whether a probe reads the queries before RoPE.
     """
 
-    def __init__(self, policy: Policy, probes: Sequence[Probe], shadow_bytes: int):
+    def __init__(self, policy: Policy, probes: Sequence[Probe], shadow_bytes: int, storage: Storage):
         self.probes = list(probes)
-        self.records = Records(policy.name, policy.asked)
+        self.records = Records(policy.name, policy.asked, storage=str(storage))
         self.needs_weights = any(probe.needs_weights for probe in self.probes)
         self.needs_pre_rope = any(probe.needs_pre_rope for probe in self.probes)
         self._needs_shadow = any(probe.needs_shadow for probe in self.probes)
@@ -52,12 +53,12 @@ class Reports:
         if not self._needs_shadow:
             return
         for group in (group for layer in cache.compressed for group in layer.groups if group.shadow is None):
-            if group.lossy:
+            if group.lossy or group.store.rounded:
                 raise KvlabError(
-                    "the cache handed in has lost entries already, so its full attention is not known; leave out the "
-                    "probes that compare with it, or have them from the first prompt on"
+                    "the cache handed in has lost entries already, or rounded them, so its full attention is not "
+                    "known; leave out the probes that compare with it, or have them from the first prompt on"
                 )
-            rows = group.store.keys.shape[0]
+            rows = group.store.rows
             group.shadow = Shadow.of(group.store, len(cache.compressed) * cache.batch / rows, self._shadow_bytes)
 
     def step_begins(self, cache: LiveCache) -> None:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvlab.core import adapter, hookable, hooks
-from kvlab.core.store import LayerStore
+from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import LM, lm_of
 from kvlab.instruments.probes import Probe, Records, probe
 from kvlab.live.attending import ACCUMULATED, Attending
-from kvlab.live.cache import LiveCache
+from kvlab.live.cache import Group, LiveCache
 from kvlab.live.masks import masks_told
 from kvlab.live.prefill import Prefill
 from kvlab.live.reports import Reports, located
@@ -42,7 +42,7 @@ class Session:
     """What `compress` hands to its block: what is stored now, and what the probes saw.
 
     Attributes:
-        model, policy: as given.
+        model, policy, storage: as given.
         layout: which of the model's layers the policy compresses.
         records: numbers of the probes; `table` is its tidy form.
     """
@@ -56,12 +56,16 @@ class Session:
         encode: Callable[[str], Tensor] | None,
         shadow_bytes: int,
         max_new_tokens: int = 0,
+        storage: Storage = AS_IS,
     ):
-        self.model, self.policy, self.turns = model, policy, turns
-        self._reports = Reports(policy, probes, shadow_bytes)
+        self.model, self.policy, self.turns, self.storage = model, policy, turns, storage
+        self._reports = Reports(policy, probes, shadow_bytes, storage)
         self._attending = Attending(policy, turns, self._reports)
-        self._prefill = Prefill(model, policy, turns, encode, max_new_tokens)
+        self._prefill = Prefill(model, policy, turns, encode, max_new_tokens, storage)
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
+        if policy.needs.projection:
+            hookable.required_projections(self.modules)
+        storage.check(hookable.head_dim_of(model, self.modules[0]), model.device)
         self._window = hooks.shortest_window(model)
         self._adopted: WeakKeyDictionary[Cache, LiveCache] = WeakKeyDictionary()
         self._cache: LiveCache | None = None
@@ -75,7 +79,8 @@ class Session:
 
     def __enter__(self) -> Session:
         with ExitStack() as stack:
-            stack.enter_context(hooks.hooked(self.model, self._attend, self._reports.needs_pre_rope))
+            before_rope = self._reports.needs_pre_rope or self.policy.needs.before_rope
+            stack.enter_context(hooks.hooked(self.model, self._attend, before_rope, self.policy.needs.hidden))
             stack.enter_context(masks_told(self.model))
             stack.callback(self.model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(self.model.register_forward_hook(self._after).remove)
@@ -92,13 +97,13 @@ class Session:
 
     def running(self, cache: LiveCache) -> bool:
         """Whether a forward pass on `cache` is under way."""
-        return (self._passing or cache.pseudo is not None) and self._cache is cache
+        return (self._passing or cache.own_pass is not None) and self._cache is cache
 
     # ------------------------------------------------------------------ around a forward pass
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give a forward pass the session's cache, once a prompt that it finds ended is compressed."""
-        if self._cache is not None and self._cache.pseudo is not None:
+        if self._cache is not None and self._cache.own_pass is not None:
             return args, kwargs
         self._passing = False
         kwargs.update(zip(self._arguments, args, strict=False))
@@ -131,7 +136,7 @@ class Session:
     def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
         """Note what a forward pass has fed, and tell the probes where it was a decoding step."""
         cache = self._cache
-        if cache is None or cache.pseudo is not None:
+        if cache is None or cache.own_pass is not None:
             return
         self._passing = False
         self._note_likelihood(cache, output)
@@ -160,6 +165,8 @@ class Session:
             if given.session is not self:
                 if given.session.policy != self.policy:
                     given.start_over()
+                elif given.ended:
+                    given.hold(self.storage)
                 given.session, given.number = self, 0
                 if given.ended:
                     self._reports.begin(given)
@@ -188,8 +195,8 @@ class Session:
 
     def _attended(self, call: hooks.Call) -> Tensor:
         cache = self._cache
-        if cache is not None and cache.pseudo is not None:
-            return cache.pseudo.attend(cache, call)
+        if cache is not None and cache.own_pass is not None:
+            return cache.own_pass.attend(cache, call)
         if cache is None or not self._passing:
             raise KvlabError(f"inside a kvlab session call the {type(self.model).__name__} itself, not a part of it")
         return self._attending.attend(cache, call)
@@ -253,8 +260,8 @@ class Session:
 
     # ------------------------------------------------------------------ what is there
 
-    def _stores(self) -> list[LayerStore]:
-        return [] if self._cache is None else [g.store for layer in self._cache.compressed for g in layer.groups]
+    def _groups(self) -> list[Group]:
+        return [] if self._cache is None else [group for layer in self._cache.compressed for group in layer.groups]
 
     def kept(self, layer: int, sequence: int = 0) -> Tensor:
         """Positions stored now in the model's layer `layer`, int64 `[kv_heads, n]`, -1 padded, of one sequence of the
@@ -272,23 +279,23 @@ class Session:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that hold an entry, over all layers that the policy compresses."""
-        return sum(store.kv_bytes for store in self._stores())
+        """Bytes of the entries' keys and values, as they are stored, over all layers that the policy compresses."""
+        return sum(group.kv_bytes(self.policy) for group in self._groups())
 
     @property
     def aux_bytes(self) -> int:
         """Bytes that the policy keeps beside them (scores, profiles, fusion counts)."""
-        return sum(store.aux_bytes for store in self._stores())
+        return sum(group.store.aux_bytes for group in self._groups())
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all storage of compressed layers, with what is merely preallocated and the original positions."""
-        return sum(store.allocated_bytes for store in self._stores())
+        return sum(group.store.allocated_bytes for group in self._groups())
 
     @property
     def read_bytes(self) -> int:
         """Bytes that the last decoding step loaded; 0 before there was one."""
-        return 0 if self._cache is None else sum(g.bytes_read for layer in self._cache.compressed for g in layer.groups)
+        return sum(group.bytes_read for group in self._groups())
 
     @property
     def uncompressed_bytes(self) -> int:
@@ -306,7 +313,7 @@ class Session:
         if self._cache is not None:
             held = {number: adapter.held_bytes(layer) for number, layer in self._cache.others.items()}
             for number, layer in zip(self.layout.compressed, self._cache.compressed, strict=True):
-                held[number] = sum(group.store.kv_bytes + group.store.aux_bytes for group in layer.groups)
+                held[number] = sum(group.kv_bytes(self.policy) + group.store.aux_bytes for group in layer.groups)
         return self.layout.table().assign(bytes=[held.get(number, 0) for number in range(len(self.layout.sees))])
 
     @property
@@ -319,7 +326,9 @@ class Session:
 
     @property
     def table(self) -> pd.DataFrame:
-        """What the probes saw, tidy: policy, budget, sequence, layer, kv_head, head, step, measure, value."""
+        """What the probes saw, tidy: policy, budget, entries, storage, prompt, sequence, layer, kv_head, head, step,
+        measure, value.
+        """
         return self.records.table
 
     @property
@@ -337,6 +346,7 @@ def compress(
     tokenizer: Any = None,
     shadow_bytes: int = 8 * 2**30,
     max_new_tokens: int = 0,
+    storage: str | Storage = "as_is",
 ) -> Session:
     """Run `model` with a cache that `policy` compresses, as a context manager.
 
@@ -357,9 +367,11 @@ def compress(
             cache.
         max_new_tokens: how long the response may grow, for methods that depend on it (rocketkv, quest, sparq,
             hybrid, keyformer); 0 where it is not known.
+        storage: in what form what the policy keeps is stored (`kvlab list storages`), from the end of the prompt on.
 
     Raises:
-        KvlabError: the model cannot be hooked, or an unknown probe; nothing has run by then.
+        KvlabError: the model cannot be hooked, an unknown probe or storage, or a storage that the model's head size or
+            device cannot have; nothing has run by then.
     """
     if turns not in ("recompress", "leave"):
         raise KvlabError(f"turns={turns!r} is neither 'recompress' nor 'leave'")
@@ -382,4 +394,5 @@ def compress(
         None if tokenizer is None else encode,
         shadow_bytes,
         max_new_tokens,
+        stored_as(storage),
     )

@@ -73,6 +73,12 @@ def policy(name: str | Policy, **parameters) -> Policy:
     return registry()[name](**parameters)
 
 
+def has_budget(method: Policy | str) -> bool:
+    """Whether a policy, by name or as an object, takes a budget; true of names that do not exist."""
+    cls = type(method) if isinstance(method, Policy) else registry().get(method)
+    return cls is None or "budget" in cls.model_fields
+
+
 def unknown(name: str) -> str:
     """The message for an unknown policy: the nearest names, and all that there are."""
     sentence = nearest(name, registry(), "policy", limit=len(registry()))

@@ -20,11 +20,14 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_va
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Scaling
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError
 from kvlab.lib.parameters import Parameters
+from kvlab.methods.needs import NOTHING, Needs
 from kvlab.methods.prompt import Prompt
+from kvlab.methods.tensors import check_shapes
 
 
 def _budget(value: int | float, info: ValidationInfo) -> int | float:
@@ -51,6 +54,10 @@ Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
 """Width of a pooling that keeps the length."""
 
 
+KINDS = ("score at prefill", "allocation", "decoding", "merging", "selection", "channels", "reference", "other")
+SCORERS = "take one that does, such as 'snapkv', 'keydiff' or 'h2o'"
+
+
 class Policy(Parameters):
     """A KV-cache compression method with its parameters.
 
@@ -63,6 +70,10 @@ class Policy(Parameters):
     summary: ClassVar[str] = ""
     family: ClassVar[str] = "other"
     """What kind of method it is, in a few words: policies of one family share a colour in figures."""
+    kind: ClassVar[str] = "other"
+    """What it decides, one of `KINDS`: lists put policies of one kind together."""
+    by_position: ClassVar[bool] = False
+    """Whether it keeps tokens by where they stand alone, so that its scores say nothing of what they hold."""
     weighs: ClassVar[bool] = True
     """Whether `step` looks at the attention weights; without them a live run can use a fused kernel."""
     takes_ragged: ClassVar[bool] = False
@@ -132,6 +143,11 @@ class Policy(Parameters):
         return 0
 
     @property
+    def needs(self) -> Needs:
+        """What it asks of the model besides queries, keys and values."""
+        return NOTHING
+
+    @property
     def pseudo_key(self) -> str | None:
         """The name under which a trace keeps this policy's pseudo-queries; None if it asks for none."""
         return None
@@ -195,6 +211,22 @@ class Policy(Parameters):
         """
         return torch.zeros(prompt.rows, prompt.kv_heads, prompt.length, device=prompt.keys.device)
 
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        """What the prompt's tokens compete for the budget with, `[rows, sets, length]`: `scores`, pooled where the
+        method pools, and infinity for what it always keeps. Methods around another's scores ask for it.
+
+        Raises:
+            KvlabError: the method does not score tokens.
+        """
+        if not self.scores_tokens():
+            raise KvlabError(f"{self.name} does not score tokens; {SCORERS}")
+        return self.scores(prompt)
+
+    @classmethod
+    def scores_tokens(cls) -> bool:
+        """Whether its scores tell tokens apart by more than where they stand."""
+        return not cls.by_position and cls.scores is not Policy.scores
+
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         """Positions to keep of a prompt longer than `budget`: int64 `[rows, kv_heads, kept]`, ascending, -1 padded.
 
@@ -212,9 +244,18 @@ class Policy(Parameters):
         """Bring the store, which holds the whole prompt, down to what the prefill stage keeps."""
         store.budget = self.entries(prompt.length)
         kept = self.prefill(prompt)
+        self.rewrite(store, prompt)
         # One row may keep the whole prompt while others keep less.
         if kept.shape[2] < prompt.length or bool((kept == EMPTY).any()):
             store.evict(kept)
+
+    def rewrite(self, store: LayerStore, prompt: Prompt) -> None:
+        """Change what is stored of the prompt's entries, before some of them leave."""
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the entries that it leaves are others than the model made."""
+        return type(self).rewrite is not Policy.rewrite
 
     def keep(
         self,
@@ -227,6 +268,9 @@ class Policy(Parameters):
         pseudo: Tensor | None = None,
         accumulated: Tensor | None = None,
         max_new_tokens: int = 0,
+        projection: Tensor | None = None,
+        rotation: Rotation | None = None,
+        pre_queries: Tensor | None = None,
     ) -> Tensor:
         """The prefill decision of one layer.
 
@@ -237,6 +281,9 @@ class Policy(Parameters):
             pseudo: `[batch, heads, m, head_dim]`, post-RoPE pseudo-queries.
             accumulated: `[batch, heads, length]`, attention summed over all prompt queries.
             max_new_tokens: length that the response may reach.
+            projection: `[hidden, heads x head_dim]`, the layer's output projection W_o (the weight of its o_proj).
+            rotation: how the layer turns queries and keys by their positions.
+            pre_queries: `[batch, heads, length, head_dim]`, the queries of the whole prompt before RoPE.
 
         Returns:
             int64 `[batch, kv_heads, kept]` (`[batch, heads, kept]` of a policy that keeps a set for each query head),
@@ -256,14 +303,16 @@ class Policy(Parameters):
             raise KvlabError(
                 f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; give the number of layers as n_layers="
             )
-        _check(queries, keys, values, pseudo, accumulated)
+        check_shapes(queries, keys, values, pseudo, accumulated, projection, pre_queries)
         need = keys.shape[2] if self.observes is None else min(self.observes, keys.shape[2])
         if queries.shape[2] < need:
             raise KvlabError(f"{self.name} looks at the last {need} prompt queries and got {queries.shape[2]}")
-        layers = (layer,) * keys.shape[0]
-        return self.prefill(
-            Prompt(queries, keys, values, layers, n_layers, pseudo, accumulated, max_new_tokens)
-        ).contiguous()
+        rows = keys.shape[0]
+        given = queries, keys, values, (layer,) * rows, n_layers, pseudo, accumulated, max_new_tokens
+        projections = None if projection is None else [projection] * rows
+        rotations = None if rotation is None else [rotation] * rows
+        prompt = Prompt(*given, projections=projections, rotations=rotations, pre_queries=pre_queries)
+        return self.prefill(prompt).contiguous()
 
     # ------------------------------------------------------------------ a decoding step, in this order
 
@@ -289,6 +338,10 @@ class Policy(Parameters):
         """Bytes that the step loads besides the entries it reads: all that is stored beside them, unless overridden."""
         return store.aux_bytes
 
+    def discount_bytes(self, store: LayerStore) -> int:
+        """Bytes of the stored entries that it need not store, since it has dropped a part of each."""
+        return 0
+
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         """After a step has attended: update scores, then evict or merge down to the budget.
 
@@ -312,46 +365,6 @@ class Policy(Parameters):
 def everything(prompt: Prompt) -> Tensor:
     """All positions of a prompt, int64 `[rows, kv_heads, length]`."""
     return torch.arange(prompt.length, device=prompt.keys.device).expand(prompt.rows, prompt.kv_heads, prompt.length)
-
-
-def _check(queries: Tensor, keys: Tensor, values: Tensor, pseudo: Tensor | None, accumulated: Tensor | None) -> None:
-    """Refuse tensors of one layer that do not fit together, naming the one that is wrong."""
-    shapes = {"queries": "[batch, heads, n, head_dim]", "keys": "[batch, kv_heads, length, head_dim]"}
-    shapes |= {"values": shapes["keys"], "pseudo": "[batch, heads, m, head_dim]"}
-    given = {"queries": queries, "keys": keys, "values": values, "pseudo": pseudo}
-    for name, tensor in given.items():
-        if name == "pseudo" and tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise KvlabError(f"{name} must be a tensor {shapes[name]}, and is a {type(tensor).__name__}")
-        if tensor.dim() != 4:
-            raise KvlabError(f"{name} must be {shapes[name]}, and is {list(tensor.shape)}")
-    batch, kv_heads, length, head_dim = keys.shape
-    heads, n = queries.shape[1:3]
-    if not length:
-        raise KvlabError("keys hold no token; a prompt has at least one")
-    if values.shape != keys.shape:
-        raise KvlabError(f"values must have the shape of the keys, {list(keys.shape)}, and is {list(values.shape)}")
-    for name in ("queries", "pseudo"):
-        tensor = given[name]
-        if tensor is not None and (tensor.shape[0], tensor.shape[3]) != (batch, head_dim):
-            raise KvlabError(
-                f"{name} must be {shapes[name]} with the keys' batch of {batch} and head_dim of {head_dim}, and is "
-                f"{list(tensor.shape)}"
-            )
-    if not kv_heads or heads % kv_heads:
-        raise KvlabError(f"queries have {heads} heads, which {kv_heads} KV heads cannot share evenly; use a multiple")
-    if n > length:
-        raise KvlabError(f"queries are those of the last {n} tokens, but keys hold {length}; give at most {length}")
-    if pseudo is not None and pseudo.shape[1] != heads:
-        raise KvlabError(f"pseudo must have the {heads} heads of the queries, and has {pseudo.shape[1]}")
-    if accumulated is not None and tuple(accumulated.shape) != (batch, heads, length):
-        raise KvlabError(
-            f"accumulated must be [batch, heads, length] = {[batch, heads, length]}, and is {list(accumulated.shape)}"
-        )
-    for name, tensor in (given | {"accumulated": accumulated}).items():
-        if tensor is not None and not bool(torch.isfinite(tensor).all()):
-            raise KvlabError(f"{name} holds values that are not finite (NaN or infinity); they must all be numbers")
 
 
 def _number_meant(given: object) -> int | float | None:

@@ -52,32 +52,50 @@ def decode(
         weigh: the caller needs the attention weights even if the policy does not.
     """
     store.append(keys, values, positions)
+    store.settle()
     softmax = Softmax.of(scaling)
     slots = policy.select(store, queries, softmax.told)
     bias = policy.bias(store)
-    keys, values = store.keys, store.values
-    visible = store.occupied if store.ragged else None
-    if slots is not None:
-        keys, values = pick(keys, slots), pick(values, slots)
+    if weigh or not softmax.plain or (policy.weighs and policy.steps):
+        weights, output = _weighed(store, queries, slots, bias, softmax)
+        return Step(policy.amend(store, output), weights[:, :, 0], slots)
+    return Step(policy.amend(store, _fused(store, queries, slots, bias, softmax)), None, slots)
+
+
+def _weighed(
+    store: LayerStore, queries: Tensor, slots: Tensor | None, bias: Tensor | None, softmax: Softmax
+) -> tuple[Tensor, Tensor]:
+    """The weights `[rows, heads, 1, slots read]`, and the output."""
+    heads = queries.shape[1]
+    if slots is None:
+        keys, values = store.keys, store.values
+        visible = store.occupied if store.ragged else None
+    else:
+        keys, values = store.taken(slots)
         bias = None if bias is None else pick(bias, slots)
         visible = slots != EMPTY
-        visible = None if bool(visible.all()) else visible
-
-    heads = queries.shape[1]
-    if weigh or not softmax.plain or (policy.weighs and policy.steps):
-        if visible is not None:
-            visible = attention.to_query_heads(visible, heads)[:, :, None]
-        if bias is not None:
-            bias = attention.to_query_heads(bias, heads)[:, :, None]
-        weights = attention.weights(queries, keys, softmax, visible, bias)
-        out = policy.amend(store, attention.output(weights, values).to(queries.dtype))
-        return Step(out, weights[:, :, 0], slots)
-    mask = None if bias is None else bias[:, :, None].to(queries.dtype)
     if visible is not None:
-        blank = torch.zeros_like(visible[:, :, None], dtype=queries.dtype)
-        mask = (blank if mask is None else mask).masked_fill(~visible[:, :, None], -torch.inf)
+        visible = attention.to_query_heads(visible, heads)[:, :, None]
+    if bias is not None:
+        bias = attention.to_query_heads(bias, heads)[:, :, None]
+    weights = attention.weights(queries, keys, softmax, visible, bias)
+    return weights, attention.output(weights, values).to(queries.dtype)
+
+
+def _fused(store: LayerStore, queries: Tensor, slots: Tensor | None, bias: Tensor | None, softmax: Softmax) -> Tensor:
+    """The output by PyTorch's fused kernel."""
     # The group's heads become the rows of one product, which saves repeating the keys.
-    out = F.scaled_dot_product_attention(
-        attention.by_group(queries, keys.shape[1]), keys, values, attn_mask=mask, scale=softmax.factor
-    )
-    return Step(policy.amend(store, out.reshape(queries.shape)), None, slots)
+    grouped = attention.by_group(queries, store.kv_heads)
+    if slots is not None:
+        mask = None if bias is None else pick(bias, slots)[:, :, None].to(queries.dtype)
+        if not bool((visible := slots != EMPTY).all()):
+            blank = torch.zeros_like(visible[:, :, None], dtype=queries.dtype)
+            mask = (blank if mask is None else mask).masked_fill(~visible[:, :, None], -torch.inf)
+        out = F.scaled_dot_product_attention(grouped, *store.taken(slots), attn_mask=mask, scale=softmax.factor)
+        return out.reshape(queries.shape)
+    each, out = grouped.flatten(0, 1), []
+    for heads, keys, values in store.runs():
+        mask = None if bias is None else bias.flatten(0, 1)[heads, None, : keys.shape[1]].to(queries.dtype)
+        some = each[None, heads], keys[None], values[None]
+        out.append(F.scaled_dot_product_attention(*some, attn_mask=mask, scale=softmax.factor))
+    return (out[0] if len(out) == 1 else torch.cat(out, 1)).reshape(queries.shape)

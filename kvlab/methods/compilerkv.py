@@ -47,6 +47,7 @@ class CompilerKV(Policy):
     name: ClassVar[str] = "compilerkv"
     summary: ClassVar[str] = "weighted utility, gated by the prompt's risk, from tables learnt offline"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "allocation"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 64

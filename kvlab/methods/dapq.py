@@ -37,6 +37,7 @@ class DapQ(Policy):
     name: ClassVar[str] = "dapq"
     summary: ClassVar[str] = "attention of pseudo-queries at the response's positions"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32

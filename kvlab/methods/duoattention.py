@@ -39,7 +39,9 @@ class DuoAttention(Policy):
     name: ClassVar[str] = "duoattention"
     summary: ClassVar[str] = "retrieval heads keep everything, streaming heads sinks and recent tokens"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
+    kind: ClassVar[str] = "allocation"
 
+    by_position: ClassVar[bool] = True
     weighs: ClassVar[bool] = False
     takes_ragged: ClassVar[bool] = True
 
@@ -142,24 +144,12 @@ class DuoAttention(Policy):
         if not numbers["retrieves"] and not store.ragged and store.length == size + 1:
             store.drop(sinks)
             return
-        retrieval = self.retrieval(numbers["n_layers"], store.positions.shape[1], numbers["length"], store.budget)
-        everything = retrieval[list(store.layers)].to(store.keys.device)
+        retrieval = self.retrieval(numbers["n_layers"], store.kv_heads, numbers["length"], store.budget)
+        everything = retrieval[list(store.layers)].to(store.device)
         over = (store.counts - size).clamp_min(0).masked_fill(everything, 0)[..., None]
         if numbers["retrieves"] and store.ragged:
-            _drop_runs(store, sinks, over[..., 0])
+            store.cut(sinks, over[..., 0])
             return
         left = store.counts[..., None] - over
         slots = torch.arange(int(left.max()), device=left.device)
         store.evict(torch.where(slots < sinks, slots, slots + over).masked_fill(slots >= left, EMPTY))
-
-
-def _drop_runs(store: LayerStore, start: int, n: Tensor) -> None:
-    """Evict `n` `[rows, kv_heads]` slots of each head from `start` on; at least one head must lose nothing."""
-    # Only the entries behind the gaps are moved: heads that lose nothing are long, and need not be copied.
-    some = n > 0
-    losses = zip(some.nonzero().tolist(), n[some].tolist(), store.counts[some].tolist(), strict=True)
-    for (row, head), lost, count in losses:
-        for tensor, blank in ((store.keys, 0), (store.values, 0), (store.positions, EMPTY)):
-            slots = tensor[row, head]
-            slots[start : count - lost] = slots[start + lost : count].clone()
-            slots[count - lost : count] = blank

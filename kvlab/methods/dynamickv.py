@@ -33,6 +33,7 @@ class DynamicKV(SnapKV):
     name: ClassVar[str] = "dynamickv"
     summary: ClassVar[str] = "SnapKV with budgets by where the top scores of all layers fall"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "allocation"
 
     reach: Annotated[int | float, Field(ge=1)] = 10.0
 

@@ -24,6 +24,7 @@ class ExactTopK(Policy):
     name: ClassVar[str] = "exact_topk"
     summary: ClassVar[str] = "reads each step's true top entries, stores all: the oracle of selection"
     family: ClassVar[str] = "stores all, reads a selection"
+    kind: ClassVar[str] = "selection"
 
     budget: Budget
 
@@ -31,4 +32,4 @@ class ExactTopK(Policy):
         if store.length <= store.budget:
             return None
         weights = attention.weights(queries, store.keys, scaling)[:, :, 0]
-        return ranking.top_positions(attention.sum_over_group(weights, store.keys.shape[1]), store.budget)
+        return ranking.top_positions(attention.sum_over_group(weights, store.kv_heads), store.budget)

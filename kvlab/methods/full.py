@@ -11,3 +11,4 @@ class Full(Policy):
     name: ClassVar[str] = "full"
     summary: ClassVar[str] = "the whole cache, no compression"
     family: ClassVar[str] = "reference"
+    kind: ClassVar[str] = "reference"

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from kvlab.core import attention
+from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.methods.base import Budget, Policy, top_and_last
 from kvlab.methods.eviction import evict_lowest, part
@@ -31,6 +31,7 @@ class H2O(Policy):
     name: ClassVar[str] = "h2o"
     summary: ClassVar[str] = "most accumulated attention and recent tokens, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
 
     budget: Budget
     heavy: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -48,6 +49,9 @@ class H2O(Policy):
 
     def scores(self, prompt: Prompt) -> Tensor:
         return prompt.share(("h2o",), lambda: attention.sum_over_group(prompt.accumulated(self), prompt.kv_heads))
+
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.with_last(self.scores(prompt), self._recent(budget))
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return self._best(self.scores(prompt), budget)
@@ -68,5 +72,5 @@ class H2O(Policy):
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"
         score = store.column("score")
-        score += attention.sum_over_group(weights, store.positions.shape[1])
+        score += attention.sum_over_group(weights, store.kv_heads)
         evict_lowest(store, score, self._recent(store.budget))

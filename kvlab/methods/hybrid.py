@@ -39,6 +39,7 @@ class Hybrid(Policy):
     name: ClassVar[str] = "hybrid"
     summary: ClassVar[str] = "reads the top entries by a few dimensions of page minima and maxima, stores all"
     family: ClassVar[str] = "stores all, reads a selection"
+    kind: ClassVar[str] = "selection"
 
     budget: Budget
     page: Annotated[int, Field(ge=1)] | None = None
@@ -79,7 +80,7 @@ def select(store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | Non
     """
     if store.length <= store.budget:
         return None
-    grouped = queries[:, :, 0].unflatten(1, (store.keys.shape[1], -1))
+    grouped = queries[:, :, 0].unflatten(1, (store.kv_heads, -1))
     page = store.numbers["page"]
     rank = affordable(store, page)
     dims = largest_dimensions(grouped, rank)
@@ -100,6 +101,8 @@ def overhead_bytes(store: LayerStore) -> int:
     """Bytes that finding loads: a few dimensions of one vector for each page."""
     if store.length <= store.budget:
         return 0
-    rows, kv_heads = store.keys.shape[:2]
-    vectors = rows * kv_heads * pages.number(store)
-    return vectors * affordable(store, store.numbers["page"]) * store.keys.element_size()
+    page = store.numbers["page"]
+    rank = affordable(store, page)
+    if page == 1:
+        return store.key_bytes * rank // store.head_dim
+    return store.rows * store.kv_heads * pages.number(store) * rank * store.dtype.itemsize

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvlab.core import attention
+from kvlab.core import attention, ranking
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.methods.base import Budget, Policy, top_and_last
@@ -43,6 +43,7 @@ class Keyformer(Policy):
     name: ClassVar[str] = "keyformer"
     summary: ClassVar[str] = "accumulated attention with Gumbel noise and recent tokens, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
 
     budget: Budget
     recent: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -104,6 +105,9 @@ class Keyformer(Policy):
             total[:, :stop] += (logits / self.tau_start).softmax(-1).sum(1)
         return total
 
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.with_last(self.scores(prompt), part(self.recent, budget))
+
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         recent = part(self.recent, budget)
         return top_and_last(self.scores(prompt), budget - recent, recent)
@@ -115,7 +119,7 @@ class Keyformer(Policy):
             heads = prompt.queries.shape[1]
             table = prompt.share(
                 ("keyformer noise", self.seed),
-                lambda: _by_slot(self.gumbel(prompt.layers, heads, 0, store.seen), prompt.keys),
+                lambda: _by_slot(self.gumbel(prompt.layers, heads, 0, store.seen), prompt.kv_heads, prompt.keys.device),
             )
             where = store.positions.clamp_min(0)[..., None].expand(*store.positions.shape, table.shape[-1])
             store.add_column("noise", table if store.length == store.seen else table.gather(2, where))
@@ -123,7 +127,7 @@ class Keyformer(Policy):
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"
-        kv_heads = store.positions.shape[1]
+        kv_heads = store.kv_heads
         store.numbers["step"] += 1
         logits = weights.log().unflatten(1, (kv_heads, -1))
         if self.noise:
@@ -131,7 +135,7 @@ class Keyformer(Policy):
             store.numbers["noised"] = store.seen
             drawn = self.gumbel(store.layers, weights.shape[1], store.seen - new, store.seen)
             noise = store.column("noise")
-            noise[:, :, store.length - new :] = _by_slot(drawn, store.keys)
+            noise[:, :, store.length - new :] = _by_slot(drawn, kv_heads, store.device)
             logits = logits + noise.transpose(2, 3)
         score = store.column("score")
         score += (logits / self._tau(store)).softmax(-1).sum(2)
@@ -142,9 +146,9 @@ class Keyformer(Policy):
         return self.tau_start + (self.tau_end - self.tau_start) * (step / steps if step < steps else 1)
 
 
-def _by_slot(noise: Tensor, keys: Tensor) -> Tensor:
-    """`[rows, heads, n]` in the layout of a column, `[rows, kv_heads, n, group]`, where the keys are."""
-    return noise.to(keys.device).unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
+def _by_slot(noise: Tensor, kv_heads: int, device: torch.device) -> Tensor:
+    """`[rows, heads, n]` in the layout of a column, `[rows, kv_heads, n, group]`, on that device."""
+    return noise.to(device).unflatten(1, (kv_heads, -1)).transpose(2, 3)
 
 
 @lru_cache(maxsize=256)

@@ -34,6 +34,9 @@ class LaCache(Policy):
     name: ClassVar[str] = "lacache"
     summary: ClassVar[str] = "sinks, recent tokens, and a ladder of spans over the layers"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
+    kind: ClassVar[str] = "allocation"
+
+    by_position: ClassVar[bool] = True
 
     budget: Budget
     sinks: Annotated[int, Field(ge=0)] = 4

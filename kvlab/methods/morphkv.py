@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core.store import LayerStore
+from kvlab.methods import profile
 from kvlab.methods.base import Budget, Policy
 from kvlab.methods.eviction import evict_lowest
 from kvlab.methods.prompt import Prompt
@@ -39,6 +40,7 @@ class MorphKV(Policy):
     name: ClassVar[str] = "morphkv"
     summary: ClassVar[str] = "recent tokens and the older ones they attend to, constant size while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32
@@ -59,28 +61,14 @@ class MorphKV(Policy):
 
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         super().compress(store, prompt)
-        # Column r holds the row of the token at position r modulo R, so that a new row replaces the oldest.
-        n = min(self.window, prompt.length)
-        ring = torch.arange(store.seen - n, store.seen, device=store.keys.device) % self.window
-        profile = torch.zeros(*store.positions.shape, self.window, device=store.keys.device)
-        profile[..., ring] = self._profile(prompt)
-        store.add_column("profile", profile)
-        store.numbers["rows"] = store.seen
+        profile.begin(store, self.window, self._profile(prompt))
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"
-        profile = store.column("profile")
-        # Tokens of a chat turn that was stored whole have no attention rows; those of older tokens must not stand in.
-        unseen = range(max(store.numbers["rows"], store.seen - self.window), store.seen - 1)
-        if unseen:
-            ring = torch.arange(unseen.start, unseen.stop, device=profile.device) % self.window
-            profile.index_fill_(-1, ring, 0)
-        store.numbers["rows"] = store.seen
-        profile[..., (store.seen - 1) % self.window] = self._aggregate(weights[:, :, None], store.positions.shape[1])[
-            ..., 0
-        ]
+        row = self._aggregate(weights[:, :, None], store.positions.shape[1])[..., 0]
+        rows = profile.follow(store, self.window, row)
         if store.length > store.budget:
-            evict_lowest(store, self._fuse(profile), self.window)
+            evict_lowest(store, self._fuse(rows), self.window)
 
     def _profile(self, prompt: Prompt) -> Tensor:
         """Rows of the window's tokens over the prompt, `[rows, kv_heads, length, n]`, the oldest first."""
@@ -111,5 +99,5 @@ class MorphKV(Policy):
             return rows
         return rows / rows[..., :older].sum(-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
 
-    def _fuse(self, profile: Tensor) -> Tensor:
-        return profile.sum(-1) if self.fusion == "sum" else profile.amax(-1)
+    def _fuse(self, rows: Tensor) -> Tensor:
+        return rows.sum(-1) if self.fusion == "sum" else rows.amax(-1)

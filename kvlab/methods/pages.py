@@ -27,7 +27,7 @@ def number(store: LayerStore) -> int:
 
 def sizes(store: LayerStore) -> Tensor:
     """Entries of each page, int64 `[pages]`."""
-    entries = torch.full((number(store),), store.numbers["page"], device=store.keys.device)
+    entries = torch.full((number(store),), store.numbers["page"], device=store.device)
     entries[-1] -= number(store) * store.numbers["page"] - store.length
     return entries
 
@@ -37,13 +37,13 @@ def summaries(store: LayerStore) -> Tensor:
     size, paged = store.numbers["page"], store.numbers["paged"]
     if paged == store.length:
         return store.memory["pages"]
-    rows, kv_heads, _, head_dim = store.keys.shape
     extremes = store.memory.get("pages")
     if extremes is None:
-        extremes = store.keys.new_empty(rows, kv_heads, 2, head_dim, 0)
+        shape = store.rows, store.kv_heads, 2, store.head_dim, 0
+        extremes = torch.empty(shape, dtype=store.dtype, device=store.device)
     extremes = store.memory["pages"] = extended(extremes, number(store))
     first = paged // size
-    keys = store.keys[:, :, first * size :]
+    keys, _ = store.since(first * size)
     whole = keys.shape[2] // size
     for start, part in ((first, keys[:, :, : whole * size]), (first + whole, keys[:, :, whole * size :])):
         if part.shape[2]:

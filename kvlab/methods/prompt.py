@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.errors import KvlabError
+from kvlab.methods.needs import Needs
+from kvlab.methods.repeating import Repetition
 
 
 class Asks(Protocol):
@@ -24,6 +27,9 @@ class Asks(Protocol):
 
     @property
     def pseudo_key(self) -> str | None: ...
+
+    @property
+    def needs(self) -> Needs: ...
 
 
 class Prompt:
@@ -40,12 +46,17 @@ class Prompt:
         scaling: factor of the logits, 1 / sqrt(head_dim) unless given; a `Softmax` of a model that caps its logits or
             has sinks.
         perplexity: `[rows]`, or a function that gives it for the last n tokens.
+        projections: the output projection of each row's layer, `[hidden, heads x head_dim]`, wherever they lie.
+        rotations: how each row's layer turns queries and keys; None of one that turns in a way unknown to kvlab.
+        pre_queries: `[rows, heads, n, head_dim]`, of the last n prompt positions, before RoPE.
+        repeated: `[rows, kv_heads, length]`, scores of passes that repeat the prompt, by the key of each repetition.
 
     Attributes:
         plan: these rows' share of what the policy planned over all layers, `[rows, ...]`; None before, and for
             policies that plan nothing.
         lossy: whether an earlier turn of a chat evicted entries. Then these are the entries that it left and those that
             came since, and slots are not positions.
+        positions: original ones of the slots, `[rows, kv_heads, length]`.
         seen: tokens of the sequence so far, the same in all layers; more than `length` if `lossy`.
     """
 
@@ -61,13 +72,20 @@ class Prompt:
         max_new_tokens: int = 0,
         scaling: Scaling = None,
         perplexity: Tensor | Callable[[int], Tensor | None] | None = None,
+        projections: Sequence[Tensor] | None = None,
+        rotations: Sequence[Rotation | None] | None = None,
+        pre_queries: Tensor | None = None,
+        repeated: Mapping[str, Tensor] | None = None,
     ):
         self.queries, self.keys, self.values = queries, keys, values
         self.layers, self.n_layers = layers, n_layers
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
+        self._projections, self._rotations, self._pre_queries = projections, rotations, pre_queries
+        self._repeated = repeated or {}
         self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).told
         self.plan: Tensor | None = None
         self.lossy = False
+        self.positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         self.seen = keys.shape[2]
         self._shared: dict[tuple, Tensor] = {}
 
@@ -147,6 +165,58 @@ class Prompt:
                 f"{policy.name} needs the attention accumulated over all prompt queries; capture with accumulate=True"
             )
         return self._accumulated
+
+    def projection(self, policy: Asks) -> list[Tensor]:
+        """The output projection W_o of each row's layer, `[hidden, heads x head_dim]`."""
+        if self._projections is None:
+            raise KvlabError(
+                f"{policy.name} needs the output projection of its layer: capture with policies=[{policy.name!r}], or "
+                "pass projection= to keep()"
+            )
+        return [weight.to(self.keys.device) for weight in self._projections]
+
+    def rotation(self, policy: Asks) -> list[Rotation]:
+        """How each row's layer turns queries and keys by their positions."""
+        if self._rotations is None:
+            raise KvlabError(
+                f"{policy.name} turns vectors as the model does, and how is not known here: capture the trace anew, or "
+                "pass rotation= to keep()"
+            )
+        known = [rotation for rotation in self._rotations if rotation is not None]
+        if len(known) < len(self._rotations):
+            raise KvlabError(
+                f"{policy.name} turns vectors by their positions as the model does, and this model does it in a way "
+                "that kvlab does not know; take another policy"
+            )
+        return known
+
+    def pre_queries(self, policy: Asks) -> Tensor:
+        """The queries of all prompt tokens before RoPE, `[rows, heads, length, head_dim]`."""
+        if self._pre_queries is None or self._pre_queries.shape[2] < self.length:
+            raise KvlabError(
+                f"{policy.name} needs the queries of the whole prompt before RoPE: capture with queries='all', or pass "
+                "pre_queries= to keep()"
+            )
+        return self._pre_queries
+
+    def repeated(self, policy: Asks, repetition: Repetition) -> Tensor:
+        """Scores of the pass that repeats the prompt, `[rows, kv_heads, length]`."""
+        if repetition.key not in self._repeated:
+            raise KvlabError(
+                f"{policy.name} needs the scores of a pass that repeats the prompt ({repetition.key}): capture with "
+                f"policies=[{policy}]"
+            )
+        return self._repeated[repetition.key]
+
+    def answers(self, policy: Asks) -> None:
+        """Raise KvlabError where something is missing that `policy` needs of the model."""
+        needs = policy.needs
+        wanted = needs.projection, needs.rotation, needs.pre_queries
+        for asked, look in zip(wanted, (self.projection, self.rotation, self.pre_queries), strict=True):
+            if asked:
+                look(policy)
+        for repetition in needs.repetitions:
+            self.repeated(policy, repetition)
 
     def perplexity(self, policy: Asks) -> Tensor:
         """Perplexity of the prompt's last tokens, as many as `policy` reads: exp of their mean NLL, `[rows]`."""

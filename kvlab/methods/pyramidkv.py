@@ -30,6 +30,7 @@ class PyramidKV(SnapKV):
     name: ClassVar[str] = "pyramidkv"
     summary: ClassVar[str] = "SnapKV with budgets that fall linearly with the layer"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "allocation"
 
     beta: Annotated[int | float, Field(ge=1)] = 20
 

@@ -36,6 +36,7 @@ class Quest(Policy):
     name: ClassVar[str] = "quest"
     summary: ClassVar[str] = "reads the pages with the largest bound on their logits, stores all"
     family: ClassVar[str] = "stores all, reads a selection"
+    kind: ClassVar[str] = "selection"
 
     budget: Budget
     page: Annotated[int, Field(ge=1)] = 16

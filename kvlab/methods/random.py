@@ -6,27 +6,33 @@ import torch
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.core.store import LayerStore
 from kvlab.methods.base import Budget, Policy
 from kvlab.methods.prompt import Prompt
 
 
 class Random(Policy):
-    """Keeps `budget` prompt positions drawn without replacement, for each layer and KV head anew; prefill only.
+    """Keeps `budget` prompt positions drawn without replacement, for each layer and KV head anew.
 
-    Not from a paper. The draw depends on `seed`, the layer and the head, not on what shares the batch. Every generated
-    token is kept besides. Cost: none.
+    Not from a paper. The draw depends on `seed`, the layer and the head, not on what shares the batch. Unless it goes
+    on while decoding, every generated token is kept besides. Cost: none.
 
     Parameters:
         budget: entries for each layer and KV head, or a fraction of the prompt.
         seed: of the draw.
+        decode: at each decoding step one entry, drawn from all that are stored, leaves for each that came.
     """
 
     name: ClassVar[str] = "random"
     summary: ClassVar[str] = "prompt positions drawn at random (seeded)"
     family: ClassVar[str] = "reference"
+    kind: ClassVar[str] = "reference"
 
     budget: Budget
     seed: int = 0
+    decode: bool = False
+
+    weighs: ClassVar[bool] = False
 
     def scores(self, prompt: Prompt) -> Tensor:
         def draw(layer: int) -> Tensor:
@@ -37,3 +43,17 @@ class Random(Policy):
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return ranking.top_positions(self.scores(prompt), budget)
+
+    @property
+    def steps(self) -> bool:
+        return self.decode
+
+    def step(self, store: LayerStore, weights: Tensor | None) -> None:
+        while self.decode and store.length > store.budget:
+            draws = [self._draw(layer, store) for layer in store.layers]
+            store.drop(torch.stack(draws).to(store.device))
+
+    def _draw(self, layer: int, store: LayerStore) -> Tensor:
+        """A slot of each head, `[kv_heads]`; anew for each layer and each number of tokens seen and stored."""
+        generator = torch.Generator().manual_seed(hash((self.seed, layer, store.seen, store.length)) % 2**62)
+        return torch.randint(store.length, (store.positions.shape[1],), generator=generator)

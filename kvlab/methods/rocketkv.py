@@ -38,6 +38,7 @@ class RocketKV(Policy):
     name: ClassVar[str] = "rocketkv"
     summary: ClassVar[str] = "coarse eviction of the prompt (snapkv_pp), then selection at each step (hybrid)"
     family: ClassVar[str] = "both: keeps some, reads some of those"
+    kind: ClassVar[str] = "selection"
 
     budget: Budget
     split: Literal["even", "adaptive"] = "even"

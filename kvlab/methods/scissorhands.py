@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvlab.core import attention
+from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.methods.base import Budget, Policy, top_and_last
 from kvlab.methods.eviction import evict_lowest, part
@@ -37,6 +37,7 @@ class Scissorhands(Policy):
     name: ClassVar[str] = "scissorhands"
     summary: ClassVar[str] = "drops what was most often below average attention lately, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "decoding"
 
     budget: Budget
     recent: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -61,6 +62,9 @@ class Scissorhands(Policy):
             ("scissorhands", history), lambda: -_count(self._history(prompt, history)).to(torch.float32)
         )
 
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.with_last(self.scores(prompt), part(self.recent, budget))
+
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         recent = part(self.recent, budget)
         return top_and_last(self.scores(prompt), budget - recent, recent)
@@ -74,7 +78,7 @@ class Scissorhands(Policy):
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"
-        kv_heads = store.positions.shape[1]
+        kv_heads = store.kv_heads
         below = weights.unflatten(1, (kv_heads, -1)).mean(2) < 1 / store.length
         # Bit e belongs to the query that is e places before the prompt's end; a later row replaces the oldest one, so
         # that the ring runs backwards.

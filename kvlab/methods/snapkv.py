@@ -34,6 +34,7 @@ class SnapKV(Policy):
     name: ClassVar[str] = "snapkv"
     summary: ClassVar[str] = "pooled attention of an observation window at the prompt's end"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32
@@ -60,6 +61,9 @@ class SnapKV(Policy):
             return F.avg_pool1d(older, self.kernel, stride=1, padding=self.kernel // 2)
 
         return prompt.share(("snapkv", type(self).scores, self.window, self.kernel, self.sets), pool)
+
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return F.pad(self.pooled(prompt), (0, self.window), value=torch.inf)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return self.window_and_best(prompt, budget)

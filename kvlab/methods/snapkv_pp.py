@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from kvlab.core import ranking
 from kvlab.methods.base import Budget, Kernel, Policy, top_and_last
 from kvlab.methods.prompt import Prompt
 
@@ -31,6 +32,7 @@ class SnapKVPlusPlus(Policy):
     name: ClassVar[str] = "snapkv_pp"
     summary: ClassVar[str] = "SnapKV per GQA group with wide max-pooling: RocketKV's first stage"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32
@@ -50,7 +52,13 @@ class SnapKVPlusPlus(Policy):
     def scores(self, prompt: Prompt) -> Tensor:
         return prompt.window_scores(self.window)
 
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.with_last(self._pooled(prompt), self.window)
+
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        return top_and_last(self._pooled(prompt), budget - self.window, self.window)
+
+    def _pooled(self, prompt: Prompt) -> Tensor:
         kernel = self.kernel or (self.short if prompt.length < self.threshold else self.long)
         older = prompt.length - self.window
 
@@ -59,5 +67,4 @@ class SnapKVPlusPlus(Policy):
             scores[..., :older] = F.max_pool1d(scores[..., :older], kernel, stride=1, padding=kernel // 2)
             return scores
 
-        pooled_scores = prompt.share(("snapkv_pp", type(self).scores, self.window, kernel), pooled)
-        return top_and_last(pooled_scores, budget - self.window, self.window)
+        return prompt.share(("snapkv_pp", type(self).scores, self.window, kernel), pooled)

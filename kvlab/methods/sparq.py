@@ -39,6 +39,7 @@ class SparQ(Policy):
     name: ClassVar[str] = "sparq"
     summary: ClassVar[str] = "reads the top entries by the query's largest dimensions, stores all and a key copy"
     family: ClassVar[str] = "stores all, reads a selection"
+    kind: ClassVar[str] = "selection"
 
     budget: Budget
     rank: Annotated[int, Field(ge=1)] | None = None
@@ -61,13 +62,13 @@ class SparQ(Policy):
         copied = store.numbers["copied"]
         if copied == store.length:
             return
-        rows, kv_heads, _, head_dim = store.keys.shape
+        keys, values = store.since(copied)
         if copied == 0:
-            store.memory["copy"] = store.keys.new_empty(rows, kv_heads, head_dim, 0)
-            store.memory["value_sum"] = store.values.new_zeros(rows, kv_heads, 1, head_dim, dtype=torch.float32)
+            store.memory["copy"] = keys.new_empty(store.rows, store.kv_heads, store.head_dim, 0)
+            store.memory["value_sum"] = torch.zeros(store.rows, store.kv_heads, 1, store.head_dim, device=store.device)
         copy = store.memory["copy"] = pages.extended(store.memory["copy"], store.length)
-        copy[..., copied:] = store.keys[:, :, copied:].transpose(2, 3)
-        store.memory["value_sum"] += store.values[:, :, copied:].sum(2, keepdim=True, dtype=torch.float32)
+        copy[..., copied:] = keys.transpose(2, 3)
+        store.memory["value_sum"] += values.sum(2, keepdim=True, dtype=torch.float32)
         store.numbers["copied"] = store.length
 
     def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
@@ -75,7 +76,7 @@ class SparQ(Policy):
         if store.length <= store.budget:
             return None
         self._follow(store)
-        kv_heads = store.keys.shape[1]
+        kv_heads = store.kv_heads
         grouped = queries[:, :, 0].unflatten(1, (kv_heads, -1))
         rank = affordable(store)
         dims = largest_dimensions(grouped, rank)
@@ -101,4 +102,4 @@ class SparQ(Policy):
     def overhead_bytes(self, store: LayerStore) -> int:
         if store.length <= store.budget:
             return 0
-        return store.positions.numel() * affordable(store) * store.keys.element_size()
+        return store.rows * store.kv_heads * store.length * affordable(store) * store.dtype.itemsize

@@ -26,7 +26,9 @@ class StreamingLLM(Policy):
     name: ClassVar[str] = "streamingllm"
     summary: ClassVar[str] = "attention sinks and the most recent tokens, rolling"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
+    kind: ClassVar[str] = "decoding"
 
+    by_position: ClassVar[bool] = True
     weighs: ClassVar[bool] = False
 
     budget: Budget

@@ -32,6 +32,7 @@ class ZigZagKV(SnapKV):
     name: ClassVar[str] = "zigzagkv"
     summary: ClassVar[str] = "SnapKV with budgets by how many tokens hold 90 % of a layer's attention"
     family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "allocation"
 
     mass: Annotated[float, Field(gt=0, lt=1)] = 0.9
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1

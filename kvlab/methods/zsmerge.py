@@ -44,6 +44,7 @@ class ZSMerge(Policy):
     name: ClassVar[str] = "zsmerge"
     summary: ClassVar[str] = "recent, high-contribution and merged entries, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
+    kind: ClassVar[str] = "merging"
 
     budget: Budget
     proximity: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -125,7 +126,7 @@ class ZSMerge(Policy):
         kept, leaving = self._partition(prompt, store.budget)
         runs = self._runs(leaving, store.budget)
         store.add_column("score", self.scores(prompt))
-        residual = torch.zeros(store.positions.shape, dtype=torch.bool, device=kept.device)
+        residual = torch.zeros(store.rows, store.kv_heads, store.length, dtype=torch.bool, device=kept.device)
         if runs:
             firsts = torch.cat([run[..., :1] for run in runs], -1)
             for run in runs:
@@ -145,7 +146,7 @@ class ZSMerge(Policy):
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"
-        kv_heads = store.positions.shape[1]
+        kv_heads = store.kv_heads
         score = store.column("score")
         score.mul_(self.decay).add_(attention.sum_over_group(weights, kv_heads))
 
@@ -179,8 +180,7 @@ def _most_similar(store: LayerStore, candidates: Tensor, slot: Tensor) -> Tensor
     """Of the slots `candidates` `[rows, kv_heads, n]`, the one whose key has the largest dot product with `slot`'s
     (eq. 6).
     """
-    head_dim = store.keys.shape[-1]
-    keys = store.keys.gather(2, candidates[..., None].expand(*candidates.shape, head_dim)).float()
-    query = store.keys.gather(2, slot[..., None, None].expand(*slot.shape, 1, head_dim)).float()
+    keys, _ = store.taken(torch.cat([slot[..., None], candidates], -1))
+    query, keys = keys[:, :, :1].float(), keys[:, :, 1:].float()
     best = (keys @ query.transpose(-1, -2)).squeeze(-1).argmax(-1, keepdim=True)
     return candidates.gather(-1, best).squeeze(-1)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
+from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
 from kvlab.lib import bootstrap
 from kvlab.methods import Policy
@@ -18,8 +19,8 @@ FIRST = ("recall", "mass_lost", "output_error", "stored_bytes", "read_bytes")
 
 
 class Replays(Sequence[Replay]):
-    """Several policies, budgets or traces. `result[policy, budget]` is one `Replay` (a list of them over several
-    traces).
+    """Several policies, budgets, storages or traces. `result[policy, budget]` is one `Replay` (a list of them over
+    several traces), and so is `result[policy, budget, storage]` where there are several storages.
     """
 
     def __init__(self, results: Iterable[Replay]):
@@ -34,39 +35,43 @@ class Replays(Sequence[Replay]):
     def __getitem__(self, key: slice) -> list[Replay]: ...
     # One replay, or a list of them over several traces: only who made the replays knows which.
     @overload
-    def __getitem__(self, key: str | Policy | tuple[str | Policy, int | float | None]) -> Any: ...
-    def __getitem__(self, key: int | slice | str | Policy | tuple[str | Policy, int | float | None]) -> Any:
+    def __getitem__(self, key: str | Policy | tuple) -> Any: ...
+    def __getitem__(self, key: int | slice | str | Policy | tuple) -> Any:
         if isinstance(key, int | slice):
             return self.results[key]
-        name, budget = key if isinstance(key, tuple) else (key, None)
+        name, budget, storage = (*(key if isinstance(key, tuple) else (key,)), None, None)[:3]
         chosen = [
             r
             for r in self.results
-            if name in (r.policy, r.policy.name, str(r.policy)) and budget in (None, r.policy.asked, r.budget)
+            if name in (r.policy, r.policy.name, str(r.policy))
+            and budget in (None, r.policy.asked, r.budget)
+            and storage in (None, r.storage, r.storage.name)
         ]
         if not chosen:
-            known = ", ".join(sorted({f"{r.policy.name}, {r.policy.asked}" for r in self.results}))
+            known = ", ".join(sorted({f"{r.storage.behind(r.policy.name)}, {r.policy.asked}" for r in self.results}))
+            asked = f"{name}{'' if budget is None else f' at budget {budget}'}"
             raise KvlabError(
-                f"no replay of {name}{'' if budget is None else f' at budget {budget}'}; there are: {known}"
+                f"no replay of {asked}{'' if storage is None else f' stored as {storage}'}; there are: {known}"
             )
         return chosen[0] if len({id(r.trace) for r in self.results}) == 1 else chosen
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """One row for each policy, budget and trace; it prints as many columns as fit into the terminal.
+        """One row for each policy, budget, storage and trace; it prints as many columns as fit into the terminal.
 
         Columns: policy, budget, recall, mass_lost, output_error, stored_bytes, read_bytes, window_recall, step_recall,
-        entries (what the budget came to), raised (to what the method needs), trace and signature; sink_share where a
-        model has learnt sinks, and uncompressed_bytes, what the layers held at the end that no policy compresses, where
-        there are any.
+        entries (what the budget came to), storage (right behind the budget where it is not the plain one everywhere),
+        raised (to what the method needs), trace and signature; sink_share where a model has learnt sinks, and
+        uncompressed_bytes, what the layers held at the end that no policy compresses, where there are any.
         """
         from kvlab.replays.summaries import Summary
 
-        rows = []
+        rows, plain = [], all(r.storage.exact for r in self.results)
         for r in self.results:
-            means = r.summary
-            first = {name: means.pop(name) for name in FIRST}
-            marks = {"entries": r.budget, "raised": r.raised, "trace": r.trace.signature, "signature": r.signature}
+            means, storage = r.summary, {"storage": str(r.storage)}
+            first = ({} if plain else storage) | {name: means.pop(name) for name in FIRST}
+            marks = {"entries": r.budget} | storage | {"raised": r.raised}
+            marks |= {"trace": r.trace.signature, "signature": r.signature}
             if r.trace.layout.mixed:
                 means["uncompressed_bytes"] = r.trace.uncompressed_bytes
             rows.append({"policy": r.policy.name, "budget": r.policy.asked} | first | means | marks)
@@ -74,7 +79,7 @@ class Replays(Sequence[Replay]):
 
     @cached_property
     def intervals(self) -> pd.DataFrame:
-        """Tidy, over the traces: policy, budget, entries, parameters, measure, traces, value, low, high.
+        """Tidy, over the traces: policy, budget, entries, storage, parameters, measure, traces, value, low, high.
 
         `entries` is what the budget came to, on average where a fraction comes to more on a longer prompt. `value` is
         the mean over the traces (documents), `low` and `high` its 95 % bootstrap interval; with one trace they are the
@@ -82,15 +87,15 @@ class Replays(Sequence[Replay]):
         """
         import pandas as pd
 
-        by_policy: dict[Policy, list[Replay]] = {}
+        by_policy: dict[tuple[Policy, Storage], list[Replay]] = {}
         for result in self.results:
-            by_policy.setdefault(result.policy, []).append(result)
+            by_policy.setdefault((result.policy, result.storage), []).append(result)
         rows = []
-        for policy, results in by_policy.items():
+        for (policy, storage), results in by_policy.items():
             summaries = [result.summary for result in results]
             entries = sum(result.budget for result in results) / len(results)
             budget = {"budget": policy.asked, "entries": int(entries) if entries.is_integer() else entries}
-            marks = {"policy": policy.name} | budget | {"parameters": str(policy)}
+            marks = {"policy": policy.name} | budget | {"storage": str(storage), "parameters": str(policy)}
             for measure in results[0].measures:
                 if any(measure not in summary for summary in summaries):
                     continue

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, overload
 
+from kvlab.core.storage import Storage, stored_as
 from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Probe, probe
 from kvlab.lib import bars
-from kvlab.methods import Policy, listed, policy, registry
+from kvlab.methods import Policy, has_budget, listed, policy
 from kvlab.replays.results import Replays
 from kvlab.replays.single import Replay
 from kvlab.traces.trace import opened
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     # Lists by what they hold: a str is itself a sequence of str, and must not count as several.
     SeveralTraces: TypeAlias = list[Trace] | list[str] | list[Path] | list[OneTrace] | tuple[OneTrace, ...]
     SeveralPolicies: TypeAlias = Sequence[Policy] | list[str] | list[Policy | str] | tuple[Policy | str, ...]
+    SeveralStorages: TypeAlias = list[str] | list[Storage] | list[str | Storage] | tuple[str | Storage, ...]
 
 
 @overload
@@ -33,6 +35,7 @@ def replay(
     budgets: None = None,
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
+    storage: str | Storage = "as_is",
 ) -> Replay: ...
 @overload
 def replay(
@@ -41,6 +44,7 @@ def replay(
     budgets: Sequence[int | float],
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
+    storage: str | Storage | SeveralStorages = "as_is",
 ) -> Replays: ...
 @overload
 def replay(
@@ -49,6 +53,17 @@ def replay(
     budgets: None = None,
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
+    storage: str | Storage | SeveralStorages = "as_is",
+) -> Replays: ...
+@overload
+def replay(
+    trace: OneTrace,
+    policies: Policy | str,
+    budgets: None = None,
+    progress: bool | None = None,
+    probes: Sequence[Probe | str] = (),
+    *,
+    storage: SeveralStorages,
 ) -> Replays: ...
 @overload
 def replay(
@@ -57,6 +72,7 @@ def replay(
     budgets: None = None,
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
+    storage: str | Storage | SeveralStorages = "as_is",
 ) -> Replays: ...
 def replay(
     trace: OneTrace | SeveralTraces,
@@ -64,6 +80,7 @@ def replay(
     budgets: Sequence[int | float] | None = None,
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
+    storage: str | Storage | SeveralStorages = "as_is",
 ) -> Replay | Replays:
     """Replay policies on traces.
 
@@ -73,34 +90,36 @@ def replay(
         budgets: every policy that has a budget is replayed at each of them.
         progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
         probes: instruments besides the replay's own measures, as in a live run; their numbers are in `records`.
+        storage: in what form what a policy keeps is stored (`kvlab list storages`), one or a list: every policy is
+            replayed with each of them.
 
     Returns:
-        One `Replay` for one trace and one policy without budgets, else `Replays`.
+        One `Replay` for one trace, one storage and one policy without budgets, else `Replays`.
 
     Raises:
-        KvlabError: the trace lacks what a policy needs (pseudo-queries, a longer window), or a budget is too small.
+        KvlabError: the trace lacks what a policy needs (pseudo-queries, a longer window), a budget is too small, or a
+            storage is unknown or nothing for this head size or device.
     """
-    single = not isinstance(trace, list | tuple) and isinstance(policies, Policy | str) and budgets is None
+    one_form = isinstance(storage, str | Storage)
+    forms = [stored_as(form) for form in ([storage] if one_form else listed(storage, "storages"))]
+    single = one_form and not isinstance(trace, list | tuple) and isinstance(policies, Policy | str) and budgets is None
     traces = [opened(given) for given in (trace if isinstance(trace, list | tuple) else [trace])]
     wanted = listed(policies)
     if budgets is not None and (isinstance(budgets, str) or not isinstance(budgets, Iterable) or not list(budgets)):
         raise KvlabError(f"budgets is a list of at least one, such as [128, 0.25], and not {budgets!r:.60}")
-    if not traces or not wanted:
-        raise KvlabError("a replay needs at least one trace and one policy")
+    if not traces or not wanted or not forms:
+        raise KvlabError("a replay needs at least one trace, one policy and one storage")
     objects: list[Policy] = []
     for method in wanted:
-        if budgets is not None and _has_budget(method):
+        if budgets is not None and has_budget(method):
             objects.extend(policy(method, budget=budget) for budget in budgets)
         else:
             objects.append(policy(method))
     instruments = [probe(instrument) for instrument in listed(probes, "probes")]
     if single:
-        return Replay(traces[0], objects[0], instruments)
+        return Replay(traces[0], objects[0], instruments, forms[0])
 
-    jobs = [(t, p) for t in traces for p in objects]
-    return Replays(Replay(t, p, instruments) for t, p in bars.each(jobs, "replay", "policy", progress))
-
-
-def _has_budget(method: Policy | str) -> bool:
-    cls = type(method) if isinstance(method, Policy) else registry().get(method)
-    return cls is None or "budget" in cls.model_fields
+    for t, form in ((t, form) for t in traces for form in forms):
+        form.check(t.keys.shape[-1], t.device)
+    jobs = [(t, p, form) for t in traces for p in objects for form in forms]
+    return Replays(Replay(t, p, instruments, form) for t, p, form in bars.each(jobs, "replay", "policy", progress))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention, ranking
+from kvlab.core.storage import AS_IS, Storage
 from kvlab.core.store import EMPTY, LayerStore, pick
 from kvlab.errors import KvlabError, whole
 from kvlab.instruments import measures
@@ -29,8 +30,8 @@ class Replay:
     """One policy over one trace, computed where the trace lies; what comes out lies on the CPU.
 
     Attributes:
-        trace, policy: what was replayed. Layers in tensors are those that the trace holds, one behind the other; in
-            tables, and wherever a layer is asked for, they have their numbers in the model.
+        trace, policy, storage: what was replayed. Layers in tensors are those that the trace holds, one behind the
+            other; in tables, and wherever a layer is asked for, they have their numbers in the model.
         budget: entries for each layer and KV head that the policy's budget came to.
         raised: whether a fractional budget had to be raised to what the method needs.
         mass_lost, output_error: `[layers, heads, steps]`.
@@ -41,10 +42,11 @@ class Replay:
         stored_bytes, read_bytes: `[steps]`, summed over layers.
     """
 
-    def __init__(self, trace: Trace, policy: Policy, probes: Sequence[Probe] = ()):
-        self.trace, self.policy, self.probes = trace, policy, list(probes)
+    def __init__(self, trace: Trace, policy: Policy, probes: Sequence[Probe] = (), storage: Storage = AS_IS):
+        self.trace, self.policy, self.probes, self.storage = trace, policy, list(probes), storage
+        storage.check(trace.keys.shape[-1], trace.device)
         self.budget = policy.entries(trace.prompt_length)
-        self.records = Records(policy.name, policy.asked, rows="layer")
+        self.records = Records(policy.name, policy.asked, rows="layer", storage=str(storage))
         self.records.note_entries([0], self.budget)
         self.raised = policy.raised(trace.prompt_length)
         self._reference = reference(trace)
@@ -71,6 +73,7 @@ class Replay:
         prompt = self._planned(trace.prompt)
         self.policy.compress(store, prompt)
         self._kept = store.positions.clone()
+        store.hold(self.storage)
         k = min(self.budget, trace.prompt_length)
         ranks = self._reference.gold_ranks
         self.recall = self._reference.share_found(ranks, self._kept, k)
@@ -79,11 +82,13 @@ class Replay:
         if trace.steps == 0:
             # Without a response there is no gold set to recall.
             self.recall, self.window_recall = (torch.full_like(r, torch.nan) for r in (self.recall, self.window_recall))
-        if self.policy.acts_while_decoding or store.merged or self.probes:
+        if self.policy.acts_while_decoding or self.policy.rewrites or store.merged or self.probes:
             for step in range(1, trace.steps + 1):
                 self._decode(store, step)
         else:
             self._follow(store)
+            if not self.storage.exact:
+                self._follow_rounded(store)
 
     def _planned(self, prompt: Prompt) -> Prompt:
         """The prompt with what the policy plans for all layers together, where it does."""
@@ -115,13 +120,12 @@ class Replay:
         for instrument in self.probes:
             instrument.look(seen, self.records, where)
 
-        self.read_bytes[now] = int((read != EMPTY).sum()) * store.entry_bytes
-        self.read_bytes[now] += self.policy.overhead_bytes(store)
+        self.read_bytes[now] = store.bytes_of(attended.slots) + self.policy.overhead_bytes(store)
         self.policy.step(store, attended.weights)
         for instrument in self.probes:
             instrument.look_after(seen, self.records, where)
         self._stored.append(store.positions.clone())
-        self.stored_bytes[now] = store.kv_bytes + store.aux_bytes
+        self.stored_bytes[now] = store.kv_bytes + store.aux_bytes - self.policy.discount_bytes(store)
 
     def _follow(self, store: LayerStore) -> None:
         """All steps at once, for a policy that does nothing after the prefill: every generated token stays."""
@@ -143,13 +147,14 @@ class Replay:
                 taken = weights.gather(-1, rows.clamp_min(0).expand(-1, trace.steps, -1)).masked_fill_(rows == EMPTY, 0)
                 mass = taken.sum(-1) + response.sum(-1) + sinks
                 self.mass_lost[layer] = (1 - mass).clamp(0, 1)
-                values = pick(all_values[None], kept[None])[0]
-                if float(mass.min()) > 1e-20:
-                    mixed = attention.output(taken, values) + attention.output(response, all_values[:, prompt:])
-                    mixed = mixed / mass[..., None]
-                else:
-                    mixed = self._from_logits(layer, values, all_values[:, prompt:])
-                self.output_error[layer] = measures.output_error(self._reference.outputs[layer], mixed)
+                if self.storage.exact:
+                    values = pick(all_values[None], kept[None])[0]
+                    if float(mass.min()) > 1e-20:
+                        mixed = attention.output(taken, values) + attention.output(response, all_values[:, prompt:])
+                        mixed = mixed / mass[..., None]
+                    else:
+                        mixed = self._from_logits(layer, values, all_values[:, prompt:])
+                    self.output_error[layer] = measures.output_error(self._reference.outputs[layer], mixed)
             ranks = self._reference.step_ranks[layer].transpose(0, 1)
             # What a step cannot see yet comes after all that it sees, so it is none of the top.
             own = ((ranks[..., prompt:] < k).sum(-1, keepdim=True) / k)[..., 0]
@@ -160,6 +165,38 @@ class Replay:
         entries = int((self._kept != EMPTY).sum()) + generated
         self.stored_bytes = (entries * entry + store.aux_bytes).float()
         self.read_bytes = self.stored_bytes.clone()
+
+    def _follow_rounded(self, store: LayerStore) -> None:
+        """What `_follow` cannot tell of a storage that rounds: outputs and bytes, of as many steps at once as leave all
+        entries as they are.
+        """
+        trace, step = self.trace, 0
+        while step < trace.steps:
+            self._append(store, step, 1)
+            store.settle()
+            self.stored_bytes[step] = before = store.kv_bytes + store.aux_bytes
+            more = min(store.calm, trace.steps - step - 1)
+            if more:
+                self._append(store, step + 1, more)
+                grown = store.kv_bytes + store.aux_bytes - before
+                self.stored_bytes[step + 1 : step + 1 + more] = before + grown * torch.arange(1, more + 1) / more
+            steps = slice(step, step + 1 + more)
+            now = trace.prompt_length + torch.arange(steps.start, steps.stop, device=trace.device)
+            for layer in range(trace.n_layers):
+                keys, values, positions = store.row(layer)
+                visible = attention.to_query_heads(positions, trace.heads)[:, None]
+                visible = (visible != EMPTY) & (visible <= now[:, None])
+                queries, softmax = trace.response_queries[layer, :, steps], trace.softmax.row(layer)
+                weights = attention.weights(queries, keys, softmax, visible)
+                full = self._reference.outputs[layer, :, steps]
+                self.output_error[layer, :, steps] = measures.output_error(full, attention.output(weights, values))
+            step = steps.stop
+        self.read_bytes = self.stored_bytes.clone()
+
+    def _append(self, store: LayerStore, step: int, n: int) -> None:
+        """The entries of `n` response tokens from `step` on, counted from 0."""
+        new = slice(self.trace.prompt_length + step, self.trace.prompt_length + step + n)
+        store.append(self.trace.keys[:, :, new], self.trace.values[:, :, new])
 
     def _from_logits(self, layer: int, values: Tensor, response_values: Tensor) -> Tensor:
         """Outputs of all steps where what is kept weighs next to nothing in the full softmax, so that shares of it
@@ -248,15 +285,18 @@ class Replay:
 
     @property
     def signature(self) -> str:
-        """`model@sha|document@sha|policy(params)|seed|kvlab version`."""
+        """`model@sha|document@sha|policy(params)|seed|kvlab version`; behind the policy stands its storage, as in
+        `snapkv(budget=256)+kivi-4`, unless that is the plain one.
+        """
         from kvlab import __version__
 
-        return f"{self.trace.signature}|{self.policy}|{self.trace.meta.get('seed', 0)}|kvlab {__version__}"
+        stored = self.storage.behind(str(self.policy))
+        return f"{self.trace.signature}|{stored}|{self.trace.meta.get('seed', 0)}|kvlab {__version__}"
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Tidy: policy, budget, entries (what the budget came to), layer, kv_head, head, step, measure, value; what is
-        not of one head has none.
+        """Tidy: policy, budget, entries (what the budget came to), storage, layer, kv_head, head, step, measure, value;
+        what is not of one head has none.
         """
         import pandas as pd
 
@@ -268,8 +308,9 @@ class Replay:
         table.insert(0, "policy", pd.Categorical([self.policy.name] * len(table)))
         table.insert(1, "budget", self.policy.asked)
         table.insert(2, "entries", self.budget)
+        table.insert(3, "storage", pd.Categorical([str(self.storage)] * len(table)))
         return table
 
     def __repr__(self) -> str:
         values = ", ".join(f"{k}={v:.4g}" for k, v in self.summary.items())
-        return f"Replay({self.policy}: {values})"
+        return f"Replay({self.storage.behind(str(self.policy))}: {values})"

@@ -44,6 +44,9 @@ def check(trace: Any) -> None:
     for found in trace.pseudo.values():
         if found.dim() != 4 or (*found.shape[:2], found.shape[3]) != (layers, heads, head_dim):
             raise KvlabError(f"pseudo-queries {tuple(found.shape)} are not [{layers}, {heads}, m, {head_dim}]")
+    for scores in trace.repeated.values():
+        if scores.shape != (layers, keys.shape[1], trace.prompt_length):
+            raise KvlabError(f"scores of a repetition {tuple(scores.shape)} are not [layers, kv_heads, prompt]")
     wanted = {"accumulated": (layers, heads, trace.prompt_length), "pre_queries": queries.shape, "ids": (tokens,)}
     wanted["sinks"] = (layers, heads)
     for name, shape in wanted.items():
@@ -51,6 +54,13 @@ def check(trace: Any) -> None:
         if found is not None and found.shape != shape:
             what = "accumulated attention" if name == "accumulated" else name
             raise KvlabError(f"{what} {tuple(found.shape)} is not {list(shape)}")
+    if trace.rotations is not None and (
+        len(trace.rotations) != layers or not all(turn is None or turn.fits(head_dim) for turn in trace.rotations)
+    ):
+        raise KvlabError(f"rotations are one for each of the {layers} layers, within heads of {head_dim}")
+    found = trace.projections
+    if found is not None and (found.dim() != 3 or found.shape[::2] != (layers, heads * head_dim)):
+        raise KvlabError(f"projections {tuple(found.shape)} are not [{layers}, hidden, {heads * head_dim}]")
     if trace.nll is not None and (trace.nll.dim() != 1 or len(trace.nll) >= trace.prompt_length):
         raise KvlabError(f"nll {tuple(trace.nll.shape)} is not that of tokens of a prompt of {trace.prompt_length}")
     for name, tensor in trace._tensors().items():

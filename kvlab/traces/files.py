@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from kvlab.core.layout import Layout
+from kvlab.core.rotation import Rotation
 
 CHECKSUM = "crc32"
 BLANK = "0" * 8  # what stands for a file's checksum while that is taken
@@ -40,6 +42,20 @@ def checksum(path: Path, told: str) -> tuple[str, int]:
 def layout_of(saved: dict[str, list] | None) -> Layout | None:
     """The layout that a file's header tells; None where it tells none."""
     return None if saved is None else Layout(tuple(saved["sees"]), tuple(saved["compressed"]))
+
+
+def rotations_of(saved: list[dict[str, Any] | None] | None) -> tuple[Rotation | None, ...] | None:
+    """The rotations that a file's header tells; None where it tells none."""
+    if saved is None:
+        return None
+    return tuple(
+        None if turn is None else Rotation(**{**turn, "frequencies": tuple(turn["frequencies"])}) for turn in saved
+    )
+
+
+def popped(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take out those whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, cast, get_args
 
@@ -16,7 +18,9 @@ from kvlab.core import hookable, hooks
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.corpus import Document
 from kvlab.lib import bars
-from kvlab.methods import Policy, listed, policy, registry
+from kvlab.methods import Policy, has_budget, listed, policy
+from kvlab.methods.needs import NOTHING, Needs
+from kvlab.methods.repeating import Part, longest
 from kvlab.traces.trace import Keep
 
 if TYPE_CHECKING:
@@ -56,6 +60,8 @@ class Recording:
         accumulate: whether the attention over all prompt queries is summed.
         likelihoods: of how many of the last prompt tokens.
         pseudo: token ids by the key that a policy asks for.
+        needs: what policies ask for besides.
+        repeats: what is fed to have the model repeat its prompt, by the key of each repetition.
         response: token ids to feed instead of the greedy ones; None for these.
     """
 
@@ -66,12 +72,15 @@ class Recording:
     accumulate: bool
     likelihoods: int
     pseudo: dict[str, Tensor]
+    needs: Needs
+    repeats: dict[str, list[Part]]
     response: Tensor | None
 
     @property
     def work(self) -> int:
         """Of all its forward passes, as `bars.layers` counts it."""
-        return bars.work(len(self.ids), *map(len, self.pseudo.values()), *[1] * self.new_tokens)
+        repeated = [len(part.ids) for parts in self.repeats.values() for part in parts]
+        return bars.work(len(self.ids), *map(len, self.pseudo.values()), *repeated, *[1] * self.new_tokens)
 
 
 def planned(
@@ -94,25 +103,31 @@ def planned(
         raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
     served = [_roomy(method) for method in listed(policies)]
     window = max([window, *(each.observes or 0 for each in served), *(each.reads_perplexity for each in served)])
-    queries = "all" if any(each.observes is None for each in served) else queries
+    needs = reduce(or_, (each.needs for each in served), NOTHING)
+    every = needs.pre_queries or any(each.observes is None for each in served)
+    queries = "all" if every else queries
     accumulate = accumulate or any(each.accumulates for each in served)
+    if needs.projection:
+        hookable.required_projections(hookable.layers_of(lm.model))
     ids, document = prompt_ids(lm, text_or_ids, chat)
     length = len(ids)
     if response is not None:
         response = _checked(lm, response, "response")[:new_tokens]
         new_tokens = len(response)
     extra = pseudo_tokens(lm, ids, [*map(_roomy, listed(pseudo, "pseudo")), *served])
-    longest = length + max([new_tokens, *map(len, extra.values())])
-    if longest > lm.context_length:
+    encode = encoder(lm) if lm.tokenizer else None
+    repeats = {repetition.key: repetition.parts(ids, encode) for repetition in needs.repetitions}
+    furthest = length + max([new_tokens, *map(len, extra.values()), *map(longest, repeats.values())])
+    if furthest > lm.context_length:
         raise KvlabError(
-            f"the prompt has {length} tokens and {longest - length} follow it, which is beyond the "
+            f"the prompt has {length} tokens and {furthest - length} follow it, which is beyond the "
             f"{lm.context_length} that "
             f"{lm.name} takes; shorten the document (Document.window) or the response"
         )
-    hooks.check_length(lm.model, longest)
+    hooks.check_length(lm.model, furthest)
     window = length if queries == "all" else min(window, length)
     known = min(window, length - 1, max([NLL_TOKENS, *(each.reads_perplexity for each in served)]))
-    return Recording(ids, document, new_tokens, window, accumulate, known, extra, response)
+    return Recording(ids, document, new_tokens, window, accumulate, known, extra, needs, repeats, response)
 
 
 def pseudo_tokens(lm: LM, ids: Tensor, policies: Sequence[Policy]) -> dict[str, Tensor]:
@@ -200,8 +215,7 @@ def _roomy(method: Policy | str) -> Policy:
     """A policy by name, with room for the whole prompt."""
     if isinstance(method, Policy):
         return method
-    known = registry().get(method)
-    return policy(method, budget=1.0) if known is None or "budget" in known.model_fields else policy(method)
+    return policy(method, budget=1.0) if has_budget(method) else policy(method)
 
 
 def encoder(lm: LM) -> Callable[[str], Tensor]:

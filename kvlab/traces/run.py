@@ -11,12 +11,14 @@ from torch import Tensor
 
 from kvlab.core import attention, hookable, hooks
 from kvlab.core.adapter import StoreCache, held_bytes, twin
+from kvlab.core.rotation import Rotation, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
 from kvlab.methods import Policy
+from kvlab.methods.repeating import Part, Repetition
 from kvlab.traces.recording import Options, Recording, check_keep, planned, several
 from kvlab.traces.trace import Keep, Trace
 
@@ -37,12 +39,14 @@ class _Recorder:
         storage = (self.layers, 1, kv_heads, prompt + max(steps, extra), head_dim)
         self.keys, self.values = (torch.empty(storage, dtype=lm.dtype, device=lm.device) for _ in range(2))
         self.stores = [LayerStore.preallocated(k, v) for k, v in zip(self.keys, self.values, strict=True)]
-        self.cache = StoreCache(self.stores, lm.model)
+        self.cache, self._model = StoreCache(self.stores, lm.model), lm.model
         shape = self.layers, self.heads, window + steps, head_dim
         self.queries = torch.empty(shape, dtype=lm.dtype, device=lm.device)
         self.pre_queries = torch.empty_like(self.queries)
         self.accumulated = torch.zeros(self.layers, self.heads, prompt, device=lm.device) if accumulate else None
         self.softmax = Softmax()
+        self.rotations: dict[int, Rotation | None] = {}
+        self._choices: list[Rotation] = []
         self.sinks: dict[int, Tensor] = {}
         self.filled = 0
         self.prefilling = True
@@ -54,6 +58,10 @@ class _Recorder:
         assert call.pre_rope is not None, "queries before RoPE are asked for"
         self.pre_queries[call.place, :, new] = call.pre_rope[0, :, call.queries.shape[2] - n :]
         self.softmax = call.softmax
+        if self.prefilling:
+            # The tables may have been made anew for the length of this very prompt.
+            self._choices = list(candidates(self._model)) if call.place == 0 else self._choices
+            self.rotations[call.place] = call.rotation(self._choices)
         if call.sinks is not None:
             self.sinks[call.place] = call.sinks
         if self.accumulated is not None and self.prefilling:
@@ -133,6 +141,30 @@ def pseudo_queries_by_key(lm: LM, cache: StoreCache, tokens: Mapping[str, Tensor
     """Post-RoPE queries of several runs of pseudo-tokens `[m]`, each at the positions start .. start + m - 1."""
     places = {key: torch.arange(start, start + len(ids)) for key, ids in tokens.items()}
     return {key: pseudo_queries(lm, cache, ids, places[key])[0] for key, ids in tokens.items()}
+
+
+@torch.inference_mode()
+def repeat_scores(lm: LM, cache: StoreCache, repetition: Repetition, parts: Sequence[Part]) -> Tensor:
+    """Scores of a prompt's tokens by what the model attends to when it repeats them, `[layers, kv_heads, prompt]`.
+
+    Args:
+        cache: that holds the prompt; what is fed goes to a branch of it.
+    """
+    modules, found = hookable.layers_of(lm.model), []
+    projections = hookable.required_projections(modules) if repetition.plus else [None] * len(modules)
+    for part in parts:
+        branch, scores = cache.branch(), {}
+
+        def score(call: hooks.Call, part: Part = part, scores: dict[int, Tensor] = scores) -> Tensor:
+            states = call.queries, call.keys, call.values
+            weight = projections[call.place]
+            scores[call.place] = repetition.scores(part, *states, call.softmax, call.hidden, weight)[0]
+            return call.attend()
+
+        with hooks.hooked(lm.model, score, pre_rope=False, hidden=repetition.plus):
+            _forward(lm, part.ids, branch)
+        found.append(torch.stack([scores[place] for place in range(len(modules))]))
+    return torch.cat(found, -1)
 
 
 @torch.inference_mode()
@@ -252,6 +284,8 @@ def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
     recorder.queries, recorder.pre_queries = rows
 
     pseudo = pseudo_queries_by_key(lm, recorder.cache, extra, length)
+    asked = {repetition.key: repetition for repetition in plan.needs.repetitions}
+    repeated = {key: repeat_scores(lm, recorder.cache, asked[key], parts) for key, parts in plan.repeats.items()}
     fed = []
     with hooks.hooked(lm.model, recorder):
         for step in range(new_tokens):
@@ -260,7 +294,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
 
     from kvlab import __version__
 
-    stop = length + new_tokens
+    stop, lent = length + new_tokens, hookable.projections_of(hookable.layers_of(lm.model))
     return Trace(
         queries=rows[0],
         pre_queries=rows[1],
@@ -274,6 +308,10 @@ def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
         scaling=recorder.softmax.factor,
         softcap=recorder.softmax.softcap,
         sinks=recorder.all_sinks(),
+        projections=torch.stack(lent) if lent and plan.needs.projection else None,
+        lent=lent,
+        repeated=repeated,
+        rotations=tuple(recorder.rotations[place] for place in range(recorder.layers)),
         layout=hookable.layout_of(lm.model),
         meta={
             "model": lm.signature,

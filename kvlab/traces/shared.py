@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from inspect import signature
@@ -21,6 +22,7 @@ from kvlab.inputs import packs
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
 from kvlab.lib.files import why
+from kvlab.methods.needs import Needs
 from kvlab.traces.recording import Options, Recording, check_keep, planned, several
 from kvlab.traces.run import capture, placed
 from kvlab.traces.trace import FORMAT, Trace
@@ -38,6 +40,7 @@ CODE = (
     "core/hookable.py",
     "core/hooks.py",
     "core/layout.py",
+    "core/rotation.py",
     "core/slots.py",
     "core/softmax.py",
     "core/store.py",
@@ -46,6 +49,8 @@ CODE = (
     "inputs/models/lm.py",
     "inputs/models/loading.py",
     "inputs/shapes.py",
+    "methods/projecting.py",
+    "methods/repeating.py",
     "traces/files.py",
     "traces/recording.py",
     "traces/run.py",
@@ -224,6 +229,10 @@ def _key(lm: LM, plan: Recording, chat: str) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Needs):
+        return asdict(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

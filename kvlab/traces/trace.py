@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,18 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvlab.core.layout import Layout
+from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 from kvlab.lib.devices import resolved
 from kvlab.lib.files import parsed, replacing
 from kvlab.methods.prompt import Asks, Prompt
 from kvlab.traces.checks import check
-from kvlab.traces.files import BLANK, CHECKSUM, apart, checksum, layout_of, sign
+from kvlab.traces.files import BLANK, CHECKSUM, apart, checksum, layout_of, popped, rotations_of, sign
 
 T = TypeVar("T")
 
 FORMAT = "kvlab-trace-2"
-MIXED = "kvlab-trace-3"  # with a soft cap, sinks or layers that are left alone: unknown to older versions
+MIXED = "kvlab-trace-3"  # with what older versions do not know: a soft cap, sinks, layers left alone, projections
 UNCHECKED = "kvlab-trace-1"  # written before traces had checksums
 GIVEN = "given"
 Keep = Literal["device", "cpu", "pinned"]
@@ -52,6 +53,12 @@ class Trace:
         scaling: factor of the logits.
         softcap: what they level off at; None where the model does not cap them.
         sinks: `[layers, heads]`, learnt logits of no key; None where the model has none.
+        projections: `[layers, hidden, heads x head_dim]`, the output projections; None where not asked for.
+        lent: the same as the model's own weights, which this process still has in memory and no file keeps; None for a
+            trace from elsewhere.
+        repeated: `[layers, kv_heads, prompt]`, scores of passes that repeat the prompt, by the key of each repetition.
+        rotations: how each layer turns queries and keys by their positions; None of one that does it in a way unknown
+            to kvlab, and for all of a trace from elsewhere.
         layout: the layers of the model, all of them; None (at first) stands for a model whose layers are all recorded.
         meta: model, document, chat, seed and versions, as they go into a signature.
     """
@@ -68,6 +75,10 @@ class Trace:
     scaling: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    projections: Tensor | None = None
+    lent: tuple[Tensor, ...] | None = field(default=None, repr=False)
+    repeated: dict[str, Tensor] = field(default_factory=dict)
+    rotations: tuple[Rotation | None, ...] | None = None
     layout: Layout = None  # type: ignore[reportAssignmentType]  # made from the tensors where it is not given
     meta: dict[str, Any] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
@@ -89,6 +100,9 @@ class Trace:
         scaling: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        projections: Tensor | None = None,
+        rotations: Sequence[Rotation] | None = None,
+        pre_queries: Tensor | None = None,
     ) -> Trace:
         """A trace from tensors that were captured elsewhere.
 
@@ -100,6 +114,9 @@ class Trace:
             accumulated: `[layers, heads, prompt]`.
             scaling, softcap, sinks: what the model makes of its products; a plain softmax of them, scaled by
                 1 / sqrt(head_dim), unless given. Sinks are `[layers, heads]`.
+            projections: `[layers, hidden, heads x head_dim]`, for policies that look at projected values.
+            rotations, pre_queries: how each layer turns by position, and the queries before that, of the shape of
+                `queries`, for policies that look at these.
 
         Raises:
             KvlabError: shapes that do not fit together.
@@ -119,6 +136,9 @@ class Trace:
             scaling=scaling,
             softcap=softcap,
             sinks=sinks,
+            projections=projections,
+            rotations=None if rotations is None else tuple(rotations),
+            pre_queries=pre_queries,
         )
         check(made)
         return made
@@ -197,6 +217,10 @@ class Trace:
             self.steps,
             self.softmax,
             self._perplexity,
+            self.lent if self.projections is None else list(self.projections),
+            self.rotations,
+            None if self.pre_queries is None else self.pre_queries[:, :, : self.queries.shape[2] - self.steps],
+            self.repeated,
         )
 
     def share(self, key: Hashable, compute: Callable[[], T]) -> T:
@@ -273,15 +297,20 @@ class Trace:
         there = {name: moved(tensor) for name, tensor in named.items()}
         if all(there[name] is tensor for name, tensor in named.items()):
             return self
-        return replace(self, **there, pseudo={key: moved(tensor) for key, tensor in self.pseudo.items()})
+        named = {name: getattr(self, name) for name in _BY_KEY}
+        return replace(
+            self,
+            **there,
+            **{name: {key: moved(tensor) for key, tensor in each.items()} for name, each in named.items()},
+        )
 
     # ------------------------------------------------------------------ files
 
     def _tensors(self) -> dict[str, Tensor]:
         named = {"queries": self.queries, "keys": self.keys, "values": self.values}
         named |= {"pre_queries": self.pre_queries, "accumulated": self.accumulated, "ids": self.ids, "nll": self.nll}
-        named |= {"sinks": self.sinks}
-        named |= {f"pseudo/{key}": tensor for key, tensor in self.pseudo.items()}
+        named |= {"sinks": self.sinks, "projections": self.projections}
+        named |= {f"{name}/{key}": tensor for name in _BY_KEY for key, tensor in getattr(self, name).items()}
         return {key: tensor for key, tensor in named.items() if tensor is not None}
 
     def save(self, path: str | Path) -> Path:
@@ -290,7 +319,9 @@ class Trace:
         """
         path = Path(path)
         header = {"format": FORMAT, "prompt_length": self.prompt_length, "scaling": self.scaling, "meta": self.meta}
-        if self.layout.mixed or not self.softmax.plain:
+        if self.rotations is not None:
+            header |= {"rotations": [None if turn is None else asdict(turn) for turn in self.rotations]}
+        if self.layout.mixed or not self.softmax.plain or self.projections is not None or self.repeated:
             header |= {"format": MIXED, "softcap": self.softcap, "layout": asdict(self.layout)}
         try:
             with replacing(path) as temporary:
@@ -323,16 +354,17 @@ class Trace:
             # One byte can make the format another or the checksum vanish, but not both.
             if (header["format"] != UNCHECKED or told is not None) and checksum(path, told or BLANK)[0] != told:
                 raise KvlabError(f"{path} is damaged: its bytes are not those of its checksum; capture it again")
-            tensors = load_file(path)
-            pseudo = {k.removeprefix("pseudo/"): tensors.pop(k) for k in list(tensors) if k.startswith("pseudo/")}
+            tensors: dict[str, Any] = load_file(path)
+            by_key: dict[str, Any] = {name: popped(tensors, f"{name}/") for name in _BY_KEY}
             made = cls(
                 prompt_length=header["prompt_length"],
                 scaling=header["scaling"],
                 softcap=header.get("softcap"),
                 # Without one it is made from the tensors.
                 layout=layout_of(header.get("layout")),  # type: ignore[reportArgumentType]
+                rotations=rotations_of(header.get("rotations")),
                 meta=header["meta"],
-                pseudo=pseudo,
+                **by_key,
                 **tensors,
             )
         except FileNotFoundError:
@@ -348,8 +380,10 @@ class Trace:
         return made.to(place)
 
 
-# Those that move with a trace, besides the pseudo-queries.
-_TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll", "sinks")
+# Those that move with a trace, besides those by key.
+_TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll", "sinks", "projections")
+
+_BY_KEY = ("pseudo", "repeated")
 
 
 def opened(given: Trace | str | Path) -> Trace:

@@ -22,8 +22,16 @@ def _first_line(documented: object) -> str:
 
 def _policies() -> list[dict[str, Any]]:
     from kvlab.methods import registry
+    from kvlab.methods.base import KINDS
 
-    return [{"name": name, "summary": _first_line(policy)} for name, policy in registry().items()]
+    found = [{"name": name, "summary": _first_line(cls), "group": cls.kind} for name, cls in registry().items()]
+    return sorted(found, key=lambda entry: KINDS.index(entry["group"]) if entry["group"] in KINDS else len(KINDS))
+
+
+def _storages() -> list[dict[str, Any]]:
+    from kvlab.core.storage import STORAGES
+
+    return [{"name": name, "summary": storage.summary} for name, storage in STORAGES.items()]
 
 
 def _experiments() -> list[dict[str, Any]]:
@@ -142,6 +150,7 @@ def _tasks() -> list[dict[str, Any]]:
 
 _LISTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "policies": _policies,
+    "storages": _storages,
     "experiments": _experiments,
     "claims": _claims,
     "measures": _measures,

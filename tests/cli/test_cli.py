@@ -12,6 +12,7 @@ from support.runs import job
 from kvlab import papers
 from kvlab.commands import options, stock
 from kvlab.errors import KvlabError
+from kvlab.methods.base import KINDS
 from kvlab.workbench.jobs import driver
 from kvlab.workbench.report import page
 
@@ -94,6 +95,16 @@ def test_lists_are_objects_with_name_and_summary(capsys, what):
     assert code == 0 and isinstance(found, list) and found
     for entry in found:
         assert entry["name"] and entry["summary"] and "\n" not in entry["summary"]
+
+
+def test_policies_are_listed_by_what_they_decide(capsys):
+    _, out, _ = call(capsys, "list", "policies", "--json")
+    groups = [entry["group"] for entry in json.loads(out)]
+    assert list(dict.fromkeys(groups)) == [kind for kind in KINDS if kind != "other"]
+    assert groups == sorted(groups, key=KINDS.index)
+    _, out, _ = call(capsys, "list", "policies")
+    headings = [line.strip() for line in out.splitlines() if line.strip() in KINDS]
+    assert headings == list(dict.fromkeys(groups))
 
 
 def test_listed_claims_and_plain_lists(capsys):

@@ -56,7 +56,7 @@ def test_one_prefill_for_all_gives_what_one_for_each_gives(words, example, at):
 def test_an_answer_is_that_of_generate(words, example, policy):
     (made,) = evaluation.answers(words, example, [policy], "prompt")
     ids = words.encode(example.prompt)
-    with kvlab.compress(words.model, policy, max_new_tokens=example.max_new_tokens) as session:
+    with kvlab.compress(words, policy, max_new_tokens=example.max_new_tokens) as session:
         out = words.model.generate(ids, max_new_tokens=example.max_new_tokens, do_sample=False, pad_token_id=0)
     assert made["prediction"].split() == words.decode(out[0, ids.shape[1] :]).split()
     assert (made["kv_bytes"], made["aux_bytes"]) == (session.kv_bytes, session.aux_bytes)

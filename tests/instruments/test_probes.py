@@ -261,6 +261,7 @@ def test_a_probe_of_ones_own(tiny):
         "policy",
         "budget",
         "entries",
+        "storage",
         "prompt",
         "sequence",
         "layer",

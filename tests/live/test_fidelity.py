@@ -11,9 +11,9 @@ from support.tensors import sets
 import kvlab
 from kvlab.errors import KvlabError
 from kvlab.live.fidelity import closed_against_open, fidelity
-from kvlab.methods import policies
+from kvlab.methods import has_budget, policies
 
-BUDGETS = {name: {} if name == "full" else {"budget": 36} for name in policies()}
+BUDGETS = {name: {"budget": 36} if has_budget(name) else {} for name in policies()}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_several_documents_have_an_interval(tiny, ids):
 def test_the_first_layer_sees_the_same_in_both_loops(tiny, ids, name):
     """At the first step, before any other token was generated, only deeper layers can tell the loops apart."""
     lm, one = tiny("tiny-llama-gqa"), kvlab.policy(name, **BUDGETS[name])
-    trace = kvlab.capture(lm, ids, 3, window=60, accumulate=True, pseudo=(one,) if one.pseudo_key else ())
+    trace = kvlab.capture(lm, ids, 3, policies=[one])
     opened = kvlab.replay(trace, one)
     probes = ["mass_lost", "output_error"]
     with kvlab.compress(lm.model, one, probes=probes, max_new_tokens=3) as session, torch.inference_mode():

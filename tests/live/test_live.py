@@ -135,14 +135,14 @@ def test_exact_topk_reads_the_top_of_each_step_and_stores_all(tiny):
 
 
 PREFILL_ONLY = ["random", "snapkv", "pyramidkv", "zigzagkv", "dynamickv", "lacache", "dapq", "snapkv_pp", "compilerkv"]
+PREFILL_ONLY += ["knorm", "keydiff", "lagkv", "adakv", "chunkkv", "criticalkv", "expected_attention", "leverage"]
 
 
 @pytest.mark.parametrize("name", PREFILL_ONLY)
 def test_prefill_policies_keep_what_a_replay_keeps(tiny, name):
     lm, policy = tiny("tiny-qwen3"), small(name)
     ids = prompt(70, seed=5)
-    pseudo = [policy] if name == "dapq" else ()
-    trace = kvlab.capture(lm, ids, new_tokens=20, pseudo=pseudo)
+    trace = kvlab.capture(lm, ids, new_tokens=20, policies=[policy])
     replay = kvlab.replay(trace, policy)
     with kvlab.compress(lm.model, policy) as session:
         generate(lm.model, ids, 21)
@@ -270,7 +270,8 @@ def test_what_is_evicted_is_freed(tiny, family):
     with kvlab.compress(lm.model, kvlab.policy("snapkv", **SMALL["snapkv"])) as session, torch.inference_mode():
         out = lm.model(prompt(333))
         past = out.past_key_values
-        held = [weakref.ref(t) for layer in past.layers for g in layer.groups for t in (g.store._keys, g.store._values)]
+        stores = [group.store for layer in past.layers for group in layer.groups]
+        held = [weakref.ref(s._entries.slots.tensors[part]) for s in stores for part in ("keys", "values")]
         assert all(ref() is not None for ref in held)
         before = session.allocated_bytes
         session.end_prompt()

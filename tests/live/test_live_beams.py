@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.live_runs import EVERYTHING, SMALL, agree, everything, generate, left_padded, prompt, small
+from support.live_runs import EVERYTHING, ONE_TURN, SMALL, agree, everything, generate, left_padded, prompt, small
 from support.tensors import sets
 
 import kvlab
@@ -58,7 +58,7 @@ def steps_after(model, name, prompts, orders, again=True):
 def test_all_that_is_kept_of_a_beam_moves_with_it(tiny, name):
     model, prompts = tiny().model, torch.cat([prompt(50, seed=seed) for seed in (1, 2, 3)])
     # The prompt of these is that of the first turn, or leaves sequences with different numbers of entries.
-    again = name not in ("keyformer", "compilerkv", "zigzagkv", "dynamickv")
+    again = name not in (*ONE_TURN, "zigzagkv", "dynamickv")
     moved, kept = steps_after(model, name, prompts, [[2, 2, 0], [1, 2, 0]], again)
     for row, origin in enumerate([2, 0, 2]):
         alone, kept_alone = steps_after(model, name, prompts[origin][None], [[0], [0]], again)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import pretend_gpu
 from support.both_devices import TINY, close, on_gpu_like, same_tables
-from support.live_runs import generate, left_padded, prompt, small
+from support.live_runs import ONE_TURN, generate, left_padded, prompt, small
 
 import kvlab
 from kvlab.analyses import exploring, first_look
@@ -94,7 +94,7 @@ def two_turns(lm: models.LM, one: kvlab.Policy, turns: str, reference: kvlab.Tra
 @pytest.mark.parametrize(
     "name, turns",
     [
-        *((name, "leave" if name in ("keyformer", "compilerkv") else "recompress") for name in NAMES),
+        *((name, "leave" if name in ONE_TURN else "recompress") for name in NAMES),
         ("morphkv", "leave"),
     ],
 )

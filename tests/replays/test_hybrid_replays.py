@@ -36,8 +36,11 @@ def test_a_policy_sees_the_compressed_layers_as_if_there_were_no_others(mixed, n
         pseudo=mixed.pseudo,
         accumulated=mixed.accumulated,
         scaling=mixed.scaling,
+        projections=mixed.projections,
+        rotations=mixed.rotations,
+        pre_queries=mixed.pre_queries,
     )
-    alone.nll = mixed.nll
+    alone.nll, alone.repeated = mixed.nll, mixed.repeated
     one = kvlab.policy(name, **SMALL[name])
     found, expected = kvlab.replay(mixed, one), kvlab.replay(alone, one)
     for place, number in enumerate((2, 4)):

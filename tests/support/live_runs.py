@@ -32,13 +32,28 @@ SMALL = {
     "snapkv_pp": dict(budget=14, window=6, kernel=3),
     "rocketkv": dict(budget=12, window=6, kernel=3),
     "compilerkv": dict(budget=12, window=8, utility_window=4),
+    "knorm": dict(budget=12),
+    "keydiff": dict(budget=12),
+    "lagkv": dict(budget=20, lag=8),
+    "tova": dict(budget=12),
+    "rkv": dict(budget=16, window=4, interval=4, kernel=3),
+    "adakv": dict(budget=36),
+    "chunkkv": dict(budget=36, chunk=5),
+    "criticalkv": dict(budget=36),
+    "expected_attention": dict(budget=12, future=64),
+    "kvzip": dict(budget=12, chunk=25),
+    "leverage": dict(budget=12),
+    "triattention": dict(budget=16, interval=4),
 }
+ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer", "kvzip", "triattention")
+"""Those that cannot compress a later turn again."""
+WITHOUT_BUDGET = {"full": {}, "think": dict(window=8)}
 EVERYTHING = {name: dict(parameters, budget=2000) for name, parameters in SMALL.items()} | {"full": {}}
 
 
 def small(name):
     """The policy at a budget at which it acts."""
-    return kvlab.policy(name, **SMALL.get(name, {}))
+    return kvlab.policy(name, **(SMALL | WITHOUT_BUDGET)[name])
 
 
 def everything(name):

@@ -11,6 +11,7 @@ import kvlab
 from kvlab.core import hooks
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
+from kvlab.methods import has_budget
 
 STEPS = 6
 
@@ -143,10 +144,10 @@ def test_token_ids_come_in_any_dress(tiny, ids):
 @pytest.mark.parametrize("name", kvlab.policies())
 def test_a_trace_captured_for_a_policy_has_what_it_needs(tiny, name):
     lm = tiny("tiny-llama-gqa")
-    one = kvlab.policy(name) if name == "full" else kvlab.policy(name, budget=70)
+    one = kvlab.policy(name, budget=70) if has_budget(name) else kvlab.policy(name)
     trace = kvlab.capture(lm, torch.arange(3, 120), new_tokens=3, window=1, pseudo=(), policies=[one])
     assert 0 <= kvlab.replay(trace, one).summary["mass_lost"] < 1
     assert (trace.accumulated is not None) == one.accumulates
-    assert (trace.queries.shape[2] == 117 + 3) == (one.observes is None)
+    assert (trace.queries.shape[2] == 117 + 3) == (one.observes is None or one.needs.pre_queries)
     by_name = kvlab.capture(lm, torch.arange(3, 120), new_tokens=3, window=1, pseudo=(), policies=[name])
     assert kvlab.replay(by_name, one).kept(0).equal(kvlab.replay(trace, one).kept(0))

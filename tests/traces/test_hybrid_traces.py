@@ -187,6 +187,7 @@ def test_only_what_older_versions_cannot_read_has_a_new_format(captured, tiny, t
         "format",
         "prompt_length",
         "scaling",
+        "rotations",
         "meta",
     }
     mixed = header(captured("hybrid-gemma2")[1].save(tmp_path / "mixed"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvlab.analyses.tasks.variants import VARIANTS
-from kvlab.methods import Policy, policies, policy, registry
+from kvlab.methods import Policy, has_budget, policies, policy
 
 
 def contender(
@@ -24,7 +24,7 @@ def contender(
         return VARIANTS[name](budget=budget, **own)
     own = {"duoattention": {"heads": heads}, "compilerkv": {"tables": tables, "pad": pad}}.get(name, {})
     given: dict[str, float | str | None] = {key: value for key, value in own.items() if value is not None}
-    if "budget" in registry()[name].model_fields:
+    if has_budget(name):
         given["budget"] = budget
     return policy(name, **given)
 

@@ -296,15 +296,16 @@ def needles(
     tables: str | None = None,
     document: str = DOCUMENTS[0],
     seed: int = 0,
+    names: Sequence[str] | None = None,
 ) -> Findings:
-    """A needle at each length and depth under every policy at one budget, for `plots.needle_heatmap`.
+    """A needle at each length and depth under every policy (or those named) at one budget, for `plots.needle_heatmap`.
 
     Returns:
         Table: policy, budget, length, depth, score (the share of the needle's digits after the first that are the
         likeliest given those before, `hits` of `scores.measure`; by chance 0.1), and the other columns of that table.
         Metrics `needle/POLICY`, the mean score.
     """
-    every = contenders([budget], heads, tables, pad="budget")
+    every = contenders([budget], heads, tables, names, pad="budget")
     plan = [(needle_grid(lm, lengths, depths, document, seed), [(contender, "prompt") for contender in every])]
     table = scores.measure(lm, plan).assign(score=lambda table: table["hits"])
     findings = Findings(table)

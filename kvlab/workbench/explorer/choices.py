@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvlab.core.layout import listed
 from kvlab.errors import KvlabError, whole
-from kvlab.methods import Policy, policy, registry
+from kvlab.methods import Policy, has_budget, policy
 from kvlab.workbench.explorer.look import Spot
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def minimum(choice: str | Policy) -> int:
 
 
 def made(name: str, budget: int) -> Policy:
-    return policy(name, budget=budget) if "budget" in registry()[name].model_fields else policy(name)
+    return policy(name, budget=budget) if has_budget(name) else policy(name)
 
 
 def fits(trace: Trace, name: str, budget: int) -> bool:
@@ -52,6 +52,7 @@ def fits(trace: Trace, name: str, budget: int) -> bool:
     try:
         policy = made(name, max(budget, minimum(name)))
         held = not policy.pseudo_key or trace.prompt.pseudo(policy) is not None
+        trace.prompt.answers(policy)
     except KvlabError:  # also raised by a user's policy that cannot be made from a budget alone
         return False
     queries = trace.queries.shape[2] - trace.steps

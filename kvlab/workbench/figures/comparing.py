@@ -28,6 +28,7 @@ FAMILY_COLOURS = {
     "evicts or merges while decoding": "#D55E00",
     "stores all, reads a selection": "#009E73",
     "both: keeps some, reads some of those": "#CC79A7",
+    "drops channels of keys": "#56B4E9",
 }
 
 

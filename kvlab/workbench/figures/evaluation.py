@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvlab.core.storage import AS_IS
 from kvlab.evaluation import Answer, summary, table
 from kvlab.lib.files import replacing
 from kvlab.lib.terminal import titled
@@ -24,7 +25,8 @@ KINDS_ABREAST = 7
 def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
     """Log an evaluation as one run; returns its id.
 
-    Metrics are TASK/POLICY/BUDGET/score with its interval, /difference from the full cache with its own, and /kv_bytes.
+    Metrics are TASK/POLICY/BUDGET/score with its interval, /difference from the full cache with its own, and /kv_bytes;
+    a storage other than the plain one stands behind the budget.
     """
     rows = summary(answers)
     with tracking.start(EXPERIMENT, parameters) as run:
@@ -32,7 +34,8 @@ def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
         metrics: dict[str, float] = {}
         intervals: dict[str, tuple[float, float]] = {}
         for row in rows.to_dict("records"):
-            name = "/".join(str(row[part]) for part in ("task", "policy", "budget") if not _missing(row[part]))
+            parts = [row[part] for part in ("task", "policy", "budget")] + [_unusual(row["storage"])]
+            name = "/".join(str(part) for part in parts if part and not _missing(part))
             metrics |= {f"{name}/{measure}": row[measure] for measure in ("score", "kv_bytes", "seconds")}
             intervals[f"{name}/score"] = row["low"], row["high"]
             if not math.isnan(row["difference"]):
@@ -60,7 +63,14 @@ def needles(answers: Sequence[Answer]) -> Figure | None:
     from kvlab.workbench.figures import plots
 
     hidden = [answer for answer in answers if {"length", "depth"} <= set(answer.marks)]
-    return plots.figure_of(plots.needle_heatmap(table(hidden))[0]) if hidden else None
+    if not hidden:
+        return None
+    rows = table(hidden)
+    # A panel for each storage, too.
+    rows["policy"] = [
+        f"{policy} {_unusual(storage)}".strip() for policy, storage in zip(rows["policy"], rows["storage"], strict=True)
+    ]
+    return plots.figure_of(plots.needle_heatmap(rows)[0])
 
 
 def draw(answers: Sequence[Answer], path: Path) -> Path | None:
@@ -75,7 +85,7 @@ def draw(answers: Sequence[Answer], path: Path) -> Path | None:
 def show(rows: pd.DataFrame, console: Console) -> None:
     """Print a table of `kvlab.evaluation.results.summary`."""
     at = ", ".join(sorted(set(rows["compress_at"])))
-    grid = titled("task", "policy", "budget", title=f"compressed at the {at}'s end")
+    grid = titled("task", "policy", "budget", "storage", title=f"compressed at the {at}'s end")
     headings = ["n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"]
     others = "uncompressed_bytes" in rows
     headings[-1:-1] = ["other layers, MiB"] * others
@@ -88,6 +98,7 @@ def show(rows: pd.DataFrame, console: Console) -> None:
             row["task"],
             row["policy"],
             _in_words(row["budget"]),
+            row["storage"],
             str(row["n"]),
             f"{100 * row['score']:.1f}",
             f"{100 * row['low']:.1f}-{100 * row['high']:.1f}",
@@ -106,20 +117,21 @@ def show_kinds(rows: pd.DataFrame, console: Console) -> None:
     """Print a table of `kvlab.evaluation.results.summary` by kind: scores, with a column for each kind."""
     if len(rows["task"].unique()) > 1:
         rows = rows.assign(kind=rows["task"] + " " + rows["kind"].fillna("").astype(str))
-    settings = rows.drop_duplicates(["policy", "budget"]).to_dict("records")
+    settings = rows.drop_duplicates(["policy", "budget", "storage"]).to_dict("records")
     kinds = list(dict.fromkeys(rows["kind"]))
     for first in range(0, len(kinds), KINDS_ABREAST):
-        grid = titled("policy", "budget", title="score by kind, %")
+        grid = titled("policy", "budget", "storage", title="score by kind, %")
         for kind in kinds[first : first + KINDS_ABREAST]:
             grid.add_column(str(kind), justify="right")
         for setting in settings:
-            policy, budget = setting["policy"], setting["budget"]
+            policy, budget, storage = setting["policy"], setting["budget"], setting["storage"]
             same = rows["budget"].isna() if _missing(budget) else rows["budget"] == budget
-            group = rows.loc[(rows["policy"] == policy) & same]
+            group = rows.loc[(rows["policy"] == policy) & same & (rows["storage"] == storage)]
             scores = dict(zip(group["kind"], group["score"], strict=True))
             grid.add_row(
                 policy,
                 _in_words(budget),
+                storage,
                 *(f"{100 * scores[kind]:.1f}" for kind in kinds[first : first + KINDS_ABREAST]),
             )
         console.print(grid, highlight=False)
@@ -127,6 +139,11 @@ def show_kinds(rows: pd.DataFrame, console: Console) -> None:
 
 def _in_words(budget: float | None) -> str:
     return "" if budget is None or _missing(budget) else f"{budget:g}"
+
+
+def _unusual(storage: str) -> str:
+    """A storage other than the plain one, which goes without saying."""
+    return "" if storage == AS_IS.name else storage
 
 
 def _missing(value: Any) -> bool:

@@ -10,6 +10,7 @@ entries stored after the step), and from step 1 on `output` [heads, d].
 from __future__ import annotations
 
 from collections import namedtuple
+from contextvars import ContextVar
 
 import numpy as np
 
@@ -155,6 +156,28 @@ def window_recall(queries, keys, prompt_length, budget, window=None, pseudo=None
 # The clock: append, attend over what is stored, update, evict or merge
 
 
+class AsIs:
+    """Entries as they are, in float32: how a storage of one KV head looks to `simulate` (others are in `storages`)."""
+
+    def settled(self, slots, seen):
+        """The slots as they are read once `seen` tokens were there."""
+        return slots
+
+    def merged(self, slot):
+        """A slot whose key and value have changed, as it is read."""
+        return slot
+
+    def forget(self, position):
+        """That an entry of this position was ever there."""
+
+    def bytes_of(self, slots):
+        return sum(4 * (len(slot.key) + len(slot.value)) for slot in slots)
+
+
+STORAGE = ContextVar("storage", default=AsIs)
+"""What makes the storage of one KV head; the oracles of policies do not know of it."""
+
+
 def simulate(queries, keys, values, prompt_length, prefill, after=None, alpha=0.0):
     """Runs one policy: `prefill(group)` gives the first slots, `after(group, slots, weights, position)` the later ones.
 
@@ -162,14 +185,15 @@ def simulate(queries, keys, values, prompt_length, prefill, after=None, alpha=0.
     """
     heads, kv_heads, decoded = len(queries), len(keys), keys.shape[1] - prompt_length
     first = queries.shape[1] - decoded
-    slots = [prefill(group) for group in range(kv_heads)]
+    storages = [STORAGE.get()() for _ in range(kv_heads)]
+    slots = [storages[group].settled(prefill(group), prompt_length) for group in range(kv_heads)]
     steps = [dict(read=positions_of(slots), **contents(slots))]
     for t in range(1, decoded + 1):
         position = prompt_length + t - 1
         read, output = [], np.zeros((heads, values.shape[-1]))
         for group in range(kv_heads):
             own = Slot(position, keys[group, position], values[group, position])
-            slots[group] = slots[group] + [own]
+            slots[group] = storages[group].settled(slots[group] + [own], position + 1)
             read.append([slot.position for slot in slots[group]])
             attended = []
             for head in heads_of(group, heads, kv_heads):
@@ -183,7 +207,8 @@ def simulate(queries, keys, values, prompt_length, prefill, after=None, alpha=0.
                 attended.append(weights)
             if after is not None:
                 slots[group] = after(group, slots[group], np.array(attended), position)
-        steps.append(dict(read=read, output=output, **contents(slots)))
+        sizes = [storage.bytes_of(each) for storage, each in zip(storages, slots)]
+        steps.append(dict(read=read, output=output, bytes=sum(sizes), **contents(slots)))
     return steps
 
 

@@ -1,0 +1,386 @@
+"""How a store holds the keys and values of its slots: as they are, or each entry rounded by itself.
+
+What entries hold beside keys and values are their original positions. Storage in groups of entries is in `kivi`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvlab.core.even import Even
+from kvlab.core.flat import Flat
+from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, pick
+
+Get = Callable[[str], Tensor]
+Run: TypeAlias = tuple[slice, Tensor, Tensor]
+"""Heads that hold equally many entries, counted row by row, with their keys and values `[heads, count, head_dim]`."""
+
+
+class Entries(Protocol):
+    """What a store asks of any way to hold keys and values. Slots are counted from the oldest entry of each head."""
+
+    dtype: torch.dtype
+    head_dim: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and KV heads."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def counts(self) -> list[int]:
+        """Entries of each head, row by row."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Entries of the fullest head."""
+        ...
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads hold different numbers of entries."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Keys or values `[rows, kv_heads, length, head_dim]` in the model's precision, or positions without the last
+        dimension; empty slots hold zeros, and positions of -1.
+        """
+        ...
+
+    def taken(self, name: str, slots: Tensor) -> Tensor:
+        """Keys or values of the slots `[rows, kv_heads, n]`: `[rows, kv_heads, n, head_dim]`; anything for -1."""
+        ...
+
+    def since(self, name: str, slot: int) -> Tensor:
+        """As `read`, from one slot on."""
+        ...
+
+    def row(self, name: str, row: int) -> Tensor:
+        """As `read`, of one row: `[kv_heads, length, ...]`."""
+        ...
+
+    def runs(self) -> Iterator[Run]:
+        """All entries, without empty slots."""
+        ...
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor | int) -> None:
+        """Add `n` entries to every head: `[rows, kv_heads, n, head_dim]`, at positions `[rows, kv_heads, n]`."""
+        ...
+
+    def settle(self, seen: int) -> None:
+        """Round what has become old enough for it; `seen` is how many tokens there ever were."""
+        ...
+
+    @property
+    def calm(self) -> int:
+        """How many tokens there may have been before `settle` changes an entry that is there."""
+        ...
+
+    def evict(self, keep: Tensor) -> None:
+        """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
+        ...
+
+    def drop(self, slot: Tensor | int) -> None:
+        """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
+        ...
+
+    def cut(self, first: list[int], n: list[int]) -> None:
+        """Evict `n` slots of each head from slot `first` on, head by head."""
+        ...
+
+    def truncate(self, n: int) -> None:
+        """Forget the `n` newest entries of every head."""
+        ...
+
+    def put(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Overwrite the slot `[rows, kv_heads]` of every head: `[rows, kv_heads, head_dim]` each."""
+        ...
+
+    def expand(self, repeats: int) -> None:
+        """Repeat every head so often, one behind the other."""
+        ...
+
+    def reorder(self, rows: Tensor) -> None:
+        """The rows `rows` in place of the present ones."""
+        ...
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values, with all that it takes to read them."""
+        ...
+
+    @property
+    def key_bytes(self) -> int:
+        """The keys' part of `kv_bytes`."""
+        ...
+
+    def bytes_of(self, slots: Tensor) -> int:
+        """Bytes that reading the slots `[rows, kv_heads, n]` loads; nothing for -1."""
+        ...
+
+    @property
+    def allocated_bytes(self) -> int: ...
+
+    def plain(self) -> AsIs:
+        """The same entries in the model's precision."""
+        ...
+
+
+class AsIs:
+    """Keys and values in the model's own precision.
+
+    Args:
+        slots: `keys`, `values` and `positions`.
+    """
+
+    def __init__(self, slots: Even | Flat):
+        self.slots = slots
+        keys = slots.tensors[KEYS]
+        self.dtype, self.head_dim = keys.dtype, keys.shape[-1]
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, positions: Tensor) -> AsIs:
+        """Entries `[rows, kv_heads, length, head_dim]` that are borrowed: read in place until something changes."""
+        made = cls(Even({KEYS: keys, VALUES: values, POSITIONS: positions}))
+        if bool((positions == EMPTY).any()):
+            made.evict(torch.arange(keys.shape[2], device=keys.device).where(positions != EMPTY, EMPTY))
+        return made
+
+    # How keys and values `[rows, kv_heads, n, head_dim]` become what is stored of them, and are read again. `heads` are
+    # those, counted row by row, that tensors `[heads, count, ...]` belong to; None for `[rows, kv_heads, n, ...]`.
+
+    def packed(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        return {KEYS: keys, VALUES: values}
+
+    def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+        return get(name)
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.slots.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.slots.tensors[KEYS].device
+
+    @property
+    def counts(self) -> list[int]:
+        return self.slots.counts
+
+    @property
+    def length(self) -> int:
+        return self.slots.length
+
+    @property
+    def ragged(self) -> bool:
+        return self.slots.ragged
+
+    def read(self, name: str) -> Tensor:
+        return self.slots.view(name) if name == POSITIONS else self.unpacked(name, self.slots.view)
+
+    def row(self, name: str, row: int) -> Tensor:
+        if name == POSITIONS:
+            return self.slots.view(name)[row]
+        heads = slice(row * self.shape[1], (row + 1) * self.shape[1])
+        return self.unpacked(name, lambda part: self.slots.view(part)[row], heads)
+
+    def head(self, name: str, place: int) -> Tensor:
+        """The entries `[count, ...]` of one head."""
+
+        def part(name: str) -> Tensor:
+            return self.slots.of(self.slots.tensors[name], place)
+
+        return part(name) if name == POSITIONS else self.unpacked(name, part)
+
+    def heads(self, name: str) -> Iterator[Tensor]:
+        """The entries `[count, ...]` of one head after the other."""
+        if isinstance(self.slots, Even):
+            return (head for row in self.read(name) for head in row)
+        # All at once, with what lies between the heads: few large operations are faster than many small ones.
+        slots = self.slots
+        whole = slots.tensors[name] if name == POSITIONS else self.unpacked(name, slots.tensors.__getitem__)
+        return (slots.of(whole, place) for place in range(len(slots.counts)))
+
+    def taken(self, name: str, slots: Tensor) -> Tensor:
+        return self.unpacked(name, lambda part: pick(self.slots.view(part), slots))
+
+    def since(self, name: str, slot: int) -> Tensor:
+        return self.unpacked(name, lambda part: self.slots.view(part)[:, :, slot:])
+
+    def runs(self) -> Iterator[Run]:
+        for first, n in self.slots.runs():
+            heads = slice(first, first + n)
+            keys, values = (
+                self.unpacked(name, lambda part: self.slots.run(self.slots.tensors[part], first, n), heads)  # noqa: B023
+                for name in (KEYS, VALUES)
+            )
+            yield heads, keys, values
+
+    # ------------------------------------------------------------------ the verbs
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor | int) -> None:
+        new: dict[str, Tensor | int] = {**self.packed(keys, values), POSITIONS: positions}
+        if isinstance(positions, Tensor):
+            new[POSITIONS] = positions.expand(keys.shape[:3])
+        self.slots.append(new, keys.shape[2])
+
+    def settle(self, seen: int) -> None:
+        pass
+
+    @property
+    def calm(self) -> int:
+        return torch.iinfo(torch.int64).max
+
+    def evict(self, keep: Tensor) -> None:
+        self.slots = self.slots.evict(keep)
+
+    def drop(self, slot: Tensor | int) -> None:
+        self.slots = self.slots.drop(slot)
+
+    def cut(self, first: list[int], n: list[int]) -> None:
+        self.slots = self.slots.cut(first, n)
+
+    def truncate(self, n: int) -> None:
+        self.slots.truncate(n)
+
+    def put(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:
+        new = self.packed(keys.unsqueeze(2), values.unsqueeze(2))
+        self.slots.put(slot, {name: x.squeeze(2) for name, x in new.items()})
+
+    def expand(self, repeats: int) -> None:
+        self.slots = self.slots.expand(repeats)
+
+    def reorder(self, rows: Tensor) -> None:
+        self.slots = self.slots.reorder(rows)
+
+    # ------------------------------------------------------------------ bytes
+
+    def entry_bytes(self, *names: str) -> int:
+        """Bytes of one entry: of all tensors whose name begins with one of these, or of its key and value."""
+        lead, wanted = self.slots.lead, names or (KEYS, VALUES)
+        tensors = [x for name, x in self.slots.tensors.items() if name.startswith(wanted)]
+        return sum(x.shape[lead:].numel() * x.element_size() for x in tensors)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.slots.total * self.entry_bytes() + self.fixed_bytes
+
+    @property
+    def key_bytes(self) -> int:
+        return self.slots.total * self.entry_bytes(KEYS) + self.fixed_bytes // 2
+
+    def bytes_of(self, slots: Tensor) -> int:
+        return int((slots >= 0).sum()) * self.entry_bytes() + self.fixed_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that it takes to read keys and values however few they are."""
+        return 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.slots.nbytes + self.fixed_bytes
+
+    def plain(self) -> AsIs:
+        return self
+
+
+class Rounded(AsIs):
+    """Entries of which each is rounded by itself when it is stored.
+
+    Args:
+        entries: in the model's precision.
+    """
+
+    def __init__(self, entries: AsIs):
+        self.dtype, self.head_dim = entries.dtype, entries.head_dim
+        self.prepare(entries)
+        kept, positions = self.packed(entries.read(KEYS), entries.read(VALUES)), entries.read(POSITIONS)
+        self.slots = Even(kept | {POSITIONS: positions})
+        if entries.ragged:
+            self.evict(torch.arange(self.length, device=positions.device).where(positions != EMPTY, EMPTY))
+
+    def prepare(self, entries: AsIs) -> None:
+        """Look at all entries before the first is rounded."""
+
+    def rounded(self, name: str, x: Tensor) -> dict[str, Tensor]:
+        """What is stored of keys or values `[rows, kv_heads, n, head_dim]`."""
+        raise NotImplementedError
+
+    def packed(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        return self.rounded(KEYS, keys) | self.rounded(VALUES, values)
+
+    def plain(self) -> AsIs:
+        return AsIs.of(*(self.read(name) for name in (KEYS, VALUES, POSITIONS)))
+
+
+class Int8(Rounded):
+    """Whole numbers from -127 to 127, and for every key and every value a step of its own in float16: the vector's
+    largest magnitude / 127, rounded up, so that no number is off by more than half a step.
+    """
+
+    def rounded(self, name: str, x: Tensor) -> dict[str, Tensor]:
+        x = x.float()
+        step = upward(x.abs().amax(-1, keepdim=True) / 127)
+        codes = torch.where(step > 0, x / step.float(), 0).round().clamp(-127, 127)
+        return {name: codes.to(torch.int8), f"{name} step": step}
+
+    def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+        return (get(name).float() * get(f"{name} step").float()).to(self.dtype)
+
+
+class Fp8(Rounded):
+    """8-bit floats (e4m3), and for the keys and for the values of each head a scale in float32: their largest magnitude
+    when the prompt has been compressed / 448. What comes later and is larger becomes the largest that there is.
+    """
+
+    LARGEST = 448.0
+
+    def prepare(self, entries: AsIs) -> None:
+        largest = {name: entries.read(name).float().abs().amax((2, 3)) for name in (KEYS, VALUES)}
+        self.scales = {
+            name: (x / self.LARGEST).clamp_min(torch.finfo(torch.float32).tiny) for name, x in largest.items()
+        }
+
+    def rounded(self, name: str, x: Tensor) -> dict[str, Tensor]:
+        scaled = (x.float() / self.scales[name][..., None, None]).clamp(-self.LARGEST, self.LARGEST)
+        # As bytes, since torch moves and indexes these on every device.
+        return {name: scaled.to(torch.float8_e4m3fn).view(torch.uint8)}
+
+    def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+        scale = self.scales[name] if heads is None else self.scales[name].flatten()[heads]
+        return (get(name).view(torch.float8_e4m3fn).float() * scale[..., None, None]).to(self.dtype)
+
+    def expand(self, repeats: int) -> None:
+        super().expand(repeats)
+        self.scales = {name: scale.repeat_interleave(repeats, dim=1) for name, scale in self.scales.items()}
+
+    def reorder(self, rows: Tensor) -> None:
+        super().reorder(rows)
+        self.scales = {name: scale.index_select(0, rows) for name, scale in self.scales.items()}
+
+    @property
+    def fixed_bytes(self) -> int:
+        return sum(scale.numel() * scale.element_size() for scale in self.scales.values())
+
+
+def upward(x: Tensor) -> Tensor:
+    """float32 in float16, never smaller than it was."""
+    half = x.half()
+    above = torch.nextafter(half, torch.full_like(half, torch.inf))
+    return torch.where(half.float() < x, above, half).clamp_max(torch.finfo(torch.float16).max)
+
+
+def downward(x: Tensor) -> Tensor:
+    """float32 in float16, never larger than it was."""
+    return -upward(-x)

@@ -1,0 +1,124 @@
+"""In what form the kept entries are stored, by name: apart from which are kept, which is the policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from kvlab.core.entries import AsIs, Entries, Fp8, Int8
+from kvlab.core.kivi import Kivi
+from kvlab.errors import KvlabError, nearest
+
+
+def _nothing(device: torch.device) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Storage:
+    """In what form keys and values are stored.
+
+    Attributes:
+        name: with its parameters, where they are not the usual ones.
+        summary: in a few words.
+        hold: brings entries into this form.
+        group: how many channels share a step, which must divide the head size; 1 where the form asks for nothing.
+        attempt: does what a device must be able to do, and raises where it is not.
+    """
+
+    name: str
+    summary: str = field(compare=False)
+    hold: Callable[[AsIs], Entries] = field(compare=False, repr=False)
+    group: int = field(default=1, compare=False)
+    attempt: Callable[[torch.device], object] = field(default=_nothing, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def exact(self) -> bool:
+        """Whether what is read is what the model made."""
+        return self.name == AS_IS.name
+
+    def behind(self, policy: str) -> str:
+        """A policy with the storage of what it keeps, as signatures name both; the plain one goes without saying."""
+        return policy if self.exact else f"{policy}+{self.name}"
+
+    def check(self, head_dim: int, device: torch.device) -> None:
+        """Raise KvlabError where heads of this size, or this device, cannot have it."""
+        if head_dim % self.group:
+            raise KvlabError(
+                f"{self.name} rounds values in groups of {self.group} channels, which do not divide this model's head "
+                f"size of {head_dim}; use 'int8' or 'fp8'"
+            )
+        try:
+            self.attempt(device)
+        except (RuntimeError, TypeError, NotImplementedError, AttributeError):
+            raise KvlabError(
+                f"torch {torch.__version__} does not do on {device.type} what {self.name} needs; use 'int8' or 'kivi-4'"
+            ) from None
+
+
+def kivi(bits: int, group: int = 32, residual: int = 128) -> Storage:
+    """KIVI with other parameters than those of its names, which are the paper's.
+
+    Args:
+        bits: 2 or 4, for each number.
+        group: how many entries share the steps and zeros of their keys, and how many channels those of their values.
+        residual: how many of the newest tokens stay as they are.
+
+    Raises:
+        KvlabError: bits, a group or a residual that cannot be.
+    """
+    if bits not in (2, 4) or group < 1 or group * bits % 8 or residual < 0:
+        raise KvlabError(
+            f"KIVI takes 2 or 4 bits, groups that fill whole bytes, and a residual of 0 tokens or more, not "
+            f"bits={bits}, group={group}, residual={residual}"
+        )
+    usual = (group, residual) == (32, 128)
+    name = f"kivi-{bits}" + ("" if usual else f"(group={group}, residual={residual})")
+    summary = f"{bits} bits: keys per channel, values per token; the latest {residual} tokens as they are"
+    return Storage(name, summary, lambda entries: Kivi(entries, bits, group, residual), group)
+
+
+def _converts_to_fp8(device: torch.device) -> object:
+    return torch.ones(1, device=device).to(torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+AS_IS = Storage("as_is", "the model's own precision", lambda entries: entries)
+STORAGES = {
+    storage.name: storage
+    for storage in (
+        AS_IS,
+        Storage("fp8", "8-bit floats (e4m3), a scale for each head", Fp8, attempt=_converts_to_fp8),
+        Storage("int8", "8 bits, a step for each key and each value", Int8),
+        kivi(4),
+        kivi(2),
+    )
+}
+
+
+def storages() -> list[str]:
+    """Names that `storage=` takes.
+
+    >>> storages()
+    ['as_is', 'fp8', 'int8', 'kivi-4', 'kivi-2']
+    """
+    return list(STORAGES)
+
+
+def stored_as(wanted: str | Storage) -> Storage:
+    """A storage by name, or the object itself.
+
+    Raises:
+        KvlabError: an unknown name, with the nearest.
+    """
+    if isinstance(wanted, Storage):
+        return wanted
+    if not isinstance(wanted, str):
+        raise KvlabError(f"a storage is a name, such as 'kivi-4', and not {wanted!r:.60}")
+    if wanted not in STORAGES:
+        raise KvlabError(nearest(wanted, STORAGES, "storage"))
+    return STORAGES[wanted]

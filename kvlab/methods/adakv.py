@@ -1,0 +1,46 @@
+"""Ada-KV (Feng et al., 2024): the heads of a layer compete for one budget."""
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvlab.core import ranking
+from kvlab.methods.prompt import Prompt
+from kvlab.methods.scorer import AroundScorer
+
+
+class AdaKV(AroundScorer):
+    """Keeps the best entries of all KV heads of a layer together, whatever the heads' shares; prefill only.
+
+    Ada-KV, algorithms 1 and 2: the scores of all heads compete for heads x budget entries, so that heads with spread
+    attention keep more; each head is sure of a `floor` of the budget. Every generated token is kept besides. Cost: what
+    the scorer costs; the heads hold different numbers of entries.
+
+    Choices: the floor is a share of what the scorer leaves free (the window is every head's own), as in the authors'
+    code. Of equal scores the earlier position stays, then the earlier head.
+
+    Parameters:
+        budget: entries for each layer and KV head on average.
+        scorer: a policy that scores tokens, by name or as an object ("snapkv").
+        floor: share of the budget that each head keeps in any case (0.2).
+    """
+
+    name: ClassVar[str] = "adakv"
+    summary: ClassVar[str] = "another's scores, the heads of a layer competing for one budget"
+    family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
+    kind: ClassVar[str] = "allocation"
+
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.2
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        scores = self.importance(prompt, budget)
+        always = int(scores.isposinf().sum(-1).amax())
+        sure = ranking.top_positions(scores, always + int(self.floor * (budget - always)))
+        scores = scores.scatter(-1, sure, torch.inf)
+        # Heads last, so that of equal scores the earlier position comes first.
+        together = scores.transpose(1, 2).flatten(1)
+        best = ranking.top_positions(together, prompt.kv_heads * budget)
+        chosen = torch.zeros_like(together, dtype=torch.bool).scatter(-1, best, True)
+        return ranking.positions_of(chosen.unflatten(1, (prompt.length, prompt.kv_heads)).transpose(1, 2))

@@ -1,0 +1,68 @@
+"""CriticalKV (Feng et al., 2025): what a token's value does to the hidden state counts beside its attention."""
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvlab.core import ranking
+from kvlab.methods.needs import Needs
+from kvlab.methods.projecting import projected_norms
+from kvlab.methods.prompt import Prompt
+from kvlab.methods.scorer import AroundScorer
+
+
+class CriticalKV(AroundScorer):
+    """Spends a part of the budget by another's scores, the rest by these times the size of the projected values;
+    prefill only.
+
+    "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective", algorithm 1: the first part
+    goes to the tokens that score highest; of the others those stay whose (score + epsilon) x |W_o v|_1 is largest, W_o
+    the output projection of the layer, which bounds how far the attention output moves without them. Every generated
+    token is kept besides. Cost: what the scorer costs, and one product of all values with W_o.
+
+    Choices: the norm is averaged over a GQA group, as in kvpress. What the scorer always keeps stays, and is counted in
+    the first part. Scores are raised by the lowest where that is below zero (the paper's are attention weights), since
+    a product with negative scores would turn the order round.
+
+    Parameters:
+        budget: entries for each layer and KV head, or a fraction of the prompt.
+        scorer: a policy that scores tokens, by name or as an object ("snapkv").
+        first: share of the budget that the scores alone decide (0.5), rounded down.
+        epsilon: what is added to each score before it is multiplied (1e-4).
+    """
+
+    name: ClassVar[str] = "criticalkv"
+    summary: ClassVar[str] = "another's scores, then weighed by the size of projected values"
+    family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
+
+    first: Annotated[float, Field(ge=0, le=1)] = 0.5
+    epsilon: Annotated[float, Field(ge=0)] = 1e-4
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | Needs(projection=True)
+
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        """Infinity for the first part and for what the scorer always keeps, weighed scores for the rest."""
+        scores = super().importance(prompt, budget)
+        always = scores.isposinf()
+        lowest = scores.amin(-1, keepdim=True).clamp_max(0)
+        weighed = (scores - lowest + self.epsilon) * self._norms(prompt)
+        first = ranking.top_positions(scores, int(self.first * budget))
+        return weighed.masked_fill(always, torch.inf).scatter(-1, first, torch.inf)
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.top_positions(self.importance(prompt, budget), budget)
+
+    def _norms(self, prompt: Prompt) -> Tensor:
+        """|W_o v|_1, averaged over the GQA group, `[rows, kv_heads, length]`."""
+
+        def compute() -> Tensor:
+            heads, rows = prompt.queries.shape[1], zip(prompt.values, prompt.projection(self), strict=True)
+            norms = torch.stack([projected_norms(values, weight, heads, order=1) for values, weight in rows])
+            return norms.unflatten(1, (prompt.kv_heads, -1)).mean(2)
+
+        return prompt.share(("projected norms",), compute)

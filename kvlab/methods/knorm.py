@@ -1,0 +1,32 @@
+"""Key norms (Devoto et al., 2024): keys of small norm are attended to most."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvlab.core import attention
+from kvlab.methods.prompt import Prompt
+from kvlab.methods.scorer import Scorer
+
+
+class KNorm(Scorer):
+    """Keeps the tokens whose keys have the smallest L2 norm; prefill only.
+
+    "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", section 3: attention and the norm of the
+    key are negatively correlated, so that no query is needed. Every generated token is kept besides. Cost: one norm for
+    each entry.
+
+    Choices: the paper leaves the first two layers whole in some runs; here all layers have the same budget. A rotation
+    leaves the norm as it is, so that the rotated keys of the cache serve.
+
+    Parameters:
+        budget: entries for each layer and KV head, or a fraction of the prompt.
+    """
+
+    name: ClassVar[str] = "knorm"
+    summary: ClassVar[str] = "prompt tokens whose keys have a small norm"
+    family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "score at prefill"
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        return prompt.share(("knorm",), lambda: -attention.exact(prompt.keys).norm(dim=-1))

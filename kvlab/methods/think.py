@@ -1,0 +1,113 @@
+"""ThinK (Xu et al., 2024): of the keys those channels go that the queries make least of."""
+
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import BeforeValidator, Field, InstanceOf
+from torch import Tensor
+
+from kvlab.core import attention, ranking
+from kvlab.core.store import LayerStore
+from kvlab.errors import KvlabError
+from kvlab.methods.base import Policy
+from kvlab.methods.full import Full
+from kvlab.methods.prompt import Prompt
+from kvlab.methods.scorer import Around
+
+CHANNELS, PRUNED = "channels", "pruned"
+
+
+def _object(scorer: Any) -> Any:
+    if isinstance(scorer, str):
+        raise ValueError(
+            f"scorer={scorer!r} has no budget; give a policy, such as kvlab.policy({scorer!r}, budget=256)"
+        )
+    return scorer
+
+
+class ThinK(Around):
+    """Drops channels of the prompt's keys, in each KV head those that the last queries weigh least; prefill only.
+
+    ThinK, section 3.2: the weight of a channel is the size of its share in the products of the last `window` queries
+    with all keys, |q_c|^2 x |k_c|^2; the `ratio` of channels with the smallest goes. Tokens all stay, or those that a
+    `scorer` keeps; generated tokens are kept whole. Cost: two sums of squares; a mask of the channels for each head.
+
+    Choices: squares are averaged over the GQA group, and over all keys of the prompt, as in kvpress. Keys of the last
+    `window` tokens stay whole, as in the authors' code. Dropped channels are zeros where keys lie: the bytes that are
+    stored and read count them as gone, which a kernel for thinner keys would have them be; allocated bytes do not.
+
+    Parameters:
+        ratio: share of the key channels that goes (0.4), rounded down.
+        window: latest prompt tokens whose queries weigh, and whose keys stay whole (32).
+        scorer: a policy that keeps a part of the prompt and stores all that follows, with its budget; None for all.
+    """
+
+    name: ClassVar[str] = "think"
+    summary: ClassVar[str] = "drops key channels that the last queries weigh least, alone or around another method"
+    family: ClassVar[str] = "drops channels of keys"
+    kind: ClassVar[str] = "channels"
+
+    ratio: Annotated[float, Field(ge=0, lt=1)] = 0.4
+    window: Annotated[int, Field(ge=1)] = 32
+    scorer: Annotated[InstanceOf[Policy] | None, BeforeValidator(_object)] = None
+
+    @cached_property
+    def _inner(self) -> Policy:
+        inner = self.scorer or Full()
+        if inner.acts_while_decoding or inner.sees_all_layers or getattr(inner, "sets", "group") == "head":
+            raise KvlabError(
+                f"{self.name}: {inner.name} does more than to choose which tokens of the prompt each KV head keeps; "
+                "take a policy that does this alone, such as 'snapkv' or 'keydiff'"
+            )
+        return inner
+
+    @classmethod
+    def scores_tokens(cls) -> bool:
+        # It has no budget for tokens that another method could spend.
+        return False
+
+    @property
+    def asked(self) -> int | float | None:
+        return self._inner.asked
+
+    def entries(self, prompt_length: int) -> int:
+        return self._inner.entries(prompt_length)
+
+    def fits(self, prompt_length: int) -> bool:
+        """Whether there is no key beyond the window, so that none is changed."""
+        return prompt_length <= self.window and self._inner.fits(prompt_length)
+
+    @property
+    def observes(self) -> int | None:
+        looks = self._inner.observes
+        return None if looks is None else max(looks, self.window)
+
+    def prefill(self, prompt: Prompt) -> Tensor:
+        return self._inner.prefill(prompt)
+
+    def pruned(self, prompt: Prompt) -> Tensor:
+        """Which channels go, bool `[rows, kv_heads, head_dim]`."""
+        asking = attention.exact(prompt.window(self.window)).square().mean(2)
+        weight = asking.unflatten(1, (prompt.kv_heads, -1)).mean(2) * attention.exact(prompt.keys).square().mean(2)
+        head_dim = weight.shape[-1]
+        kept = ranking.top_positions(weight, head_dim - int(self.ratio * head_dim))
+        return torch.ones_like(weight, dtype=torch.bool).scatter(-1, kept, False)
+
+    def rewrite(self, store: LayerStore, prompt: Prompt) -> None:
+        if prompt.length <= self.window:
+            return
+        pruned, keys = self.pruned(prompt), store.keys.clone()
+        keys[:, :, : prompt.length - self.window].masked_fill_(pruned[:, :, None], 0)
+        store.rewrite_keys(keys)
+        store.memory[CHANNELS], store.numbers[PRUNED] = pruned, store.seen - self.window
+
+    def discount_bytes(self, store: LayerStore) -> int:
+        if PRUNED not in store.numbers or not store.length:
+            return 0
+        older = store.occupied & (store.positions < store.numbers[PRUNED])
+        numbers = int((older.sum(-1) * store.memory[CHANNELS].sum(-1)).sum())
+        return round(store.key_bytes * numbers / (int(store.counts.sum()) * store.head_dim))
+
+    def overhead_bytes(self, store: LayerStore) -> int:
+        return super().overhead_bytes(store) - self.discount_bytes(store)
