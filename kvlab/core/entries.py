@@ -220,11 +220,11 @@ class AsIs:
     def runs(self) -> Iterator[Run]:
         for first, n in self.slots.runs():
             heads = slice(first, first + n)
-            keys, values = (
-                self.unpacked(name, lambda part: self.slots.run(self.slots.tensors[part], first, n), heads)  # noqa: B023
-                for name in (KEYS, VALUES)
-            )
-            yield heads, keys, values
+
+            def part(name: str, first: int = first, n: int = n) -> Tensor:
+                return self.slots.run(self.slots.tensors[name], first, n)
+
+            yield heads, self.unpacked(KEYS, part, heads), self.unpacked(VALUES, part, heads)
 
     # ------------------------------------------------------------------ the verbs
 

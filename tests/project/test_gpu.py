@@ -104,8 +104,8 @@ def test_a_live_run(cpu, gpu, pairs, name, turns):
         found, others, same = two_turns(gpu, small(name), turns, pairs[1])
         assert others == tokens and same == sets
         same_tables(found.table, expected.table)
-    for size in ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes"):
-        assert getattr(found, size) == getattr(expected, size)
+        for size in ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes"):
+            assert getattr(found, size) == getattr(expected, size)
 
 
 def test_a_trace_lies_where_it_is_asked_to(gpu, pairs, tmp_path):
