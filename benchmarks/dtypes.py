@@ -4,10 +4,10 @@
 python benchmarks/dtypes.py
 python benchmarks/dtypes.py --model smollm2-135m --model qwen2.5-coder-0.5b --documents 0
 
-Times are taken in turns, in alternating order, on random token ids and transformers' own cache; each ratio is the
-median over rounds of the ratio within one round. What policies lose is measured on presidential messages: `mass_lost`
-in a replay, in which both types are fed the response of float32, and `kl` of `kvlab.fidelity`, each against its own
-full cache.
+Times are CPU time of one thread, taken in turns, in alternating order, on random token ids and transformers' cache;
+each ratio is the median over rounds of the ratio within one round. What policies lose is measured on presidential
+messages: `mass_lost` in a replay, in which both types are fed the response of float32, and `kl` of `kvlab.fidelity`,
+each against its own full cache.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def decoding(lm: LM, ids: torch.Tensor, steps: int) -> list[float]:
     cache, token, times = prefill(lm, ids)["past_key_values"], ids[None, -1:], []
     with torch.inference_mode():
         for _ in range(steps):
-            start = clock.wall(lm.device)
+            start = clock.busy(lm.device)
             lm.model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            times.append(clock.wall(lm.device) - start)
+            times.append(clock.busy(lm.device) - start)
     return times
 
 
@@ -53,7 +53,9 @@ def times(lms: dict[str, LM], tokens: int, steps: int, repeats: int, console: Co
             prefill(lm, ids[:64])
         for _, kind in clock.rounds(TYPES, repeats):
             progress.update(task, description=kind)
-            found["prefill"][kind].append(clock.seconds(lms[kind].device, prefill, lms[kind], ids))
+            start = clock.busy(lms[kind].device)
+            prefill(lms[kind], ids)
+            found["prefill"][kind].append(clock.busy(lms[kind].device) - start)
             found["decoding step"][kind].append(statistics.median(decoding(lms[kind], ids, steps)))
             progress.advance(task)
     return found
@@ -77,8 +79,8 @@ def losses(lms: dict[str, LM], tokens: int, budget: int, documents: int, new_tok
     return found
 
 
-def shown_times(found: dict[str, dict[str, list]], title: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD)
+def shown_times(found: dict[str, dict[str, list]], title: str, about: str) -> Table:
+    table = Table(title=title, caption=about, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("", *TYPES, "ratio", "range"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for what, by_type in found.items():
@@ -89,7 +91,12 @@ def shown_times(found: dict[str, dict[str, list]], title: str) -> Table:
 
 
 def shown_losses(found: dict[tuple, list[float]], title: str) -> Table:
-    table = Table(title=title, caption="largest: the shift of the document that moves most", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=title,
+        caption="largest: the shift of the document that moves most",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for name in ("policy", "measure", *TYPES, "shift", "largest"):
         table.add_column(name, justify="left" if name in ("policy", "measure") else "right", no_wrap=True)
     for name, what in dict.fromkeys(key[:2] for key in found):
@@ -110,14 +117,14 @@ def main(
     new_tokens: Annotated[int, typer.Option(min=2, help="Length of the responses.")] = 16,
 ) -> None:
     console = Console(highlight=False)
-    threads, native = torch.get_num_threads(), torch.cpu.get_capabilities()
-    types = [kind for kind in ("avx512_bf16", "amx_bf16") if native.get(kind)]
-    about = f"{threads} {'thread' if threads == 1 else 'threads'}, {' and '.join(types) or 'no bfloat16 instructions'}"
+    native = [kind for kind in ("avx512_bf16", "amx_bf16") if torch.cpu.get_capabilities().get(kind)]
+    about = f"one thread, {' and '.join(native) or 'no bfloat16 instructions'}"
     try:
         for name in model:
             lms = {kind: load(name, "cpu", kind) for kind in TYPES}
-            timed = times(lms, tokens, steps, repeats, console)
-            console.print(shown_times(timed, f"{name}, {tokens} tokens, {about}, median of {repeats}"))
+            with clock.one_thread(lms["float32"].device):
+                timed = times(lms, tokens, steps, repeats, console)
+            console.print(shown_times(timed, f"{name}, {tokens} tokens, median of {repeats}", about))
             if documents:
                 lost = losses(lms, tokens, budget, documents, new_tokens)
                 title = f"{name}, budget {budget}, {documents} documents of {tokens} tokens, {new_tokens} steps"
