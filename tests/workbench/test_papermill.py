@@ -13,7 +13,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client import KernelManager
 from support.paths import NOTEBOOKS, ROOT
-from support.projects import EXPERIMENT, blank_store
+from support.projects import EXPERIMENT, PARAMETERS, blank_store, cell, notebook
 from support.refusals import one_sentence
 from support.servers import environment
 from traitlets.config import Config
@@ -296,3 +296,56 @@ def test_without_a_parameters_cell_or_a_notebook_one_sentence_says_so(monkeypatc
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
     with pytest.raises(KvlabError, match="run the notebook from its first cell"):
         parameters()
+
+
+# ---------------------------------------------------------------- a kernel that keeps no history, as under nbval
+
+
+@pytest.fixture
+def forgetful(project, monkeypatch):
+    """A kernel in the toy's project whose history is empty, although its parameters cell has run."""
+    shell = InteractiveShell()
+    exec(PARAMETERS, shell.user_ns)
+    shell.user_ns["In"] = [""]
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    return shell
+
+
+def test_without_history_the_experiments_notebook_says_what_the_parameters_are(forgetful):
+    forgetful.user_ns |= {"reduction": 0.7, "names": "c,d", "other": 1}
+    found = parameters(EXPERIMENT)
+    assert found == {"seed": 0, "reduction": 0.7, "boom": False, "names": ["c", "d"], "scale": 0.5}
+    assert forgetful.user_ns["names"] == ["c", "d"]
+
+
+def test_what_the_kernel_remembers_goes_before_the_file(forgetful):
+    forgetful.user_ns |= {"In": ["", "seed = 1", "run = tracking.start('this')"], "seed": 1}
+    assert parameters(EXPERIMENT) == {"seed": 1}
+
+
+@pytest.mark.parametrize("experiment", [None, "of-another-project"])
+def test_without_history_and_without_an_experiment_of_the_project_it_is_told_so(forgetful, experiment):
+    with pytest.raises(KvlabError, match="run the notebook from its first cell"):
+        parameters(experiment)
+
+
+def test_a_parameters_cell_that_has_not_run_is_not_taken_from_the_file(forgetful):
+    del forgetful.user_ns["scale"]
+    with pytest.raises(KvlabError, match="run the notebook from its first cell"):
+        parameters(EXPERIMENT)
+
+
+@pytest.mark.roundtrip
+def test_nbval_runs_a_notebook_that_reads_its_own_parameters(project):
+    started = f'from kvlab.workbench.store import tracking\nrun = tracking.start("{EXPERIMENT}")\nrun.finish()'
+    notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(started))
+    command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env", "-p", "no:cacheprovider"]
+    own = environment(PYTHONPATH=str(ROOT), MLFLOW_TRACKING_URI=f"sqlite:///{project / 'mlruns' / 'mlflow.db'}")
+    done = subprocess.run(
+        [*command, "notebooks/toy.ipynb"], cwd=project, capture_output=True, text=True, timeout=300, env=own
+    )
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
+    kept = logged(project / "mlruns", EXPERIMENT).data.params
+    assert {name: json.loads(value) for name, value in kept.items()} == notebooks.parameters_of(
+        project / "notebooks" / "toy.ipynb"
+    )

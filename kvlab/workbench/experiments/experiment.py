@@ -4,7 +4,8 @@ notebook: notebooks/NAME.ipynb     # relative to the project
 description: one or two sentences
 parameters: {model: smollm2-135m, seed: 0}      # as in the notebook's `parameters` cell
 grid: {window: [8, 32]}                         # one job for each combination
-limits: {budget: [33, null]}                    # least and most for a number, or for each number of a list
+limits: {budget: [33, null]}                    # least and most for a number, or for each number of a list; as the
+                                                # least, `windows` means: above the largest number of that parameter
 timeout: 3600                                   # seconds that a job may take; no limit by default
 profiles:
   quick: {seconds: 60}                          # rough time of one job
@@ -19,7 +20,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -58,7 +59,7 @@ class Experiment(BaseModel):
     description: str
     parameters: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, list[Any]] = Field(default_factory=dict)
-    limits: dict[str, tuple[int | float | None, int | float | None]] = Field(default_factory=dict)
+    limits: dict[str, tuple[int | float | str | None, int | float | None]] = Field(default_factory=dict)
     timeout: int | None = Field(default=None, gt=0)
     profiles: dict[str, Profile] = Field(default_factory=dict)
 
@@ -201,7 +202,8 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
             grid[name] = value
         else:
             single[name] = value
-    for name in (*single, *grid, *experiment.limits):
+    bounds = [least for least, _ in experiment.limits.values() if isinstance(least, str)]
+    for name in (*single, *grid, *experiment.limits, *bounds):
         _known(name, declared, experiment)
     for axis, values in grid.items():
         single.pop(axis, None)
@@ -222,7 +224,7 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
             for name, value in {**declared, **single, **point}.items()
         }
         for name, value in parameters.items():
-            _within(name, value, declared[name], experiment)
+            _within(name, value, declared[name], experiment, parameters)
         name = run_name({name: parameters[name] for name in shown}) or profile
         points.append(
             Job(
@@ -239,21 +241,29 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
     return points
 
 
-def _within(name: str, value: Any, default: Any, experiment: Experiment) -> None:
+def _within(name: str, value: Any, default: Any, experiment: Experiment, parameters: Mapping[str, Any]) -> None:
     """Refuse numbers outside the experiment's limits; without limits, negative ones where the notebook has a count."""
-    usual = [number for number in (default if isinstance(default, list) else [default]) if _is_number(number)]
+    usual = _numbers(default)
     counts = bool(usual) and all(isinstance(number, int) and number >= 0 for number in usual)
     least, most = experiment.limits.get(name, (0 if counts else None, None))
-    for number in filter(_is_number, value if isinstance(value, list) else [value]):
+    lower, upper = f"at least {least}", f"at most {most}"
+    if isinstance(least, str):
+        above = max(_numbers(parameters[least]), default=0)
+        least, lower = above + 1, f"at least {above + 1} (one more than {above}, the largest of {least!r})"
+    for number in _numbers(value):
         for beyond, bound in (
-            (least is not None and number < least, f"at least {least}"),
-            (most is not None and number > most, f"at most {most}"),
+            (least is not None and number < least, lower),
+            (most is not None and number > most, upper),
         ):
             if beyond:
                 raise KvlabError(f"parameter {name!r} of {experiment.name} must be {bound}, and is {short(number)}")
 
 
-def _is_number(value: Any) -> bool:
+def _numbers(value: Any) -> list[int | float]:
+    return [number for number in (value if isinstance(value, list) else [value]) if _is_number(number)]
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line
 from kvlab.workbench import experiments
-from kvlab.workbench.experiments import Experiment, Job, inputs, limits
+from kvlab.workbench.experiments import Experiment, Job, budgets, inputs, limits
 from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.jobs import places
 from kvlab.workbench.jobs.places import Here, cores
@@ -53,6 +53,7 @@ def run(
     inputs.prepare([job.parameters for job in queue])
     for job in queue:
         limits.check(job.parameters, job.experiment)
+        budgets.check(job.parameters, parameters_of(job.notebook), job.experiment)
     # Made again: `prepare` may have pulled a model, and its hash belongs in the keys.
     queue = list(_jobs(loaded, profile, overrides or {}, models))
     connection = database.client()

@@ -1,0 +1,140 @@
+"""What bfloat16 costs and changes beside float32 on a CPU: prefill, decoding, and what policies lose.
+
+\b
+python benchmarks/dtypes.py
+python benchmarks/dtypes.py --model smollm2-135m --model qwen2.5-coder-0.5b --documents 0
+
+Times are CPU time of one thread, taken in turns, in alternating order, on random token ids and transformers' cache;
+each ratio is the median over rounds of the ratio within one round. What policies lose is measured on presidential
+messages: `mass_lost` in a replay, in which both types are fed the response of float32, and `kl` of `kvlab.fidelity`,
+each against its own full cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Annotated
+
+import torch
+import typer
+from common import bar, prefill, prompt
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import kvlab
+from kvlab.analyses.dapq.position import ids_of
+from kvlab.bench import clock
+from kvlab.inputs.corpus import documents_between
+from kvlab.inputs.models import LM, load
+
+TYPES = ("float32", "bfloat16")
+POLICIES = ["streamingllm", "snapkv", "h2o", "dapq"]
+
+
+def decoding(lm: LM, ids: torch.Tensor, steps: int) -> list[float]:
+    """Seconds of each step after the prompt."""
+    cache, token, times = prefill(lm, ids)["past_key_values"], ids[None, -1:], []
+    with torch.inference_mode():
+        for _ in range(steps):
+            start = clock.busy(lm.device)
+            lm.model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            times.append(clock.busy(lm.device) - start)
+    return times
+
+
+def times(lms: dict[str, LM], tokens: int, steps: int, repeats: int, console: Console) -> dict[str, dict[str, list]]:
+    """Seconds by what is timed, type and round."""
+    found = {what: {kind: [] for kind in TYPES} for what in ("prefill", "decoding step")}
+    ids = prompt(lms["float32"], tokens)
+    with bar(console) as progress:
+        task = progress.add_task("timing", total=repeats * len(TYPES))
+        for lm in lms.values():
+            prefill(lm, ids[:64])
+        for _, kind in clock.rounds(TYPES, repeats):
+            progress.update(task, description=kind)
+            start = clock.busy(lms[kind].device)
+            prefill(lms[kind], ids)
+            found["prefill"][kind].append(clock.busy(lms[kind].device) - start)
+            found["decoding step"][kind].append(statistics.median(decoding(lms[kind], ids, steps)))
+            progress.advance(task)
+    return found
+
+
+def losses(lms: dict[str, LM], tokens: int, budget: int, documents: int, new_tokens: int) -> dict[tuple, list[float]]:
+    """Values of the documents by policy, measure and type."""
+    policies = [kvlab.policy(name, budget=budget) for name in POLICIES]
+    found = {(name, what, kind): [] for name in POLICIES for what in ("mass_lost", "kl") for kind in TYPES}
+    first = lms["float32"]
+    for document in list(documents_between(first, tokens, 8000, limit=documents, seed=0)):
+        ids = first.encode(document.window(first, tokens).text)[0]
+        response = None
+        for kind, lm in lms.items():
+            trace = kvlab.capture(lm, ids, new_tokens, policies=policies, response=response, progress=False)
+            response = ids_of(trace)[trace.prompt_length :][:new_tokens]
+            summary = kvlab.replay(trace, policies, progress=False).summary
+            for one, lost in zip(policies, summary["mass_lost"], strict=True):
+                found[one.name, "mass_lost", kind].append(lost)
+                found[one.name, "kl", kind].append(kvlab.fidelity(lm, one, ids, new_tokens).summary["kl"])
+    return found
+
+
+def shown_times(found: dict[str, dict[str, list]], title: str, about: str) -> Table:
+    table = Table(title=title, caption=about, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("", *TYPES, "ratio", "range"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for what, by_type in found.items():
+        ratios = clock.ratios(by_type["bfloat16"], by_type["float32"])
+        seconds = [f"{1000 * statistics.median(by_type[kind]):.0f} ms" for kind in TYPES]
+        table.add_row(what, *seconds, f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}-{max(ratios):.2f}")
+    return table
+
+
+def shown_losses(found: dict[tuple, list[float]], title: str) -> Table:
+    table = Table(
+        title=title,
+        caption="largest: the shift of the document that moves most",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("policy", "measure", *TYPES, "shift", "largest"):
+        table.add_column(name, justify="left" if name in ("policy", "measure") else "right", no_wrap=True)
+    for name, what in dict.fromkeys(key[:2] for key in found):
+        one, other = (found[name, what, kind] for kind in TYPES)
+        shifts = [b - a for a, b in zip(one, other, strict=True)]
+        means = [statistics.mean(values) for values in (one, other, shifts)]
+        table.add_row(name, what, *map("{:.4f}".format, means[:2]), f"{means[2]:+.4f}", f"{max(shifts, key=abs):+.4f}")
+    return table
+
+
+def main(
+    model: Annotated[list[str], typer.Option(help="As for kvlab.load; may be given several times.")] = ["smollm2-135m"],  # noqa: B006
+    tokens: Annotated[int, typer.Option(min=100, help="Length of a prompt.")] = 600,
+    steps: Annotated[int, typer.Option(min=1, help="Decoding steps; the median is taken in each round.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is shown.")] = 5,
+    documents: Annotated[int, typer.Option(min=0, help="Texts on which losses are measured; 0 leaves them out.")] = 2,
+    budget: Annotated[int, typer.Option(min=33, help="Entries for each layer and KV head.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Length of the responses.")] = 16,
+) -> None:
+    console = Console(highlight=False)
+    native = [kind for kind in ("avx512_bf16", "amx_bf16") if torch.cpu.get_capabilities().get(kind)]
+    about = f"one thread, {' and '.join(native) or 'no bfloat16 instructions'}"
+    try:
+        for name in model:
+            lms = {kind: load(name, "cpu", kind) for kind in TYPES}
+            with clock.one_thread(lms["float32"].device):
+                timed = times(lms, tokens, steps, repeats, console)
+            console.print(shown_times(timed, f"{name}, {tokens} tokens, median of {repeats}", about))
+            if documents:
+                lost = losses(lms, tokens, budget, documents, new_tokens)
+                title = f"{name}, budget {budget}, {documents} documents of {tokens} tokens, {new_tokens} steps"
+                console.print(shown_losses(lost, title))
+    except kvlab.KvlabError as error:
+        typer.echo(f"benchmark: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    app.command(help=__doc__)(main)
+    app()
