@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvlab.lib.terminal import titled
@@ -16,13 +17,15 @@ STYLES = {
     "holds": "green",
     "holds in direction only": "yellow",
     "fails": "red",
+    "undecided": "blue",
     "not measured": "dim",
     "cannot be tested here": "dim",
 }
 
 
 def show(ledger: list[Entry]) -> None:
-    """The claims that were measured, then how many of each paper's stand where; checks are counted apart.
+    """The claims that were measured, then the timings with their machine, then how many findings of each paper stand
+    where; checks are counted apart.
 
     Of several models each has a column, and counts of its own.
     """
@@ -34,13 +37,25 @@ def show(ledger: list[Entry]) -> None:
     models = by_model(ledger)
     console = Console(width=None if sys.stdout.isatty() else 150)
     if len(models) == 1:
-        console.print(_on_one(ledger), highlight=False)
+        for table in _apart(ledger, _on_one):
+            console.print(table, highlight=False)
         console.print(_counts(ledger), highlight=False)
         return
     labels = {subject.name: " ".join([subject.label, subject.size]).strip() for subject in subjects(ledger)}
-    console.print(_side_by_side(models, labels), highlight=False)
+    for table in _apart(ledger, lambda mine, title: _side_by_side(by_model(mine), labels, title)):
+        console.print(table, highlight=False)
     for name, mine in models.items():
         console.print(_counts(mine, f" on {labels[name]}"), highlight=False)
+
+
+def _apart(ledger: list[Entry], drawn: Callable[[list[Entry], str], Table]) -> Iterator[Table]:
+    """The table of what does not depend on a machine, then that of the timings, if there are any."""
+    yield drawn([entry for entry in ledger if entry.group != "timings"], "Claims")
+    timings = [entry for entry in ledger if entry.group == "timings"]
+    if timings:
+        machines = sorted({entry.machine for entry in timings if entry.machine})
+        where = f" on {'; '.join(machines)}" if machines else ""
+        yield drawn(timings, f"Timings{where} (no findings: they vary with the machine and from run to run)")
 
 
 def _claims(title: str) -> Table:
@@ -64,10 +79,10 @@ def _about(label: str, entry: Entry) -> tuple[str, str, str]:
     return where, claim.summary.replace("[", r"\["), number(claim.paper_value)
 
 
-def _on_one(ledger: list[Entry]) -> Table:
+def _on_one(ledger: list[Entry], title: str) -> Table:
     from kvlab.workbench.report.ledger import by_paper, number
 
-    table = _claims("Claims")
+    table = _claims(title)
     for heading in ("here", "interval"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", overflow="fold", max_width=14)
@@ -84,7 +99,7 @@ def _on_one(ledger: list[Entry]) -> Table:
     return table
 
 
-def _side_by_side(models: dict[str, list[Entry]], labels: dict[str, str]) -> Table:
+def _side_by_side(models: dict[str, list[Entry]], labels: dict[str, str], title: str) -> Table:
     from kvlab.workbench.report.ledger import UNTESTED, by_paper, number
     from kvlab.workbench.report.page import MARKS
 
@@ -94,7 +109,7 @@ def _side_by_side(models: dict[str, list[Entry]], labels: dict[str, str]) -> Tab
         return f"[{STYLES[entry.state]}]{told}[/]"
 
     legend = ", ".join(f"{mark} {state}" for state, (_, mark) in MARKS.items() if state != UNTESTED)
-    table = _claims(f"Claims: {legend}")
+    table = _claims(f"{title}: {legend}")
     for name in models:
         table.add_column(labels[name], justify="right", overflow="fold", max_width=14)
     for papers in zip(*(by_paper(mine).items() for mine in models.values()), strict=True):

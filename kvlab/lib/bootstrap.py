@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
 from scipy import stats
 
 
@@ -39,3 +41,48 @@ def summarise(values: Iterable[float], **options) -> tuple[float, tuple[float, f
     """The mean and its interval."""
     sample = np.asarray(list(values), dtype=float)
     return float(sample.mean()), interval(sample, **options)
+
+
+def argmin(
+    curves: pd.DataFrame, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> tuple[float, tuple[float, float]]:
+    """Where the mean curve is smallest, with the percentile interval of that setting over resampled documents.
+
+    A mean of each document's own best setting would be none that was tried, and follows the noise of single documents.
+
+    Args:
+        curves: a row for each document, a column for each setting (numbers).
+
+    Returns:
+        (setting, (low, high)), settings that were tried; without a second document the interval is the setting.
+    """
+    (best, bests) = _bests([curves], resamples, seed)
+    return float(best[0]), _percentiles(bests[0], confidence)
+
+
+def argmin_difference(
+    last: pd.DataFrame, first: pd.DataFrame, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> tuple[float, tuple[float, float]]:
+    """Where the mean curve of `last` is smallest less where that of `first` is, resampling the same documents in both.
+
+    Args:
+        last, first: as for `argmin`, with the same documents as their index.
+    """
+    best, bests = _bests([last, first.loc[last.index]], resamples, seed)
+    return float(best[0] - best[1]), _percentiles(bests[0] - bests[1], confidence)
+
+
+def _bests(curves: list[pd.DataFrame], resamples: int, seed: int) -> tuple[list[float], list[NDArray[np.floating]]]:
+    """Of each table the best setting, and that of every resample."""
+    documents = len(curves[0])
+    drawn = np.random.default_rng(seed).integers(documents, size=(resamples, documents))
+    best = [float(table.mean().idxmin()) for table in curves]
+    return best, [
+        table.columns.to_numpy(float)[table.to_numpy(float)[drawn].mean(axis=1).argmin(axis=1)] for table in curves
+    ]
+
+
+def _percentiles(sample: NDArray[np.floating], confidence: float) -> tuple[float, float]:
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(sample, [tail, 1 - tail], method="inverted_cdf")
+    return float(low), float(high)

@@ -2,15 +2,37 @@
 
 A claim carries two tests. The test of *direction* asks whether the effect has the sign that the paper reports; the test
 of *size* asks whether it is as large. Direction and size passed: "holds". Direction alone: "holds in direction only".
-Direction missed: "fails". A number that a test needs and nobody measured: "not measured".
+Direction missed: "fails". An interval that contains the point where the direction turns: "undecided". A number that a
+test needs and nobody measured: "not measured".
 """
 
 from __future__ import annotations
 
-from kvlab.papers.claim import VERDICTS, Claim, Paper, Verdict, claims, figure, figures, judge, load_file, papers
+from kvlab.papers.claim import (
+    DIRECTION,
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    UNMEASURED,
+    VERDICTS,
+    Claim,
+    Paper,
+    Verdict,
+    claims,
+    figure,
+    figures,
+    load_file,
+    papers,
+)
 from kvlab.papers.conditions import Condition
+from kvlab.papers.judging import judge
 
 __all__ = [
+    "DIRECTION",
+    "FAILS",
+    "HOLDS",
+    "UNDECIDED",
+    "UNMEASURED",
     "VERDICTS",
     "Claim",
     "Condition",

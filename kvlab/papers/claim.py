@@ -1,10 +1,8 @@
-"""Claims and printed figures: the models, the loader and the judge."""
+"""Claims and printed figures: the models and the loader."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,13 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import yamls
-from kvlab.papers.conditions import Combination, Condition, Covers, Within
+from kvlab.papers.conditions import Combination, Condition, Covers, NotCompared, PrintsAs, Within
 
 if TYPE_CHECKING:
     import pandas
 
-HOLDS, DIRECTION, FAILS, UNMEASURED = "holds", "holds in direction only", "fails", "not measured"
-VERDICTS = (HOLDS, DIRECTION, FAILS, UNMEASURED)
+HOLDS, DIRECTION, FAILS = "holds", "holds in direction only", "fails"
+UNDECIDED, UNMEASURED = "undecided", "not measured"
+VERDICTS = (HOLDS, DIRECTION, FAILS, UNDECIDED, UNMEASURED)
 
 
 class Claim(BaseModel):
@@ -27,7 +26,9 @@ class Claim(BaseModel):
 
     kind: "finding" could come out otherwise; "control" checks the measurement itself; "identity" follows from
     arithmetic and cannot fail unless the code is wrong; "example" is a worked example; "recomputed" works out anew what
-    the paper's own figures and formulas say, and no model runs for it.
+    the paper's own figures and formulas say, and no model runs for it; "timing" is decided by a clock.
+    finding names the finding that this claim is part of: findings of the same two contenders on the same texts, by
+    other measures or at other budgets, share a name and count once.
     stands_in says which measure replaces the paper's own where that cannot be taken here; empty where it is the same.
     untested says, of a claim that no experiment here can measure, why not and what would test it.
     figure is the name under which the experiment keeps the picture that shows it.
@@ -42,7 +43,8 @@ class Claim(BaseModel):
     metric: str
     paper_value: float | None
     unit: str = ""
-    kind: Literal["finding", "control", "identity", "example", "recomputed"] = "finding"
+    kind: Literal["finding", "control", "identity", "example", "recomputed", "timing"] = "finding"
+    finding: str = ""
     experiment: str | None = None
     stands_in: str = ""
     note: str = ""
@@ -66,16 +68,47 @@ class Claim(BaseModel):
             raise ValueError(f"{self.id} has an `untested` reason, although {self.experiment} measures it")
         return self
 
+    @model_validator(mode="after")
+    def _counted_once(self) -> Claim:
+        if self.finding and self.kind != "finding":
+            raise ValueError(f"{self.id} names a finding, but it is of the kind {self.kind}: only findings share one")
+        return self
+
+    @model_validator(mode="after")
+    def _compares_what_can_be(self) -> Claim:
+        parts = [self.direction, *_within_tests(self.direction), *_within_tests(self.size)]
+        if any(isinstance(part, NotCompared) for part in parts):
+            raise ValueError("not_compared stands in place of a test of size: only the size as a whole can be left out")
+        sizes = [self.size, *_within_tests(self.size)]
+        if self.kind == "recomputed" and any(isinstance(part, Within) and part.of == "factor" for part in sizes):
+            raise ValueError("a factor is no test of arithmetic: what is recomputed is judged by `prints_as`")
+        return self
+
+    @property
+    def comparable(self) -> bool:
+        """Whether our number may be set beside the paper's: they have the same unit."""
+        return not isinstance(self.size, NotCompared)
+
+    @property
+    def fact(self) -> tuple[str, str]:
+        """What it is counted under: its paper, and the finding that it is part of, or else its own id."""
+        return self.paper, self.finding or self.id
+
     @property
     def metrics(self) -> set[str]:
         """Every metric that this claim and its tests read."""
         return {self.metric} | self.direction.needs(self.metric) | self.size.needs(self.metric)
 
 
+def _within_tests(test: Condition) -> list[Condition]:
+    """All tests within this one."""
+    parts = test.tests if isinstance(test, Combination) else []
+    return [inner for part in parts for inner in (part, *_within_tests(part))]
+
+
 def _needs_paper_value(test: Condition) -> bool:
-    if isinstance(test, Combination):
-        return any(_needs_paper_value(part) for part in test.tests)
-    return isinstance(test, Within | Covers) and test.to is None
+    every = [test, *_within_tests(test)]
+    return any(isinstance(part, Within | Covers | PrintsAs) and part.to is None for part in every)
 
 
 class Paper(BaseModel):
@@ -90,14 +123,19 @@ class Paper(BaseModel):
 
 
 class Verdict(BaseModel):
-    """What our numbers say to a claim: value with interval (None where absent), verdict, and the comparison made."""
+    """What our numbers say to a claim: value with interval (None where absent), verdict, and the comparison made.
+
+    power: of an undecided claim with a number of the paper that ours can be compared with, whether an effect as large
+    would have been seen.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     value: float | None
     low: float | None = None
     high: float | None = None
-    verdict: Literal["holds", "holds in direction only", "fails", "not measured"]
+    verdict: Literal["holds", "holds in direction only", "fails", "undecided", "not measured"]
+    power: Literal["", "seen", "not seen"] = ""
     why: str = Field(description="one or two sentences")
 
 
@@ -162,59 +200,3 @@ def figure(paper: str, name: str) -> pandas.DataFrame:
         raise KvlabError(nearest(f"{paper}/{name}", figures(), "figure"))
     path = Path(str(files("kvlab.papers"))) / "figures" / f"{paper}_{name}.csv"
     return pandas.read_csv(path, comment="#")
-
-
-def judge(
-    claim: Claim, metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]] | None = None
-) -> Verdict:
-    """The verdict on `claim` from measured numbers.
-
-    metrics: name -> value; intervals: name -> (low, high), else taken from the metrics NAME/low and NAME/high. A number
-    that is not finite counts as missing. The verdict rests on the point estimates, but for tests that ask about the
-    interval itself; where it contains the point at which the test of direction turns, `why` says so.
-    """
-    ends = {
-        f"{name}/{end}": number
-        for name, pair in (intervals or {}).items()
-        for end, number in zip(("low", "high"), pair, strict=True)
-    }
-    known = {name: float(number) for name, number in {**metrics, **ends}.items() if math.isfinite(number)}
-    fields = {
-        "value": known.get(claim.metric),
-        "low": known.get(f"{claim.metric}/low"),
-        "high": known.get(f"{claim.metric}/high"),
-    }
-    absent = sorted(claim.metrics - known.keys())
-    if absent:
-        unmeasured = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
-        return Verdict(**fields, verdict=UNMEASURED, why=claim.untested or f"no run has measured {unmeasured}")
-
-    value_of = known.__getitem__
-    right_way, direction = claim.direction.check(claim.metric, value_of, claim.paper_value)
-    right_size, size = claim.size.check(claim.metric, value_of, claim.paper_value)
-    doubt = _doubt(claim, known)
-    if not right_way:
-        return Verdict(**fields, verdict=FAILS, why=f"Direction missed: {direction}{doubt}.")
-    if not right_size:
-        return Verdict(**fields, verdict=DIRECTION, why=f"Direction met: {direction}. Size missed: {size}{doubt}.")
-    same = size == direction
-    return Verdict(
-        **fields,
-        verdict=HOLDS,
-        why=f"Direction met: {direction}" + ("" if same else f". Size met: {size}") + f"{doubt}.",
-    )
-
-
-def _doubt(claim: Claim, known: Mapping[str, float]) -> str:
-    """A remark where the interval of what the direction is tested on contains the point at which the test turns."""
-    tests = claim.direction.tests if claim.direction.kind == "all_of" else [claim.direction]
-    for test in tests:
-        turn = test.threshold(known.__getitem__, claim.paper_value)
-        name = test.metric or claim.direction.metric or claim.metric
-        low, high = known.get(f"{name}/low"), known.get(f"{name}/high")
-        if turn is not None and low is not None and high is not None and low <= turn <= high:
-            return (
-                f". The interval [{low:.4g}, {high:.4g}] contains {turn:.4g}, where the direction turns: read the "
-                "verdict with care"
-            )
-    return ""

@@ -1,149 +1,28 @@
-"""The tests a claim may state. Each is a small model with a `kind`; `check` returns (passed, what was compared)."""
+"""The tests that a claim may state: those of several numbers, of intervals and of other tests; `single` has others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-Reference = float | str
-Lookup = Callable[[str], float]
-
-
-def _number(reference: Reference | None, value_of: Lookup) -> tuple[float, str]:
-    """The number behind a reference, and how to print it."""
-    assert reference is not None, "a claim that asks for the paper's value has one"
-    if isinstance(reference, str):
-        value = value_of(reference)
-        return value, f"{reference} ({value:.4g})"
-    return float(reference), f"{reference:.4g}"
-
-
-class _Test(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    metric: str | None = Field(None, description="tested in place of the claim's own metric")
-
-    def needs(self, own: str) -> set[str]:
-        """The metrics this test reads, where `own` is the claim's metric."""
-        named = {self.metric or own}
-        for field in ("than", "to"):
-            reference = getattr(self, field, None)
-            if isinstance(reference, str):
-                named.add(reference)
-        return named
-
-    def threshold(self, value_of: Lookup, paper_value: float | None) -> float | None:
-        """Where the test of a single number turns, for the remark on intervals; None where there is no such number."""
-        return None
+from kvlab.papers.doubts import Doubt, Judged, Lookup, Standing, step
+from kvlab.papers.single import (
+    AtLeast,
+    AtMost,
+    Greater,
+    Less,
+    NotCompared,
+    PrintsAs,
+    Reference,
+    Test,
+    Within,
+    number_of,
+)
 
 
-class Within(_Test):
-    """Near `to` (the paper's value if absent): by a difference, a share of it, or a factor in either direction."""
-
-    kind: Literal["within"]
-    of: Literal["absolute", "relative", "factor"]
-    tolerance: float = Field(gt=0)
-    to: Reference | None = None
-
-    @model_validator(mode="after")
-    def _factor_above_one(self) -> Within:
-        if self.of == "factor" and self.tolerance <= 1:
-            raise ValueError("a tolerance that is a factor must exceed 1")
-        return self
-
-    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        name = self.metric or own
-        value = value_of(name)
-        reference = paper_value if self.to is None else self.to
-        target, label = _number(reference, value_of)
-        if self.to is None:
-            label = f"the paper's {label}"
-        if self.of == "absolute":
-            passed, how = abs(value - target) <= self.tolerance, f"within {self.tolerance:g} of"
-        elif self.of == "relative":
-            passed, how = abs(value - target) <= self.tolerance * abs(target), f"within {self.tolerance:.0%} of"
-        else:
-            same_sign = value * target > 0
-            passed = same_sign and 1 / self.tolerance <= value / target <= self.tolerance
-            how = f"within a factor of {self.tolerance:g} of"
-        return passed, f"{name} = {value:.4g}, asked to be {how} {label}"
-
-
-class _Comparison(_Test):
-    """With factor x `than`, some `margin` away from it."""
-
-    than: Reference
-    margin: float = Field(0.0, ge=0)
-    factor: float = Field(1.0, gt=0)
-
-    def _limit(self, value_of: Lookup, sign: str) -> str:
-        label = _number(self.than, value_of)[1]
-        times = f"{self.factor:g} x " if self.factor != 1 else ""
-        return f"{times}{label}" + (f" {sign} {self.margin:g}" if self.margin else "")
-
-
-class Greater(_Comparison):
-    """Above factor x `than` + margin, strictly."""
-
-    kind: Literal["greater"]
-
-    def threshold(self, value_of: Lookup, paper_value: float | None) -> float:
-        return _number(self.than, value_of)[0] * self.factor + self.margin
-
-    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        name = self.metric or own
-        value, limit = value_of(name), self.threshold(value_of, paper_value)
-        return value > limit, f"{name} = {value:.4g}, asked to exceed {self._limit(value_of, '+')}"
-
-
-class Less(_Comparison):
-    """Below factor x `than` - margin, strictly."""
-
-    kind: Literal["less"]
-
-    def threshold(self, value_of: Lookup, paper_value: float | None) -> float:
-        return _number(self.than, value_of)[0] * self.factor - self.margin
-
-    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        name = self.metric or own
-        value, limit = value_of(name), self.threshold(value_of, paper_value)
-        return value < limit, f"{name} = {value:.4g}, asked to lie below {self._limit(value_of, '-')}"
-
-
-class _Bound(_Test):
-    """A number that the metric may reach, and not pass."""
-
-    value: float
-
-    def threshold(self, value_of: Lookup, paper_value: float | None) -> float:
-        return self.value
-
-
-class AtLeast(_Bound):
-    """At or above a number."""
-
-    kind: Literal["at_least"]
-
-    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        name = self.metric or own
-        value = value_of(name)
-        return value >= self.value, f"{name} = {value:.4g}, asked to be at least {self.value:g}"
-
-
-class AtMost(_Bound):
-    """At or below a number."""
-
-    kind: Literal["at_most"]
-
-    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        name = self.metric or own
-        value = value_of(name)
-        return value <= self.value, f"{name} = {value:.4g}, asked to be at most {self.value:g}"
-
-
-class Monotone(_Test):
+class Monotone(Test):
     """The metrics, in the order given, rise or fall; a step against the trend may be at most `slack`."""
 
     kind: Literal["monotone"]
@@ -154,15 +33,30 @@ class Monotone(_Test):
     def needs(self, own: str) -> set[str]:
         return set(self.metrics)
 
+    def tested(self, own: str) -> list[str]:
+        return self.metrics
+
+    def standing(self, own: str, value_of: Lookup, paper_value: float | None) -> Judged:
+        doubts = []
+        for name, following in pairwise(self.metrics):
+            steps = (name, following) if self.trend == "increasing" else (following, name)
+            low, high = step(*steps, value_of)
+            if high < -self.slack:
+                return Standing.MISSED, []
+            if low < -self.slack:
+                what = f"{steps[1]} less {steps[0]}"
+                doubts.append(Doubt(what, low, high, -self.slack))
+        return (Standing.OPEN, doubts) if doubts else (Standing.MET, [])
+
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
         values = [value_of(name) for name in self.metrics]
         sign = 1 if self.trend == "increasing" else -1
-        passed = all(sign * (b - a) >= -self.slack for a, b in zip(values, values[1:], strict=False))
+        passed = all(sign * (b - a) >= -self.slack for a, b in pairwise(values))
         series = ", ".join(f"{value:.4g}" for value in values)
         return passed, f"{self.metrics[0]} to {self.metrics[-1]} = {series}, asked to be {self.trend}"
 
 
-class _OfInterval(_Test):
+class _OfInterval(Test):
     """A test of the whole interval of a metric (of a mean, 95 %), which NAME/low and NAME/high give."""
 
     def needs(self, own: str) -> set[str]:
@@ -187,11 +81,19 @@ class _Clear(_OfInterval):
 
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
         low, high, interval = self._interval(own, value_of)
-        limit, label = _number(self.than, value_of)
+        limit, label = number_of(self.than, value_of)
         why = f"{interval}, asked to lie {self._side} {label} as a whole"
         if low == high:
             return False, f"{why}; it has no width, as of a single repetition"
         return (low > limit if self._side == "above" else high < limit), why
+
+    def standing(self, own: str, value_of: Lookup, paper_value: float | None) -> Judged:
+        low, high, _ = self._interval(own, value_of)
+        limit = number_of(self.than, value_of)[0]
+        if low <= limit <= high:
+            fixed = not isinstance(self.than, str)
+            return Standing.OPEN, [Doubt(self.metric or own, low, high, limit, fixed)]
+        return Standing.of(low > limit if self._side == "above" else high < limit), []
 
 
 class ClearlyGreater(_Clear):
@@ -219,25 +121,48 @@ class Covers(_OfInterval):
 
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
         low, high, interval = self._interval(own, value_of)
-        target, label = _number(paper_value if self.to is None else self.to, value_of)
+        target, label = number_of(paper_value if self.to is None else self.to, value_of)
         if self.to is None:
             label = f"the paper's {label}"
         if low <= target <= high and target != 0 and low <= 0 <= high:
             return False, f"{interval}, asked to contain {label}, and contains 0 besides: too wide to tell"
         return low <= target <= high, f"{interval}, asked to contain {label}"
 
+    def standing(self, own: str, value_of: Lookup, paper_value: float | None) -> Judged:
+        low, high, _ = self._interval(own, value_of)
+        target = number_of(paper_value if self.to is None else self.to, value_of)[0]
+        if low <= target <= high and target != 0 and low <= 0 <= high:
+            return Standing.OPEN, [Doubt(self.metric or own, low, high, 0.0)]
+        return super().standing(own, value_of, paper_value)
 
-class Combination(_Test):
-    """Of several tests."""
+
+class Combination(Test):
+    """Of several tests, of which a single one that stands as `_decides` is enough."""
+
+    _decides: ClassVar[Standing]
 
     tests: list[Condition] = Field(min_length=1)
 
     def needs(self, own: str) -> set[str]:
         return set().union(*(test.needs(self.metric or own) for test in self.tests))
 
+    def tested(self, own: str) -> list[str]:
+        return [name for test in self.tests for name in test.tested(self.metric or own)]
+
+    def standing(self, own: str, value_of: Lookup, paper_value: float | None) -> Judged:
+        parts = [test.standing(self.metric or own, value_of, paper_value) for test in self.tests]
+        standings = {standing for standing, _ in parts}
+        if self._decides in standings:
+            return self._decides, []
+        if Standing.OPEN in standings:
+            return Standing.OPEN, [doubt for _, doubts in parts for doubt in doubts]
+        return Standing.of(self._decides is Standing.MISSED), []
+
 
 class AllOf(Combination):
     """Every one of several tests."""
+
+    _decides: ClassVar[Standing] = Standing.MISSED
 
     kind: Literal["all_of"]
 
@@ -250,6 +175,8 @@ class AllOf(Combination):
 class AnyOf(Combination):
     """At least one of several tests."""
 
+    _decides: ClassVar[Standing] = Standing.MET
+
     kind: Literal["any_of"]
 
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
@@ -259,7 +186,19 @@ class AnyOf(Combination):
 
 
 Condition = Annotated[
-    Within | Greater | Less | ClearlyGreater | ClearlyLess | AtLeast | AtMost | Monotone | Covers | AllOf | AnyOf,
+    Within
+    | PrintsAs
+    | NotCompared
+    | Greater
+    | Less
+    | ClearlyGreater
+    | ClearlyLess
+    | AtLeast
+    | AtMost
+    | Monotone
+    | Covers
+    | AllOf
+    | AnyOf,
     Field(discriminator="kind"),
 ]
 Combination.model_rebuild()

@@ -65,6 +65,7 @@ def _claims() -> list[dict[str, Any]]:
             "paper_value": claim.paper_value,
             "unit": claim.unit,
             "kind": claim.kind,
+            "finding": claim.fact[1] if claim.kind == "finding" else "",
             "untested": claim.untested,
         }
         for claim in papers.claims()

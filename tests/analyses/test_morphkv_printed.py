@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from kvlab.analyses.morphkv import printed
@@ -31,7 +32,17 @@ def test_all_recomputed_numbers_stand_in_one_table():
     assert table.loc["table2/gain_over_snapkv/Qwen"].tolist() == pytest.approx([8 / 39] * 3)
     low, high = printed.fusions().intervals["table4/max_over_sum"]
     assert table.loc["table4/max_over_sum", ["low", "high"]].tolist() == [low, high]
-    assert len(table) == 21 + 2
+    assert len(table) == 21 + 2 + 5
+
+
+def test_what_the_rounding_of_printed_scores_may_move():
+    """Whole numbers stand for half more or less, numbers with one decimal for a twentieth."""
+    over, under = pd.Series([45, 52]), pd.Series([44, 49])
+    assert printed.rounding(over, under) == pytest.approx((45.5 / 43.5 + 52.5 / 48.5) / 2 - (45 / 44 + 52 / 49) / 2)
+    assert printed.rounding(pd.Series([1.5, 2.0]), pd.Series([1.0, 1.0])) == pytest.approx(3.6 / 0.95 / 2 - 1.75)
+    assert printed.long_responses().metrics["table2/gain_over_h2o/inputs"] == pytest.approx(
+        printed.rounding(pd.Series([45, 52, 47]), pd.Series([44, 50, 42]))
+    )
 
 
 def test_two_tasks_turn_table_3():

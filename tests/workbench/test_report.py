@@ -30,6 +30,11 @@ COLUMNS = [
     "verdict",
     "model",
     "run_id",
+    "kind",
+    "finding",
+    "power",
+    "machine",
+    "why",
 ]
 
 
@@ -58,7 +63,7 @@ def test_the_newest_finished_job_counts(project):
 
 
 def test_model_and_profile_narrow_the_runs(project):
-    small, full = job(0.6), job(0.1, profile="full", model="big@1")
+    small, full = job(0.6), job(0.2, profile="full", model="big@1")
     assert entry(profile="quick").run_id == entry(model="toy").run_id == small
     assert entry(profile="full").run_id == entry(model="big").run_id == full
     assert entry(model="big@1").verdict == "holds in direction only"
@@ -67,7 +72,7 @@ def test_model_and_profile_narrow_the_runs(project):
 
 def test_a_run_with_all_that_a_claim_needs_goes_before_a_newer_one_without(project):
     run = tracking.create_run(database.client(), EXPERIMENT, {}, {"kvlab.kind": "job", "model": "toy"}, "complete")
-    run.log({"reduction/0.50": 0.9, "reduction/0.20": 0.6})
+    run.log({"reduction/0.50": 0.9, "growth/0.20_to_0.50": 0.3}, {"growth/0.20_to_0.50": (0.2, 0.4)})
     run.finish()
     job(0.9, metric="reduction/0.50", model="toy")
     found = report.ledger().set_index("id").loc["zsmerge.figure4.reduction_50"]
@@ -157,11 +162,12 @@ def test_findings_and_checks_are_counted_apart_and_add_up(project):
     assert (frame["verdict"] == "holds").sum() == 2
     total = ledger.Tally.of(found)
     assert total.findings["holds"] == 1 and total.checks["holds"] == 1 and total.checks_missed == 0
-    assert total.findings.total() + total.checks.total() + total.recomputed.total() == len(papers.claims())
+    findings = [claim for claim in papers.claims() if claim.kind == "finding"]
+    assert total.findings.total() == len({claim.fact for claim in findings}) < len(findings)
+    others = total.checks.total() + total.recomputed.total() + total.timings.total()
+    assert len(findings) + others == len(papers.claims())
     assert total.recomputed.total() == sum(claim.kind == "recomputed" for claim in papers.claims()) > 0
-    assert total.findings["cannot be tested here"] == sum(
-        bool(claim.untested) and claim.kind == "finding" for claim in papers.claims()
-    )
+    assert total.findings["cannot be tested here"] == sum(bool(claim.untested) for claim in findings)
 
     rows = matrix(page.read_text())
     assert list(rows) == [paper.label for paper in papers.papers()] + ["all findings"]

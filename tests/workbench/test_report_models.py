@@ -119,7 +119,7 @@ def test_what_went_without_tables_says_so(project):
 # ---------------------------------------------------------------- effect against size
 
 
-def row(*values, paper=0.6, direction=None) -> growth.Row:
+def row(*values, paper=0.6, direction=None, finding="") -> growth.Row:
     """A claim with (parameters, value, half of the interval's width or None) on each model."""
     claim = papers.Claim.model_validate(
         {
@@ -130,6 +130,7 @@ def row(*values, paper=0.6, direction=None) -> growth.Row:
             "metric": "m",
             "paper_value": paper,
             "experiment": "e",
+            "finding": finding,
             "direction": direction or {"kind": "greater", "than": 0.0},
             "size": {"kind": "at_least", "value": -9},
         }
@@ -169,9 +170,17 @@ def test_whether_an_effect_comes_nearer_to_the_papers(values, trend):
 def test_trends_are_counted_of_findings_alone():
     towards = row((1e8, 0.1, 0.01), (1e9, 0.5, 0.01))
     check = row((1e8, 0.1, 0.01), (1e9, 0.5, 0.01))
+    other = growth.Row(towards.claim.model_copy(update={"id": "other"}), towards.entries, towards.points)
     for entry in check.entries:
         entry.claim = entry.claim.model_copy(update={"kind": "control"})
-    assert growth.trends([towards, towards, check, row((1e8, 0.1, 0.01))]) == {growth.TOWARDS: 2}
+    assert growth.trends([towards, other, check, row((1e8, 0.1, 0.01))]) == {growth.TOWARDS: 2}
+
+
+def test_a_finding_whose_claims_go_different_ways_has_no_clear_change():
+    towards = row((1e8, 0.1, 0.01), (1e9, 0.5, 0.01), finding="one")
+    away = row((1e8, 0.5, 0.01), (1e9, 0.1, 0.01), finding="one")
+    assert growth.trends([towards, towards]) == {growth.TOWARDS: 1}
+    assert growth.trends([towards, away]) == {growth.LEVEL: 1}
 
 
 def test_the_small_plot_puts_everything_where_it_is():
@@ -255,12 +264,12 @@ def test_the_matrix_shows_every_finding_on_every_model(pages):
     found = re.findall(r'<a href="#[^"]+" title="[^"]+">(<i .*?)</a>', text)
     assert len(found) == sum(claim.kind == "finding" for claim in papers.claims())
     (mine,) = re.findall(rf'<a href="#{slug(CLAIM)}" title="[^"]+">(<i .*?)</a>', text)
-    assert re.findall(r">(.)<", mine) == ["◐", "◐", "●"]
+    assert re.findall(r">(.)<", mine) == ["◐", "◇", "●"]
     cell = r'<td class="n model (\w+)" data-model="([^"]+)"><a href="([^"#]+)#' + slug(CLAIM)
     cells = re.findall(cell, text)
     assert cells == [
         ("direction", "small", "model-small.html"),
-        ("direction", "large", "model-large.html"),
+        ("undecided", "large", "model-large.html"),
         ("holds", "large", "model-large-2.html"),
     ]
 
@@ -268,7 +277,9 @@ def test_the_matrix_shows_every_finding_on_every_model(pages):
 def test_counts_stand_for_each_model(pages, project):
     text = pages["report.html"]
     table = text[text.index('<table class="matrix models"') : text.index("</table>")]
-    rows = re.findall(r"<td class=\"n (?:holds|direction|fails|unmeasured|untested|none)\">([^<]*)</td>", table)
+    rows = re.findall(
+        r"<td class=\"n (?:holds|direction|fails|undecided|unmeasured|untested|none)\">([^<]*)</td>", table
+    )
     counts = [0 if cell == "·" else int(cell) for cell in rows]
     of_models = ledger.by_model(report.entries())
     expected = [ledger.Tally.of(mine).findings[state] for mine in of_models.values() for state in ledger.STATES]

@@ -21,6 +21,7 @@ FOLDER = "KVLAB_PREDICTIONS"
 PREFIX = "llama3.1-8b-instruct__snapkv__"
 
 GAIN = "{table}/gain_over_{method}"
+GAIN_INPUTS = "{table}/gain_over_{method}/inputs"
 GAIN_OF_MODEL = "{table}/gain_over_{method}/{model}"
 GAIN_OF_OTHERS = "table1/gain_over_snapkv/others"
 QWEN_BELOW = "table1/below_snapkv/Qwen"
@@ -30,9 +31,22 @@ OVER_LLAMAS_TASKS = "table3/{what}/Llama"
 WITH_OMITTED = "table3/{what}_with_omitted/Llama"
 VCSUM = "figure2b/vcsum_phi4"
 MAX_OVER_SUM = "table4/max_over_sum"
+MAX_OVER_SUM_INPUTS = "table4/max_over_sum/inputs"
 SUM_OVER_MAX = "table5/sum_over_max"
 PRINTED_FROM_PREDICTIONS = "table3/printed_from_predictions"
 RESCORED_FROM_STORED = "table3/rescored_from_stored"
+
+
+def rounding(over: pd.Series, under: pd.Series) -> float:
+    """How far the mean of `over / under` may lie from that of the numbers before they were rounded for print.
+
+    Args:
+        over, under: printed numbers of one table, all above 0; each stands for half of the table's last digit more or
+            less.
+    """
+    decimals = max(len(f"{value:.10f}".rstrip("0").partition(".")[2]) for value in (*over, *under))
+    half = 0.5 * 10**-decimals
+    return float(((over + half) / (under - half) - over / under).mean())
 
 
 def long_responses() -> Findings:
@@ -41,7 +55,8 @@ def long_responses() -> Findings:
     Returns:
         Table with columns table, model, against, gain; metrics `table1/gain_over_snapkv`, `table1/gain_over_h2o`,
         `table2/gain_over_snapkv`, `table2/gain_over_h2o` (means over models, with intervals over them), each model's
-        own as `table1/gain_over_snapkv/Llama`, `table1/gain_over_snapkv/others` (table 1 without Qwen, for which the
+        own as `table1/gain_over_snapkv/Llama`, what the rounding of the printed scores may move the means by as
+        `table1/gain_over_snapkv/inputs`, `table1/gain_over_snapkv/others` (table 1 without Qwen, for which the
         text claims no gain), `table1/below_snapkv/Qwen` (how far Qwen's lies below), and `table1/snapkv_from_full`: how
         far SnapKV's scores lie from full attention's, in either direction. SnapKV's budget holds the whole prompt there
         and it never evicts later, so this is the noise of the judge and of sampling.
@@ -53,6 +68,8 @@ def long_responses() -> Findings:
         for other in ("snapkv", "h2o"):
             gains = scores_of["morphkv"] / scores_of[other] - 1
             findings.add(GAIN, gains, table=name, method=other)
+            moved = rounding(scores_of["morphkv"], scores_of[other])
+            findings.set(GAIN_INPUTS, moved, table=name, method=other)
             for model, gain in gains.to_dict().items():
                 findings.set(GAIN_OF_MODEL, gain, table=name, method=other, model=model)
                 rows.append({"table": name, "model": model, "against": other, "gain": gain})
@@ -109,7 +126,7 @@ def fusions() -> Findings:
 
     Returns:
         Table with columns table, what, gain (of max over sum); metrics `table4/max_over_sum` and `table5/sum_over_max`,
-        with intervals.
+        with intervals, and `table4/max_over_sum/inputs`, what the rounding of the printed scores may move it by.
     """
     fourth = papers.figure("morphkv", "table4").set_index("task")
     fifth = papers.figure("morphkv", "table5").melt(["model", "fusion"], var_name="what", value_name="score")
@@ -122,6 +139,7 @@ def fusions() -> Findings:
     ]
     findings = Findings(pd.DataFrame(rows))
     findings.add(MAX_OVER_SUM, gains["table4"])
+    findings.set(MAX_OVER_SUM_INPUTS, rounding(fourth["max"], fourth["sum"]))
     findings.add(SUM_OVER_MAX, fifth["sum"] / fifth["max"] - 1)
     return findings
 

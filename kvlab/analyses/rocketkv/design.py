@@ -26,6 +26,7 @@ from kvlab.analyses.rocketkv.budgets import (
 )
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
+from kvlab.lib.bootstrap import argmin, argmin_difference
 from kvlab.methods import Policy, policy
 from kvlab.methods.rocketkv import RocketKV
 from kvlab.methods.snapkv import SnapKV
@@ -197,8 +198,8 @@ def kernels(
         Table with columns document, length, kernel, step_recall, mass_lost, output_error. Metrics
         `output_error/k63/n500` and `gain/output_error/k63_over_k7/longest` (for `shortest` and `longest`, each kernel
         over the smallest), with intervals over documents; `best_kernel/shortest` and `best_kernel/longest`, log2 of
-        the kernel with the smallest output error, document by document; `best_kernel/growth`, their difference; and
-        `best_kernel_size/longest`, in tokens, their geometric mean.
+        the kernel at which the mean output error over documents is smallest; `best_kernel/growth`, their difference;
+        and `best_kernel_size/longest`, in tokens.
     """
     rows = []
     jobs = [(trace, n) for trace in traces for n in lengths]
@@ -219,13 +220,13 @@ def kernels(
                 findings.add_difference(
                     KERNEL_GAIN, sign * values.loc[:, (n, size)], sign * values.loc[:, (n, sizes[0])], **keys
                 )
-    sizes_found = best_kernels(findings.table).set_index(["length", "document"])["kernel"]
-    best = pd.Series(np.log2(sizes_found.to_numpy(float)), sizes_found.index)
-    for end, n in ends.items():
-        findings.add(BEST_KERNEL, best.loc[n], end=end)
-    for row in findings.frame(BEST_KERNEL).to_dict("records"):
-        findings.set(BEST_KERNEL_SIZE, 2 ** row["value"], (2 ** row["low"], 2 ** row["high"]), end=row["end"])
-    findings.add_difference(BEST_KERNEL_GROWTH, best.loc[ends["longest"]], best.loc[ends["shortest"]])
+    errors = findings.table.pivot(index="document", columns=["length", "kernel"], values="output_error")
+    curves = {end: errors.xs(n, axis=1).rename(columns=np.log2) for end, n in ends.items()}
+    for end, curve in curves.items():
+        best, (low, high) = argmin(curve)
+        findings.set(BEST_KERNEL, best, (low, high), end=end)
+        findings.set(BEST_KERNEL_SIZE, 2**best, (2**low, 2**high), end=end)
+    findings.set(BEST_KERNEL_GROWTH, *argmin_difference(curves["longest"], curves["shortest"]))
     return findings
 
 

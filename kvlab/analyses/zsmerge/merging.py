@@ -23,6 +23,8 @@ SAVED = "saved/{ratio:.2f}"
 BIAS = "bias/{ratio:.2f}"
 REDUCTION = "reduction/{ratio:.2f}"
 REDUCTION_ALPHA0 = "reduction_alpha0/{ratio:.2f}"
+GROWTH = "growth/{first:.2f}_to_{last:.2f}"
+GROWTHS = ((0.05, 0.50), (0.20, 0.50))  # between which ratios the claims ask how the reduction changes
 REDUCTION_SQUARED = "reduction_squared/{ratio:.2f}"
 VIOLATIONS = "theorem1/violations"
 SMALLEST_MARGIN = "theorem1/smallest_margin"
@@ -53,7 +55,8 @@ def figure_4(
         steps); metrics `error/evict/0.20`, `error/merge/0.20`, `error/merge_alpha0/0.20`; `saved/0.20` (evicted -
         merged error) and `bias/0.20` (what the bias alone takes off the error); `reduction/0.20` and
         `reduction_alpha0/0.20` (1 - merged error / evicted error), `reduction_squared/0.20` (the same of the mean
-        squared errors); all document by document, with intervals over documents.
+        squared errors); `growth/0.05_to_0.50` (the reduction at the larger ratio less that at the smaller); all
+        document by document, with intervals over documents.
     """
     rows = []
     jobs = [(trace, ratio) for trace in traces for ratio in ratios]
@@ -81,6 +84,13 @@ def figure_4(
     squares = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="squared_error")
     for ratio, squared in squares.groupby("ratio"):
         findings.add(REDUCTION_SQUARED, 1 - squared["merge"] / squared["evict"], ratio=ratio)
+    reductions = {
+        ratio: 1 - table["merge"].droplevel("ratio") / table["evict"].droplevel("ratio")
+        for ratio, table in by_document.groupby("ratio")
+    }
+    for first, last in GROWTHS:
+        if {first, last} <= reductions.keys():
+            findings.add_difference(GROWTH, reductions[last], reductions[first], first=first, last=last)
     for ratio, table in by_document.groupby("ratio"):
         errors = dict(table.dropna(axis="columns").items())
         for variant, values in errors.items():

@@ -9,7 +9,7 @@ import pandas as pd
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
-from kvlab.lib.bootstrap import summarise
+from kvlab.lib.bootstrap import argmin, summarise
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -59,7 +59,7 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
         document by document with intervals over documents:
         `error/PARAMETER/VALUE` and `mass_lost/PARAMETER/VALUE`;
         `worse/PARAMETER/VALUE`: error there minus error at the recommended value;
-        `best/PARAMETER`: the value of the smallest error;
+        `best/PARAMETER`: the value at which the mean over the documents is smallest;
         `spread/PARAMETER`: largest minus smallest error within the paper's stable range, over the error at the
         recommended value; `spread_over_merging/PARAMETER`: the same difference over the change by switching merging off
         (residual = 0 against the recommended value, in either direction).
@@ -110,7 +110,7 @@ def _summarise(findings: Findings) -> None:
             findings.add(MASS_LOST, lost.loc[:, setting], parameter=parameter, setting=setting)
             if setting != RECOMMENDED[parameter]:
                 findings.add_difference(WORSE, values, anchor, parameter=parameter, setting=setting)
-        findings.add(BEST, errors.idxmin(axis="columns"), parameter=parameter)
+        findings.set(BEST, *argmin(errors), parameter=parameter)
         if parameter in STABLE:
             first, last = STABLE[parameter]
             stable = errors[[value for value in errors.columns if first <= value <= last]]

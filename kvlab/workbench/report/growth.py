@@ -52,7 +52,7 @@ class Row:
 
         It changes clearly if their intervals do not overlap; values without an interval are taken as they are.
         """
-        paper = self.claim.paper_value
+        paper = paper_value(self.claim)
         if paper is None or len({point.parameters for point in self.points}) < 2:
             return None
         small, large = self.points[0], self.points[-1]
@@ -78,9 +78,18 @@ def _point(subject: Subject, entry: Entry) -> Point | None:
     return None if value is None or not subject.parameters else Point(subject, entry, subject.parameters, value)
 
 
+def paper_value(claim: papers.Claim) -> float | None:
+    """The paper's number, if ours has the same unit."""
+    return claim.paper_value if claim.comparable else None
+
+
 def trends(rows: Iterable[Row]) -> Counter[str]:
-    """How many findings go where."""
-    return Counter(row.trend for row in rows if row.group == "findings" and row.trend)
+    """How many findings go where; one whose claims do not go the same way has no clear change."""
+    facts: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        if row.group == "findings" and row.trend:
+            facts.setdefault(row.claim.fact, set()).add(row.trend)
+    return Counter(next(iter(ways)) if len(ways) == 1 else LEVEL for ways in facts.values())
 
 
 # ---------------------------------------------------------------------------------------------------- a small plot
@@ -129,7 +138,7 @@ def plot(row: Row, subjects: Sequence[Subject]) -> Plot | None:
     """
     if len({point.parameters for point in row.points}) < 2:
         return None
-    lines = {"paper": row.claim.paper_value, "turn": turn_of(row.claim)}
+    lines = {"paper": paper_value(row.claim), "turn": turn_of(row.claim)}
     across = {kind: value for kind, value in lines.items() if value is not None}
     heights = [end for point in row.points for end in (*point.ends, point.value)] + list(across.values())
     low, high = min(heights), max(heights)

@@ -32,10 +32,19 @@ COLUMNS = [
     "verdict",
     "model",
     "run_id",
+    "kind",
+    "finding",
+    "power",
+    "machine",
+    "why",
 ]
 UNTESTED = "cannot be tested here"
 STATES = (*papers.VERDICTS, UNTESTED)
 """The states of a claim: its verdict, or UNTESTED where no experiment here can measure it."""
+WEAKEST = (papers.FAILS, papers.UNDECIDED, papers.DIRECTION, papers.HOLDS, papers.UNMEASURED, UNTESTED)
+"""The states in the order in which they decide what a finding of several claims stands as: what has not been measured
+says nothing of it."""
+GROUPS = ("findings", "checks", "recomputed", "timings")
 
 
 @dataclass
@@ -54,9 +63,15 @@ class Entry:
     @property
     def group(self) -> str:
         """How it is counted: "findings" say something about a method, "checks" (controls, identities, examples) about
-        the instrument, and what is "recomputed" about the paper's own figures.
+        the instrument, what is "recomputed" about the paper's own figures, and "timings" about a machine.
         """
-        return {"finding": "findings", "recomputed": "recomputed"}.get(self.claim.kind, "checks")
+        of_kind = {"finding": "findings", "recomputed": "recomputed", "timing": "timings"}
+        return of_kind.get(self.claim.kind, "checks")
+
+    @property
+    def machine(self) -> str:
+        """The hardware that its run names, as those do that time something."""
+        return self.run.data.tags.get("hardware", "") if self.run else ""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -74,23 +89,34 @@ class Entry:
             "verdict": verdict.verdict,
             "model": self.model,
             "run_id": self.run.info.run_id if self.run else "",
+            "kind": claim.kind,
+            "finding": claim.fact[1] if claim.kind == "finding" else "",
+            "power": verdict.power,
+            "machine": self.machine,
+            "why": verdict.why,
         }
 
 
 @dataclass
 class Tally:
-    """How many claims of each group have which state."""
+    """How many findings have which state, and how many claims of each other group."""
 
     findings: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
     recomputed: Counter[str] = field(default_factory=Counter)
+    timings: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, judged: Iterable[Entry]) -> Tally:
-        """Count these entries."""
+        """Count these entries, of one model. A finding of several claims counts once, as its weakest claim stands."""
         counted = cls()
+        facts: dict[tuple[str, str], list[str]] = {}
         for entry in judged:
-            getattr(counted, entry.group)[entry.state] += 1
+            if entry.group == "findings":
+                facts.setdefault(entry.claim.fact, []).append(entry.state)
+            else:
+                getattr(counted, entry.group)[entry.state] += 1
+        counted.findings.update(min(states, key=WEAKEST.index) for states in facts.values())
         return counted
 
     def met(self, group: str) -> str:
@@ -101,7 +127,7 @@ class Tally:
     @property
     def checks_missed(self) -> int:
         """How many checks do not hold: either our instrument is wrong there, or the paper's accounting."""
-        return self.checks["fails"] + self.checks["holds in direction only"]
+        return sum(self.checks[state] for state in (papers.FAILS, papers.DIRECTION, papers.UNDECIDED))
 
 
 def by_paper(judged: Iterable[Entry]) -> dict[str, list[Entry]]:

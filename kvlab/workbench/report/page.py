@@ -28,6 +28,7 @@ from kvlab.workbench.report.evidence import (
     when,
 )
 from kvlab.workbench.report.ledger import (
+    GROUPS,
     STATES,
     UNTESTED,
     Entry,
@@ -48,6 +49,7 @@ MARKS = {
     "holds": ("holds", "●"),
     "holds in direction only": ("direction", "◐"),
     "fails": ("fails", "○"),
+    "undecided": ("undecided", "◇"),
     "not measured": ("unmeasured", "–"),
     UNTESTED: ("untested", "∅"),
 }
@@ -148,6 +150,7 @@ def _page(template: str, judged: list[Entry], shown: Mapping[str, Evidence], **g
         when=when,
         scale=scale,
         remarks=remarks,
+        together=_together(judged),
         generator=GENERATOR,
         main=MAIN,
         ui=UI,
@@ -180,8 +183,7 @@ def _models_page(judged: list[Entry], order: list[Subject], files: Mapping[str, 
         },
         rows={
             paper.name: {
-                group: [row for row in rows if row.claim.paper == paper.name and row.group == group]
-                for group in ("findings", "checks", "recomputed")
+                group: [row for row in rows if row.claim.paper == paper.name and row.group == group] for group in GROUPS
             }
             for paper in papers.papers()
         },
@@ -201,6 +203,15 @@ def _elsewhere(judged: Iterable[Entry], model: str) -> dict[str, list[Entry]]:
     return others
 
 
+def _together(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Claim id -> the other claims that are counted as one finding with it."""
+    facts: dict[tuple[str, str], list[Entry]] = {}
+    for entry in judged:
+        if entry.claim.finding:
+            facts.setdefault(entry.claim.fact, []).append(entry)
+    return {one.claim.id: [other for other in mine if other is not one] for mine in facts.values() for one in mine}
+
+
 def _sections(judged: Sequence[Entry]) -> list[dict[str, Any]]:
     """Of each paper: its entries on one model, by group, and their counts."""
     return [
@@ -210,7 +221,7 @@ def _sections(judged: Sequence[Entry]) -> list[dict[str, Any]]:
             "untested": [entry for entry in mine if entry.claim.untested],
             **{
                 group: [entry for entry in mine if entry.group == group and not entry.claim.untested]
-                for group in ("findings", "checks", "recomputed")
+                for group in GROUPS
             },
         }
         for paper in papers.papers()

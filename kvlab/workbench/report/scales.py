@@ -11,14 +11,15 @@ from kvlab.workbench.report.ledger import Entry
 def scale(entry: Entry) -> dict[str, Any] | None:
     """Positions from 0 to 100 on a common axis: of our value, its interval's ends, the paper's value, and the turn.
 
-    The turn is the value at which the claim's direction changes. None where there is nothing to compare our value with.
+    The paper's value is left out if it has another unit than ours. The turn is the value at which the claim's direction
+    changes. None where there is nothing to compare our value with.
     """
     verdict, claim = entry.verdict, entry.claim
     marks = {
         "value": verdict.value,
         "low": verdict.low,
         "high": verdict.high,
-        "paper": claim.paper_value,
+        "paper": claim.paper_value if claim.comparable else None,
         "turn": turn_of(claim),
     }
     known = {name: value for name, value in marks.items() if value is not None}

@@ -44,7 +44,8 @@ PARAMETERS = "parameters"  # the tag with the number of the model's weights
 NONE = "none"  # what a tag says where nothing was measured for a model
 LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
 NAME = re.compile(r"[\w\-. /]{1,240}")
-COLOURS = {"holds": "#d5efe0", "holds in direction only": "#fdf0c8", "fails": "#f8d9d3", "not measured": "#e8eaee"}
+COLOURS = {"holds": "#d5efe0", "holds in direction only": "#fdf0c8", "fails": "#f8d9d3"}
+COLOURS |= {"undecided": "#d8e6f5", "not measured": "#e8eaee"}
 
 
 def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:

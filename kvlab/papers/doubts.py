@@ -1,0 +1,82 @@
+"""How sure a number is: its interval, that of a difference, and where a test is left open by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+Lookup = Callable[[str], float]
+
+
+class Standing(Enum):
+    """What numbers with intervals say to a test: met or missed throughout, or open, as both occur."""
+
+    MET = "met"
+    MISSED = "missed"
+    OPEN = "open"
+
+    @classmethod
+    def of(cls, passed: bool) -> Standing:
+        return cls.MET if passed else cls.MISSED
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A test that is open.
+
+    Attributes:
+        metric: what is tested.
+        low, high: its interval; against another metric, both intervals are in it.
+        turn: the point in it at which the test turns.
+        fixed: whether the turn is a number of the claim, and no measured one.
+    """
+
+    metric: str
+    low: float
+    high: float
+    turn: float
+    fixed: bool = True
+
+    @property
+    def half(self) -> float:
+        """Half of the interval's width: a larger effect would have been seen."""
+        return (self.high - self.low) / 2
+
+    def __str__(self) -> str:
+        return f"the interval [{self.low:.4g}, {self.high:.4g}] of {self.metric} contains {self.turn:.4g}"
+
+
+Judged = tuple[Standing, list[Doubt]]
+
+
+def ends(name: str, value_of: Lookup) -> tuple[float, float]:
+    """The interval of a metric; the value twice if it has none."""
+    try:
+        return value_of(f"{name}/low"), value_of(f"{name}/high")
+    except KeyError:
+        value = value_of(name)
+        return value, value
+
+
+def against(name: str, other: str | None, value_of: Lookup, factor: float = 1.0) -> tuple[float, float]:
+    """The interval of a metric, widened by that of `factor` times another one which it is compared with.
+
+    It covers a point as often as the interval of their difference covers 0, if the two are independent (Zou and Donner
+    2008, "Construction of confidence limits about effect measures"); on the same documents mostly more often.
+    """
+    value, (low, high) = value_of(name), ends(name, value_of)
+    if other is None:
+        return low, high
+    reference, (least, most) = value_of(other), ends(other, value_of)
+    return (
+        value - math.hypot(value - low, factor * (most - reference)),
+        value + math.hypot(high - value, factor * (reference - least)),
+    )
+
+
+def step(first: str, second: str, value_of: Lookup) -> tuple[float, float]:
+    """The interval of `second` less `first`."""
+    low, high = against(second, first, value_of)
+    return low - value_of(first), high - value_of(first)

@@ -1,0 +1,111 @@
+"""The judge: our numbers beside a claim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from kvlab.papers.claim import DIRECTION, FAILS, HOLDS, UNDECIDED, UNMEASURED, Claim, Verdict
+from kvlab.papers.doubts import Doubt, Lookup, Standing, ends
+
+CHANCE = ("finding", "control", "timing")
+"""The kinds of claims that rest on samples, so that an interval says how sure they are. The others are arithmetic."""
+
+
+def judge(
+    claim: Claim, metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]] | None = None
+) -> Verdict:
+    """The verdict on `claim` from measured numbers.
+
+    metrics: name -> value; intervals: name -> (low, high), else taken from the metrics NAME/low and NAME/high. A number
+    that is not finite counts as missing. Where an interval contains the point at which the direction turns, the verdict
+    is "undecided". Without an interval it rests on the value, and says so; a timing is undecided then. What is
+    recomputed either holds or fails.
+    """
+    ranges = {
+        f"{name}/{end}": number
+        for name, pair in (intervals or {}).items()
+        for end, number in zip(("low", "high"), pair, strict=True)
+    }
+    known = {name: float(number) for name, number in {**metrics, **ranges}.items() if math.isfinite(number)}
+    fields = {
+        "value": known.get(claim.metric),
+        "low": known.get(f"{claim.metric}/low"),
+        "high": known.get(f"{claim.metric}/high"),
+    }
+    absent = sorted(claim.metrics - known.keys())
+    if absent:
+        return Verdict(**fields, verdict=UNMEASURED, why=claim.untested or f"no run has measured {_listed(absent)}")
+    value_of = known.__getitem__
+    if claim.kind == "recomputed":
+        return _recomputed(claim, value_of, fields)
+    if claim.kind not in CHANCE:
+        passed, _ = claim.direction.check(claim.metric, value_of, claim.paper_value)
+        return _decided(claim, passed, value_of, fields)
+    alone = _alone(claim, value_of)
+    if alone and claim.kind == "timing":
+        return Verdict(**fields, verdict=UNDECIDED, why=f"Undecided: {alone}, and one round of a timing says nothing.")
+    standing, doubts = claim.direction.standing(claim.metric, value_of, claim.paper_value)
+    if standing is Standing.OPEN:
+        shown = "; ".join(str(doubt) for doubt in doubts[:3])
+        more = f"; so do {len(doubts) - 3} more" if len(doubts) > 3 else ""
+        power, told = _power(claim, doubts)
+        return Verdict(
+            **fields, verdict=UNDECIDED, power=power, why=f"Undecided: {shown}, where the direction turns{more}. {told}"
+        )
+    remark = f" {alone[0].upper()}{alone[1:]}, so that the verdict rests on the value alone." if alone else ""
+    return _decided(claim, standing is Standing.MET, value_of, fields, remark)
+
+
+def _decided(claim: Claim, right_way: bool, value_of: Lookup, fields: Mapping[str, float | None], remark="") -> Verdict:
+    direction = claim.direction.check(claim.metric, value_of, claim.paper_value)[1]
+    right_size, size = claim.size.check(claim.metric, value_of, claim.paper_value)
+    if not right_way:
+        return Verdict(**fields, verdict=FAILS, why=f"Direction missed: {direction}.{remark}")
+    if not right_size:
+        missed = "missed" if claim.comparable else "not compared"
+        why = f"Direction met: {direction}. Size {missed}: {size}.{remark}"
+        return Verdict(**fields, verdict=DIRECTION, why=why)
+    also = "" if size == direction else f" Size met: {size}."
+    return Verdict(**fields, verdict=HOLDS, why=f"Direction met: {direction}.{also}{remark}")
+
+
+def _recomputed(claim: Claim, value_of: Lookup, fields: Mapping[str, float | None]) -> Verdict:
+    """Arithmetic agrees with what the paper says, or does not."""
+    tests = [test.check(claim.metric, value_of, claim.paper_value) for test in (claim.direction, claim.size)]
+    told = [why for passed, why in tests if not passed] or [why for _, why in tests]
+    verdict = HOLDS if all(passed for passed, _ in tests) else FAILS
+    return Verdict(**fields, verdict=verdict, why=f"Recomputed: {'; '.join(dict.fromkeys(told))}.")
+
+
+def _alone(claim: Claim, value_of: Lookup) -> str:
+    """Which of the tested metrics have no interval, or one without width, in words; empty if all have one."""
+    own = dict.fromkeys(claim.direction.tested(claim.metric))
+    bare = [name for name in own if len(set(ends(name, value_of))) == 1]
+    if not bare:
+        return ""
+    try:
+        value_of(f"{bare[0]}/low")
+    except KeyError:
+        return f"{_listed(bare)} {'has' if len(bare) == 1 else 'have'} no interval"
+    return f"the interval of {_listed(bare)} has no width, as of one repetition or of equal ones"
+
+
+def _power(claim: Claim, doubts: list[Doubt]) -> tuple[Literal["", "seen", "not seen"], str]:
+    """Whether an effect as large as the paper's would have been seen; else which would."""
+    own = next((doubt for doubt in doubts if doubt.metric == claim.metric and doubt.fixed), None)
+    if own is None or claim.paper_value is None or not claim.comparable:
+        return "", f"From there, effects of more than {doubts[0].half:.3g} would have been seen."
+    distance = abs(claim.paper_value - own.turn)
+    seen = distance > own.half
+    told = (
+        f"An effect as large as the paper's would {'' if seen else 'not '}have been seen: "
+        f"its {claim.paper_value:.4g} lies {distance:.3g} from there, "
+        f"and the interval reaches {own.half:.3g} to either side."
+    )
+    return ("seen" if seen else "not seen"), told
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

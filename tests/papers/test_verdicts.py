@@ -1,0 +1,253 @@
+"""The rules by which numbers are judged, each with the numbers at which it turns."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+from support.toy_claims import claim
+
+from kvlab import papers
+from kvlab.papers import judge
+
+PAIRED = {"kind": "greater", "than": 0.0}
+CLAIMS = papers.claims()
+
+
+# ---------------------------------------------------------------- 1: undecided
+
+
+@pytest.mark.parametrize(
+    ("direction", "value", "interval", "verdict"),
+    [
+        (PAIRED, 0.6, (-0.1, 1.3), "undecided"),
+        (PAIRED, -0.2, (-0.5, 0.1), "undecided"),
+        (PAIRED, 0.2, (0.0, 0.4), "undecided"),
+        (PAIRED, -0.2, (-0.4, 0.0), "undecided"),
+        (PAIRED, 0.6, (0.5, 0.7), "holds"),
+        (PAIRED, 0.2, (0.1, 0.3), "holds in direction only"),
+        (PAIRED, -0.2, (-0.3, -0.1), "fails"),
+        ({"kind": "greater", "than": 1.0}, 1.1, (0.9, 1.3), "undecided"),
+        ({"kind": "less", "than": 1.0}, 0.9, (0.7, 1.1), "undecided"),
+        ({"kind": "greater", "than": 0.0, "margin": 0.3}, 0.4, (0.2, 0.6), "undecided"),
+        ({"kind": "at_least", "value": 0.5}, 0.55, (0.4, 0.7), "undecided"),
+        ({"kind": "at_least", "value": 0.5}, 0.6, (0.5, 0.7), "holds"),
+        ({"kind": "at_most", "value": 0.5}, 0.6, (0.5, 0.7), "undecided"),
+        ({"kind": "within", "of": "absolute", "tolerance": 0.2}, 0.6, (0.5, 0.7), "holds"),
+        ({"kind": "within", "of": "absolute", "tolerance": 0.2}, 0.6, (0.3, 0.9), "undecided"),
+        ({"kind": "within", "of": "relative", "tolerance": 0.5}, 0.6, (0.2, 1.0), "undecided"),
+        ({"kind": "within", "of": "factor", "tolerance": 2}, 2.0, (1.5, 2.5), "fails"),
+        ({"kind": "clearly_greater", "than": 0.0}, 0.6, (-0.1, 1.3), "undecided"),
+        ({"kind": "clearly_greater", "than": 0.0}, -0.6, (-0.9, -0.3), "fails"),
+        ({"kind": "clearly_less", "than": 1.0}, 0.6, (0.5, 0.7), "holds"),
+        ({"kind": "covers"}, 0.6, (-0.1, 1.3), "undecided"),
+        ({"kind": "covers"}, 0.8, (0.7, 0.9), "fails"),
+    ],
+)
+def test_where_the_interval_contains_the_turn_nothing_is_decided(direction, value, interval, verdict):
+    assert judge(claim(direction=direction), {"m": value}, {"m": interval}).verdict == verdict
+
+
+def test_the_size_is_no_part_of_an_undecided_direction():
+    """It is undecided whether the value by itself would have met the size or not."""
+    for value in (0.6, 0.05):
+        verdict = judge(claim(), {"m": value}, {"m": (-0.1, 1.3)})
+        assert verdict.verdict == "undecided" and "[-0.1, 1.3]" in verdict.why and "contains 0" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("direction", "paper_value", "interval", "power"),
+    [
+        # The half width is 0.2: what lies further than that from the turn would have been seen.
+        (PAIRED, 0.6, (-0.1, 0.3), "seen"),
+        (PAIRED, 0.15, (-0.1, 0.3), "not seen"),
+        (PAIRED, -0.6, (-0.1, 0.3), "seen"),
+        ({"kind": "greater", "than": 1.0}, 1.1, (0.9, 1.3), "not seen"),
+        ({"kind": "greater", "than": 1.0}, 2.2, (0.9, 1.3), "seen"),
+        ({"kind": "at_least", "value": 0.5}, 0.6, (0.4, 0.8), "not seen"),
+    ],
+)
+def test_power_asks_whether_the_papers_effect_would_have_been_seen(direction, paper_value, interval, power):
+    verdict = judge(claim(direction=direction, paper_value=paper_value), {"m": sum(interval) / 2}, {"m": interval})
+    assert (verdict.verdict, verdict.power) == ("undecided", power)
+    told = {"seen": "would have been seen", "not seen": "would not have been seen"}[power]
+    assert f"An effect as large as the paper's {told}" in verdict.why and "0.2" in verdict.why
+
+
+def test_without_a_number_of_the_paper_the_smallest_visible_effect_is_said():
+    """The same where the test is of another metric than the paper's number, or that number has another unit."""
+    silent = claim(paper_value=None, size={"kind": "clearly_greater", "than": 0.0})
+    elsewhere = claim(direction={"kind": "greater", "metric": "d", "than": 0.0})
+    unit = claim(size={"kind": "not_compared", "because": "points against shares"})
+    for tested in (silent, elsewhere, unit):
+        name = tested.direction.metric or "m"
+        verdict = judge(tested, {"m": 0.6, "d": 0.6}, {"m": (0.5, 0.7), name: (-0.1, 0.3)})
+        assert (verdict.verdict, verdict.power) == ("undecided", "")
+        assert "effects of more than 0.2 would have been seen" in verdict.why
+
+
+def test_decided_verdicts_say_nothing_of_power():
+    for value, interval in ((0.6, (0.5, 0.7)), (-0.6, (-0.7, -0.5))):
+        verdict = judge(claim(), {"m": value}, {"m": interval})
+        assert verdict.power == "" and "seen" not in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("value", "interval", "told"),
+    [(0.6, None, "has no interval"), (0.6, (0.6, 0.6), "has no width"), (-0.6, (-0.6, -0.6), "has no width")],
+)
+def test_too_few_documents_for_an_interval_are_said(value, interval, told):
+    """The verdict is that of the value, and says that nothing tells how sure it is."""
+    verdict = judge(claim(), {"m": value}, {"m": interval} if interval else None)
+    assert verdict.verdict == ("holds" if value > 0 else "fails")
+    assert told in verdict.why and "rests on the value alone" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second", "verdict"),
+    [
+        ("all_of", (0.5, 0.7), (0.1, 0.3), "holds"),
+        ("all_of", (0.5, 0.7), (-0.1, 0.3), "undecided"),
+        ("all_of", (-0.1, 0.3), (-0.3, -0.1), "fails"),
+        ("any_of", (0.5, 0.7), (-0.1, 0.3), "holds"),
+        ("any_of", (-0.1, 0.3), (-0.3, -0.1), "undecided"),
+        ("any_of", (-0.7, -0.5), (-0.3, -0.1), "fails"),
+    ],
+)
+def test_of_several_tests_one_that_is_clearly_missed_decides(kind, first, second, verdict):
+    both = {"kind": kind, "tests": [{**PAIRED, "metric": "a"}, {**PAIRED, "metric": "b"}]}
+    tested = claim(direction=both, size={"kind": "at_least", "metric": "m", "value": 0})
+    means = {"m": 1.0, "a": sum(first) / 2, "b": sum(second) / 2}
+    assert judge(tested, means, {"a": first, "b": second}).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict"), [((0.45, 0.55), "holds"), ((0.3, 0.7), "undecided"), ((0.9, 1.1), "fails")]
+)
+def test_against_another_metric_both_intervals_count(other, verdict):
+    """The interval of the difference has the ends 0.1 +- sqrt(0.05^2 + h^2), where the other's half width is h."""
+    tested = claim(direction={"kind": "greater", "than": "other"})
+    centre = sum(other) / 2
+    found = judge(tested, {"m": 0.6, "other": centre}, {"m": (0.55, 0.65), "other": other})
+    assert found.verdict == verdict
+
+
+def test_a_trend_is_undecided_where_a_step_may_go_either_way():
+    tested = claim(
+        direction={"kind": "monotone", "metrics": ["a", "b", "c"], "trend": "increasing"},
+        size={"kind": "at_least", "value": 0},
+    )
+    means = {"m": 1, "a": 0.1, "b": 0.5, "c": 0.9}
+    narrow = {name: (value - 0.05, value + 0.05) for name, value in means.items() if name != "m"}
+    assert judge(tested, means, narrow).verdict == "holds"
+    assert judge(tested, means, narrow | {"b": (0.0, 1.0)}).verdict == "undecided"
+    assert judge(tested, means | {"c": 0.1}, narrow | {"c": (0.05, 0.15)}).verdict == "fails"
+
+
+@pytest.mark.parametrize("kind", ["identity", "example", "recomputed"])
+def test_arithmetic_is_never_undecided(kind):
+    """What has no chance in it is judged on the value, whatever interval over documents came along."""
+    tested = claim(kind=kind, size={"kind": "at_least", "value": 0})
+    assert judge(tested, {"m": 0.2}, {"m": (-0.1, 0.5)}).verdict == "holds"
+    assert judge(tested, {"m": -0.2}, {"m": (-0.5, 0.1)}).verdict == "fails"
+
+
+# ---------------------------------------------------------------- 3: what is recomputed
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"), [(0.6, "holds"), (0.604, "holds"), (0.6049, "holds"), (0.6051, "fails"), (0.594, "fails")]
+)
+def test_recomputed_claims_must_print_as_the_paper_does(value, verdict):
+    tested = claim(kind="recomputed", size={"kind": "prints_as", "decimals": 2})
+    found = judge(tested, {"m": value})
+    assert found.verdict == verdict and f"prints as {value:.2f}" in found.why and "0.60" in found.why
+
+
+def test_rounding_of_the_inputs_is_allowed_for_and_said():
+    """In table 2 a score of 44 may be 43.5 to 44.5: what follows from it is known no better than that."""
+    for inputs in (0.02, "m/inputs"):
+        tested = claim(kind="recomputed", size={"kind": "prints_as", "decimals": 2, "inputs": inputs})
+        near, far = (judge(tested, {"m": value, "m/inputs": 0.02}) for value in (0.624, 0.626))
+        assert (near.verdict, far.verdict) == ("holds", "fails") and "0.02" in near.why
+
+
+def test_what_is_recomputed_holds_or_fails():
+    """The right sign with the wrong number is wrong arithmetic."""
+    tested = claim(kind="recomputed", size={"kind": "prints_as", "decimals": 1})
+    assert judge(tested, {"m": 0.3}).verdict == "fails"
+    with pytest.raises(ValidationError, match="no test of arithmetic"):
+        claim(kind="recomputed", size={"kind": "within", "of": "factor", "tolerance": 2})
+    with pytest.raises(ValidationError, match="no test of arithmetic"):
+        several = [{"kind": "covers"}, {"kind": "within", "of": "factor", "tolerance": 2}]
+        claim(kind="recomputed", size={"kind": "any_of", "tests": several})
+
+
+def test_no_recomputed_claim_of_the_papers_leans_on_an_interval():
+    for entry in (entry for entry in CLAIMS if entry.kind == "recomputed"):
+        assert not {name for name in entry.metrics if name.endswith(("/low", "/high"))}, entry.id
+
+
+# ---------------------------------------------------------------- 5: units
+
+
+def test_another_unit_is_compared_by_direction_alone_and_that_is_said():
+    tested = claim(size={"kind": "not_compared", "because": "points of a judge against shares of attention"})
+    found = judge(tested, {"m": 0.6}, {"m": (0.5, 0.7)})
+    assert found.verdict == "holds in direction only" and not tested.comparable
+    assert "Size not compared: points of a judge against shares of attention" in found.why
+    assert judge(tested, {"m": -0.6}, {"m": (-0.7, -0.5)}).verdict == "fails"
+    assert claim().comparable
+
+
+def test_a_direction_cannot_be_left_out():
+    with pytest.raises(ValidationError, match="only the size"):
+        claim(direction={"kind": "not_compared", "because": "units"})
+    with pytest.raises(ValidationError, match="only the size"):
+        claim(size={"kind": "all_of", "tests": [{"kind": "not_compared", "because": "units"}]})
+
+
+def test_scores_and_attention_are_not_compared_by_size():
+    """Where another measure stands in for a printed score, no claim asks for a share of the paper's number."""
+    scores = ("score", "accuracy", "LongBench", "ROUGE", "qasper", "average")
+    attention = ("kept", "mass_lost", "recall", "output_error", "spread_over_merging")
+    for entry in (entry for entry in CLAIMS if entry.paper_value is not None and entry.kind == "finding"):
+        if any(word in entry.stands_in for word in scores) and any(word in entry.metric for word in attention):
+            assert not entry.comparable, entry.id
+
+
+# ---------------------------------------------------------------- 7: timings
+
+
+def test_timings_need_clear_intervals():
+    tested = claim(kind="timing")
+    assert judge(tested, {"m": 0.6}, {"m": (0.5, 0.7)}).verdict == "holds"
+    assert judge(tested, {"m": 0.6}, {"m": (-0.1, 1.3)}).verdict == "undecided"
+    for interval in (None, {"m": (0.6, 0.6)}):
+        found = judge(tested, {"m": 0.6}, interval)
+        assert found.verdict == "undecided" and "one round" in found.why
+
+
+def test_what_a_clock_decides_is_a_timing():
+    clocks = ("gain/", "gain_growth/", "batch_gain/", "gain_over_h2o/", "slowdown/", "first_token/", "answer_saved/")
+    measured = [entry for entry in CLAIMS if entry.experiment == "speed_and_memory"]
+    assert {entry.id for entry in measured if entry.metric.startswith(clocks)} == {
+        entry.id for entry in CLAIMS if entry.kind == "timing"
+    }
+
+
+# ---------------------------------------------------------------- 4: which claims are one finding
+
+
+def test_findings_are_named_by_claims_that_share_a_comparison():
+    """A name stands with two findings of one paper at least; a claim without one is a finding of its own."""
+    named: dict[str, list] = {}
+    for entry in CLAIMS:
+        if entry.finding:
+            named.setdefault(entry.finding, []).append(entry)
+    assert len(named) >= 20
+    for name, members in named.items():
+        assert len(members) > 1 and {entry.kind for entry in members} == {"finding"}, name
+        assert len({entry.paper for entry in members}) == 1, name
+    assert claim().fact == ("p", "toy") and claim(finding="a b").fact == ("p", "a b")
+    with pytest.raises(ValidationError, match="only findings"):
+        claim(kind="control", finding="a b")
