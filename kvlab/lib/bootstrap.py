@@ -76,10 +76,9 @@ def _bests(curves: list[pd.DataFrame], resamples: int, seed: int) -> tuple[list[
     """Of each table the best setting, and that of every resample."""
     documents = len(curves[0])
     drawn = np.random.default_rng(seed).integers(documents, size=(resamples, documents))
-    best = [float(table.mean().idxmin()) for table in curves]
-    return best, [
-        table.columns.to_numpy(float)[table.to_numpy(float)[drawn].mean(axis=1).argmin(axis=1)] for table in curves
-    ]
+    tables = [(table.columns.to_numpy(float), table.to_numpy(float)) for table in curves]
+    best = [float(settings[values.mean(axis=0).argmin()]) for settings, values in tables]
+    return best, [settings[values[drawn].mean(axis=1).argmin(axis=1)] for settings, values in tables]
 
 
 def _percentiles(sample: NDArray[np.floating], confidence: float) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,8 +16,11 @@ from kvlab.papers.conditions import Combination, Condition, Covers, NotCompared,
 if TYPE_CHECKING:
     import pandas
 
-HOLDS, DIRECTION, FAILS = "holds", "holds in direction only", "fails"
-UNDECIDED, UNMEASURED = "undecided", "not measured"
+HOLDS: Final = "holds"
+DIRECTION: Final = "holds in direction only"
+FAILS: Final = "fails"
+UNDECIDED: Final = "undecided"
+UNMEASURED: Final = "not measured"
 VERDICTS = (HOLDS, DIRECTION, FAILS, UNDECIDED, UNMEASURED)
 
 

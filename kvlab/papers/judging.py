@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 from kvlab.papers.claim import DIRECTION, FAILS, HOLDS, UNDECIDED, UNMEASURED, Claim, Verdict
@@ -29,54 +30,57 @@ def judge(
         for end, number in zip(("low", "high"), pair, strict=True)
     }
     known = {name: float(number) for name, number in {**metrics, **ranges}.items() if math.isfinite(number)}
-    fields = {
-        "value": known.get(claim.metric),
-        "low": known.get(f"{claim.metric}/low"),
-        "high": known.get(f"{claim.metric}/high"),
-    }
+    told = partial(
+        Verdict,
+        value=known.get(claim.metric),
+        low=known.get(f"{claim.metric}/low"),
+        high=known.get(f"{claim.metric}/high"),
+    )
     absent = sorted(claim.metrics - known.keys())
     if absent:
-        return Verdict(**fields, verdict=UNMEASURED, why=claim.untested or f"no run has measured {_listed(absent)}")
+        return told(verdict=UNMEASURED, why=claim.untested or f"no run has measured {_listed(absent)}")
     value_of = known.__getitem__
     if claim.kind == "recomputed":
-        return _recomputed(claim, value_of, fields)
+        return _recomputed(claim, value_of, told)
     if claim.kind not in CHANCE:
         passed, _ = claim.direction.check(claim.metric, value_of, claim.paper_value)
-        return _decided(claim, passed, value_of, fields)
+        return _decided(claim, passed, value_of, told)
     alone = _alone(claim, value_of)
     if alone and claim.kind == "timing":
-        return Verdict(**fields, verdict=UNDECIDED, why=f"Undecided: {alone}, and one round of a timing says nothing.")
+        return told(verdict=UNDECIDED, why=f"Undecided: {alone}, and one round of a timing says nothing.")
     standing, doubts = claim.direction.standing(claim.metric, value_of, claim.paper_value)
     if standing is Standing.OPEN:
         shown = "; ".join(str(doubt) for doubt in doubts[:3])
         more = f"; so do {len(doubts) - 3} more" if len(doubts) > 3 else ""
-        power, told = _power(claim, doubts)
-        return Verdict(
-            **fields, verdict=UNDECIDED, power=power, why=f"Undecided: {shown}, where the direction turns{more}. {told}"
+        power, remark = _power(claim, doubts)
+        return told(
+            verdict=UNDECIDED, power=power, why=f"Undecided: {shown}, where the direction turns{more}. {remark}"
         )
     remark = f" {alone[0].upper()}{alone[1:]}, so that the verdict rests on the value alone." if alone else ""
-    return _decided(claim, standing is Standing.MET, value_of, fields, remark)
+    return _decided(claim, standing is Standing.MET, value_of, told, remark)
 
 
-def _decided(claim: Claim, right_way: bool, value_of: Lookup, fields: Mapping[str, float | None], remark="") -> Verdict:
+def _decided(
+    claim: Claim, right_way: bool, value_of: Lookup, told: Callable[..., Verdict], remark: str = ""
+) -> Verdict:
     direction = claim.direction.check(claim.metric, value_of, claim.paper_value)[1]
     right_size, size = claim.size.check(claim.metric, value_of, claim.paper_value)
     if not right_way:
-        return Verdict(**fields, verdict=FAILS, why=f"Direction missed: {direction}.{remark}")
+        return told(verdict=FAILS, why=f"Direction missed: {direction}.{remark}")
     if not right_size:
         missed = "missed" if claim.comparable else "not compared"
         why = f"Direction met: {direction}. Size {missed}: {size}.{remark}"
-        return Verdict(**fields, verdict=DIRECTION, why=why)
+        return told(verdict=DIRECTION, why=why)
     also = "" if size == direction else f" Size met: {size}."
-    return Verdict(**fields, verdict=HOLDS, why=f"Direction met: {direction}.{also}{remark}")
+    return told(verdict=HOLDS, why=f"Direction met: {direction}.{also}{remark}")
 
 
-def _recomputed(claim: Claim, value_of: Lookup, fields: Mapping[str, float | None]) -> Verdict:
+def _recomputed(claim: Claim, value_of: Lookup, told: Callable[..., Verdict]) -> Verdict:
     """Arithmetic agrees with what the paper says, or does not."""
     tests = [test.check(claim.metric, value_of, claim.paper_value) for test in (claim.direction, claim.size)]
-    told = [why for passed, why in tests if not passed] or [why for _, why in tests]
+    reasons = [why for passed, why in tests if not passed] or [why for _, why in tests]
     verdict = HOLDS if all(passed for passed, _ in tests) else FAILS
-    return Verdict(**fields, verdict=verdict, why=f"Recomputed: {'; '.join(dict.fromkeys(told))}.")
+    return told(verdict=verdict, why=f"Recomputed: {'; '.join(dict.fromkeys(reasons))}.")
 
 
 def _alone(claim: Claim, value_of: Lookup) -> str:

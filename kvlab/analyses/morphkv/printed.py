@@ -68,7 +68,7 @@ def long_responses() -> Findings:
         for other in ("snapkv", "h2o"):
             gains = scores_of["morphkv"] / scores_of[other] - 1
             findings.add(GAIN, gains, table=name, method=other)
-            moved = rounding(scores_of["morphkv"], scores_of[other])
+            moved = rounding(scores_of.loc[:, "morphkv"], scores_of.loc[:, other])
             findings.set(GAIN_INPUTS, moved, table=name, method=other)
             for model, gain in gains.to_dict().items():
                 findings.set(GAIN_OF_MODEL, gain, table=name, method=other, model=model)
@@ -139,7 +139,7 @@ def fusions() -> Findings:
     ]
     findings = Findings(pd.DataFrame(rows))
     findings.add(MAX_OVER_SUM, gains["table4"])
-    findings.set(MAX_OVER_SUM_INPUTS, rounding(fourth["max"], fourth["sum"]))
+    findings.set(MAX_OVER_SUM_INPUTS, rounding(fourth.loc[:, "max"], fourth.loc[:, "sum"]))
     findings.add(SUM_OVER_MAX, fifth["sum"] / fifth["max"] - 1)
     return findings
 

@@ -220,8 +220,11 @@ def kernels(
                 findings.add_difference(
                     KERNEL_GAIN, sign * values.loc[:, (n, size)], sign * values.loc[:, (n, sizes[0])], **keys
                 )
-    errors = findings.table.pivot(index="document", columns=["length", "kernel"], values="output_error")
-    curves = {end: errors.xs(n, axis=1).rename(columns=np.log2) for end, n in ends.items()}
+    curves = {}
+    for end, n in ends.items():
+        at_length = findings.table[findings.table["length"] == n]
+        curve = at_length.pivot(index="document", columns="kernel", values="output_error")
+        curves[end] = curve.set_axis(np.log2(curve.columns.to_numpy(float)), axis=1)
     for end, curve in curves.items():
         best, (low, high) = argmin(curve)
         findings.set(BEST_KERNEL, best, (low, high), end=end)

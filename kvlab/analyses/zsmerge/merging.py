@@ -85,7 +85,7 @@ def figure_4(
     for ratio, squared in squares.groupby("ratio"):
         findings.add(REDUCTION_SQUARED, 1 - squared["merge"] / squared["evict"], ratio=ratio)
     reductions = {
-        ratio: 1 - table["merge"].droplevel("ratio") / table["evict"].droplevel("ratio")
+        ratio: 1 - table.loc[:, "merge"].droplevel("ratio") / table.loc[:, "evict"].droplevel("ratio")
         for ratio, table in by_document.groupby("ratio")
     }
     for first, last in GROWTHS:
