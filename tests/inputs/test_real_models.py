@@ -228,11 +228,12 @@ def gguf(request, tmp_path_factory):
 
 
 CONVERSION = textwrap.dedent("""
-    import resource, sys
+    import sys
     from pathlib import Path
+    from kvlab.bench import memory
     from kvlab.inputs.models import conversion
     folder = conversion.converted(Path(sys.argv[1]), sys.argv[2])
-    print(folder, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(folder, memory._high_water_mark())  # getrusage's mark would be that of this file's own process
 """)
 
 
