@@ -108,7 +108,7 @@ def shown_losses(found: dict[tuple, list[float]], title: str) -> Table:
 
 
 def main(
-    model: Annotated[list[str], typer.Option(help="As for kvlab.load; may be given several times.")] = ["smollm2-135m"],  # noqa: B006
+    model: Annotated[list[str], typer.Option(help="As for kvlab.load; may be given several times.")] = DEFAULT,
     tokens: Annotated[int, typer.Option(min=100, help="Length of a prompt.")] = 600,
     steps: Annotated[int, typer.Option(min=1, help="Decoding steps; the median is taken in each round.")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is shown.")] = 5,

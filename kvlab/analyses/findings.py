@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from kvlab.errors import KvlabError
-from kvlab.lib.bootstrap import interval
+from kvlab.lib.intervals import interval
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Findings:
         return list(self._rows.values())
 
     def add(self, effect: str, repetitions: Iterable[float], /, **keys: Hashable) -> None:
-        """The mean of repeated measurements (documents, examples, trials), with its bootstrap interval."""
+        """The mean of repeated measurements (documents, examples, trials), with its 95 % interval."""
         values = [float(value) for value in repetitions]
         self.set(effect, sum(values) / len(values), interval(values), **keys)
 

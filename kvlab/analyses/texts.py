@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvlab.inputs import corpus
+
 if TYPE_CHECKING:
     from kvlab.inputs.corpus import Document
     from kvlab.inputs.models import LM
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 DOCUMENTS = ("sotu/1962", "sotu/1975", "sotu/1983", "sotu/1999", "sotu/2012")
 """The texts of the quick profiles: five presidential messages of 6k to 8k tokens."""
+
+TOKENS = 2000
+"""The length of the quick profiles' prompts."""
 
 SUMMARISE = "\n\nSummarize the text above in one paragraph."
 
@@ -33,7 +38,7 @@ def to_summarise(lm: LM, document: Document, tokens: int) -> Document:
 def common_traces(
     lm: LM,
     documents: Sequence[str] = DOCUMENTS,
-    tokens: int = 2000,
+    tokens: int = TOKENS,
     new_tokens: int = 32,
     names: Sequence[str] = ("quick",),
 ) -> list[Trace]:
@@ -46,8 +51,7 @@ def common_traces(
         names: the policies that they are for, as `contestants.named` takes them.
     """
     from kvlab.analyses.together.contestants import named
-    from kvlab.inputs import corpus
     from kvlab.traces import shared
 
-    prompts = [to_summarise(lm, corpus.document(name), tokens) for name in documents]
+    prompts = [to_summarise(lm, document, tokens) for document in corpus.documents(documents)]
     return shared.shared(lm, prompts, new_tokens, window=64, policies=sorted(named(names)))

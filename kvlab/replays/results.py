@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
-from kvlab.lib import bootstrap
+from kvlab.lib import intervals
 from kvlab.methods import Policy
 from kvlab.replays.single import Replay
 
@@ -82,7 +82,7 @@ class Replays(Sequence[Replay]):
         """Tidy, over the traces: policy, budget, entries, storage, parameters, measure, traces, value, low, high.
 
         `entries` is what the budget came to, on average where a fraction comes to more on a longer prompt. `value` is
-        the mean over the traces (documents), `low` and `high` its 95 % bootstrap interval; with one trace they are the
+        the mean over the traces (documents), `low` and `high` its 95 % interval; with one trace they are the
         value itself.
         """
         import pandas as pd
@@ -99,7 +99,7 @@ class Replays(Sequence[Replay]):
             for measure in results[0].measures:
                 if any(measure not in summary for summary in summaries):
                     continue
-                value, (low, high) = bootstrap.summarise([summary[measure] for summary in summaries])
+                value, (low, high) = intervals.summarise([summary[measure] for summary in summaries])
                 rows.append(
                     marks | {"measure": measure, "traces": len(results), "value": value, "low": low, "high": high}
                 )

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support.refusals import one_sentence
 
+from kvlab.compile.contexts import DOCUMENTS as LEARNT_FROM
+from kvlab.compile.contexts import HELD_APART
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus, longbench_records, packs
 
@@ -53,7 +55,27 @@ def test_a_conversation_names_its_speakers():
     assert {line[:3] for line in lines} == {"A: ", "B: "}
 
 
-@pytest.mark.parametrize("name", ["chitchat/7168", "chitchat/-1", "chitchat/one", "chitchat/²"])
+def test_a_range_of_conversations_is_one_document():
+    several = corpus.document("chitchat/500-502")
+    assert several.text == "\n\n".join(corpus.document(f"chitchat/{number}").text for number in (500, 501, 502))
+    assert corpus.document("chitchat/500-500").text == corpus.document("chitchat/500").text
+
+
+def test_a_set_stands_for_documents_of_several_genres_that_tables_are_not_learnt_from():
+    for name, genres in (("mixed/8", 2), ("mixed/20", 4)):
+        listed = corpus.named(["code/argparse", name])
+        assert len(listed) == len(corpus.SETS[name]) + 1 and corpus.named(name) == listed[1:]
+        of = [corpus.genre(document) for document in corpus.SETS[name]]
+        assert {of.count(genre) for genre in of} == {len(of) // genres} and len(set(of)) == genres
+        assert set(corpus.SETS[name]) <= set(HELD_APART) and not set(corpus.SETS[name]) & set(LEARNT_FROM)
+    assert corpus.genre("notes.txt") == "file"
+    with pytest.raises(KvlabError, match="mixed/8 stands for 8 documents, and one is asked for"):
+        corpus.document("mixed/8")
+
+
+@pytest.mark.parametrize(
+    "name", ["chitchat/7168", "chitchat/-1", "chitchat/one", "chitchat/²", "chitchat/5-3", "chitchat/3-7168"]
+)
 def test_a_conversation_that_does_not_exist(name):
     with pytest.raises(KvlabError, match="chitchat/0 to chitchat/7167"):
         corpus.document(name)

@@ -8,7 +8,7 @@ import pytest
 
 
 def best_of(rows, columns):
-    from kvlab.lib.bootstrap import argmin
+    from kvlab.lib.intervals import argmin
 
     return argmin(pd.DataFrame(rows, columns=columns))
 
@@ -30,7 +30,7 @@ def test_a_flat_curve_has_a_wide_interval_of_settings_that_were_tried():
 
 
 def test_the_growth_of_the_best_resamples_the_same_documents_in_both():
-    from kvlab.lib.bootstrap import argmin_difference
+    from kvlab.lib.intervals import argmin_difference
 
     short = pd.DataFrame([[0.1, 0.2, 0.3]] * 4, columns=[0.0, 1.0, 2.0])
     long = pd.DataFrame([[0.3, 0.2, 0.1]] * 4, columns=[0.0, 1.0, 2.0])

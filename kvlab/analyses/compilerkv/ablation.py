@@ -9,7 +9,7 @@ import pandas as pd
 from kvlab.analyses.compilerkv.quality import MEASURES, by_document, by_method, sweep
 from kvlab.analyses.compilerkv.variants import ABLATIONS, RawAttention, ladder
 from kvlab.analyses.findings import Findings
-from kvlab.lib.bootstrap import interval
+from kvlab.lib.intervals import interval
 from kvlab.methods import Policy, policy
 from kvlab.traces.trace import Trace
 

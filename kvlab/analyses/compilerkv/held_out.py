@@ -103,12 +103,12 @@ def _with(tables: DecisionTables, heads: np.ndarray | None, risk: np.ndarray | N
 def windows(lm: LM, documents: Sequence[str], tokens: int, continuation: int, per_document: int) -> list[Context]:
     """Windows of held-out texts with what follows each, evenly over each document and none overlapping another."""
     contexts = []
-    for name in documents:
-        ids = lm.encode(corpus.document(name).text, chat=False)[0].cpu()
+    for document in corpus.documents(documents):
+        name, ids = document.name, lm.encode(document.text, chat=False)[0].cpu()
         size = tokens + continuation + 1
         room = len(ids) - size * per_document
         if room < 0:
-            corpus.document(name).window(lm, size * per_document)  # says that it is too short
+            document.window(lm, size * per_document)  # says that it is too short
         starts = [number * size + room * number // max(per_document - 1, 1) for number in range(per_document)]
         contexts += [
             Context(f"{name}[{s}:{s + tokens}]", ids[s : s + tokens], ids[s + tokens : s + size]) for s in starts
@@ -172,7 +172,7 @@ def held_out(
 def _apart(tables: Mapping[str, DecisionTables], documents: Sequence[str]) -> None:
     """Raise KvlabError if tables were learnt from one of these documents; they name theirs as NAME@SHA."""
     sources = {name for variant in tables.values() for name in (variant.model_extra or {}).get("documents") or []}
-    if seen := {name.rpartition("@")[0] for name in sources} & set(documents):
+    if seen := {name.rpartition("@")[0] for name in sources} & set(corpus.named(documents)):
         raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: name texts that they have not seen")
 
 

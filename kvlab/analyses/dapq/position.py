@@ -22,7 +22,7 @@ from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.instruments import measures
 from kvlab.lib import bars
-from kvlab.lib.bootstrap import summarise
+from kvlab.lib.intervals import summarise
 from kvlab.traces import shared
 from kvlab.traces.recording import encoder
 from kvlab.traces.run import prefilled, pseudo_queries
@@ -335,7 +335,7 @@ def averaged(table: pd.DataFrame) -> pd.DataFrame:
 
 def of_length(lm: LM, documents: Sequence[str], tokens: int, new_tokens: int) -> list[Trace]:
     """Traces of requests to summarise at most `tokens` tokens of each document, without any policy's pseudo-queries."""
-    prompts = [to_summarise(lm, corpus.document(name), tokens) for name in documents]
+    prompts = [to_summarise(lm, document, tokens) for document in corpus.documents(documents)]
     return shared.shared(lm, prompts, new_tokens, pseudo=())
 
 

@@ -20,7 +20,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.core import attention
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
-from kvlab.lib.bootstrap import summarise
+from kvlab.lib.intervals import summarise
 from kvlab.methods.dapq import DapQ
 from kvlab.replays.reference import reference
 from kvlab.traces.trace import Trace
@@ -156,7 +156,7 @@ def variation(wide: pd.DataFrame) -> tuple[float, tuple[float, float]]:
         wide: a row for each document, a column for each content.
 
     Returns:
-        The value and its 95 % bootstrap interval over the rows.
+        The value and its 95 % interval from resampled rows.
     """
     values = wide.to_numpy()
     drawn = values[np.random.default_rng(0).integers(len(values), size=(2000, len(values)))].mean(1)

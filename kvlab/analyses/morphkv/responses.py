@@ -21,7 +21,7 @@ from kvlab.analyses.morphkv.windows import MEASURES, along_steps, slope
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib import bars
-from kvlab.lib.bootstrap import summarise
+from kvlab.lib.intervals import summarise
 from kvlab.live import gather
 from kvlab.live import session as live_session
 from kvlab.methods import Policy, policy
@@ -219,10 +219,10 @@ def binned(table: pd.DataFrame, measure: str, over: int = 16) -> pd.DataFrame:
 def starts(lm: LM, documents: Sequence[str], tokens: int) -> Tensor:
     """The first `tokens` tokens of documents, int64 `[documents, tokens]`. Raises KvlabError where one is shorter."""
     rows = []
-    for name in documents:
-        ids = lm.encode(corpus.document(name).text, chat=False)[0]
+    for document in corpus.documents(documents):
+        ids = lm.encode(document.text, chat=False)[0]
         if len(ids) < tokens:
-            raise KvlabError(f"{name} has {len(ids)} tokens, and {tokens} are asked for")
+            raise KvlabError(f"{document.name} has {len(ids)} tokens, and {tokens} are asked for")
         rows.append(ids[:tokens])
     return torch.stack(rows)
 

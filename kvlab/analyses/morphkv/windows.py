@@ -15,7 +15,7 @@ import torch
 from scipy import stats
 
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.texts import common_traces
+from kvlab.analyses.texts import TOKENS, common_traces
 from kvlab.core import attention
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
@@ -211,7 +211,7 @@ def long_response(
     if response == "document":
         # The default traces, which other analyses share, are used where they are long enough.
         around = 64
-        (whole,) = common_traces(lm, [document], tokens=max(2000, tokens + new_tokens + around))
+        (whole,) = common_traces(lm, [document], tokens=max(TOKENS, tokens + new_tokens + around))
         return continuation(whole, tokens, new_tokens, accumulate)
     if response != "greedy":
         raise KvlabError(f"response={response!r} is neither 'document' nor 'greedy'")
@@ -233,13 +233,13 @@ def long_responses(
     accumulate: bool = False,
 ) -> Iterator[Trace]:
     """`long_response` of each document, made when it is asked for, so that one trace at a time is in memory."""
-    for document in documents:
+    for document in corpus.named(documents):
         yield long_response(lm, document, tokens, new_tokens, response, accumulate)
 
 
 def summaries(lm: LM, documents: Iterable[str], tokens: int, new_tokens: int) -> Iterator[Trace]:
     """`common_traces` of each document, made when it is asked for, so that one trace at a time is in memory."""
-    for document in documents:
+    for document in corpus.named(documents):
         yield from common_traces(lm, [document], tokens, new_tokens)
 
 

@@ -26,7 +26,7 @@ from kvlab.analyses.rocketkv.budgets import (
 )
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
-from kvlab.lib.bootstrap import argmin, argmin_difference
+from kvlab.lib.intervals import argmin, argmin_difference
 from kvlab.methods import Policy, policy
 from kvlab.methods.rocketkv import RocketKV
 from kvlab.methods.snapkv import SnapKV

@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.speed.timings import FULL
-from kvlab.lib.bootstrap import summarise
+from kvlab.lib.intervals import summarise
 
 GAIN = "gain/{policy}/{where}"
 GAIN_GROWTH = "gain_growth/{policy}"

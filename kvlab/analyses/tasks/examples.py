@@ -42,7 +42,7 @@ class Item:
 def needles(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0) -> list[Item]:
     """One needle of five digits in each document, each at a depth of its own between 0.1 and 0.9."""
     items = []
-    for place, name in enumerate(documents):
+    for place, name in enumerate(corpus.named(documents)):
         depth = round(0.1 + 0.8 * place / max(1, len(documents) - 1), 2)
         items += needle_grid(lm, [length], [depth], name, seed + place)
     return items
@@ -65,7 +65,7 @@ def multikey(
 ) -> list[Item]:
     """RULER's needle with three distracting ones of other keys, one example in each document."""
     items = []
-    for place, name in enumerate(documents):
+    for place, name in enumerate(corpus.named(documents)):
         made = task("ruler", lengths=[length], kinds=[kind], trials=1, document=name, seed=seed + place)
         (example,) = made.examples(lm)
         items.append(Item("ruler", name, replace(example, max_new_tokens=NEW_TOKENS), f" {example.answers[0]}"))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import pandas as pd
 
 from kvlab.analyses.findings import Findings
-from kvlab.lib.bootstrap import summarise
+from kvlab.lib.intervals import summarise
 
 AT_BUDGET = "{measure}/{task}/{policy}/{budget:g}"
 WITHOUT_BUDGET = "{measure}/{task}/{policy}"
@@ -83,7 +83,7 @@ CLAIMED = {
 def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> Findings:
     """Scores by task, policy and budget, and the paired differences that the papers claim.
 
-    Metrics, each with its bootstrap interval over examples (compressed at the prompt unless they say otherwise):
+    Metrics, each with its 95 % interval over examples (compressed at the prompt unless they say otherwise):
     - `score/TASK/POLICY/BUDGET`, `hits/...`, `nll/...` (nats a token) and `loss/...`, the NLL above the full cache's on
       the same example; the full cache has no BUDGET;
     - `retained/TASK/POLICY/BUDGET`: hits as a share of the full cache's, the percentage of full-cache performance;

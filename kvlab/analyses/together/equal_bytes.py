@@ -22,7 +22,7 @@ from kvlab.analyses.tasks.examples import needle_grid
 from kvlab.analyses.texts import DOCUMENTS
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
-from kvlab.lib.bootstrap import summarise
+from kvlab.lib.intervals import summarise
 from kvlab.methods import Policy, policy, registry
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace

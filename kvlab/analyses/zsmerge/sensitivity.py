@@ -9,7 +9,7 @@ import pandas as pd
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
-from kvlab.lib.bootstrap import argmin, summarise
+from kvlab.lib.intervals import argmin, summarise
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace

@@ -1,4 +1,4 @@
-"""Every published number carries its spread: bootstrap intervals over repeated trials, documents or tokens."""
+"""Every published number carries its spread: intervals over repeated trials, documents or tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from scipy import stats
 
 
-def interval(
-    values: Iterable[float], confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean.
+def interval(values: Iterable[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Student's t interval of the mean.
+
+    With the five to twenty documents of a run it covers the mean about as often as it says; a percentile or BCa
+    bootstrap of so few covers it in 83 to 92 of 100 cases (the tests count both).
 
     Args:
         values: independent repetitions (documents, trials); with fewer than two the interval is the value itself.
@@ -26,21 +27,14 @@ def interval(
     if len(sample) < 2 or np.ptp(sample) == 0:
         mean = float(sample.mean()) if len(sample) else float("nan")
         return mean, mean
-    result = stats.bootstrap(
-        (sample,),
-        np.mean,
-        confidence_level=confidence,
-        n_resamples=resamples,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    low, high = stats.t.interval(confidence, len(sample) - 1, loc=sample.mean(), scale=stats.sem(sample))
+    return float(low), float(high)
 
 
-def summarise(values: Iterable[float], **options) -> tuple[float, tuple[float, float]]:
+def summarise(values: Iterable[float], confidence: float = 0.95) -> tuple[float, tuple[float, float]]:
     """The mean and its interval."""
     sample = np.asarray(list(values), dtype=float)
-    return float(sample.mean()), interval(sample, **options)
+    return float(sample.mean()), interval(sample, confidence)
 
 
 def argmin(
