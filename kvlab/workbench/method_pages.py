@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlab.analyses import portraits
-from kvlab.analyses.portraits import COSTS, MEASURES, Settings
+from kvlab.analyses.portraits import COSTS, MEASURES, Portrait, Settings
 from kvlab.errors import KvlabError
 from kvlab.lib.files import replacing
 from kvlab.methods import Policy, has_budget, policies, registry, unknown
@@ -88,11 +88,13 @@ class Found:
     Attributes:
         model: its signature.
         settings: what was measured.
-        qualities, costs: tables, as `portraits` gives them.
+        portraits: by policy.
+        qualities, costs: tables, as `analyses.portraits` gives them.
     """
 
     model: str
     settings: Settings
+    portraits: dict[str, Portrait]
     qualities: pd.DataFrame
     costs: pd.DataFrame
 
@@ -118,9 +120,7 @@ def page(name: str, found: Found) -> str:
         _table("| parameter | default | |", parameters) if parameters else "It has no parameters.",
         "## What it keeps",
         f"![What {name} keeps of one text, by layer and position]({FIGURES}/{name}.png)",
-        f"*The first {settings.tokens:,} tokens of `{settings.documents[0]}` with a request to summarise it. Above each "
-        f"map stands its mean over layers, beside it the number of tokens of a KV head, with a thin line from the head "
-        f"that has fewest to the one that has most.{_of_steps(method, settings)}*",
+        _caption(found.portraits[name], settings),
         "## Cost",
         f"{told.cost[:1].upper()}{told.cost[1:]}",
         _table("| | against transformers' full cache | range |", _cost_rows(name, found)),
@@ -146,11 +146,18 @@ def _table(heading: str, rows: Sequence[str]) -> str:
     return "\n".join([heading, rule, *rows])
 
 
-def _of_steps(method: type[Policy], settings: Settings) -> str:
-    """What a caption says of a method that does something at every step."""
-    if method.kind not in ("decoding", "merging", "selection"):
-        return ""
-    return f" What is read is the mean over {settings.new_tokens} steps."
+def _caption(portrait: Portrait, settings: Settings) -> str:
+    """What the picture shows, in words."""
+    told = [
+        f"The start of `{portrait.document}` with a request to summarise it, {portrait.prompt:,} tokens.",
+        "Above each map of tokens stands its mean over layers, beside it the number of tokens of a KV head, with a thin "
+        "line from the head that has fewest to the one that has most.",
+    ]
+    if portrait.read is not None:
+        told.append(f"What is read is the mean over {settings.new_tokens} decoding steps.")
+    if portrait.merged is not None:
+        told.append("An entry that holds merged tokens stands at the position of the first of them.")
+    return f"*{' '.join(told)}*"
 
 
 def _of_selection(method: type[Policy]) -> str:
@@ -229,12 +236,15 @@ def write(
     check_folder(out)
     for name in names:
         Told.by(registry()[name])
-    traces = portraits.traces(lm, names, settings, advance)
-    pictures = _pictures(lm, names, traces[0], settings, advance)
+    traces, shown = portraits.traces(lm, names, settings, advance), {}
+    for name in names:
+        shown[name] = portraits.portrait(traces[0], portraits.chosen(lm, name, settings.budget), settings.documents[0])
+        advance(f"replaying {name}", portraits.REPLAYED)
     qualities = portraits.qualities(lm, names, traces, settings, advance)
     costs = portraits.costs(lm, names, settings, advance)
-    found = Found(lm.signature, settings, qualities, costs)
+    found = Found(lm.signature, settings, shown, qualities, costs)
     pages = {name: page(name, found) for name in names}
+    pictures = _pictures(shown, advance)
     for name in names:
         with replacing(out / FIGURES / f"{name}.png") as part:
             part.write_bytes(pictures[name])
@@ -243,21 +253,17 @@ def write(
     return [out / f"{name}.md" for name in names]
 
 
-def _pictures(lm: LM, names: Sequence[str], trace, settings: Settings, advance) -> dict[str, bytes]:
+def _pictures(shown: dict[str, Portrait], advance: Callable[[str, int], None]) -> dict[str, bytes]:
     """The pictures as PNG, by policy."""
-    import matplotlib.pyplot as plt
+    import matplotlib
 
     from kvlab.workbench.figures import plots
     from kvlab.workbench.figures import portraits as figures
 
     pictures = {}
-    with plt.rc_context():
-        plt.switch_backend("agg")
+    with matplotlib.rc_context():
         plots.style()
-        for name in names:
-            shown = portraits.portrait(trace, portraits.chosen(lm, name, settings.budget), settings.documents[0])
-            drawn = figures.figure(shown)
-            pictures[name] = figures.png(drawn)
-            plt.close(drawn)
-            advance(f"drawing {name}", portraits.REPLAYED + portraits.DRAWN)
+        for name, portrait in shown.items():
+            pictures[name] = figures.png(figures.figure(portrait))
+            advance(f"drawing {name}", portraits.DRAWN)
     return pictures

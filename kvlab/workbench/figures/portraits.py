@@ -5,16 +5,17 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlab.workbench.figures import plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.figure import SubFigure
+    from matplotlib.image import AxesImage
 
     from kvlab.analyses.portraits import Portrait
 
@@ -28,7 +29,7 @@ def figure(portrait: Portrait) -> Figure:
     that keys have left, where the method changes these.
     """
     panels = 1 + (portrait.read is not None) + (portrait.channels is not None)
-    whole = plt.figure(figsize=(9.6, 0.5 + 3.3 * panels))
+    whole = Figure(figsize=(9.6, 0.5 + 3.3 * panels))
     parts = iter(np.atleast_1d(whole.subfigures(panels, 1)))
     kept = portrait.stored.float()
     of_heads = f"share of {kept.shape[1]} KV heads"
@@ -99,7 +100,7 @@ def _panel(part: SubFigure, shares: Tensor, portrait: Portrait, title: str, coun
     return ax
 
 
-def _map(ax: Axes, shares: Tensor, portrait: Portrait):
+def _map(ax: Axes, shares: Tensor, portrait: Portrait) -> AxesImage:
     image = ax.imshow(shares, cmap=BLUES, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     ax.grid(False)
     apart = max(1, -(-len(portrait.layers) // 6))
