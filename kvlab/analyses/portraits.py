@@ -90,6 +90,18 @@ class Portrait:
     def prompt(self) -> int:
         return self.stored.shape[-1]
 
+    @property
+    def stored_entries(self) -> Tensor:
+        """How many tokens each KV head stores when the prompt has ended, `[layers, kv_heads]`."""
+        return self.stored.float().sum(-1)
+
+    @property
+    def read_entries(self) -> Tensor:
+        """How many tokens a decoding step reads in each KV head, on average, `[layers, kv_heads]`."""
+        assert self.read is not None, "only what acts while decoding has these"
+        length = self.read.shape[-1]
+        return (self.read * _seen_by(length, self.prompt)).sum(-1) / (length - self.prompt)
+
 
 class _Fresh(Probe):
     """What the store holds beside positions as decoding begins: merged entries, and channels that are gone."""
@@ -156,8 +168,12 @@ def _reads(replayed: Replay) -> Tensor:
     times = torch.stack(
         [sum(_marked(replayed.kept(layer, step), trace.length).float() for step in steps) for layer in trace.layers]
     )
-    # A token of the response can be read from its own step on.
-    return times / (trace.length - torch.arange(trace.length)).clamp_max(trace.steps)
+    return times / _seen_by(trace.length, trace.prompt_length)
+
+
+def _seen_by(length: int, prompt: int) -> Tensor:
+    """How many decoding steps can read each token, `[length]`: one of the response from its own step on."""
+    return (length - torch.arange(length)).clamp_max(length - prompt)
 
 
 def qualities(lm: LM, names: Sequence[str], traces: Sequence[Trace], settings: Settings, advance: Advance):

@@ -150,8 +150,8 @@ def _caption(portrait: Portrait, settings: Settings) -> str:
     """What the picture shows, in words."""
     told = [
         f"The start of `{portrait.document}` with a request to summarise it, {portrait.prompt:,} tokens.",
-        "Above each map of tokens stands its mean over layers, beside it the number of tokens of a KV head, with a thin "
-        "line from the head that has fewest to the one that has most.",
+        "Above each map of tokens stands its mean over layers; beside it the mean number of tokens of a KV head, "
+        "with a thin line from the head that has fewest to the one that has most.",
     ]
     if portrait.read is not None:
         told.append(f"What is read is the mean over {settings.new_tokens} decoding steps.")

@@ -33,7 +33,9 @@ def figure(portrait: Portrait) -> Figure:
     parts = iter(np.atleast_1d(whole.subfigures(panels, 1)))
     kept = portrait.stored.float()
     of_heads = f"share of {kept.shape[1]} KV heads"
-    stored = _panel(next(parts), kept, portrait, "stored after the prompt", "tokens stored", of_heads)
+    stored = _panel(
+        next(parts), kept, portrait.stored_entries, portrait, "stored after the prompt", "tokens stored", of_heads
+    )
     if portrait.merged is not None:
         layer, _, position = portrait.merged.nonzero(as_tuple=True)
         stored.scatter(position, layer, s=9, color=MERGED, linewidths=0, label="holds merged tokens", zorder=4)
@@ -43,6 +45,7 @@ def figure(portrait: Portrait) -> Figure:
         read = _panel(
             next(parts),
             portrait.read,
+            portrait.read_entries,
             portrait,
             f"read by the {steps} decoding steps",
             "tokens read",
@@ -58,9 +61,11 @@ def figure(portrait: Portrait) -> Figure:
     return whole
 
 
-def _panel(part: SubFigure, shares: Tensor, portrait: Portrait, title: str, counted: str, unit: str) -> Axes:
-    """Shares `[layers, kv_heads, positions]` as a map of layer by position, its mean over layers above it, and the
-    number of tokens that a KV head of each layer has beside it.
+def _panel(
+    part: SubFigure, shares: Tensor, counts: Tensor, portrait: Portrait, title: str, counted: str, unit: str
+) -> Axes:
+    """Shares `[layers, kv_heads, positions]` as a map of layer by position, its mean over layers above it, and beside
+    it the number of tokens of each layer's KV heads, `[layers, kv_heads]`.
     """
     grid = part.subplots(
         2,
@@ -84,7 +89,6 @@ def _panel(part: SubFigure, shares: Tensor, portrait: Portrait, title: str, coun
     above.tick_params(labelbottom=False, labelsize=8)
     above.set_ylabel("all layers", fontsize=8)
     above.set_title(title, fontsize=11)
-    counts = shares.sum(-1)
     beside.barh(rows, counts.mean(1), height=0.8, color=plots.COLOURS[0], alpha=0.8)
     low, high = counts.amin(1), counts.amax(1)
     beside.hlines(rows, low, high, color=plots.INK, linewidth=1)
