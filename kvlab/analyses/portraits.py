@@ -135,7 +135,8 @@ def chosen(lm: LM, name: str, budget: float) -> Policy:
     """The policy at its defaults, with what was measured once for this very model and comes with kvlab."""
     given: dict[str, Any] = {"budget": budget} if has_budget(name) else {}
     if name == "duoattention":
-        given["heads"] = lookups.head_scores(lm)
+        # Its default parts would take the whole budget of a prompt this short, and leave no retrieval head.
+        given |= {"sinks": 4, "recent": 32, "heads": lookups.head_scores(lm)}
     if name == "compilerkv":
         given["tables"] = lookups.tables(lm)
     return policy(name, **given)

@@ -113,11 +113,13 @@ def page(name: str, found: Found) -> str:
         f"--new-tokens {settings.new_tokens} --repeats {settings.repeats}"
     )
     documents = ", ".join(f"`{document}`" for document in settings.documents)
+    others = _others(found.portraits[name].policy)
     parts = [
         f"# {name}",
         f"Paper: {told.paper}." if told.paper != "Not from a paper" else f"{told.paper}.",
         told.idea,
         _table("| parameter | default | |", parameters) if parameters else "It has no parameters.",
+        *([f"Here it is measured with {others}."] if others else []),
         "## What it keeps",
         f"![What {name} keeps of one text, by layer and position]({FIGURES}/{name}.png)",
         _caption(found.portraits[name], settings),
@@ -127,7 +129,7 @@ def page(name: str, found: Found) -> str:
         f"Medians and extremes of {settings.repeats} rounds in turns with transformers' own full cache, with a prompt "
         f"of {settings.tokens:,} tokens and {settings.new_tokens} decoding steps"
         f"{f', at a budget of {settings.budget:g}' if budget else ''}; the first token includes the prompt and its "
-        f"compression. `{bench}` measures this method alone.",
+        f"compression. `{bench}` measures this method alone{', with its defaults' if others else ''}.",
         f"## On {found.model.partition('@')[0]}",
         _table(
             "| budget | policy | recall | mass lost | output error | stored, MiB | read at a step, MiB |",
@@ -139,6 +141,13 @@ def page(name: str, found: Found) -> str:
         f"Made by `kvlab pages --only {name}` with {found.model} and kvlab {__version__}.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _others(method: Policy) -> str:
+    """The parameters beside the budget that are not the defaults."""
+    fields = type(method).model_fields
+    given = [(key, value) for key, value in method if key != "budget" and value != fields[key].default]
+    return ", ".join(f"`{key}={value!r}`" for key, value in given)
 
 
 def _table(heading: str, rows: Sequence[str]) -> str:

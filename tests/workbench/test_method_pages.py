@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from typing import ClassVar
@@ -150,6 +151,17 @@ def test_a_page_says_what_was_measured(found):
     assert "`kvlab bench decode --policies knorm --budget 0.5 --contexts 120 --new-tokens 4 --repeats 2`" in page
     last = f"Made by `kvlab pages --only knorm` with a-model@12345678 and kvlab {kvlab.__version__}."
     assert lines[-1] == last and not re.search(r"20\d\d-\d\d-\d\d", page)
+
+
+def test_what_is_not_the_default_is_said(found):
+    drawn = dataclasses.replace(found.portraits["knorm"], policy=kvlab.policy("random", budget=0.5, seed=3))
+    rest = {
+        name: table.replace({"policy": {"knorm": "random"}})
+        for name, table in (("costs", found.costs), ("qualities", found.qualities))
+    }
+    page = method_pages.page("random", dataclasses.replace(found, portraits={"random": drawn}, **rest))
+    assert "Here it is measured with `seed=3`." in page and "alone, with its defaults." in page
+    assert "Here it is measured" not in method_pages.page("knorm", found)
 
 
 @pytest.mark.parametrize("name", kvlab.policies())
