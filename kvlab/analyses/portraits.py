@@ -166,9 +166,10 @@ def portrait(trace: Trace, method: Policy, document: str) -> Portrait:
 def _reads(replayed: Replay) -> Tensor:
     trace = replayed.trace
     steps = range(1, trace.steps + 1)
-    times = torch.stack(
-        [sum(_marked(replayed.kept(layer, step), trace.length).float() for step in steps) for layer in trace.layers]
-    )
+    times = torch.zeros(trace.n_layers, trace.kv_heads, trace.length)
+    for place, layer in enumerate(trace.layers):
+        for step in steps:
+            times[place] += _marked(replayed.kept(layer, step), trace.length)
     return times / _seen_by(trace.length, trace.prompt_length)
 
 
@@ -177,7 +178,9 @@ def _seen_by(length: int, prompt: int) -> Tensor:
     return (length - torch.arange(length)).clamp_max(length - prompt)
 
 
-def qualities(lm: LM, names: Sequence[str], traces: Sequence[Trace], settings: Settings, advance: Advance):
+def qualities(
+    lm: LM, names: Sequence[str], traces: Sequence[Trace], settings: Settings, advance: Advance
+) -> pd.DataFrame:
     """What the policies, and those beside them, lose on the traces.
 
     Returns:

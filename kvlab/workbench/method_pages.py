@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvlab.analyses import portraits
 from kvlab.analyses.portraits import COSTS, MEASURES, Portrait, Settings
@@ -189,8 +189,10 @@ def _quality_rows(name: str, found: Found) -> list[str]:
     """At each budget a row for the policy, in bold, and for those beside it; last those that have none."""
     rows = []
     shown = list(dict.fromkeys([name, *portraits.BESIDE]))
-    of = {key: part.set_index("measure") for key, part in found.qualities.groupby(["policy", "budget"], dropna=False)}
-    by_budget = {(policy, None if budget != budget else budget): part for (policy, budget), part in of.items()}
+    by_budget: dict[tuple[str, float | None], pd.DataFrame] = {}
+    for key, part in found.qualities.groupby(["policy", "budget"], dropna=False):
+        policy, budget = cast("tuple[str, float]", key)
+        by_budget[policy, None if budget != budget else budget] = part.set_index("measure")
     for budget in (*found.settings.budgets, None):
         for number, policy in enumerate(each for each in shown if (each, budget) in by_budget):
             part = by_budget[policy, budget]

@@ -30,7 +30,7 @@ def figure(portrait: Portrait) -> Figure:
     """
     panels = 1 + (portrait.read is not None) + (portrait.channels is not None)
     whole = Figure(figsize=(9.6, 0.5 + 3.3 * panels))
-    parts = iter(np.atleast_1d(whole.subfigures(panels, 1)))
+    parts = iter(whole.subfigures(panels, 1, squeeze=False).flat)
     kept = portrait.stored.float()
     of_heads = f"share of {kept.shape[1]} KV heads"
     stored = _panel(
