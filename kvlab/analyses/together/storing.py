@@ -49,9 +49,9 @@ CURVE = ["policy", "storage"]
 WHOLE = "full/{storage}/{measure}"
 SIZE = "full/{storage}/share"
 EVICT = "evict_or_quantise/{storage}/{policy}/{measure}"
-"""A policy as it is, at the bytes of the full cache in `storage`, minus that cache: above zero, quantising is better."""
+"""A policy as it is at the bytes of the full cache in `storage`, minus that cache: above zero, quantising is better."""
 BOTH = "both_or_quantise/{storage}/{policy}/{other}/{measure}"
-"""A policy stored as `other`, at the bytes of the full cache in `storage`, minus that cache: below zero, both are."""
+"""A policy stored as `other` at the bytes of the full cache in `storage`, minus that cache: below zero, both are."""
 ALONE = "both_or_evict/{share:g}/{policy}/{other}/{measure}"
 """A policy as it is minus the same stored as `other`, both at a share of the full cache: above zero, both are better."""
 
@@ -176,15 +176,15 @@ def under(
             policy that prunes at its first step still reads the whole prompt (see `scores`).
 
     Yields:
-        Each system (those first that change nothing while they decode), float32 logits `[n - 1, vocabulary]` of the tokens from the second on, and bytes
-        stored at the end.
+        Each system (those first that change nothing while they decode), float32 logits `[n - 1, vocabulary]` of the
+        tokens from the second on, and bytes stored at the end.
 
     Raises:
         KvlabError: a continuation without a scored token.
     """
     if len(continuation) <= scores.SCORED_FROM:
         raise KvlabError(
-            f"a continuation of {len(continuation)} tokens cannot be scored: at least {scores.SCORED_FROM + 1} are needed"
+            f"a continuation of {len(continuation)} tokens cannot be scored: {scores.SCORED_FROM + 1} are needed at least"
         )
     with gather(lm.model, [system.policy for system in found]):
         prefilled = lm.model(prompt.to(lm.device), use_cache=True, logits_to_keep=1).past_key_values
@@ -308,8 +308,8 @@ def answers(found: Findings, name: str = "kl") -> list[str]:
         share = found.row(SIZE, storage=storage).value
         loss = found.row(WHOLE, storage=storage, measure=name).value
         told.append(
-            f"Evict or quantise? The full cache in {storage} stores {share:.0%} and loses {loss:.3g}; at these bytes the "
-            f"best evictor, {best['policy']}, {_against(best, 'quantising')}."
+            f"Evict or quantise? The full cache in {storage} stores {share:.0%} and loses {loss:.3g}; at these bytes "
+            f"the best evictor, {best['policy']}, {_against(best, 'quantising')}."
         )
     for (storage, other), part in both.groupby(["storage", "other"], sort=False):
         if storage == other:
