@@ -49,11 +49,11 @@ CURVE = ["policy", "storage"]
 WHOLE = "full/{storage}/{measure}"
 SIZE = "full/{storage}/share"
 EVICT = "evict_or_quantise/{storage}/{policy}/{measure}"
-"""A policy as it is at the bytes of the full cache in `storage`, minus that cache: above zero, quantising is better."""
+"""A policy as it is at the bytes of the full cache in `storage`, minus that cache: above zero, quantising wins."""
 BOTH = "both_or_quantise/{storage}/{policy}/{other}/{measure}"
 """A policy stored as `other` at the bytes of the full cache in `storage`, minus that cache: below zero, both are."""
 ALONE = "both_or_evict/{share:g}/{policy}/{other}/{measure}"
-"""A policy as it is minus the same stored as `other`, both at a share of the full cache: above zero, both are better."""
+"""A policy as it is minus the same stored as `other`, both at a share of the full cache: above zero, both win."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def under(
     """
     if len(continuation) <= scores.SCORED_FROM:
         raise KvlabError(
-            f"a continuation of {len(continuation)} tokens cannot be scored: {scores.SCORED_FROM + 1} are needed at least"
+            f"a continuation of {len(continuation)} tokens cannot be scored: {scores.SCORED_FROM + 1} are needed"
         )
     with gather(lm.model, [system.policy for system in found]):
         prefilled = lm.model(prompt.to(lm.device), use_cache=True, logits_to_keep=1).past_key_values
@@ -302,7 +302,9 @@ def answers(found: Findings, name: str = "kl") -> list[str]:
     """
     documents = found.table["document"].nunique()
     told = []
-    evict, both, alone = (found.frame(effect).query("measure == @name") for effect in (EVICT, BOTH, ALONE))
+    evict = found.frame(EVICT).query("measure == @name")
+    both = found.frame(BOTH).query("measure == @name and storage != other")
+    alone = found.frame(ALONE).query("measure == @name")
     for storage, part in evict.groupby("storage", sort=False):
         best = part.loc[part["value"].idxmin()]
         share = found.row(SIZE, storage=storage).value
@@ -312,8 +314,6 @@ def answers(found: Findings, name: str = "kl") -> list[str]:
             f"the best evictor, {best['policy']}, {_against(best, 'quantising')}."
         )
     for (storage, other), part in both.groupby(["storage", "other"], sort=False):
-        if storage == other:
-            continue
         best = part.loc[part["value"].idxmin()]
         told.append(
             f"Both? At the bytes of the full cache in {storage}, {best['policy']} stored in {other} "
