@@ -300,7 +300,7 @@ def answers(found: Findings, name: str = "kl") -> list[str]:
 
     The best evictor is chosen on the same documents that it is judged on, which flatters it.
     """
-    documents = found.table["document"].nunique()
+    documents = found.table.query("measure == @name")["document"].nunique()
     told = []
     evict = found.frame(EVICT).query("measure == @name")
     both = found.frame(BOTH).query("measure == @name and storage != other")
@@ -347,5 +347,5 @@ def in_words(measured: pd.DataFrame) -> str:
     """The extent of what `measure` measured, as text."""
     whole = measured.query("policy == 'full' and storage == @PLAIN and measure == 'kl'")["full_bytes"].mean()
     count = measured.drop_duplicates([*CURVE, "budget"]).shape[0]
-    documents = measured["document"].nunique()
+    documents = measured.query("measure == 'kl'")["document"].nunique()
     return f"{count} systems, {documents} documents; the full cache in bfloat16: {equal_bytes.mebibytes(whole, '.1f')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 DASHES: dict[str, Any] = {storing.PLAIN: "-"}
 OTHER_DASH = (0, (3, 1.5))
 FRONT = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 1.5)), "zorder": 2}
+ASIDE = ((13, -4), (25, -8), (13, 10), (25, 16))
+"""Where the names of the full cache's storages stand, above and to the side, so that neighbours do not overlap."""
 SHOWN = 5
 """Policies with a colour of their own; the others are grey."""
 SHARES = (0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -74,15 +77,16 @@ def _panel(ax: Axes, points: pd.DataFrame, tints: dict[str, str]) -> None:
         )
     best = points.query("front").sort_values("share")
     ax.step(best["share"], best["value"], where="post", **FRONT)
-    for row in points.query("policy == 'full' and storage != @storing.PLAIN").to_dict("records"):
+    wholes = points.query("policy == 'full' and storage != @storing.PLAIN").sort_values("share")
+    for row, (away, across) in zip(wholes.to_dict("records"), cycle(ASIDE), strict=False):
         ax.plot(row["share"], row["value"], "s", color=INK, markersize=7.5, zorder=5)
         ax.annotate(
             row["storage"],
             (row["share"], row["value"]),
-            xytext=(0, -9),
+            xytext=(across, away),
             textcoords="offset points",
             ha="center",
-            va="top",
+            va="center",
             fontsize=9,
             color=INK,
             fontweight="bold",
