@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 import torch
@@ -145,8 +145,9 @@ def _errors(trace: Trace, found: Iterable[System]) -> Measured:
 
 
 def _divergences(lm: LM, trace: Trace, found: Sequence[System]) -> Measured:
-    ids = trace.ids[None]
-    prompt, response = ids[:, : trace.prompt_length], trace.ids[trace.prompt_length :]
+    if trace.ids is None:
+        raise KvlabError("this trace holds no token ids, so nothing can be fed along its response")
+    prompt, response = trace.ids[None, : trace.prompt_length], trace.ids[trace.prompt_length :]
     full = None
     for system, logits, size in under(lm, prompt, response, found):
         chances = logits[scores.SCORED_FROM - 1 :].log_softmax(-1)
@@ -226,10 +227,10 @@ def read_off(measured: pd.DataFrame, policy: str, storage: str, name: str, at: p
         Values by document; None where one of them lies beyond what was measured there.
     """
     curve = measured.query("policy == @policy and storage == @storage and measure == @name")
-    values = {}
+    values: dict[str, float | None] = {}
     for document, part in curve.sort_values("budget").groupby("document", sort=False):
-        size = float(at[document])
-        values[document] = equal_bytes.interpolate(part["stored_bytes"].tolist(), part["value"].tolist(), size).value
+        sizes, size = part["stored_bytes"].tolist(), float(at.to_dict()[document])
+        values[str(document)] = equal_bytes.interpolate(sizes, part["value"].tolist(), size).value
     found = pd.Series(values, dtype=float)
     return None if found.isna().any() or not len(found) else found
 
@@ -251,21 +252,22 @@ def findings(measured: pd.DataFrame, shares: Sequence[float]) -> Findings:
     for name in MEASURES:
         wholes = full.query("measure == @name").set_index("document")
         for storage, part in wholes.groupby("storage", sort=False):
-            found.add(WHOLE, part["value"], storage=storage, measure=name)
-            found.add(SIZE, part["stored_bytes"] / part["full_bytes"], storage=storage)
+            losses, size = _column(part, "value"), _column(part, "stored_bytes")
+            found.add(WHOLE, losses, storage=storage, measure=name)
+            found.add(SIZE, size / _column(part, "full_bytes"), storage=storage)
             if storage == PLAIN:
                 continue
             for policy in policies:
                 for other in forms:
-                    own = read_off(measured, policy, other, name, part["stored_bytes"])
+                    own = read_off(measured, policy, other, name, size)
                     if own is None:
                         continue
                     keys = {"storage": storage, "policy": policy, "measure": name}
                     if other == PLAIN:
-                        found.add_difference(EVICT, own, part["value"], **keys)
+                        found.add_difference(EVICT, own, losses, **keys)
                     else:
-                        found.add_difference(BOTH, own, part["value"], other=other, **keys)
-        everything = wholes.query("storage == @PLAIN")["full_bytes"]
+                        found.add_difference(BOTH, own, losses, other=other, **keys)
+        everything = _column(wholes.query("storage == @PLAIN"), "full_bytes")
         for share in shares:
             for policy in policies:
                 alone = read_off(measured, policy, PLAIN, name, share * everything)
@@ -276,6 +278,10 @@ def findings(measured: pd.DataFrame, shares: Sequence[float]) -> Findings:
     return found
 
 
+def _column(table: pd.DataFrame, name: str) -> pd.Series:
+    return cast("pd.Series", table[name])
+
+
 def points(measured: pd.DataFrame, name: str, slack: float = 0.02) -> pd.DataFrame:
     """What to draw of a measure: policy, storage, budget, share, value (means over documents), front.
 
@@ -284,7 +290,7 @@ def points(measured: pd.DataFrame, name: str, slack: float = 0.02) -> pd.DataFra
     part = measured.query("measure == @name").copy()
     part["share"] = part["stored_bytes"] / part["full_bytes"]
     keys = [*CURVE, "budget"]
-    means = part.groupby(keys, sort=False, dropna=False)[["share", "value"]].mean().reset_index()
+    means = part.groupby(keys, sort=False, dropna=False).agg({"share": "mean", "value": "mean"}).reset_index()
     reference = (means["policy"] == "full") & (means["storage"] == PLAIN)
     means["front"] = False
     others = means.loc[~reference]
@@ -306,22 +312,24 @@ def answers(found: Findings, name: str = "kl") -> list[str]:
     both = found.frame(BOTH).query("measure == @name and storage != other")
     alone = found.frame(ALONE).query("measure == @name")
     for storage, part in evict.groupby("storage", sort=False):
-        best = part.loc[part["value"].idxmin()]
+        best = _row(part, part["value"].argmin())
         share = found.row(SIZE, storage=storage).value
         loss = found.row(WHOLE, storage=storage, measure=name).value
         told.append(
             f"Evict or quantise? The full cache in {storage} stores {share:.0%} and loses {loss:.3g}; at these bytes "
             f"the best evictor, {best['policy']}, {_against(best, 'quantising')}."
         )
-    for (storage, other), part in both.groupby(["storage", "other"], sort=False):
-        best = part.loc[part["value"].idxmin()]
+    for keys, part in both.groupby(["storage", "other"], sort=False):
+        storage, other = cast("tuple[str, str]", keys)
+        best = _row(part, part["value"].argmin())
         told.append(
             f"Both? At the bytes of the full cache in {storage}, {best['policy']} stored in {other} "
             f"{_against(best, f'{storage} alone')}."
         )
-    for (share, other), part in alone.groupby(["share", "other"], sort=False):
-        sure, worse = int((part["low"] > 0).sum()), int((part["high"] < 0).sum())
-        best = part.loc[part["value"].idxmax()]
+    for keys, part in alone.groupby(["share", "other"], sort=False):
+        share, other = cast("tuple[float, str]", keys)
+        sure, worse = len(part.query("low > 0")), len(part.query("high < 0"))
+        best = _row(part, part["value"].argmax())
         told.append(
             f"At {share:.0%} of the full cache, {sure} of {len(part)} evictors lose less when more entries are kept in "
             f"{other} than fewer as they are, and {worse} lose more; {best['policy']} gains most, {best['value']:.3g} "
@@ -330,7 +338,11 @@ def answers(found: Findings, name: str = "kl") -> list[str]:
     return [f"By {MEASURES[name]}, means over {documents} documents with 95 % intervals:", *told]
 
 
-def _against(row: pd.Series, other: str) -> str:
+def _row(table: pd.DataFrame, place: Any) -> dict[str, Any]:
+    return {str(name): value for name, value in table.to_dict("records")[int(place)].items()}
+
+
+def _against(row: dict[str, Any], other: str) -> str:
     difference = f"{abs(row['value']):.3g}"
     if row["low"] > 0:
         return f"loses {difference} more than {other} ({_interval(row)})"
@@ -339,13 +351,13 @@ def _against(row: pd.Series, other: str) -> str:
     return f"cannot be told from {other}: {row['value']:+.3g} ({_interval(row)})"
 
 
-def _interval(row: pd.Series) -> str:
+def _interval(row: dict[str, Any]) -> str:
     return f"{row['low']:.3g} to {row['high']:.3g}"
 
 
 def in_words(measured: pd.DataFrame) -> str:
     """The extent of what `measure` measured, as text."""
-    whole = measured.query("policy == 'full' and storage == @PLAIN and measure == 'kl'")["full_bytes"].mean()
+    whole = measured.query("policy == 'full' and storage == @PLAIN and measure == 'kl'")["full_bytes"].to_numpy().mean()
     count = measured.drop_duplicates([*CURVE, "budget"]).shape[0]
     documents = measured.query("measure == 'kl'")["document"].nunique()
     return f"{count} systems, {documents} documents; the full cache in bfloat16: {equal_bytes.mebibytes(whole, '.1f')}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -57,18 +57,19 @@ def pareto(measured: pd.DataFrame) -> Figure:
 def _tints(measured: pd.DataFrame) -> dict[str, str]:
     """Colours of the policies, those first that stay nearest to the full model."""
     evicting = measured.query("policy != 'full' and measure == 'kl'")
-    order = evicting.groupby("policy")["value"].mean().sort_values().index
+    order = evicting.groupby("policy").agg({"value": "mean"}).sort_values("value").index
     return {str(policy): COLOURS[place] if place < SHOWN else FAINT for place, policy in enumerate(order)}
 
 
 def _panel(ax: Axes, points: pd.DataFrame, tints: dict[str, str]) -> None:
-    for (policy, storage), part in points.query("policy != 'full'").groupby(storing.CURVE, sort=False):
-        part, tint = part.sort_values("share"), tints[str(policy)]
+    for keys, part in points.query("policy != 'full'").groupby(storing.CURVE, sort=False):
+        policy, storage = cast("tuple[str, str]", keys)
+        part, tint = part.sort_values("share"), tints[policy]
         ax.plot(
             part["share"],
             part["value"],
             color=tint,
-            linestyle=DASHES.get(str(storage), OTHER_DASH),
+            linestyle=DASHES.get(storage, OTHER_DASH),
             linewidth=1.8 if tint != FAINT else 0.9,
             marker="o",
             markersize=4.5,
@@ -93,7 +94,7 @@ def _panel(ax: Axes, points: pd.DataFrame, tints: dict[str, str]) -> None:
         )
     ax.axvline(1, color=FAINT, linewidth=1, linestyle=":")
     ax.set_xscale("log")
-    low, high = points["share"].min(), max(points["share"].max(), 1.0)
+    low, high = float(points["share"].to_numpy().min()), max(float(points["share"].to_numpy().max()), 1.0)
     ax.set_xlim(low / 1.15, high * 1.15)
     ticks = [share for share in SHARES if low / 1.15 <= share]
     ax.set_xticks(ticks, [f"{100 * share:g}" for share in ticks])
