@@ -15,9 +15,9 @@ from kvlab.methods.scorer import AroundScorer
 class ChunkKV(AroundScorer):
     """Keeps whole chunks of neighbouring tokens, those with the best mean score; one set for a layer; prefill only.
 
-    ChunkKV, algorithm 1: the prompt is cut into chunks of `chunk` tokens, a chunk's score is that of its tokens over
-    all heads, and the best chunks stay, so that what belongs together is kept together. Every generated token is kept
-    besides. Cost: what the scorer costs.
+    ChunkKV (Liu et al. 2025), algorithm 1: the prompt is cut into chunks of `chunk` tokens, a chunk's score is that of
+    its tokens over all heads, and the best chunks stay, so that what belongs together is kept together. Every generated
+    token is kept besides. Cost: what the scorer costs.
 
     Choices: as in the authors' code, all KV heads of a layer share one set. Tokens that the scorer always keeps stay
     whatever their chunk. The last chunk that the budget has no room for as a whole is filled up by its best tokens, so

@@ -21,7 +21,7 @@ OTHER_MODEL = "learn the tables on this model, or map these by depth (kvlab comp
 class CompilerKV(Policy):
     """Keeps the tokens of largest weighted utility that pass a threshold for the prompt's risk; prefill only.
 
-    CompilerKV, section 4. A_i is the attention of the last `utility_window` queries to token i, averaged over layers
+    CompilerKV, section 4: A_i is the attention of the last `utility_window` queries to token i, averaged over layers
     and heads (eq. 6); times the relative norm of the value (eq. 7) it is the utility of each head (eq. 8). The score of
     a layer's token is the largest over its heads, each weighted by the head table (eq. 10). A token is a candidate if
     its score, relative to the layer's largest, reaches the threshold (eq. 15). The risk table gives it for the layer,

@@ -17,10 +17,10 @@ class CriticalKV(AroundScorer):
     """Spends a part of the budget by another's scores, the rest by these times the size of the projected values;
     prefill only.
 
-    "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective", algorithm 1: the first part
-    goes to the tokens that score highest; of the others those stay whose (score + epsilon) x |W_o v|_1 is largest, W_o
-    the output projection of the layer, which bounds how far the attention output moves without them. Every generated
-    token is kept besides. Cost: what the scorer costs, and one product of all values with W_o.
+    "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective" (Feng et al. 2025), algorithm
+    1: the first part goes to the tokens that score highest; of the others those stay whose (score + epsilon) x |W_o
+    v|_1 is largest, W_o the output projection of the layer, which bounds how far the attention output moves without
+    them. Every generated token is kept besides. Cost: what the scorer costs, and one product of all values with W_o.
 
     Choices: the norm is averaged over a GQA group, as in kvpress. What the scorer always keeps stays, and is counted in
     the first part. Scores are raised by the lowest where that is below zero (the paper's are attention weights), since

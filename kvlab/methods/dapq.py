@@ -16,9 +16,9 @@ class DapQ(Policy):
     """Keeps the prompt tokens that pseudo-tokens at the response's first positions attend to most; prefill only.
 
     DapQ, section 4: `window` pseudo-tokens run after the prompt at positions P .. P + window - 1 (eq. 4); their
-    attention over the prompt's keys is summed (eq. 5) and its top `budget` are kept (eq. 6), nothing forced and
-    nothing pooled; the pseudo-tokens are cropped off again. Every generated token is kept. Cost: `window` more tokens
-    in the prefill.
+    attention over the prompt's keys is summed (eq. 5) and its top `budget` are kept (eq. 6), nothing forced and nothing
+    pooled; the pseudo-tokens are cropped off again. Every generated token is kept. Cost: `window` more tokens in the
+    prefill.
 
     Choices where the paper is silent: the attention is a softmax over prompt keys alone; the group's heads are summed
     and share one set.

@@ -18,10 +18,10 @@ from kvlab.methods.prompt import Prompt
 class DuoAttention(Policy):
     """Retrieval heads keep every entry; streaming heads keep the first and the most recent ones, at every step.
 
-    DuoAttention; the sizes of its parts as in RocketKV, appendix A.3. At the prompt's length all heads together hold at
-    most layers x KV heads x budget entries, which sets the number of retrieval heads; those of best score are taken.
-    Streaming heads roll on while decoding; retrieval heads keep the response. Cost: none while running; the scores are
-    measured once for a model.
+    DuoAttention (Xiao et al. 2024), the sizes of its parts as in RocketKV, appendix A.3: at the prompt's length all
+    heads together hold at most layers x KV heads x budget entries, which sets the number of retrieval heads; those of
+    best score are taken. Streaming heads roll on while decoding; retrieval heads keep the response. Cost: none while
+    running; the scores are measured once for a model.
 
     Choices: the paper trains gates to tell heads apart; here scores are measured (`kvlab heads`): the share of the
     answer tokens' attention that falls on a needle's tokens, the largest in the GQA group. Of equal scores the earlier

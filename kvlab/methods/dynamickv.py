@@ -13,12 +13,13 @@ from kvlab.methods.snapkv import SnapKV
 
 
 class DynamicKV(SnapKV):
-    """SnapKV's scores and window, with a layer's budget by its share of the top scores of all layers; prefill only.
+    """Takes SnapKV's scores and window, with a layer's budget by its share of the top scores of all layers; prefill
+    only.
 
-    DynamicKV: beside the window, N = layers x (budget - window) entries for each KV head are shared out among the
-    layers in proportion to how many of the top N scores fall in each; no layer gets more than `reach` x budget. Every
-    generated token is kept besides. All layers are seen before any is compressed. Cost: SnapKV's, and one selection
-    among the scores of all layers.
+    DynamicKV (Zhou et al. 2024): beside the window, N = layers x (budget - window) entries for each KV head are shared
+    out among the layers in proportion to how many of the top N scores fall in each; no layer gets more than `reach` x
+    budget. Every generated token is kept besides. All layers are seen before any is compressed. Cost: SnapKV's, and one
+    selection among the scores of all layers.
 
     Choices: the paper updates the budgets every few layers, over the layers seen so far; here they are shared out once,
     after the last layer. The pooled scores of all layers, heads and positions are ranked together as they are; of equal

@@ -13,9 +13,10 @@ from kvlab.methods.base import Budget, Policy
 class ExactTopK(Policy):
     """Keeps the whole cache and reads, at every decoding step, the entries with the largest true attention.
 
-    The upper bound that RocketKV (section 3, figure 1) and selection methods in general are held against: attention of
-    the step's query over all stored entries, summed over the GQA group, top `budget` positions; the own entry is not
-    forced. Within the budget everything is read. Cost: finding reads every key, which no method could afford.
+    RocketKV (Behnam et al. 2025), section 3 and figure 1, where selection methods are held against it as their upper
+    bound: attention of the step's query over all stored entries, summed over the GQA group, top `budget` positions; the
+    own entry is not forced. Within the budget everything is read. Cost: finding reads every key, which no method could
+    afford.
 
     Parameters:
         budget: entries read at each step for each layer and KV head.

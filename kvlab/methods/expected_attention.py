@@ -17,12 +17,12 @@ class ExpectedAttention(Scorer):
     """Keeps the tokens that queries at the next positions would attend to, were they distributed as the prompt's;
     prefill only.
 
-    "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution", section 3: the
-    queries before RoPE are taken as a Gaussian, whose mean mu and covariance Sigma are turned by the mean rotation of
-    the next `future` positions; the expected attention of a key is exp(mu k / sqrt(d) + k Sigma k / 2d), normalised,
-    averaged over the GQA group, and weighed by the norm of the value. Every generated token is kept besides. Cost: the
-    queries of the whole prompt before RoPE, and one product of the keys with a head_dim x head_dim matrix for each
-    query head.
+    "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution" (Devoto et al.
+    2025), section 3: the queries before RoPE are taken as a Gaussian, whose mean mu and covariance Sigma are turned by
+    the mean rotation of the next `future` positions; the expected attention of a key is exp(mu k / sqrt(d) + k Sigma k
+    / 2d), normalised, averaged over the GQA group, and weighed by the norm of the value. Every generated token is kept
+    besides. Cost: the queries of the whole prompt before RoPE, and one product of the keys with a head_dim x head_dim
+    matrix for each query head.
 
     Choices: the first `sinks` tokens always stay; their queries and keys take no part, as in kvpress. The factor of
     the model's logits takes the place of 1 / sqrt(d) where it is another; soft caps and learnt sinks are left out.

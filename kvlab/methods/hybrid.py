@@ -17,11 +17,11 @@ from kvlab.methods.prompt import Prompt
 class Hybrid(Policy):
     """Keeps the whole cache and reads the top entries by a few dimensions of its pages' minima and maxima.
 
-    RocketKV, section 3.4 and algorithm 2, on a full cache: consecutive keys form pages; of the r dimensions with the
-    largest |q| summed over the group, a page shows its maximum where the group's q sums to 0 or more, else its minimum;
-    partial logits from these, at SparQ's temperature, are softmaxed over the entries that the pages stand for and
-    averaged over the group; the top k entries are read. Within the budget everything is read. Cost: two vectors for
-    each page, stored; r dimensions of one of them loaded at every step.
+    RocketKV (Behnam et al. 2025), section 3.4 and algorithm 2, on a full cache: consecutive keys form pages; of the r
+    dimensions with the largest |q| summed over the group, a page shows its maximum where the group's q sums to 0 or
+    more, else its minimum; partial logits from these, at SparQ's temperature, are softmaxed over the entries that the
+    pages stand for and averaged over the group; the top k entries are read. Within the budget everything is read. Cost:
+    two vectors for each page, stored; r dimensions of one of them loaded at every step.
 
     Choices (from the published code where the paper is silent): with c = S / budget, S the prompt and the new tokens
     that are announced, a page has ceil(sqrt(c)) entries, or 1 where that exceeds c, and r = int(d x page / c): finding

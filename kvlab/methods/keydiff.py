@@ -16,10 +16,10 @@ from kvlab.methods.scorer import Scorer
 class KeyDiff(Scorer):
     """Keeps the tokens whose keys are least similar to the mean of all normalised keys; prefill only.
 
-    KeyDiff, section 3, algorithm 1: the anchor is the mean of the keys' unit vectors, the score the negative cosine
-    between a key and the anchor. With `block` the prompt is judged as the paper's block-wise processing does it: the
-    first `budget` tokens stay, then each further block competes with what is kept. Every generated token is kept
-    besides. Cost: one cosine for each entry, and for each block one for each entry kept.
+    KeyDiff (Park et al. 2025), section 3, algorithm 1: the anchor is the mean of the keys' unit vectors, the score the
+    negative cosine between a key and the anchor. With `block` the prompt is judged as the paper's block-wise processing
+    does it: the first `budget` tokens stay, then each further block competes with what is kept. Every generated token
+    is kept besides. Cost: one cosine for each entry, and for each block one for each entry kept.
 
     Choices: the whole prompt was attended to before the blocks are judged, where the paper's model sees what earlier
     blocks left. Decoding evicts nothing.

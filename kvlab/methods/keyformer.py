@@ -20,11 +20,11 @@ BLOCK = 256
 class Keyformer(Policy):
     """Keeps the key tokens and the most recent ones; a key token gathers softmax((logit + noise) / tau).
 
-    Keyformer, algorithm 1 and eq. 8-10: the score of a key sums, over every query so far, a softmax of its logit plus
-    Gumbel noise, at temperature tau, which is `tau_start` in the prompt and rises linearly to `tau_end` over the
-    decoding steps. After each step the lowest score older than the recent part leaves. Cost: a score for each entry and
-    its noise for each query head; a second softmax at every step, and one over the whole prompt, which needs all its
-    queries (`capture(..., queries="all")`).
+    Keyformer (Adnan et al. 2024), algorithm 1 and eq. 8-10: the score of a key sums, over every query so far, a softmax
+    of its logit plus Gumbel noise, at temperature tau, which is `tau_start` in the prompt and rises linearly to
+    `tau_end` over the decoding steps. After each step the lowest score older than the recent part leaves. Cost: a score
+    for each entry and its noise for each query head; a second softmax at every step, and one over the whole prompt,
+    which needs all its queries (`capture(..., queries="all")`).
 
     Choices where the paper is silent: the noise is drawn once for each layer, query head and key position, so that
     replays and live runs agree, and stays with the entry. A GQA group's scores are summed and its heads share one set.

@@ -18,10 +18,10 @@ RIDGE = 1e-2
 class Leverage(Scorer):
     """Keeps the tokens whose keys before RoPE have the largest leverage among those of their head; prefill only.
 
-    "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores": with X the keys before
-    RoPE, less their mean, times a Gaussian matrix of `sketch` columns, the score of token i is the i-th diagonal entry
-    of X (X'X)^-1 X', which is large where few other keys point its way. No query is needed. Every generated token is
-    kept besides. Cost: two products of all keys with small matrices.
+    "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores" (Chari and Van Durme
+    2025): with X the keys before RoPE, less their mean, times a Gaussian matrix of `sketch` columns, the score of token
+    i is the i-th diagonal entry of X (X'X)^-1 X', which is large where few other keys point its way. No query is
+    needed. Every generated token is kept besides. Cost: two products of all keys with small matrices.
 
     Choices: the leverage scores alone; the paper adds attention without a causal mask. 0.01 is added to the diagonal
     of X'X, as in kvpress. Keys before RoPE are those of the cache, turned back. The draw depends on `seed` and the

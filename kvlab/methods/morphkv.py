@@ -16,10 +16,10 @@ from kvlab.methods.prompt import Prompt
 class MorphKV(Policy):
     """Keeps the R most recent tokens and the C older ones that those attended to most, at every decoding step.
 
-    MorphKV, algorithm 1 and eq. 4-7; budget = C + R. The prefill evicts nothing; the first decoding query reads the
-    whole prompt, then eviction goes straight down to the budget. The window at a step is its own token and the R - 1
-    before it, prompt tokens at first; their attention rows are cached as they were attended (over the entries then
-    stored) and never recomputed. Cost: R cached weights for each entry.
+    MorphKV (Ghadia et al. 2025), algorithm 1 and eq. 4-7, with budget = C + R: the prefill evicts nothing; the first
+    decoding query reads the whole prompt, then eviction goes straight down to the budget. The window at a step is its
+    own token and the R - 1 before it, prompt tokens at first; their attention rows are cached as they were attended
+    (over the entries then stored) and never recomputed. Cost: R cached weights for each entry.
 
     Choices: attention weights are summed over the GQA group before fusion (algorithm 1). The authors' code differs. For
     Llama it sums logits over the group and takes one softmax (`aggregation="logits"`); for other models it takes the

@@ -12,11 +12,11 @@ from kvlab.methods.snapkv import SnapKV
 
 
 class PyramidKV(SnapKV):
-    """SnapKV's scores and window, with more entries in the first layers and fewer in the last; prefill only.
+    """Takes SnapKV's scores and window, with more entries in the first layers and fewer in the last; prefill only.
 
-    PyramidKV: beside the window, which every layer keeps, the last layer gets (budget - window) / beta
-    entries, the first 2 x (budget - window) less that, and those between lie on the straight line; all layers together
-    spend layers x budget. Every generated token is kept besides. Cost: SnapKV's.
+    PyramidKV (Cai et al. 2024): beside the window, which every layer keeps, the last layer gets (budget - window) /
+    beta entries, the first 2 x (budget - window) less that, and those between lie on the straight line; all layers
+    together spend layers x budget. Every generated token is kept besides. Cost: SnapKV's.
 
     Choices where the paper is silent: shares are rounded by largest remainder, so that they sum exactly; what exceeds
     a short prompt goes to the other layers in proportion; a prompt within `budget` is kept whole.

@@ -17,9 +17,9 @@ from kvlab.methods.prompt import Prompt
 class Quest(Policy):
     """Keeps the whole cache and reads, at every decoding step, the pages with the largest bound on their logits.
 
-    Quest, algorithm 1: pages of consecutive entries, the elementwise minimum and maximum of their keys, and for a query
-    q the score sum over dimensions of max(q x min, q x max), which no logit in the page exceeds. Within the budget
-    everything is read. Cost: two vectors for each page, stored, and loaded at every step.
+    Quest (Tang et al. 2024), algorithm 1: pages of consecutive entries, the elementwise minimum and maximum of their
+    keys, and for a query q the score sum over dimensions of max(q x min, q x max), which no logit in the page exceeds.
+    Within the budget everything is read. Cost: two vectors for each page, stored, and loaded at every step.
 
     Choices: RocketKV's accounting (its appendix A.3), half of what is read finds and half attends. A page's two vectors
     weigh as much as one entry, so there are at most budget / 2 pages: the page grows with the compression ratio, from

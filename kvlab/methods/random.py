@@ -14,7 +14,7 @@ from kvlab.methods.prompt import Prompt
 class Random(Policy):
     """Keeps `budget` prompt positions drawn without replacement, for each layer and KV head anew.
 
-    Not from a paper. The draw depends on `seed`, the layer and the head, not on what shares the batch. Unless it goes
+    Not from a paper: the draw depends on `seed`, the layer and the head, not on what shares the batch. Unless it goes
     on while decoding, every generated token is kept besides. Cost: none.
 
     Parameters:

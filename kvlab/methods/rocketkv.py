@@ -17,11 +17,12 @@ from kvlab.methods.snapkv_pp import SnapKVPlusPlus
 class RocketKV(Policy):
     """SnapKV++ evicts the prompt to a capacity between its length and the budget; hybrid attention selects from it.
 
-    RocketKV, section 3.2 with algorithms 1 and 2. Over S tokens, the prompt and the new ones, a budget of t entries
-    read at each step is a compression of c = S / t, split evenly: the first stage leaves S / sqrt(c) entries, from
-    which the new tokens' room is taken, and the second reads t // 2 of what is stored and spends the other half on
-    finding them. At a compression of 1 or less nothing is evicted or selected. Cost: one window x prompt attention for
-    each layer; two vectors for each page, stored, r dimensions of one of them loaded at every step.
+    RocketKV (Behnam et al. 2025), section 3.2 with algorithms 1 and 2: over S tokens, the prompt and the new ones, a
+    budget of t entries read at each step is a compression of c = S / t, split evenly. The first stage leaves S /
+    sqrt(c) entries, from which the new tokens' room is taken, and the second reads t // 2 of what is stored and spends
+    the other half on finding them. At a compression of 1 or less nothing is evicted or selected. Cost: one window x
+    prompt attention for each layer; two vectors for each page, stored, r dimensions of one of them loaded at every
+    step.
 
     Choices: the authors' code splits differently, `split="adaptive"`: the first stage takes c ** r with r = 0.2 + 0.06
     log2 c, at most 0.8, and leaves at least twice the new tokens. A prompt within the budget is kept whole; what the

@@ -16,10 +16,11 @@ from kvlab.methods.prompt import Prompt
 class SnapKV(Policy):
     """Keeps the observation window and the older tokens that it attends to most; prefill only.
 
-    SnapKV, section 4 and listing 1: attention of the last `window` queries over all keys, causal inside the window,
-    summed over the window; the window's own columns dropped; average-pooled with zeros as padding; top (budget -
-    window). Every generated token is kept besides. Cost: one window x prompt attention for each layer; with
-    `sets="head"` the heads of a GQA group each store their own entries, which multiplies the cache by the group's size.
+    SnapKV (Li et al. 2024), section 4 and listing 1: attention of the last `window` queries over all keys, causal
+    inside the window, summed over the window; the window's own columns dropped; average-pooled with zeros as padding;
+    top (budget - window). Every generated token is kept besides. Cost: one window x prompt attention for each layer;
+    with `sets="head"` the heads of a GQA group each store their own entries, which multiplies the cache by the group's
+    size.
 
     Choices where the paper is silent: on GQA the group's scores are summed and its heads share one set.
 

@@ -18,11 +18,12 @@ from kvlab.methods.prompt import Prompt
 class SparQ(Policy):
     """Keeps the whole cache and reads the top entries by approximate scores; the mean value stands in for the rest.
 
-    SparQ, algorithm 1: the r largest |q| give approximate scores, softmax(q_r . K_r / sqrt(d x |q_r|_1 / |q|_1)); the
-    top k entries are read; out = alpha x attention + (1 - alpha) x mean of all values, alpha the approximate mass of
-    what was read. Within the budget everything is read and nothing blended. Cost: a second copy of the keys that lies
-    by dimension, so that storage is 1.5 times the full cache; a running sum of the values; at every step r dimensions
-    of the copy are loaded. (The mean value, one vector a step, is left out of the budget, as RocketKV leaves it out.)
+    SparQ (Ribar et al. 2023), algorithm 1: the r largest |q| give approximate scores, softmax(q_r . K_r / sqrt(d x
+    |q_r|_1 / |q|_1)); the top k entries are read; out = alpha x attention + (1 - alpha) x mean of all values, alpha the
+    approximate mass of what was read. Within the budget everything is read and nothing blended. Cost: a second copy of
+    the keys that lies by dimension, so that storage is 1.5 times the full cache; a running sum of the values; at every
+    step r dimensions of the copy are loaded. (The mean value, one vector a step, is left out of the budget, as RocketKV
+    leaves it out.)
 
     Choices: RocketKV's accounting (its appendix A.3), half of what is read finds and half attends: k = budget // 2, and
     r such that r dimensions of all keys weigh as much, S the prompt and the new tokens that are announced. Where

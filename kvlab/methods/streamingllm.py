@@ -12,9 +12,11 @@ from kvlab.methods.prompt import Prompt
 
 
 class StreamingLLM(Policy):
-    """The first `sinks` tokens and the most recent ones, at the prefill and at every decoding step.
+    """Keeps the first `sinks` tokens and the most recent ones, at the prefill and at every decoding step.
 
-    StreamingLLM, section 3.2: attention sinks beside a rolling window. Cost: none; it scores nothing.
+    StreamingLLM (Xiao et al. 2023), section 3.2: attention sinks, the first tokens, which draw attention whatever they
+    say, stay beside a rolling window of the latest ones. Each new token evicts the oldest of the window. Cost: none; it
+    scores nothing.
 
     Choices: keys keep their own positions (the original renumbers them inside the cache).
 

@@ -29,9 +29,10 @@ def _object(scorer: Any) -> Any:
 class ThinK(Around):
     """Drops channels of the prompt's keys, in each KV head those that the last queries weigh least; prefill only.
 
-    ThinK, section 3.2: the weight of a channel is the size of its share in the products of the last `window` queries
-    with all keys, |q_c|^2 x |k_c|^2; the `ratio` of channels with the smallest goes. Tokens all stay, or those that a
-    `scorer` keeps; generated tokens are kept whole. Cost: two sums of squares; a mask of the channels for each head.
+    ThinK (Xu et al. 2024), section 3.2: the weight of a channel is the size of its share in the products of the last
+    `window` queries with all keys, |q_c|^2 x |k_c|^2; the `ratio` of channels with the smallest goes. Tokens all stay,
+    or those that a `scorer` keeps; generated tokens are kept whole. Cost: two sums of squares; a mask of the channels
+    for each head.
 
     Choices: squares are averaged over the GQA group, and over all keys of the prompt, as in kvpress. Keys of the last
     `window` tokens stay whole, as in the authors' code. Dropped channels are zeros where keys lie: the bytes that are

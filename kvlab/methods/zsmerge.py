@@ -15,9 +15,10 @@ from kvlab.methods.prompt import Prompt
 
 
 class ZSMerge(Policy):
-    """Three parts: proximity (the latest Bp), context (the Bc of largest score), residual (Br slots of merged tokens).
+    """Keeps three parts: proximity (the latest Bp), context (the Bc of largest score), residual (Br slots of merged
+    tokens).
 
-    ZSMerge, algorithm 1 and eq. 3-8. Scores decay and gather attention (eq. 5). The token that leaves the proximity
+    ZSMerge, algorithm 1 and eq. 3-8: scores decay and gather attention (eq. 5). The token that leaves the proximity
     part joins the context; the context's lowest score leaves it, into a free residual slot or merged into the one with
     the largest dot product (eq. 6-7). Logits of merged entries get alpha x log(count) (eq. 8). Of equal scores the
     earlier position stays. Cost: one score and one count for each entry.

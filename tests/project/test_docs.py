@@ -22,6 +22,8 @@ from kvlab.inputs import models
 from kvlab.inputs.models import loading
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Made by `kvlab pages`.
+METHODS = sorted((ROOT / "docs" / "policies").glob("*.md"))
 COMMANDS = typer.main.get_command(cli.app).commands
 
 
@@ -52,14 +54,14 @@ def lines(page: Path, first: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in shown if line.startswith(f"{first} ")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + METHODS, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
         if not target.startswith("https://"):
             assert (page.parent / target).is_file(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + METHODS, ids=lambda page: page.name)
 def test_commands_and_their_options_exist(page):
     for _, name, *words in lines(page, "kvlab"):
         assert name in COMMANDS, name
@@ -73,7 +75,7 @@ def test_commands_and_their_options_exist(page):
 
 def test_policies_and_experiments_are_those_that_there_are():
     table = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    rows = re.findall(r"^\| \[`(\w+)`\]\(policies/\1\.md\) \|", table, re.MULTILINE)
     missing = [name for name in kvlab.policies() if name not in rows]
     assert not missing, f"docs/policies.md has no row for {', '.join(missing)}"
     assert rows == kvlab.policies()

@@ -29,7 +29,7 @@ LAYERS = (
     "papers analyses workbench commands cli __main__"
 ).split()
 # ... and those of `workbench`.
-SHELVES = "project experiments store jobs figures explorer report mlflow_app ui doctor listing lab".split()
+SHELVES = "project experiments store jobs figures explorer method_pages report mlflow_app ui doctor listing lab".split()
 
 
 def canonical(name: str) -> str:

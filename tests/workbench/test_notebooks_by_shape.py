@@ -23,6 +23,7 @@ OWN = {
     "dapq_position_vs_content": {"trials": 1, "shorter": 200, "longest": 600},
     "dapq_pseudo_queries": {"new_tokens": 32, "draws": 1},
     "dapq_window_recall": {"new_tokens": 32},
+    "evict_or_quantise": {"budgets": [0.2, 0.6], "policies": ["snapkv", "h2o"], "whole": ["kivi-4", "fp8"]},
     "morphkv_long_responses": {"tokens": 800},
     "morphkv_window_ablation": {"tokens": 560},
     "rocketkv_budgets": {"tokens": 1700},

@@ -47,30 +47,43 @@ TOGETHER = 8
 
 
 @torch.inference_mode()
+def forced(lm: LM, sessions: Sequence[Session], answer: Tensor, at_once: bool) -> Tensor:
+    """Feed an answer under several caches whose prompts have ended, all in one batch.
+
+    Args:
+        answer: ids `[n]`.
+        at_once: one forward pass for all tokens; for policies that do nothing while decoding the result is the same.
+
+    Returns:
+        float32 logits `[sessions, n - 1, vocabulary]` of the tokens from the second on.
+    """
+    told = answer[:-1].to(lm.device).expand(len(sessions), -1)
+    with compress(lm.model, Full(), turns="leave") as together:
+        past = together.join(sessions)
+        rest = [
+            lm.model(ids, past_key_values=past, use_cache=True).logits
+            for ids in told.split(told.shape[1] if at_once else 1, dim=1)
+        ]
+    return torch.cat(rest, 1).float()
+
+
 def follow(
     lm: LM, sessions: Sequence[Session], firsts: Sequence[Tensor], answer: Tensor, at_once: bool
 ) -> list[tuple[float, float, float]]:
-    """Feed the answer under several caches whose prompts have ended, all in one batch.
+    """Score an answer that is fed under several caches, as `forced` takes it.
 
     Args:
         firsts: for each session, logits `[vocabulary]` of the answer's first token, from the prompt.
         answer: ids `[n]`, n > SCORED_FROM.
-        at_once: one forward pass for all tokens; for policies that do nothing while decoding the result is the same.
 
     Returns:
         For each session nll, mean negative log-likelihood in nats of the tokens from SCORED_FROM on; score, 1 where
         every token, the first ones too, is the likeliest, so that greedy decoding gives this answer; hits, the share of
         the tokens from SCORED_FROM on that are the likeliest after the right ones before them.
     """
-    fed, target = answer[:-1].to(lm.device).expand(len(sessions), -1), answer[1:].to(lm.device)
-    with compress(lm.model, Full(), turns="leave") as together:
-        past = together.join(sessions)
-        rest = [
-            lm.model(ids, past_key_values=past, use_cache=True).logits
-            for ids in fed.split(fed.shape[1] if at_once else 1, dim=1)
-        ]
+    target = answer[1:].to(lm.device)
     results, scored = [], slice(SCORED_FROM - 1, None)
-    for logits, first in zip(torch.cat(rest, 1).float(), firsts, strict=True):
+    for logits, first in zip(forced(lm, sessions, answer, at_once), firsts, strict=True):
         right = logits.argmax(-1) == target
         score = bool(right.all()) and int(first.argmax(-1)) == int(answer[0])
         nll, hits = F.cross_entropy(logits[scored], target[scored]), right[scored].float().mean()

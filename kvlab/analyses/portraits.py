@@ -1,0 +1,248 @@
+"""What a page of each method shows: what it keeps of one text, what it costs, and what it loses on a few documents.
+
+Every trace is captured once for all methods. Budgets are shares of the prompt.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvlab.analyses import lookups
+from kvlab.analyses.texts import to_summarise
+from kvlab.bench import clock, memory, meters
+from kvlab.bench.timing import Contender, generate
+from kvlab.inputs import corpus
+from kvlab.instruments.probes import Probe, Records, Seen
+from kvlab.lib import bars, bootstrap
+from kvlab.methods import Policy, has_budget, policy
+from kvlab.replays.single import Replay
+from kvlab.traces import shared
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+    from kvlab.traces.trace import Trace
+
+    Advance = Callable[[str, int], None]
+
+BESIDE = ("snapkv", "streamingllm", "full")
+"""What every method is shown beside."""
+MEASURES = ("recall", "mass_lost", "output_error", "stored_bytes", "read_bytes")
+COSTS = {"time_to_first_token": "first token", "time_per_output_token": "decoding step"}
+GROUP = 5  # policies that are timed in turns with one plain run
+WARM = 128  # tokens of the run before the clock starts
+REPLAYED, DRAWN = 200, 400  # a replay and a picture, in tokens of a prefill that take as long
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured for the pages.
+
+    Attributes:
+        documents: names as `kvlab.document` takes them, of at least `tokens` tokens; the first is the one in pictures.
+        tokens: length of each prompt, which asks to summarise the start of a document.
+        new_tokens: length of each greedy response, and number of timed decoding steps.
+        budget: of the pictures and the timings.
+        budgets: of the table.
+        repeats: rounds of timed runs.
+    """
+
+    documents: tuple[str, ...] = ("sotu/1962", "sotu/1999", "squad/Oxygen", "squad/Rhine")
+    tokens: int = 700
+    new_tokens: int = 16
+    budget: float = 0.2
+    budgets: tuple[float, ...] = (0.1, 0.2, 0.4)
+    repeats: int = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Portrait:
+    """What one policy keeps of one prompt.
+
+    Attributes:
+        policy, document: what was replayed, and the name of the text.
+        entries: what the budget came to, for each layer and KV head.
+        layers: numbers of the layers in the model.
+        stored: bool `[layers, kv_heads, prompt]`, which tokens are stored when the prompt has ended.
+        read: `[layers, kv_heads, prompt + steps]`, the share of the decoding steps after a token that read it; None for
+            a policy that does nothing while decoding.
+        merged: bool `[layers, kv_heads, prompt]`, tokens in whose entries others are merged; None where there are none.
+        channels: `[layers, kv_heads, head_dim]`, the share of the prompt's stored keys that hold a channel; None for a
+            policy that leaves keys as they are.
+    """
+
+    policy: Policy
+    document: str
+    entries: int
+    layers: tuple[int, ...]
+    stored: Tensor
+    read: Tensor | None = None
+    merged: Tensor | None = None
+    channels: Tensor | None = None
+
+    @property
+    def prompt(self) -> int:
+        return self.stored.shape[-1]
+
+    @property
+    def stored_entries(self) -> Tensor:
+        """How many tokens each KV head stores when the prompt has ended, `[layers, kv_heads]`."""
+        return self.stored.float().sum(-1)
+
+    @property
+    def read_entries(self) -> Tensor:
+        """How many tokens a decoding step reads in each KV head, on average, `[layers, kv_heads]`."""
+        assert self.read is not None, "only what acts while decoding has these"
+        length = self.read.shape[-1]
+        return (self.read * _seen_by(length, self.prompt)).sum(-1) / (length - self.prompt)
+
+
+class _Fresh(Probe):
+    """What the store holds beside positions as decoding begins: merged entries, and channels that are gone."""
+
+    name = "fresh"
+
+    def __init__(self, prompt: int):
+        self.prompt, self.merged, self.channels = prompt, None, None
+
+    def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
+        if where["step"] != 1:
+            return
+        store = seen.store
+        ours = (store.positions >= 0) & (store.positions < self.prompt)
+        if store.merged:
+            positions = store.positions.masked_fill(~ours | (store.fusion_counts <= 1), -1)
+            self.merged = torch.stack([_marked(row, self.prompt) for row in positions])
+        if seen.policy.rewrites:
+            held = (store.keys != 0) & ours[..., None]
+            self.channels = (held.sum(2) / ours.sum(2)[..., None]).cpu()
+
+
+def _marked(positions: Tensor, length: int) -> Tensor:
+    """Positions `[sets, n]`, -1 padded, as a mask, bool `[sets, length]`."""
+    mask = torch.zeros(positions.shape[0], length + 1, dtype=torch.bool)
+    mask.scatter_(1, positions.cpu() + 1, True)
+    return mask[:, 1:]
+
+
+def chosen(lm: LM, name: str, budget: float) -> Policy:
+    """The policy at its defaults, with what was measured once for this very model and comes with kvlab."""
+    given: dict[str, Any] = {"budget": budget} if has_budget(name) else {}
+    if name == "duoattention":
+        # Its default parts would take the whole budget of a prompt this short, and leave no retrieval head.
+        given |= {"sinks": 4, "recent": 32, "heads": lookups.head_scores(lm)}
+    if name == "compilerkv":
+        given["tables"] = lookups.tables(lm)
+    return policy(name, **given)
+
+
+def traces(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -> list[Trace]:
+    """A trace for each document, with what these policies and those beside them ask for."""
+    asked, found = sorted({*names, *BESIDE}), []
+    for document in settings.documents:
+        advance(f"reading {document}", 0)
+        prompt = to_summarise(lm, corpus.document(document), settings.tokens)
+        found.append(shared.shared(lm, prompt, settings.new_tokens, policies=asked, progress=False))
+        advance(f"reading {document}", settings.tokens)
+    return found
+
+
+def portrait(trace: Trace, method: Policy, document: str) -> Portrait:
+    """What a policy keeps of one trace, and what its decoding steps read."""
+    fresh = _Fresh(trace.prompt_length)
+    replayed = Replay(trace, method, [fresh])
+    stored = torch.stack([_marked(replayed.kept(layer), trace.prompt_length) for layer in trace.layers])
+    read = _reads(replayed) if method.acts_while_decoding else None
+    layers = tuple(trace.layers)
+    return Portrait(method, document, replayed.budget, layers, stored, read, fresh.merged, fresh.channels)
+
+
+def _reads(replayed: Replay) -> Tensor:
+    trace = replayed.trace
+    steps = range(1, trace.steps + 1)
+    times = torch.zeros(trace.n_layers, trace.kv_heads, trace.length)
+    for place, layer in enumerate(trace.layers):
+        for step in steps:
+            times[place] += _marked(replayed.kept(layer, step), trace.length)
+    return times / _seen_by(trace.length, trace.prompt_length)
+
+
+def _seen_by(length: int, prompt: int) -> Tensor:
+    """How many decoding steps can read each token, `[length]`: one of the response from its own step on."""
+    return (length - torch.arange(length)).clamp_max(length - prompt)
+
+
+def qualities(
+    lm: LM, names: Sequence[str], traces: Sequence[Trace], settings: Settings, advance: Advance
+) -> pd.DataFrame:
+    """What the policies, and those beside them, lose on the traces.
+
+    Returns:
+        A table with a row for each policy, budget (missing where it has none) and measure: policy, budget, measure,
+        value, low, high, the last three the mean over documents and its 95 % bootstrap interval.
+    """
+    rows = []
+    for name in dict.fromkeys([*names, *BESIDE]):
+        for budget in settings.budgets if has_budget(name) else settings.budgets[:1]:
+            method = chosen(lm, name, budget)
+            summaries = []
+            for trace in traces:
+                summaries.append(Replay(trace, method).summary)
+                advance(f"replaying {name}", REPLAYED)
+            asked = budget if has_budget(name) else None
+            for measure in MEASURES:
+                value, (low, high) = bootstrap.summarise([summary[measure] for summary in summaries])
+                rows.append([name, asked, measure, value, low, high])
+    return pd.DataFrame(rows, columns=["policy", "budget", "measure", "value", "low", "high"])
+
+
+def costs(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -> pd.DataFrame:
+    """Times against transformers' own full cache, which a few policies at a time take turns with.
+
+    Returns:
+        A table with a row for each policy and each of `COSTS`: policy, metric, ratio, low, high, the last three the
+        median and the extremes over rounds, each run against the plain one of its round.
+    """
+    ids, _ = meters.prompt(lm, settings.tokens)
+    plain, rows = Contender(), []
+    for start in range(0, len(names), GROUP):
+        rivals = {name: Contender(chosen(lm, name, settings.budget)) for name in names[start : start + GROUP]}
+        turns = [plain, *rivals.values()]
+        for one in turns:
+            generate(lm, ids[:, :WARM], 2, one)
+        taken: dict[Contender, list[dict[str, float]]] = {one: [] for one in turns}
+        for _, one in clock.rounds(turns, settings.repeats):
+            memory.tidy()
+            taken[one].append(generate(lm, ids, settings.new_tokens, one))
+            advance(f"timing {one.name}", _fed(settings))
+        for name, one in rivals.items():
+            for metric in COSTS:
+                runs = [[run[metric] for run in taken[each]] for each in (one, plain)]
+                ratios = clock.ratios(*runs)
+                rows.append([name, metric, statistics.median(ratios), min(ratios), max(ratios)])
+    return pd.DataFrame(rows, columns=["policy", "metric", "ratio", "low", "high"])
+
+
+def _fed(settings: Settings) -> int:
+    """The work of one timed run, in tokens of a prefill."""
+    return bars.work(settings.tokens, *[1] * settings.new_tokens)
+
+
+def work(names: Sequence[str], settings: Settings) -> int:
+    """All that `traces`, `portrait`, `qualities` and `costs` report to `advance` for these policies, and the pictures
+    of them, in tokens of a prefill.
+    """
+    budgets = sum(len(settings.budgets) if has_budget(name) else 1 for name in dict.fromkeys([*names, *BESIDE]))
+    groups = -(-len(names) // GROUP)
+    return (
+        settings.tokens * len(settings.documents)
+        + (REPLAYED + DRAWN) * len(names)
+        + REPLAYED * budgets * len(settings.documents)
+        + _fed(settings) * settings.repeats * (len(names) + groups)
+    )

@@ -1,0 +1,363 @@
+"""Evict or quantise, or both? Policies and storages of what they keep, compared at equal stored bytes.
+
+Three losses, each zero for the full cache as it is: the error of the attention output (open loop), the divergence of
+the next token's distribution along the full model's own response, and the digits of a needle that are no longer the
+likeliest. Bytes are those of a server in bfloat16 (`served`), as a share of the full cache's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvlab import evaluation
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.tasks import scores
+from kvlab.analyses.tasks.contenders import contenders
+from kvlab.analyses.tasks.examples import Item
+from kvlab.analyses.together import equal_bytes
+from kvlab.analyses.together.served import forms
+from kvlab.core import hookable
+from kvlab.core.storage import AS_IS, Storage
+from kvlab.errors import KvlabError
+from kvlab.lib import bars
+from kvlab.live.gather import gather
+from kvlab.live.session import compress
+from kvlab.methods import Policy
+from kvlab.methods.full import Full
+from kvlab.replays.run import Replay
+from kvlab.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+
+PLAIN = AS_IS.name
+MEASURES = {
+    "output_error": "relative error of the attention output",
+    "kl": "KL of the next token, nats",
+    "needles_lost": "digits of needles lost",
+}
+CURVE = ["policy", "storage"]
+
+WHOLE = "full/{storage}/{measure}"
+SIZE = "full/{storage}/share"
+EVICT = "evict_or_quantise/{storage}/{policy}/{measure}"
+"""A policy as it is at the bytes of the full cache in `storage`, minus that cache: above zero, quantising wins."""
+BOTH = "both_or_quantise/{storage}/{policy}/{other}/{measure}"
+"""A policy stored as `other` at the bytes of the full cache in `storage`, minus that cache: below zero, both are."""
+ALONE = "both_or_evict/{share:g}/{policy}/{other}/{measure}"
+"""A policy as it is minus the same stored as `other`, both at a share of the full cache: above zero, both win."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A policy, and in what form what it keeps is stored.
+
+    Attributes:
+        form: the name of the storage that was asked for.
+    """
+
+    policy: Policy
+    form: str
+    storage: Storage
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        return {"policy": self.policy.name, "budget": getattr(self.policy, "budget", None), "storage": self.form}
+
+
+def systems(
+    lm: LM,
+    names: Sequence[str],
+    budgets: Sequence[int | float],
+    storages: Sequence[str],
+    whole: Sequence[str],
+    heads: str | None = None,
+    tables: str | None = None,
+) -> list[System]:
+    """The full cache as it is, first; then in each storage of `whole`; then the policies in each of `storages`.
+
+    Raises:
+        KvlabError: an unknown policy or storage, or a budget that a policy cannot have.
+    """
+    head_dim = hookable.head_dim_of(lm.model, hookable.layers_of(lm.model)[0])
+    known = forms(list(dict.fromkeys([PLAIN, *whole, *storages])), head_dim)
+    full = [(Full(), form) for form in dict.fromkeys([PLAIN, *whole])]
+    evicting = [policy for policy in contenders(budgets, heads, tables, names, pad="budget") if policy.name != "full"]
+    every = full + [(policy, form) for policy in evicting for form in dict.fromkeys(storages)]
+    return [System(policy, form, known[form]) for policy, form in every]
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+def measure(lm: LM, traces: Sequence[Trace], found: Sequence[System], items: Sequence[Item]) -> pd.DataFrame:
+    """The three losses of every system on every document.
+
+    Args:
+        found: from `systems`.
+        items: a needle in each document.
+
+    Returns:
+        One row for each: document, policy, budget (missing for the full cache), storage, measure, value, stored_bytes
+        (of entries and what a policy keeps beside them), full_bytes (what the full cache stores there).
+    """
+    rows: list[dict[str, Any]] = []
+    total = (2 * len(traces) + len(items)) * len(found)
+    with bars.counting(total, "storages", "system") as bar, warnings.catch_warnings():
+        # compilerkv and duoattention say at every replay that they run without tables or head scores.
+        warnings.simplefilter("ignore", UserWarning)
+        for trace in traces:
+            for document, of_one in (
+                (trace.document, _errors(trace, found)),
+                (trace.document, _divergences(lm, trace, found)),
+            ):
+                rows += _counted(document, of_one, bar)
+        for item in items:
+            rows += _counted(item.document, _digits(lm, item, found), bar)
+    return pd.DataFrame(rows)
+
+
+Measured = Iterator[tuple[System, str, float, float]]
+"""A system, a measure, its value, and the bytes stored."""
+
+
+def _counted(document: str, measured: Measured, bar: Any) -> list[dict[str, Any]]:
+    rows = []
+    for system, name, value, size in measured:
+        rows.append({"document": document, **system.marks, "measure": name, "value": value, "stored_bytes": size})
+        bar.update()
+    (full,) = (row["stored_bytes"] for row in rows if row["policy"] == "full" and row["storage"] == PLAIN)
+    return [row | {"full_bytes": full} for row in rows]
+
+
+def _errors(trace: Trace, found: Iterable[System]) -> Measured:
+    for system in found:
+        means = Replay(trace, system.policy, storage=system.storage).summary
+        yield system, "output_error", means["output_error"], means["stored_bytes"]
+
+
+def _divergences(lm: LM, trace: Trace, found: Sequence[System]) -> Measured:
+    if trace.ids is None:
+        raise KvlabError("this trace holds no token ids, so nothing can be fed along its response")
+    prompt, response = trace.ids[None, : trace.prompt_length], trace.ids[trace.prompt_length :]
+    full = None
+    for system, logits, size in under(lm, prompt, response, found):
+        chances = logits[scores.SCORED_FROM - 1 :].log_softmax(-1)
+        full = chances if full is None else full
+        yield system, "kl", float(F.kl_div(chances, full, reduction="batchmean", log_target=True)), size
+
+
+def _digits(lm: LM, item: Item, found: Sequence[System]) -> Measured:
+    prompt = evaluation.feed(lm, item.example, "prompt").ids
+    tokenizer = lm.require_tokenizer("answers cannot be scored")
+    answer = torch.tensor(tokenizer(item.answer, add_special_tokens=False)["input_ids"])
+    scored = slice(scores.SCORED_FROM, None)
+    for system, logits, size in under(lm, prompt, answer, found):
+        missed = logits.argmax(-1).cpu()[scores.SCORED_FROM - 1 :] != answer[scored]
+        yield system, "needles_lost", float(missed.float().mean()), size
+
+
+@torch.inference_mode()
+def under(
+    lm: LM, prompt: Tensor, continuation: Tensor, found: Sequence[System]
+) -> Iterator[tuple[System, Tensor, float]]:
+    """A continuation fed under every system, all from one prefill.
+
+    Args:
+        prompt: ids `[1, length]`.
+        continuation: ids `[n]`, whose first token is predicted before anything is compressed, and the second while a
+            policy that prunes at its first step still reads the whole prompt (see `scores`).
+
+    Yields:
+        Each system (those first that change nothing while they decode), float32 logits `[n - 1, vocabulary]` of the
+        tokens from the second on, and bytes stored at the end.
+
+    Raises:
+        KvlabError: a continuation without a scored token.
+    """
+    if len(continuation) <= scores.SCORED_FROM:
+        raise KvlabError(
+            f"a continuation of {len(continuation)} tokens cannot be scored: {scores.SCORED_FROM + 1} are needed"
+        )
+    with gather(lm.model, [system.policy for system in found]):
+        prefilled = lm.model(prompt.to(lm.device), use_cache=True, logits_to_keep=1).past_key_values
+    options: dict[str, Any] = {"turns": "leave", "tokenizer": lm.tokenizer, "max_new_tokens": len(continuation)}
+    for batch, at_once in _batches(found):
+        sessions = []
+        for system in batch:
+            with compress(lm.model, system.policy, storage=system.storage, **options) as session:
+                session.branch(prefilled)
+                session.end_prompt()
+            sessions.append(session)
+        logits = scores.forced(lm, sessions, continuation, at_once)
+        for system, session, own in zip(batch, sessions, logits, strict=True):
+            yield system, own, session.kv_bytes + session.aux_bytes
+
+
+def _batches(found: Sequence[System]) -> Iterator[tuple[list[System], bool]]:
+    """Batches of systems, each with whether nothing that they have stored changes while they decode."""
+    for resting in (True, False):
+        alike = [
+            system for system in found if resting == (system.form == PLAIN and not system.policy.acts_while_decoding)
+        ]
+        size = scores.TOGETHER
+        yield from ((alike[start : start + size], resting) for start in range(0, len(alike), size))
+
+
+# ---------------------------------------------------------------------------------------------------- at equal bytes
+
+
+def read_off(measured: pd.DataFrame, policy: str, storage: str, name: str, at: pd.Series) -> pd.Series | None:
+    """A system's loss at given bytes, document by document: its curve over its budgets, read off between two of them.
+
+    Args:
+        measured: from `measure`.
+        name: the measure.
+        at: bytes, by document.
+
+    Returns:
+        Values by document; None where one of them lies beyond what was measured there.
+    """
+    curve = measured.query("policy == @policy and storage == @storage and measure == @name")
+    values: dict[str, float | None] = {}
+    for document, part in curve.sort_values("budget").groupby("document", sort=False):
+        sizes, size = part["stored_bytes"].tolist(), float(at.to_dict()[document])
+        values[str(document)] = equal_bytes.interpolate(sizes, part["value"].tolist(), size).value
+    found = pd.Series(values, dtype=float)
+    return None if found.isna().any() or not len(found) else found
+
+
+def findings(measured: pd.DataFrame, shares: Sequence[float]) -> Findings:
+    """The full cache in each storage, and who loses less at equal bytes, as paired differences over documents.
+
+    Args:
+        measured: from `measure`.
+        shares: of the full cache's bytes, at which policies as they are meet the same in another storage.
+
+    Returns:
+        Rows of WHOLE, SIZE, EVICT, BOTH and ALONE, with intervals over documents; only those that exist.
+    """
+    found = Findings(measured)
+    full = measured.query("policy == 'full'")
+    policies = [str(name) for name in measured["policy"].unique() if name != "full"]
+    forms = [str(name) for name in measured["storage"].unique()]
+    for name in MEASURES:
+        wholes = full.query("measure == @name").set_index("document")
+        for storage, part in wholes.groupby("storage", sort=False):
+            losses, size = _column(part, "value"), _column(part, "stored_bytes")
+            found.add(WHOLE, losses, storage=storage, measure=name)
+            found.add(SIZE, size / _column(part, "full_bytes"), storage=storage)
+            if storage == PLAIN:
+                continue
+            for policy in policies:
+                for other in forms:
+                    own = read_off(measured, policy, other, name, size)
+                    if own is None:
+                        continue
+                    keys = {"storage": storage, "policy": policy, "measure": name}
+                    if other == PLAIN:
+                        found.add_difference(EVICT, own, losses, **keys)
+                    else:
+                        found.add_difference(BOTH, own, losses, other=other, **keys)
+        everything = _column(wholes.query("storage == @PLAIN"), "full_bytes")
+        for share in shares:
+            for policy in policies:
+                alone = read_off(measured, policy, PLAIN, name, share * everything)
+                for other in forms:
+                    both = read_off(measured, policy, other, name, share * everything)
+                    if other != PLAIN and alone is not None and both is not None:
+                        found.add_difference(ALONE, alone, both, share=share, policy=policy, other=other, measure=name)
+    return found
+
+
+def _column(table: pd.DataFrame, name: str) -> pd.Series:
+    return cast("pd.Series", table[name])
+
+
+def points(measured: pd.DataFrame, name: str, slack: float = 0.02) -> pd.DataFrame:
+    """What to draw of a measure: policy, storage, budget, share, value (means over documents), front.
+
+    The front is that of all systems but the full cache as it is, in which every curve ends (see `equal_bytes.front`).
+    """
+    part = measured.query("measure == @name").copy()
+    part["share"] = part["stored_bytes"] / part["full_bytes"]
+    keys = [*CURVE, "budget"]
+    means = part.groupby(keys, sort=False, dropna=False).agg({"share": "mean", "value": "mean"}).reset_index()
+    reference = (means["policy"] == "full") & (means["storage"] == PLAIN)
+    means["front"] = False
+    others = means.loc[~reference]
+    means.loc[~reference, "front"] = equal_bytes.front(others["share"].tolist(), others["value"].tolist(), slack)
+    return means
+
+
+# ---------------------------------------------------------------------------------------------------- in words
+
+
+def answers(found: Findings, name: str = "kl") -> list[str]:
+    """The plain answers to "evict or quantise?" and "both?" by one measure, each a sentence with its numbers.
+
+    The best evictor is chosen on the same documents that it is judged on, which flatters it.
+    """
+    documents = found.table.query("measure == @name")["document"].nunique()
+    told = []
+    evict = found.frame(EVICT).query("measure == @name")
+    both = found.frame(BOTH).query("measure == @name and storage != other")
+    alone = found.frame(ALONE).query("measure == @name")
+    for storage, part in evict.groupby("storage", sort=False):
+        best = _row(part, part["value"].argmin())
+        share = found.row(SIZE, storage=storage).value
+        loss = found.row(WHOLE, storage=storage, measure=name).value
+        told.append(
+            f"Evict or quantise? The full cache in {storage} stores {share:.0%} and loses {loss:.3g}; at these bytes "
+            f"the best evictor, {best['policy']}, {_against(best, 'quantising')}."
+        )
+    for keys, part in both.groupby(["storage", "other"], sort=False):
+        storage, other = cast("tuple[str, str]", keys)
+        best = _row(part, part["value"].argmin())
+        told.append(
+            f"Both? At the bytes of the full cache in {storage}, {best['policy']} stored in {other} "
+            f"{_against(best, f'{storage} alone')}."
+        )
+    for keys, part in alone.groupby(["share", "other"], sort=False):
+        share, other = cast("tuple[float, str]", keys)
+        sure, worse = len(part.query("low > 0")), len(part.query("high < 0"))
+        best = _row(part, part["value"].argmax())
+        told.append(
+            f"At {share:.0%} of the full cache, {sure} of {len(part)} evictors lose less when more entries are kept in "
+            f"{other} than fewer as they are, and {worse} lose more; {best['policy']} gains most, {best['value']:.3g} "
+            f"({_interval(best)})."
+        )
+    return [f"By {MEASURES[name]}, means over {documents} documents with 95 % intervals:", *told]
+
+
+def _row(table: pd.DataFrame, place: Any) -> dict[str, Any]:
+    return {str(name): value for name, value in table.to_dict("records")[int(place)].items()}
+
+
+def _against(row: dict[str, Any], other: str) -> str:
+    difference = f"{abs(row['value']):.3g}"
+    if row["low"] > 0:
+        return f"loses {difference} more than {other} ({_interval(row)})"
+    if row["high"] < 0:
+        return f"loses {difference} less than {other} ({_interval(row)})"
+    return f"cannot be told from {other}: {row['value']:+.3g} ({_interval(row)})"
+
+
+def _interval(row: dict[str, Any]) -> str:
+    return f"{row['low']:.3g} to {row['high']:.3g}"
+
+
+def in_words(measured: pd.DataFrame) -> str:
+    """The extent of what `measure` measured, as text."""
+    whole = measured.query("policy == 'full' and storage == @PLAIN and measure == 'kl'")["full_bytes"].to_numpy().mean()
+    count = measured.drop_duplicates([*CURVE, "budget"]).shape[0]
+    documents = measured.query("measure == 'kl'")["document"].nunique()
+    return f"{count} systems, {documents} documents; the full cache in bfloat16: {equal_bytes.mebibytes(whole, '.1f')}"
