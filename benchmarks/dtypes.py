@@ -30,6 +30,7 @@ from kvlab.inputs.models import LM, load
 
 TYPES = ("float32", "bfloat16")
 POLICIES = ["streamingllm", "snapkv", "h2o", "dapq"]
+MODELS = ["smollm2-135m"]
 
 
 def decoding(lm: LM, ids: torch.Tensor, steps: int) -> list[float]:
@@ -108,7 +109,7 @@ def shown_losses(found: dict[tuple, list[float]], title: str) -> Table:
 
 
 def main(
-    model: Annotated[list[str], typer.Option(help="As for kvlab.load; may be given several times.")] = DEFAULT,
+    model: Annotated[list[str], typer.Option(help="As for kvlab.load; may be given several times.")] = MODELS,
     tokens: Annotated[int, typer.Option(min=100, help="Length of a prompt.")] = 600,
     steps: Annotated[int, typer.Option(min=1, help="Decoding steps; the median is taken in each round.")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is shown.")] = 5,
