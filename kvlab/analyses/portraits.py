@@ -20,7 +20,7 @@ from kvlab.bench import clock, memory, meters
 from kvlab.bench.timing import Contender, generate
 from kvlab.inputs import corpus
 from kvlab.instruments.probes import Probe, Records, Seen
-from kvlab.lib import bars, bootstrap
+from kvlab.lib import bars, intervals
 from kvlab.methods import Policy, has_budget, policy
 from kvlab.replays.single import Replay
 from kvlab.traces import shared
@@ -185,7 +185,7 @@ def qualities(
 
     Returns:
         A table with a row for each policy, budget (missing where it has none) and measure: policy, budget, measure,
-        value, low, high, the last three the mean over documents and its 95 % bootstrap interval.
+        value, low, high, the last three the mean over documents and its 95 % interval.
     """
     rows = []
     for name in dict.fromkeys([*names, *BESIDE]):
@@ -197,7 +197,7 @@ def qualities(
                 advance(f"replaying {name}", REPLAYED)
             asked = budget if has_budget(name) else None
             for measure in MEASURES:
-                value, (low, high) = bootstrap.summarise([summary[measure] for summary in summaries])
+                value, (low, high) = intervals.summarise([summary[measure] for summary in summaries])
                 rows.append([name, asked, measure, value, low, high])
     return pd.DataFrame(rows, columns=["policy", "budget", "measure", "value", "low", "high"])
 

@@ -153,12 +153,13 @@ def documents(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[D
     return [document(name) for name in named(wanted)]
 
 
-def named(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str | os.PathLike]:
+def named(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
     """The names and paths, with those of a set in its place. Raises KvlabError for an empty list."""
     listed = list(wanted) if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
     if not listed:
         raise KvlabError("no documents were named; give at least one, such as 'sotu/1962'")
-    return [name for given in listed for name in (SETS.get(given, (given,)) if isinstance(given, str) else (given,))]
+    paths = [os.fspath(given) if isinstance(given, os.PathLike) else given for given in listed]
+    return [name for given in paths for name in (SETS.get(given, (given,)) if isinstance(given, str) else (given,))]
 
 
 def genre(name: str) -> str:

@@ -136,7 +136,7 @@ def page(name: str, found: Found) -> str:
             _quality_rows(name, found),
         ),
         f"Means over {len(settings.documents)} documents ({documents}), of {settings.tokens:,} tokens with "
-        f"{settings.new_tokens} greedy ones each, with 95 % bootstrap intervals over documents. A budget is a share of "
+        f"{settings.new_tokens} greedy ones each, with 95 % intervals over documents. A budget is a share of "
         f"the prompt; bytes are means over steps.{_of_selection(method)}",
         f"Made by `kvlab pages --only {name}` with {found.model} and kvlab {__version__}.",
     ]
