@@ -39,7 +39,7 @@ DRAWS = {
 def test_intervals_cover_the_mean_at_the_numbers_of_documents_of_the_profiles(kind, documents):
     draw, mean = DRAWS[kind]
     random = np.random.default_rng(5)
-    drawn = [draw(random, documents) for _ in range(10000)]
+    drawn = [draw(random, documents) for _ in range(4000)]
     covered = np.mean([low <= mean <= high for low, high in map(interval, drawn)])
     assert covered >= 0.93
     resampled = random.integers(documents, size=(1000, documents))
