@@ -121,7 +121,8 @@ def score_(
     from kvlab import __version__
     from kvlab.lib.intervals import interval
 
-    low, high = (round(100 * end, 2) for end in interval(points))
+    # Of a few answers the interval reaches further than scores do.
+    low, high = (round(100 * min(max(end, 0), 1), 2) for end in interval(points))
     typer.echo(
         json.dumps(
             {

@@ -8,6 +8,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from support.spread import students
 from support.texts import FERRY
 
 import kvlab
@@ -106,9 +107,7 @@ def test_figure_4_is_made_of_replays(traces, figure_4):
         for name, values in errors.items():
             assert figure_4.metrics[f"error/{name}/{ratio:.2f}"] == pytest.approx(np.mean(values), rel=1e-5)
             low_high = figure_4.intervals[f"error/{name}/{ratio:.2f}"]
-            # Student's t with one degree of freedom, on a standard error of half the distance between the two.
-            reach = 12.7062 * abs(values[0] - values[1]) / 2
-            assert low_high == pytest.approx((np.mean(values) - reach, np.mean(values) + reach), rel=1e-4)
+            assert low_high == pytest.approx(students(values), rel=1e-4)
         for name, of in (("reduction", "merge"), ("reduction_alpha0", "merge_alpha0")):
             expected = np.mean([1 - m / e for m, e in zip(errors[of], errors["evict"], strict=True)])
             assert figure_4.metrics[f"{name}/{ratio:.2f}"] == pytest.approx(expected, abs=1e-5)

@@ -8,6 +8,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from support.spread import students
 
 from kvlab.analyses.dapq import position as dapq
 from kvlab.analyses.dapq.recall import with_pseudo
@@ -43,7 +44,7 @@ def test_table_1_is_the_mean_over_documents_of_cosines(lm, traces, table_1):
         a, b = post.double().numpy(), trace.response_queries[:, :, :N].double().numpy()
         found.append(((a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)).mean())
     assert table_1.metrics["similarity/post/dc_sp"] == pytest.approx(np.mean(found), abs=1e-5)
-    assert table_1.intervals["similarity/post/dc_sp"] == pytest.approx((min(found), max(found)), abs=1e-4)
+    assert table_1.intervals["similarity/post/dc_sp"] == pytest.approx(students(found), abs=1e-3)
     assert table_1.metrics["distance/post/dc_sp"] == pytest.approx(1 - np.mean(found), abs=1e-5)
 
 
@@ -58,13 +59,13 @@ def test_table_1s_effects_are_differences_paired_by_document(table_1):
     }
     for name, values in by_hand.items():
         assert table_1.metrics[f"effect/post/{name}"] == pytest.approx(values.mean())
-        assert table_1.intervals[f"effect/post/{name}"] == pytest.approx((values.min(), values.max()), abs=1e-4)
+        assert table_1.intervals[f"effect/post/{name}"] == pytest.approx(students(values), rel=1e-4, abs=1e-6)
     ratios = wide["dc_sp"] / wide["sc_dp"]
     assert table_1.metrics["ratio/post/dc_sp_over_sc_dp"] == pytest.approx(ratios.mean()) and len(ratios) == 2
     shares = by_hand["content/different_position"] / by_hand["position/different_content"]
     assert table_1.metrics["ratio/post/content_over_position"] == pytest.approx(shares.mean())
     low_high = table_1.intervals["ratio/post/content_over_position"]
-    assert low_high == pytest.approx((shares.min(), shares.max()), abs=1e-4)
+    assert low_high == pytest.approx(students(shares), rel=1e-4, abs=1e-6)
 
 
 def test_table_1_of_one_more_prompt_goes_by_its_length(lm, traces, table_1):
@@ -119,8 +120,8 @@ def test_figure_2a_repeats_with_its_seed_and_its_trials_differ(small):
     wide = post.groupby(["document", "condition"])["similarity"].mean().unstack()
     gap = wide["dc_sp"] - wide["sc_dp_m"]
     assert first.metrics["gap_random/post/dc_sp_less_sc_dp_m"] == pytest.approx(gap.mean())
-    low, high = first.intervals["gap_random/post/dc_sp_less_sc_dp_m"]
-    assert gap.min() <= low < gap.mean() < high <= gap.max()
+    interval = first.intervals["gap_random/post/dc_sp_less_sc_dp_m"]
+    assert interval == pytest.approx(students(gap), rel=1e-4, abs=1e-6)
     assert not first.table.equals(dapq.figure_2a(lm, traces, trials=2, n=8, seed=1).table)
 
 
@@ -199,7 +200,7 @@ def test_curves_of_documents_are_averaged_point_by_point():
     points = dapq.averaged(figure.table)
     two = points[points["context"] == "2k"].sort_values("start")
     assert two["similarity"].tolist() == pytest.approx([0.3, 0.9])
-    assert two["low"].tolist() == pytest.approx([0.1, 0.8], abs=1e-3)
+    assert two["low"].tolist() == pytest.approx([students((0.5, 0.1))[0], students((1.0, 0.8))[0]], rel=1e-4)
     assert (points[points["context"] == "4k"]["low"] == points[points["context"] == "4k"]["high"]).all()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import oracles
 from support.claims import unmeasured
+from support.spread import students
 from support.tensors import exact
 
 import kvlab
@@ -98,8 +99,8 @@ def test_figure_3_is_made_of_recalls(small, figure_3):
         leads = np.subtract(dap, snap)
         assert figure_3.metrics[f"window_recall/dapq/w{w}/b{b}"] == pytest.approx(np.mean(dap), abs=1e-6)
         assert figure_3.metrics[f"lead/window_recall/snapkv/w{w}/b{b}"] == pytest.approx(leads.mean(), abs=1e-6)
-        low, high = figure_3.intervals[f"lead/window_recall/snapkv/w{w}/b{b}"]
-        assert leads.min() - 1e-9 <= low <= leads.mean() <= high <= leads.max() + 1e-9
+        interval = figure_3.intervals[f"lead/window_recall/snapkv/w{w}/b{b}"]
+        assert interval == pytest.approx(students(leads), rel=1e-4, abs=1e-6)
 
 
 def test_figure_3s_random_contents_differ_between_documents(small, monkeypatch):

@@ -17,6 +17,7 @@ from support.rocketkv import (
     rows_of,
     top_of_group,
 )
+from support.spread import students
 from support.tensors import layer
 
 from kvlab import papers
@@ -128,7 +129,7 @@ def test_gains_are_paired_and_positive_where_the_first_is_better(found):
         gain = sign * (left - right)
         name = f"gain/{measure}/rocketkv_over_quest/c16"
         assert found.metrics[name] == pytest.approx(gain.mean())
-        assert gain.min() - 1e-9 <= found.intervals[name][0] <= found.intervals[name][1] <= gain.max() + 1e-9
+        assert found.intervals[name] == pytest.approx(students(gain), rel=1e-4, abs=1e-9)
     assert found.metrics["gain/mass_lost/exact_topk_over_rocketkv/c16"] > 0
     assert "gain/mass_lost/rocketkv_over_snapkv/c16" not in found.metrics
     assert "widening/mass_lost/rocketkv_over_snapkv" not in found.metrics

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.equal_bytes import FEW, MIB, table
+from support.spread import students
 
 import kvlab
 from kvlab.analyses.tasks.contenders import by_name, contender, contenders
@@ -106,7 +107,7 @@ def test_findings_name_side_share_policy_and_measure():
     found = equal_bytes.findings(FEW, {"read": [0.2], "stored": [0.2, 1.0]})
     assert found.metrics["read/0.2/keeps/output_error"] == pytest.approx(0.4)
     low, high = found.intervals["read/0.2/keeps/output_error"]
-    assert low == pytest.approx(0.3) and high == pytest.approx(0.5)
+    assert (low, high) == pytest.approx(students((0.3, 0.5)), rel=1e-4)
     assert found.metrics["read/0.2/selects/rank"] == 1
     assert found.metrics["stored/1/selects/output_error"] == pytest.approx((0.0 + 0.1) / 2)
     assert not any(name.startswith("stored/0.2/selects") for name in found.metrics)

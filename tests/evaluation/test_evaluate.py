@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock
 from support.evaluating import KILLED, POLICIES, Echo, wordy
 from support.live_runs import SMALL
+from support.spread import students
 
 import kvlab
 from kvlab import evaluation
@@ -143,7 +144,8 @@ def test_differences_are_paired_by_example():
     rows = evaluation.summary(found).set_index("policy")
     assert rows.loc["full", "score"] == rows.loc["snapkv", "score"] == 0.5
     assert rows.loc["snapkv", "difference"] == pytest.approx((-0.25 + 0 + 0.25) / 3)
-    assert rows.loc["snapkv", "difference_low"] >= -0.25 and rows.loc["snapkv", "difference_high"] <= 0.25
+    ends = rows.loc["snapkv", ["difference_low", "difference_high"]].tolist()
+    assert ends == pytest.approx(students((-0.25, 0, 0.25)), rel=1e-4)
     assert rows.loc["full", "difference"] == 0 and (rows.n == 3).all()
     for answer_ in found:
         answer_.marks["kind"] = "early" if answer_.example == "e0" else "late"
