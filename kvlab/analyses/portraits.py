@@ -50,7 +50,7 @@ class Settings:
         new_tokens: length of each greedy response, and number of timed decoding steps.
         budget: of the pictures and the timings.
         budgets: of the table.
-        repeats: rounds of timed runs.
+        repeats: rounds of timed runs; 0 for none, and no costs.
     """
 
     documents: tuple[str, ...] = ("sotu/1962", "sotu/1999", "squad/Oxygen", "squad/Rhine")
@@ -211,7 +211,7 @@ def costs(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) ->
     """
     ids, _ = meters.prompt(lm, settings.tokens)
     plain, rows = Contender(), []
-    for start in range(0, len(names), GROUP):
+    for start in range(0, len(names) if settings.repeats else 0, GROUP):
         rivals = {name: Contender(chosen(lm, name, settings.budget)) for name in names[start : start + GROUP]}
         turns = [plain, *rivals.values()]
         for one in turns:

@@ -106,6 +106,7 @@ def pages(
         Path, typer.Option("--out", help="Folder of the pages; pictures go into its folder figures.")
     ] = Path("docs/policies"),
     only: Annotated[str, typer.Option("--only", help="Policies with commas between them (default: all).")] = "",
+    repeats: Annotated[int, typer.Option("--repeats", min=0, help="Rounds of timed runs; 0 leaves the times out.")] = 3,
 ) -> None:
     """Write a page of each policy: its idea, what it keeps of one text, its cost, and how it does on the default model.
 
@@ -115,7 +116,7 @@ def pages(
     from kvlab.inputs import models
     from kvlab.workbench import method_pages
 
-    names, settings = method_pages.named(options.names(only)), portraits.Settings()
+    names, settings = method_pages.named(options.names(only)), portraits.Settings(repeats=repeats)
     method_pages.check_folder(out)
     with progress.feeding(portraits.work(names, settings)) as advance:
         written = method_pages.write(models.load(models.DEFAULT), names, out, settings, advance)

@@ -108,12 +108,9 @@ def page(name: str, found: Found) -> str:
         for names, meaning in told.parameters.items()
     ]
     budget = f" --budget {settings.budget:g}" if has_budget(name) else ""
-    bench = (
-        f"kvlab bench decode --policies {name}{budget} --contexts {settings.tokens} "
-        f"--new-tokens {settings.new_tokens} --repeats {settings.repeats}"
-    )
     documents = ", ".join(f"`{document}`" for document in settings.documents)
     others = _others(found.portraits[name].policy)
+    rounds = "" if settings.repeats == Settings().repeats else f" --repeats {settings.repeats}"
     parts = [
         f"# {name}",
         f"Paper: {told.paper}." if told.paper != "Not from a paper" else f"{told.paper}.",
@@ -125,11 +122,7 @@ def page(name: str, found: Found) -> str:
         _caption(found.portraits[name], settings),
         "## Cost",
         f"{told.cost[:1].upper()}{told.cost[1:]}",
-        _table("| | against transformers' full cache | range |", _cost_rows(name, found)),
-        f"Medians and extremes of {settings.repeats} rounds in turns with transformers' own full cache, with a prompt "
-        f"of {settings.tokens:,} tokens and {settings.new_tokens} decoding steps"
-        f"{f', at a budget of {settings.budget:g}' if budget else ''}; the first token includes the prompt and its "
-        f"compression. `{bench}` measures this method alone{', with its defaults' if others else ''}.",
+        *_times(name, found, budget, others),
         f"## On {found.model.partition('@')[0]}",
         _table(
             "| budget | policy | recall | mass lost | output error | stored, MiB | read at a step, MiB |",
@@ -138,7 +131,7 @@ def page(name: str, found: Found) -> str:
         f"Means over {len(settings.documents)} documents ({documents}), of {settings.tokens:,} tokens with "
         f"{settings.new_tokens} greedy ones each, with 95 % intervals over documents. A budget is a share of "
         f"the prompt; bytes are means over steps.{_of_selection(method)}",
-        f"Made by `kvlab pages --only {name}` with {found.model} and kvlab {__version__}.",
+        f"Made by `kvlab pages --only {name}{rounds}` with {found.model} and kvlab {__version__}.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -174,6 +167,25 @@ def _of_selection(method: type[Policy]) -> str:
     if method.kind != "selection":
         return ""
     return " Recall is of what is stored when the prompt has ended; what a selection misses is in the mass lost."
+
+
+def _times(name: str, found: Found, budget: str, others: str) -> list[str]:
+    """The parts about time: what was measured, if anything was, and the command that measures it."""
+    settings = found.settings
+    bench = (
+        f"`kvlab bench decode --policies {name}{budget} --contexts {settings.tokens} "
+        f"--new-tokens {settings.new_tokens} --repeats {settings.repeats or Settings().repeats}` measures this method "
+        f"alone{', with its defaults' if others else ''}."
+    )
+    if not settings.repeats:
+        return [f"Times depend on the machine, and were not measured here. {bench}"]
+    return [
+        _table("| | against transformers' full cache | range |", _cost_rows(name, found)),
+        f"Medians and extremes of {settings.repeats} rounds in turns with transformers' own full cache, with a prompt "
+        f"of {settings.tokens:,} tokens and {settings.new_tokens} decoding steps"
+        f"{f', at a budget of {settings.budget:g}' if budget else ''}; the first token includes the prompt and its "
+        f"compression. {bench}",
+    ]
 
 
 def _cost_rows(name: str, found: Found) -> list[str]:

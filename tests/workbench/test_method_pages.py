@@ -149,8 +149,16 @@ def test_a_page_says_what_was_measured(found):
     assert "|  | snapkv | 0.700 (0.600-0.800) |" in page and "| none | full | 1.000 (1.000-1.000) |" in page
     assert "(figures/knorm.png)" in page
     assert "`kvlab bench decode --policies knorm --budget 0.5 --contexts 120 --new-tokens 4 --repeats 2`" in page
-    last = f"Made by `kvlab pages --only knorm` with a-model@12345678 and kvlab {kvlab.__version__}."
+    last = f"Made by `kvlab pages --only knorm --repeats 2` with a-model@12345678 and kvlab {kvlab.__version__}."
     assert lines[-1] == last and not re.search(r"20\d\d-\d\d-\d\d", page)
+
+
+def test_a_page_without_rounds_names_the_command_that_measures_times(found):
+    untimed = dataclasses.replace(found.settings, repeats=0)
+    page = method_pages.page("knorm", dataclasses.replace(found, settings=untimed, costs=found.costs[:0]))
+    assert "first token" not in page and "Times depend on the machine, and were not measured here." in page
+    assert "--new-tokens 4 --repeats 3` measures this method alone." in page
+    assert page.splitlines()[-1].startswith("Made by `kvlab pages --only knorm --repeats 0` with a-model@12345678")
 
 
 def test_what_is_not_the_default_is_said(found):
@@ -227,8 +235,8 @@ def test_a_mistake_is_one_sentence(capsys, tmp_path, monkeypatch):
 
 def test_the_command_writes_what_it_is_asked_for(capsys, reader, settings, own_traces, tmp_path, monkeypatch):
     monkeypatch.setattr("kvlab.inputs.models.load", lambda name: reader)
-    monkeypatch.setattr(portraits, "Settings", lambda: settings)
-    code, out, _ = call(capsys, "pages", "--only", "random", "--out", str(tmp_path / "p"))
+    monkeypatch.setattr(portraits, "Settings", lambda repeats: dataclasses.replace(settings, repeats=repeats))
+    code, out, _ = call(capsys, "pages", "--only", "random", "--repeats", "0", "--out", str(tmp_path / "p"))
     assert code == 0 and out.split() == [str(tmp_path / "p" / "random.md")]
     picture = Image.open(io.BytesIO((tmp_path / "p" / "figures" / "random.png").read_bytes()))
     assert picture.format == "PNG" and "Software" not in picture.info
