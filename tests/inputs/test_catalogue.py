@@ -15,8 +15,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def rows() -> dict[str, list[str]]:
-    """The table's cells, by the model's name."""
-    lines = re.findall(r"^\| `([\w.-]+)`[^|]*\|(.*)\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    """The cells of the page's first table, by the model's name."""
+    table = PAGE.read_text(encoding="utf-8").partition("\n| name | parameters |")[2].partition("\n\n")[0]
+    lines = re.findall(r"^\| `([\w.-]+)`[^|]*\|(.*)\|$", table, re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
 
 

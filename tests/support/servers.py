@@ -73,7 +73,8 @@ class Lab:
         raise AssertionError((self.home / "log").read_text())
 
     def address(self, path, token=True):
-        return f"{self.server['url']}lab/tree/{path}" + (f"?token={self.server['token']}" if token else "")
+        # Without the reset, JupyterLab may open the notebooks of earlier pages, too, in front of this one.
+        return f"{self.server['url']}lab/tree/{path}?reset" + (f"&token={self.server['token']}" if token else "")
 
     def stop(self):
         """Ask it to end, and its kernels with it; kill what stays."""

@@ -202,7 +202,7 @@ def test_a_notebook_that_was_saved_by_hand_shows_its_picture_without_its_kernel(
     path = project / "notebooks" / "saved.ipynb"
     write_notebook(path)
     # Without the notebooks that other tests left open.
-    address = f"{lab.address('notebooks/saved.ipynb')}&reset"
+    address = lab.address("notebooks/saved.ipynb")
     with opened(browser, address) as (page, _):
         run_cell(page)
         expect(shown(page)).to_contain_text(BEFORE, timeout=SLOW)

@@ -39,7 +39,8 @@ def check(parameters: Mapping[str, Any], where: str) -> None:
             )
     wanted = max((value for name in CUTS if _is_count(value := parameters.get(name))), default=0)
     documents = parameters.get("documents", parameters.get("document"))
-    for name in documents if isinstance(documents, list) else [documents]:
+    listed = documents if isinstance(documents, list) else [documents]
+    for name in corpus.named(listed) if listed else ():
         if isinstance(name, str) and (held := _tokens(name, folder)) + AROUND < wanted:
             raise KvlabError(f"{where} asks for prompts of {wanted:,} tokens, and the document {name} has {held:,}")
 
