@@ -21,7 +21,7 @@ from typing import Annotated
 import psutil
 import torch
 import typer
-from common import bar, prefill, prompt, write_csv
+from common import bar, in_a_sentence, prefill, prompt, run, write_csv
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -135,7 +135,7 @@ def main(
         print(json.dumps(peak_of(method, model, tokens[0], pseudo)))
         return
     console = Console(highlight=False)
-    try:
+    with in_a_sentence():
         rows = measure(model, tokens, repeats, memory_limit * 2**30, pseudo, console)
         console.print(show(rows, f"{model}, {torch.get_num_threads()} threads, median of {repeats}"))
         for row in rows:
@@ -143,12 +143,7 @@ def main(
                 console.print(f"{row['method']} at {row['tokens']} tokens: not run (needs {row['needs_gib']:.1f} GiB)")
         if out:
             write_csv(out, rows)
-    except (kvlab.KvlabError, OSError) as error:
-        typer.echo(f"benchmark: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    app.command(help=__doc__)(main)
-    app()
+    run(main, __doc__)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
+from kvlab.errors import KvlabError
 from kvlab.inputs.models import LM
 from kvlab.lib.files import replacing
 
@@ -42,3 +46,20 @@ def write_csv(path: Path, rows: list[dict]) -> None:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
+
+
+@contextlib.contextmanager
+def in_a_sentence() -> Iterator[None]:
+    """End with one sentence and exit status 1 where something cannot be."""
+    try:
+        yield
+    except (KvlabError, OSError) as error:
+        typer.echo(f"benchmark: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def run(main: Callable[..., None], about: str | None) -> None:
+    """Run a benchmark's function as a command; `about` is its help."""
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    app.command(help=about)(main)
+    app()

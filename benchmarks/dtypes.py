@@ -17,7 +17,7 @@ from typing import Annotated
 
 import torch
 import typer
-from common import bar, prefill, prompt
+from common import bar, in_a_sentence, prefill, prompt, run
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -120,7 +120,7 @@ def main(
     console = Console(highlight=False)
     native = [kind for kind in ("avx512_bf16", "amx_bf16") if torch.cpu.get_capabilities().get(kind)]
     about = f"one thread, {' and '.join(native) or 'no bfloat16 instructions'}"
-    try:
+    with in_a_sentence():
         for name in model:
             lms = {kind: load(name, "cpu", kind) for kind in TYPES}
             with clock.one_thread(lms["float32"].device):
@@ -130,12 +130,7 @@ def main(
                 lost = losses(lms, tokens, budget, documents, new_tokens)
                 title = f"{name}, budget {budget}, {documents} documents of {tokens} tokens, {new_tokens} steps"
                 console.print(shown_losses(lost, title))
-    except kvlab.KvlabError as error:
-        typer.echo(f"benchmark: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    app.command(help=__doc__)(main)
-    app()
+    run(main, __doc__)

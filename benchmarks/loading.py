@@ -20,7 +20,7 @@ from typing import Annotated
 
 import torch
 import typer
-from common import bar
+from common import bar, in_a_sentence, run
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -95,7 +95,7 @@ def main(
     table = Table(title=f"goal: at most {GOAL} times the reading", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("model", "file", "read", "load", "ratio", "tokenizer"):
         table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
-    try:
+    with in_a_sentence():
         for name in model:
             if name not in MODELS:
                 raise kvlab.KvlabError(f"{name} is no model of the catalogue ({', '.join(MODELS)})")
@@ -115,12 +115,7 @@ def main(
                 f"{name}: converted in {made['seconds']:.0f} s; peak {packs.gigabytes(int(made['peak']))} above what "
                 f"the process takes before, {made['peak'] / made['size']:.2f} times what comes out"
             )
-    except (kvlab.KvlabError, OSError) as error:
-        typer.echo(f"benchmark: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    app.command(help=__doc__)(main)
-    app()
+    run(main, __doc__)

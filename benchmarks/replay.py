@@ -19,7 +19,7 @@ from typing import Annotated
 import psutil
 import torch
 import typer
-from common import bar, prefill, prompt, write_csv
+from common import bar, in_a_sentence, prefill, prompt, run, write_csv
 from rich.console import Console
 from rich.table import Table
 
@@ -82,15 +82,12 @@ def main(
     out: Annotated[Path | None, typer.Option(help="A CSV file for the time of each replay.")] = None,
 ) -> None:
     console = Console(highlight=False)
-    try:
+    with in_a_sentence():
         lm, chosen = kvlab.load(model, device="cpu"), possible(policies, budgets, console)
         before = psutil.Process().memory_info().rss
         rows, one, capturing = measure(lm, prompt(lm, tokens), new_tokens, chosen, repeats, console)
         if out:
             write_csv(out, rows)
-    except (kvlab.KvlabError, OSError) as error:
-        typer.echo(f"benchmark: {error}", err=True)
-        raise typer.Exit(1) from None
 
     table = Table(title=f"{model}, {tokens} + {new_tokens} tokens, {torch.get_num_threads()} threads")
     for name in ("policy", "replays", "median", "longest"):
@@ -108,6 +105,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    app.command(help=__doc__)(main)
-    app()
+    run(main, __doc__)

@@ -216,34 +216,32 @@ class _Bound(_Turning):
     """A number that the metric may reach, and not pass."""
 
     _at: ClassVar[bool] = True
+    _asked: ClassVar[str]
 
     value: float
 
     def threshold(self, value_of: Lookup, paper_value: float | None) -> float:
         return self.value
 
+    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
+        name = self.metric or own
+        value = value_of(name)
+        return self._passes(value, self.value), f"{name} = {value:.4g}, asked to be {self._asked} {self.value:g}"
+
 
 class AtLeast(_Bound):
     """At or above a number."""
 
     _above: ClassVar[bool] = True
+    _asked: ClassVar[str] = "at least"
 
     kind: Literal["at_least"]
-
-    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        name = self.metric or own
-        value = value_of(name)
-        return self._passes(value, self.value), f"{name} = {value:.4g}, asked to be at least {self.value:g}"
 
 
 class AtMost(_Bound):
     """At or below a number."""
 
     _above: ClassVar[bool] = False
+    _asked: ClassVar[str] = "at most"
 
     kind: Literal["at_most"]
-
-    def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
-        name = self.metric or own
-        value = value_of(name)
-        return self._passes(value, self.value), f"{name} = {value:.4g}, asked to be at most {self.value:g}"

@@ -6,6 +6,7 @@ The replay is the open loop: every decoding step sees the queries, keys and valu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, overload
 
@@ -119,7 +120,7 @@ def replay(
     if single:
         return Replay(traces[0], objects[0], instruments, forms[0])
 
-    for t, form in ((t, form) for t in traces for form in forms):
+    for t, form in product(traces, forms):
         form.check(t.keys.shape[-1], t.device)
-    jobs = [(t, p, form) for t in traces for p in objects for form in forms]
+    jobs = list(product(traces, objects, forms))
     return Replays(Replay(t, p, instruments, form) for t, p, form in bars.each(jobs, "replay", "policy", progress))
