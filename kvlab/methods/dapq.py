@@ -58,7 +58,7 @@ class DapQ(Policy):
     @model_validator(mode="after")
     def _knows_its_tokens(self) -> Self:
         if self.softmax == "all" and self.content == "vocabulary":
-            raise KvlabError('dapq with softmax="all" takes its pseudo-tokens from the prompt or a sentence')
+            raise ValueError('softmax="all" takes pseudo-tokens from the prompt or a sentence, not from the vocabulary')
         return self
 
     @property

@@ -152,7 +152,7 @@ def printed(findings: Findings) -> Figure:
     figure, ax = plt.subplots(figsize=(9, 4.2))
     labels = {"longbench": "LongBench", "needle": "needles", "ruler": "RULER"}
     for place, benchmark in enumerate(labels):
-        part = table.query("benchmark == @benchmark").sort_values("gap")
+        part = table[table["benchmark"] == benchmark].sort_values("gap")
         across = [place + 0.7 * (i / max(1, len(part) - 1) - 0.5) for i in range(len(part))]
         colours = [RED if gap < 0 else BLUE for gap in part["gap"]]
         ax.scatter(across, part["gap"], s=16, c=colours)
