@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pandas
@@ -76,6 +77,35 @@ def test_findings_join_their_metrics():
     assert both.intervals["x"][0] < 3.0 < both.intervals["x"][1] and both.intervals["y"] == (4.0, 4.0)
 
 
+def test_findings_give_the_mean_of_each_genre():
+    names = ["sotu/1962[0:90]@0a", "squad/Oxygen@1b", "sotu/1999@2c", "squad/Rhine@3d"]
+    values = pandas.Series([1.0, 5.0, 3.0, 9.0], index=pandas.Index(names, name="document"))
+    found = Findings(pandas.DataFrame())
+    found.add("x/{ratio:.1f}", values, ratio=0.5)
+    found.add_difference("y", values, values[::-1] / 2)
+    assert found.metrics == {
+        "x/0.5": 4.5,
+        "x/0.5/genre/sotu": 2.0,
+        "x/0.5/genre/squad": 7.0,
+        "y": 2.25,
+        "y/genre/sotu": 1.0,
+        "y/genre/squad": 3.5,
+    }
+    assert set(found.intervals) == {"x/0.5", "y"}
+    both = values.set_axis(pandas.MultiIndex.from_product([[0.2], names], names=["ratio", "document"]))
+    found.add("x/{ratio:.1f}", both, ratio=0.5)
+    assert found.metrics["x/0.5/genre/squad"] == 7.0
+
+
+@pytest.mark.parametrize(
+    "names", [["sotu/1", "sotu/2", "sotu/3", "squad/A"], ["a.txt", "b.txt", "c.txt", "d.txt"]], ids=["one", "none"]
+)
+def test_a_genre_needs_two_documents_and_another_genre(names):
+    found = Findings(pandas.DataFrame())
+    found.add("x", pandas.Series([1.0, 2.0, 3.0, 4.0], index=pandas.Index(names, name="document")))
+    assert list(found.metrics) == ["x"]
+
+
 # --- prompts ---
 
 
@@ -125,6 +155,24 @@ def test_figure_4s_squared_errors_are_squared_before_they_are_averaged(traces, f
     expected = np.mean([1 - m / e for m, e in zip(merged, evicted, strict=True)])
     assert figure_4.metrics[f"reduction_squared/{ratio:.2f}"] == pytest.approx(expected, abs=1e-5)
     assert figure_4.metrics[f"reduction/{ratio:.2f}"] != pytest.approx(expected, abs=1e-4)
+
+
+def test_a_templates_effect_is_paired_by_document(traces, figure_4):
+    """The same traces on both sides differ by nothing; others under the same names by what their errors say."""
+    same = merging.template(traces, traces, RATIOS[0])
+    name = f"template/{RATIOS[0]:.2f}"
+    assert same.metrics[name] == 0 and set(same.table["template"]) == {"with", "without"}
+    assert "not measurably more or less" in merging.template_in_words(same, RATIOS[0])[0]
+    names = [trace.document for trace in traces]
+    others = [
+        replace(trace, meta=trace.meta | {"document": document})
+        for trace, document in zip(traces[::-1], names, strict=True)
+    ]
+    swapped = merging.template(traces, others, RATIOS[0])
+    rows = figure_4.table.query("ratio == @RATIOS[0]").pivot_table(index="document", columns="variant", values="error")
+    reductions = (1 - rows["merge"] / rows["evict"])[names].to_numpy()
+    assert reductions.std() > 1e-3
+    assert swapped.metrics[name] == pytest.approx((reductions[::-1] - reductions).mean(), abs=1e-6)
 
 
 def test_figure_4s_reductions_follow_from_its_table(figure_4):
