@@ -1,4 +1,4 @@
-"""DapQ's controls: the same tokens in SnapKV's place, offsets, cosines without their mean; by hand and on made tables."""
+"""DapQ's controls: the same tokens in SnapKV's place, offsets, cosines without their mean, by hand."""
 
 from __future__ import annotations
 
@@ -72,15 +72,13 @@ def test_effects_are_differences_of_cells(found):
 def test_heads_are_counted_and_mapped():
     """Two heads of one layer: in the first the right position wins, in the second the right content."""
     cells = {("random", "right"): (0.9, 0.3), ("true", "back"): (0.5, 0.8), ("random", "back"): (0.2, 0.3)}
+    every = {(content, place): (0.1, 0.1) for content in control.CONTENTS for place in control.PLACES}
     rows = [
         {"document": d, "content": c, "place": p, "layer": 0, "head": h, "post": v, "centred": v, "mean_query": 0.4}
         for d in "ab"
-        for (c, p), values in (
-            cells | {(c, p): (0.1, 0.1) for c in ("true", "sentence") for p in ("right", "start")}
-        ).items()
+        for (c, p), values in (every | cells).items()
         for h, v in enumerate(values)
     ]
-    rows += [row | {"content": "random", "place": "start"} for row in rows if row["content"] == "sentence"][:2]
     findings = control.from_heads(pandas.DataFrame(rows))
     assert findings.metrics["control/heads/position_over_content"] == 0.5
     heads = control.by_head(findings).set_index("head")
