@@ -15,6 +15,7 @@ from kvlab.analyses.rocketkv.budgets import (
     GAIN_AT_TIGHTEST,
     NAMES,
     NEXT_BEST,
+    RIVALS,
     VALUE,
     WIDENING,
 )
@@ -56,8 +57,9 @@ def figure_1(findings: Findings) -> list[str]:
 def figure_4(findings: Findings) -> list[str]:
     """Who loses least at the smallest budget, and do Quest and SparQ miss everything?"""
     tightest = _tightest(findings)
-    at = findings.frame(AT_TIGHTEST).query("measure == @ERROR and method in @RIVALS or method == 'rocketkv'")
-    order = at[at["measure"] == ERROR].sort_values("value")["method"]
+    levels = findings.frame(AT_TIGHTEST)
+    compared = levels[(levels["measure"] == ERROR) & levels["method"].isin(("rocketkv", *RIVALS))]
+    order = compared.sort_values("value")["method"]
     ranked = telling.listed([NAMES[method] for method in order])
     fails = [
         f"{NAMES[method]}'s error, {telling.number(row)}, is "
