@@ -9,7 +9,7 @@ import torch
 from support import oracles
 from support.tensors import exact
 
-from kvlab.analyses.dapq import control, recall
+from kvlab.analyses.dapq import control, position, recall
 from kvlab.methods import policy
 from kvlab.traces.run import prefilled, pseudo_queries
 
@@ -72,7 +72,7 @@ def test_effects_are_differences_of_cells(found):
 def test_heads_are_counted_and_mapped():
     """Two heads of one layer: in the first the right position wins, in the second the right content."""
     cells = {("random", "right"): (0.9, 0.3), ("true", "back"): (0.5, 0.8), ("random", "back"): (0.2, 0.3)}
-    every = {(content, place): (0.1, 0.1) for content in control.CONTENTS for place in control.PLACES}
+    every = dict.fromkeys(control.CELLS, (0.1, 0.1))
     rows = [
         {"document": d, "content": c, "place": p, "layer": 0, "head": h, "post": v, "centred": v, "mean_query": 0.4}
         for d in "ab"
@@ -112,15 +112,17 @@ def test_a_level_that_is_never_reached_or_at_once(content, expected):
     assert found.metrics["offset/equal_to_content"] == pytest.approx(expected)
 
 
-def test_offsets_begin_at_one_token_and_end_at_position_0(sentences):
+def test_offsets_take_the_curve_of_figure_2b_and_the_content_of_the_controls(sentences, found):
     lm, traces = sentences
-    found = control.offsets(lm, traces[:2], n=N)
-    first = found.table[found.table["document"] == traces[0].document]
-    assert first["offset"].tolist() == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
-    ids = control.tokens(lm, traces[0], N, 0)["true"]
-    post, _ = pseudo_queries(lm, prefilled(traces[0]), ids, torch.arange(N) + 300 - 16)
-    loss = 1 - cosine(post.numpy(), traces[0].response_queries[:, :, :N].numpy()).mean()
-    assert first.set_index("offset").at[16, "loss"] == pytest.approx(loss, abs=1e-5)
+    figure = position.figure_2b(lm, traces[:1], parts=4, n=N)
+    alone = control.from_heads(found.table[found.table["document"] == traces[0].document])
+    both = control.offsets(figure, alone, "300", n=N)
+    assert both.table["offset"].tolist() == [4, 8, 16, 64, 75, 150, 225, 300]
+    random = alone.metrics["control/similarity/random/right"]
+    assert both.table["content"].tolist() == pytest.approx([1 - random] * 8)
+    curve = figure.table.set_index("offset")["similarity"]
+    at_window = both.metrics["offset/loss_at_window_less_content"]
+    assert at_window == pytest.approx((1 - curve[N]) - (1 - random))
 
 
 def test_neighbours_are_compared_with_distant_tokens(small):

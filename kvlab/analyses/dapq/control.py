@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvlab.analyses.dapq.position import TOGETHER, ids_of, nonsense, response
+from kvlab.analyses.dapq.position import TOGETHER, ids_of, nonsense, response, without_span
 from kvlab.analyses.findings import Findings
 from kvlab.core import attention, hookable, ranking
 from kvlab.instruments import measures
@@ -33,6 +33,13 @@ CONTENTS = ("true", "last", "random", "sentence")
 """The response itself, the prompt's last tokens (SnapKV's window), tokens drawn from the vocabulary, the sentence."""
 PLACES = ("right", "back", "start")
 """At L, at L - n as SnapKV's window, and at 0."""
+CELLS = (
+    *((content, place) for content in ("true", "last", "random") for place in ("right", "back")),
+    ("true", "start"),
+    ("sentence", "right"),
+    ("sentence", "start"),
+)
+"""What `similarity` runs: three contents in both places, and table 1's conditions."""
 
 VALUE = "control/{measure}/{content}/{place}"
 POSITION = "control/{measure}/position/{content}"
@@ -92,7 +99,7 @@ def similarity(lm: LM, traces: Sequence[Trace], n: int = 32, seed: int = 0) -> F
     for number, trace in enumerate(bars.each(traces, "controls", "doc")):
         length, contents = trace.prompt_length, tokens(lm, trace, n, seed + number)
         starts = dict(zip(PLACES, (length, length - n, 0), strict=True))
-        wanted = {(content, place): (contents[content], starts[place]) for content in CONTENTS for place in PLACES}
+        wanted = {(content, place): (contents[content], starts[place]) for content, place in CELLS}
         true_post, true_pre = trace.response_queries[:, :, :n], trace.response_pre_queries[:, :, :n]
         mean = mean_query(trace)
         baseline = measures.query_similarity(mean.expand_as(true_pre), true_pre).mean(-1)
@@ -126,7 +133,9 @@ def from_heads(table: pd.DataFrame) -> Findings:
     """The metrics of `similarity` from its table."""
     findings = Findings(table)
     wide = table.pivot_table(index="document", columns=["content", "place"], values="post")
-    _two_by_two(findings, "similarity", wide)
+    _two_by_two(
+        findings, "similarity", wide.loc[:, [key for key in CELLS if key[0] != "sentence" and key[1] != "start"]]
+    )
     mean = table.groupby("document")["mean_query"].mean()
     findings.add(MEAN_QUERY, mean)
     findings.add_difference(OVER_MEAN, wide["random", "right"], mean)
@@ -170,8 +179,13 @@ def by_head(findings: Findings) -> pd.DataFrame:
     ).reset_index()
 
 
-def offsets(lm: LM, traces: Sequence[Trace], n: int = 32, seed: int = 0) -> Findings:
+def offsets(figure_2b: Findings, controls: Findings, context: str, n: int = 32) -> Findings:
     """At which offset does a wrong position cost as much similarity as a wrong content does at the right one?
+
+    Args:
+        figure_2b: from `position.figure_2b`, which measures an offset of n.
+        controls: from `similarity`, on the same documents.
+        context: of figure 2b, the one that `controls` has.
 
     Returns:
         Table with columns document, offset, loss (of the true tokens, 1 less the cosine) and content (the loss of
@@ -179,19 +193,13 @@ def offsets(lm: LM, traces: Sequence[Trace], n: int = 32, seed: int = 0) -> Find
         tokens, the geometric mean of the offsets at which the loss first reaches that of content (the prompt's length
         where none does), and `offset/loss_at_window_less_content` at an offset of n, SnapKV's.
     """
-    rows = []
-    for number, trace in enumerate(bars.each(traces, "offsets", "doc")):
-        contents, length = tokens(lm, trace, n, seed + number), trace.prompt_length
-        steps = sorted({*(2**i for i in range(length.bit_length())), n, length})
-        wanted = {("true", str(step)): (contents["true"], length - step) for step in steps if step <= length}
-        wanted["random", "0"] = contents["random"], length
-        queries = ran(lm, trace, prefilled(trace, lm), wanted)
-        true = trace.response_queries[:, :, :n]
-        losses = {key: 1 - float(measures.query_similarity(post, true).mean()) for key, (post, _) in queries.items()}
-        content = losses.pop(("random", "0"))
-        about = {"document": trace.document, "content": content}
-        rows += [about | {"offset": int(offset), "loss": loss} for (_, offset), loss in losses.items()]
-    return crossings(pd.DataFrame(rows), n)
+    table = controls.table
+    random = table[(table["content"] == "random") & (table["place"] == "right")]
+    content = 1 - random.groupby(random["document"].map(without_span))["post"].mean()
+    curves = figure_2b.table
+    curves = curves[(curves["context"] == context) & (curves["offset"] > 0)]
+    losses = curves.assign(loss=1 - curves["similarity"], content=curves["document"].map(content))
+    return crossings(losses.filter(["document", "offset", "loss", "content"]), n)
 
 
 def crossings(table: pd.DataFrame, n: int = 32) -> Findings:

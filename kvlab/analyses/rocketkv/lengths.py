@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.rocketkv.budgets import LOSSES, RIVALS, best_rival, budget_at, compressions, contenders, measured
+from kvlab.analyses.rocketkv.budgets import LOSSES, RIVALS, best_rival, budget_at, compressions, contenders
 from kvlab.analyses.rocketkv.design import truncated
 from kvlab.lib import bars
 from kvlab.replays.run import Replay
@@ -40,9 +40,10 @@ def leads(traces: Sequence[Trace], heads: str | None = None, steps: int = 32, ti
             for method, contender in contenders(part, budget, heads).items():
                 if method not in ("rocketkv", *RIVALS):
                     continue
-                numbers = measured(Replay(part, contender), budget)
+                result = Replay(part, contender)
+                numbers = {name: float(getattr(result, name).mean()) for name in LOSSES}
                 about = {"document": trace.document, "end": end, "length": part.prompt_length, "method": method}
-                rows.append(about | {"budget": budget} | {name: numbers[name] for name in LOSSES})
+                rows.append(about | {"budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
     for measure in LOSSES:
         by_end = {}
