@@ -53,7 +53,7 @@ def test_figure_2a(gap, words):
 def test_figure_2b_and_offsets(at_window, words):
     figure = made({position.CLAIMED_DECAY: [(-0.9, {})], position.LONGER_DECAYS_MORE: [(0.1, {})]})
     assert "larger, as the paper says" in told(story.figure_2b(figure))
-    text = told(story.offsets(made({control.EQUAL_AT: [(300.0, {})], control.AT_WINDOW: [(at_window, {})]})))
+    (text,) = story.offsets(made({control.EQUAL_AT: [(300.0, {})], control.AT_WINDOW: [(at_window, {})]}))
     assert words in text and "an offset of 300" in text
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from kvlab.core.adapter import StoreCache
     from kvlab.inputs.models import LM
 
-CONTENTS = ("true", "last", "random", "sentence")
-"""The response itself, the prompt's last tokens (SnapKV's window), tokens drawn from the vocabulary, the sentence."""
 PLACES = ("right", "back", "start")
 """At L, at L - n as SnapKV's window, and at 0."""
 CELLS = (
@@ -39,7 +37,8 @@ CELLS = (
     ("sentence", "right"),
     ("sentence", "start"),
 )
-"""What `similarity` runs: three contents in both places, and table 1's conditions."""
+"""What `similarity` runs, contents by places: the response, the prompt's last tokens (SnapKV's window) and tokens drawn from the vocabulary in both places, and table 1's conditions with its sentence.
+"""
 
 VALUE = "control/{measure}/{content}/{place}"
 POSITION = "control/{measure}/position/{content}"
@@ -57,11 +56,10 @@ WINDOW_RECALL = "control/recall/window"
 
 
 def tokens(lm: LM, trace: Trace, n: int, seed: int) -> dict[str, Tensor]:
-    """`n` tokens of each of `CONTENTS`, int64 `[n]`."""
+    """`n` tokens of each content but the sentence, int64 `[n]`."""
     vocabulary = hookable.text_config(lm.model).vocab_size
     drawn = torch.randint(vocabulary, (n,), generator=torch.Generator().manual_seed(seed))
-    last = ids_of(trace)[: trace.prompt_length][-n:]
-    return dict(zip(CONTENTS, (response(trace, n), last, drawn, nonsense(lm, n)), strict=True))
+    return {"true": response(trace, n), "last": ids_of(trace)[: trace.prompt_length][-n:], "random": drawn}
 
 
 def ran(
@@ -97,7 +95,8 @@ def similarity(lm: LM, traces: Sequence[Trace], n: int = 32, seed: int = 0) -> F
     """
     rows = []
     for number, trace in enumerate(bars.each(traces, "controls", "doc")):
-        length, contents = trace.prompt_length, tokens(lm, trace, n, seed + number)
+        length = trace.prompt_length
+        contents = tokens(lm, trace, n, seed + number) | {"sentence": nonsense(lm, n)}
         starts = dict(zip(PLACES, (length, length - n, 0), strict=True))
         wanted = {(content, place): (contents[content], starts[place]) for content, place in CELLS}
         true_post, true_pre = trace.response_queries[:, :, :n], trace.response_pre_queries[:, :, :n]
@@ -266,7 +265,7 @@ def recall(lm: LM, traces: Sequence[Trace], n: int = 32, budget: int = 256, seed
         wanted = {(content, place): (contents[content], starts[place]) for content in kinds for place in starts}
         queries = {key: post for key, (post, _) in ran(lm, trace, prefilled(trace, lm), wanted).items()}
         for (content, place), post in queries.items():
-            scores = torch.stack([_summed(trace, layer, rows_) for layer, rows_ in enumerate(post)])
+            scores = torch.stack([_summed(trace, layer, of_layer) for layer, of_layer in enumerate(post)])
             rows.append({"content": content, "place": place, "recall": _share(trace, scores, budget)})
             rows[-1]["document"] = trace.document
         own = trace.prompt.window_scores(n)
