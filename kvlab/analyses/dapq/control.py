@@ -37,7 +37,8 @@ CELLS = (
     ("sentence", "right"),
     ("sentence", "start"),
 )
-"""What `similarity` runs, contents by places: the response, the prompt's last tokens (SnapKV's window) and tokens drawn from the vocabulary in both places, and table 1's conditions with its sentence.
+"""What `similarity` runs, contents by places: the response, the prompt's last tokens (SnapKV's window) and tokens drawn
+from the vocabulary in both places, and table 1's conditions with its sentence.
 """
 
 VALUE = "control/{measure}/{content}/{place}"

@@ -266,8 +266,9 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
     for trace in bars.each(traces, "figure 2b", "context"):
         length, context, text = trace.prompt_length, context_name(trace.prompt_length), plain_name(trace)
         steps = torch.linspace(0, length, parts + 1).round().long()
-        near = torch.cat([4 ** torch.arange(1, 8), torch.tensor([n])])  # SnapKV's window is n before the response
-        offsets = torch.cat([steps, near[near < length // parts]]).unique()
+        near = 4 ** torch.arange(1, 8)
+        # SnapKV's window stands n tokens before the response.
+        offsets = torch.cat([steps, near[near < length // parts], torch.tensor([min(n, length)])]).unique()
         true, cache = response(trace, n), prefilled(trace, lm)
         for batch in offsets.split(TOGETHER):
             positions = (length - batch)[:, None] + torch.arange(n)
