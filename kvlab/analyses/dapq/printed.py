@@ -33,8 +33,8 @@ def findings() -> Findings:
         names = RULER if benchmark == "ruler" else (table,)
         gaps = _gaps(pd.concat([papers.figure("dapq", name) for name in names]), column)
         found.set(NOT_BEHIND, (gaps["gap"] >= 0).mean(), benchmark=benchmark)
-        for row in gaps[gaps["gap"] < 0].itertuples():
-            found.set(BEHIND, -float(row.gap), benchmark=benchmark, method=row.against, cell=row.cell)
+        for row in gaps[gaps["gap"] < 0].to_dict("records"):
+            found.set(BEHIND, -row["gap"], benchmark=benchmark, method=row["against"], cell=row["cell"])
         tables.append(gaps.assign(benchmark=benchmark))
     found.table = pd.concat(tables, ignore_index=True)
     return found
@@ -44,10 +44,10 @@ def _gaps(table: pd.DataFrame, column: str) -> pd.DataFrame:
     """Columns cell, against, gap."""
     limited = table[table["method"] != FULL].dropna(subset=[column])
     rows = []
-    for (model, budget), cell in limited.groupby(["model", "budget"]):
+    for name, cell in limited.groupby(limited["model"].str.cat(limited["budget"].astype(int).astype(str), sep="/")):
         scores = cell.set_index("method")[column]
         others = scores.drop(OURS, errors="ignore")
         if OURS in scores and len(others):
             gap = round(float(scores[OURS] - others.max()), 6)
-            rows.append({"cell": f"{model}/{budget:g}", "against": others.idxmax(), "gap": gap})
+            rows.append({"cell": str(name), "against": others.idxmax(), "gap": gap})
     return pd.DataFrame(rows)

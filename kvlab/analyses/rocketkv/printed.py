@@ -51,8 +51,9 @@ def findings() -> Findings:
         gaps = _gaps(scores, method, others)
         found.set(NOT_BEHIND, (gaps["gap"] >= 0).mean(), benchmark=benchmark, method=method, others=name)
         tables.append(gaps.assign(benchmark=benchmark, method=method))
-        for row in gaps[gaps["gap"] < 0].itertuples() if method == "rocketkv" else ():
-            found.set(BEHIND, -row.gap, benchmark=benchmark, method=row.against, cell=row.cell.replace(" ", "/"))
+        for row in gaps[gaps["gap"] < 0].to_dict("records") if method == "rocketkv" else ():
+            cell = row["cell"].replace(" ", "/")
+            found.set(BEHIND, -row["gap"], benchmark=benchmark, method=row["against"], cell=cell)
 
     for benchmark, scores in benchmarks.items():
         compare(benchmark, scores, "rocketkv", RIVALS, "rivals")
@@ -63,9 +64,10 @@ def findings() -> Findings:
     found.table = pd.concat(tables, ignore_index=True)
 
     full = longbench[longbench["method"] == "full"].set_index("model")["needle"]
-    ours = longbench[longbench["method"] == "rocketkv"].set_index(["model", "budget"])["needle"].unstack()
-    for budget, losses in ours.rsub(full, axis="index").items():
-        found.set(NEEDLE_LOSS, losses.max(), budget=int(budget))
+    ours = longbench[longbench["method"] == "rocketkv"]
+    lost = ours.assign(lost=ours["model"].map(full) - ours["needle"]).groupby("budget", as_index=False)["lost"].max()
+    for row in lost.to_dict("records"):
+        found.set(NEEDLE_LOSS, row["lost"], budget=int(row["budget"]))
     return found | _longer(benchmarks["ruler"])
 
 
@@ -92,10 +94,11 @@ def _longer(scores: pd.DataFrame) -> Findings:
     """RocketKV's lead on RULER by length, for the model with the longest sequences."""
     gaps = _gaps(scores[scores["model"].str.startswith(LONGEST)], "rocketkv", RIVALS)
     parts = gaps["cell"].str.extract(r"(\d+) (\d+)$").astype(int)
-    leads = gaps.assign(length=parts[0], budget=parts[1]).pivot(index="budget", columns="length", values="gap")
+    cells = gaps.assign(length=parts[0], budget=parts[1])
+    leads = cells.pivot(index="budget", columns="length", values="gap")
     found = Findings(gaps)
-    for (length, budget), lead in leads.unstack().dropna().items():
-        found.set(LEAD, lead, length=length, budget=budget)
+    for row in cells.to_dict("records"):
+        found.set(LEAD, row["gap"], length=row["length"], budget=row["budget"])
     ends = leads.loc[:, [leads.columns.min(), leads.columns.max()]].dropna()
     found.set(WIDER, (ends.iloc[:, 1] > ends.iloc[:, 0]).mean())
     return found
