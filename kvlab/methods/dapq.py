@@ -1,15 +1,20 @@
 """DapQ: pseudo-queries at the positions where the response will be."""
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from kvlab.core import attention, ranking
+from kvlab.core.softmax import Softmax
+from kvlab.errors import KvlabError
 from kvlab.methods.base import Budget, Policy
+from kvlab.methods.needs import NOTHING, Needs
 from kvlab.methods.prompt import Prompt
+from kvlab.methods.repeating import Part, Repetition
 
 
 class DapQ(Policy):
@@ -20,8 +25,8 @@ class DapQ(Policy):
     pooled; the pseudo-tokens are cropped off again. Every generated token is kept. Cost: `window` more tokens in the
     prefill.
 
-    Choices where the paper is silent: the attention is a softmax over prompt keys alone; the group's heads are summed
-    and share one set.
+    Choices where the paper is silent: the attention is a softmax over prompt keys alone, unless `softmax="all"`; the
+    group's heads are summed and share one set.
 
     Parameters:
         budget: entries for each layer and KV head.
@@ -32,6 +37,9 @@ class DapQ(Policy):
         first: tokens from the prompt's start under "first_last" (4 of 32 in the paper's settings).
         sentence: under "sentence".
         seed: of the random contents.
+        softmax: "prompt" for one over the prompt's keys alone, so that every pseudo-query weighs the same; "all" for
+            the one of the pass itself, where they attend to each other too (section 6.2's mutual attention) and the
+            prompt gets what is left. Not with content="vocabulary".
     """
 
     name: ClassVar[str] = "dapq"
@@ -45,9 +53,29 @@ class DapQ(Policy):
     first: Annotated[int, Field(ge=0)] = 4
     sentence: str = "Sorry, I don't know. "
     seed: int = 0
+    softmax: Literal["prompt", "all"] = "prompt"
+
+    @model_validator(mode="after")
+    def _knows_its_tokens(self) -> Self:
+        if self.softmax == "all" and self.content == "vocabulary":
+            raise ValueError('softmax="all" takes pseudo-tokens from the prompt or a sentence, not from the vocabulary')
+        return self
 
     @property
-    def pseudo_key(self) -> str:
+    def pseudo_key(self) -> str | None:
+        return self.tokens_key if self.softmax == "prompt" else None
+
+    @property
+    def needs(self) -> Needs:
+        return NOTHING if self.softmax == "prompt" else Needs(repetitions=(self._pass,))
+
+    @property
+    def _pass(self) -> "PseudoPass":
+        return PseudoPass(self.window, 0, False, self.replace(budget=1.0))
+
+    @property
+    def tokens_key(self) -> str:
+        """What tells the pseudo-tokens from those of other settings."""
         detail = {"first_last": self.first, "sentence": self.sentence}.get(self.content, self.seed)
         return f"{self.content}/{detail}/{self.window}"
 
@@ -69,6 +97,9 @@ class DapQ(Policy):
                 return torch.randint(vocabulary, (n,), generator=generator)
 
     def scores(self, prompt: Prompt) -> Tensor:
+        if self.softmax == "all":
+            return prompt.repeated(self, self._pass)
+
         def summed() -> Tensor:
             pseudo = prompt.pseudo(self)
             rows = [
@@ -81,3 +112,45 @@ class DapQ(Policy):
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return ranking.top_positions(self.scores(prompt), budget)
+
+
+@dataclass(frozen=True)
+class PseudoPass(Repetition):
+    """The pass of the pseudo-tokens, which attend to the prompt, to those of them that came before, and to themselves.
+
+    Attributes:
+        policy: whose pseudo-tokens they are.
+    """
+
+    policy: DapQ
+
+    @property
+    def key(self) -> str:
+        return f"pseudo/{self.policy.tokens_key}"
+
+    def parts(self, prompt: Tensor, encode: Callable[[str], Tensor] | None) -> list[Part]:
+        """The pseudo-tokens, fed after the whole prompt `[length]`."""
+        if encode is None and self.policy.content == "sentence":
+            raise KvlabError("pseudo-tokens from a sentence need a tokenizer")
+        ids = self.policy.pseudo_tokens(prompt, 0, encode or torch.as_tensor)
+        return [Part(0, len(prompt), ids.to(prompt))]
+
+    def scores(
+        self,
+        part: Part,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        softmax: Softmax,
+        hidden: Tensor | None = None,
+        projection: Tensor | None = None,
+    ) -> Tensor:
+        """Attention that the prompt gets in one layer, summed over pseudo-tokens and group: `[rows, kv_heads, length]`.
+
+        Args:
+            queries: `[rows, heads, m, head_dim]`.
+            keys, values: of the prompt and then of the pass, `[rows, kv_heads, length + m, head_dim]`.
+        """
+        visible = attention.last_visible(queries.shape[2], keys.shape[2], keys.device)
+        weights = attention.weights(queries, keys, softmax, visible)[..., : part.stop]
+        return attention.sum_over_group(weights.sum(-2), keys.shape[1])

@@ -1,6 +1,6 @@
 """Quest (Tang et al., 2024): reads the pages whose keys could matter most to the step's query."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -31,6 +31,9 @@ class Quest(Policy):
     Parameters:
         budget: entries read at each step for each layer and KV head, finding included.
         page: entries of a page (16), or more where the budget is small.
+        last: "whole" as above, which leaves a part of the budget unspent; "cut" reads the first entries of the page
+            that no longer fits, as RocketKV's comparison does (its appendix A.3), which takes the top k of entries
+            that have their page's score.
     """
 
     name: ClassVar[str] = "quest"
@@ -40,6 +43,7 @@ class Quest(Policy):
 
     budget: Budget
     page: Annotated[int, Field(ge=1)] = 16
+    last: Literal["whole", "cut"] = "whole"
 
     @property
     def minimum(self) -> int:
@@ -57,7 +61,7 @@ class Quest(Policy):
             return None
         bounds = page_bounds(queries, pages.summaries(store))
         n_pages = pages.number(store)
-        return pages.read(store, bounds, max(1, min(store.budget // 2, store.budget - n_pages)), cut=False)
+        return pages.read(store, bounds, max(1, min(store.budget // 2, store.budget - n_pages)), cut=self.last == "cut")
 
     def overhead_bytes(self, store: LayerStore) -> int:
         return store.memory["pages"].nbytes if store.length > store.budget else 0

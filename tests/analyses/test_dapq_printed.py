@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvlab import papers
+from kvlab.analyses.dapq import printed
 
 
 @pytest.mark.parametrize("name", ["table3", "table5", "table6", "table7", "table8"])
@@ -44,3 +45,16 @@ def test_effects_in_the_claims_are_the_papers_cells():
     table = papers.figure("dapq", "table4").query("model == 'Llama3-8B-Instruct' and budget == 64")
     hard = table.set_index("method")["hard"]
     assert claims["dapq.table4.hard"].paper_value == pytest.approx(hard["DapQ"] - hard["SnapKV"])
+
+
+def test_dapqs_own_tables_cell_by_cell():
+    """Table 9: H2O is ahead with 64 entries on Qwen3-8B, 62.70 against 61.98; cells without DapQ's number are none."""
+    found = printed.findings()
+    assert found.metrics["printed/needle/behind/H2O/Qwen3-8B/64"] == pytest.approx(0.72)
+    assert found.metrics["printed/needle/dapq_not_behind"] == pytest.approx(9 / 10)
+    assert found.metrics["printed/ruler/behind/StreamingLLM/Qwen3-8B/64"] == pytest.approx(2.98 - 0.66)
+    cells = set(found.table.query("benchmark == 'needle'")["cell"])
+    assert "Llama3-8B-Instruct/128" not in cells and "Qwen3-8B/256" in cells
+    claims = {claim.id: claim for claim in papers.claims(paper="dapq") if ".printed_" in claim.id}
+    verdicts = {name.rpartition("printed_")[2]: papers.judge(c, found.metrics).verdict for name, c in claims.items()}
+    assert verdicts == {"longbench": "holds", "needles": "fails", "helmet": "holds"}

@@ -148,3 +148,21 @@ def test_scores_are_those_of_a_replay(small):
         snapkv = policy("snapkv", budget=60, window=16)
         found, whole = pseudo.scored(trace, snapkv.prefill(trace.prompt)), kvlab.replay(trace, snapkv).summary
         assert found == pytest.approx({m: whole[m] for m in ("recall", "mass_lost")}, abs=1e-5)
+
+
+def test_mutual_attention_is_paired_by_window(small):
+    lm, traces = small
+    found = pseudo.mutual(lm, traces, lengths=(4, 16), budget=40)
+    wide = found.table.query("measure == 'recall'").pivot(
+        index="document", columns=["softmax", "length"], values="value"
+    )
+    gain = wide["prompt"] - wide["all"]
+    assert found.metrics["mutual/recall/n16"] == pytest.approx(gain[16].mean())
+    assert found.metrics["mutual/loss_grows/recall"] == pytest.approx((gain[16] - gain[4]).mean())
+    # By hand: the policy on a trace that was captured for it.
+    given = {"content": "first_last", "first": 2, "window": 16, "softmax": "all"}
+    policy = pseudo.asked(given, 40)
+    trace = traces[1]
+    captured = kvlab.capture(lm, trace.ids[: trace.prompt_length], new_tokens=8, policies=[policy], pseudo=())
+    value = pseudo.recalled(captured, policy.prefill(captured.prompt))
+    assert wide.loc[trace.document, ("all", 16)] == pytest.approx(value, abs=1e-6)

@@ -14,7 +14,7 @@ from support.spread import students
 from support.tensors import exact
 
 import kvlab
-from kvlab.analyses.dapq import recall
+from kvlab.analyses.dapq import control, printed, recall
 from kvlab.analyses.findings import Findings
 from kvlab.methods import policy
 from kvlab.workbench.experiments import jobs
@@ -152,6 +152,7 @@ def test_small_windows_and_small_budgets_by_hand():
     assert found.metrics["small_budget/lead_grows"] == pytest.approx((0.10 + 0.02) / 2)
 
 
-def test_the_claims_of_figure_3_name_what_it_measures(figure_3):
+def test_the_claims_of_figure_3_name_what_it_measures(small, figure_3):
+    same, controls = recall.same_pooling(*small, budgets=(256,)), control.recall(*small, n=8)
     both = figure_3 | recall.small_windows(figure_3, 16, 256) | recall.small_budgets(figure_3, 64, 512, 32)
-    assert not unmeasured("dapq_window_recall", both)
+    assert not unmeasured("dapq_window_recall", both, same, controls, printed.findings())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
+import torch
 from support.claims import unmeasured
 from support.rocketkv import (
     GROUP,
@@ -21,11 +24,13 @@ from support.spread import students
 from support.tensors import layer
 
 from kvlab import papers
-from kvlab.analyses.rocketkv import budgets
+from kvlab.analyses.rocketkv import budgets, lengths, printed
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
+
+WANTED = (4, 8, 16, 32, 64)
 
 pytestmark = pytest.mark.filterwarnings("ignore:duoattention knows no head scores")
 
@@ -37,7 +42,13 @@ def traces() -> list[Trace]:
 
 @pytest.fixture(scope="module")
 def found(traces):
-    return budgets.figure_4(traces, heads=None)
+    return budgets.figure_4(traces, WANTED, heads=None)
+
+
+@pytest.fixture(scope="module")
+def longer():
+    """Small traces with the queries of all tokens."""
+    return lengths.leads([random_trace(seed, 500, 8) for seed in (3, 5)], steps=12)
 
 
 def test_snapkv_gets_what_the_response_leaves_shared_by_the_group(traces):
@@ -63,12 +74,76 @@ def test_the_budget_is_the_length_with_its_response_over_the_compression(traces)
     assert [budgets.budget_at(traces[0], c) for c in (4, 16, 64)] == [227, 57, 14]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "allowed"),
+    [(64, (4,)), (300, (4, 8)), (908, (4, 8, 15)), (1232, (4, 8, 16)), (2032, (4, 8, 16)), (4064, (4, 8, 16, 31))],
+)
+def test_compressions_end_where_quest_reads_one_page(tokens, allowed):
+    trace = random_trace(2, tokens - 8, 8)
+    assert budgets.compressions([trace]) == allowed
+    budget = budgets.budget_at(trace, allowed[-1])
+    quest = budgets.contenders(trace, budget, None)["quest"]
+    page = math.ceil(trace.length / (budget // 2))
+    assert Replay(trace, quest).kept(0, 1).shape[1] >= page - 2
+
+
+def test_the_paper_s_smallest_budget_is_at_the_limit():
+    """Half of 256 tokens pays for 128 pages of 125 entries and reads 128: one page."""
+    assert math.isqrt(16000 // 4) == 63 and 16000 / 256 == 62.5
+
+
+def test_a_sequence_too_short_for_any_compression_is_refused():
+    with pytest.raises(KvlabError, match="63 tokens allows compressions up to 3, below 4; take at least 64"):
+        budgets.compressions([random_trace(2, 55, 8)])
+
+
+@pytest.mark.parametrize("compression", [4, 8, 15])
+def test_quest_and_sparq_spend_the_budget_that_they_are_given(traces, compression):
+    """Whole pages and whole dimensions leave less than a tenth of it unspent."""
+    trace = traces[0]
+    budget = budgets.budget_at(trace, compression)
+    whole = trace.prompt_length + (trace.steps + 1) / 2
+    for method in ("quest", "sparq"):
+        numbers = budgets.measured(Replay(trace, budgets.contenders(trace, budget, None)[method]), budget)
+        assert 0.9 < numbers["read"] * whole / budget <= 1.001, method
+
+
+def test_sparqs_dimensions_are_rounded_to_what_the_paper_s_setting_implies(traces):
+    """16 dimensions at a compression of 9 are 1.8 of them: 2, and not 1."""
+    trace = traces[0]
+    ranks = {c: budgets.contenders(trace, budgets.budget_at(trace, c), None)["sparq"].rank for c in (4, 9, 15, 60)}
+    assert ranks == {4: 4, 9: 2, 15: 1, 60: 1}
+
+
+def test_the_tightest_budget_has_names_of_its_own(found):
+    for name in ("mass_lost/quest", "gain/output_error/rocketkv_over_next_best"):
+        assert found.metrics[f"{name}/tightest"] == found.metrics[f"{name}/c64"]
+        assert found.intervals[f"{name}/tightest"] == found.intervals[f"{name}/c64"]
+
+
+def test_what_the_oracle_does_not_lose_is_what_finding_loses(found):
+    for measure in ("mass_lost", "output_error"):
+        at = {c: found.table[found.table["compression"] == c] for c in (16, 64)}
+        losses = {c: part.pivot(index="document", columns="method", values=measure) for c, part in at.items()}
+        best = {c: of[of[["duoattention", "quest", "sparq"]].mean().idxmin()] for c, of in losses.items()}
+        share = 1 - losses[64]["exact_topk"] / best[64]
+        assert found.metrics[f"finding/{measure}"] == pytest.approx(share.mean())
+        quarter = best[16] - losses[64]["exact_topk"]
+        assert found.metrics[f"at_a_quarter/{measure}"] == pytest.approx(quarter.mean())
+
+
+def test_the_first_two_layers_stand_against_the_others():
+    losses = torch.tensor([0.4, 0.2, 0.1, 0.3, 0.5])[:, None, None].expand(5, 2, 3)
+    assert budgets.first_layers(losses) == pytest.approx(0.3 - 0.3)
+    assert budgets.first_layers(losses, first=1) == pytest.approx(0.4 - 0.275)
+
+
 def test_all_methods_meet_at_each_budget_but_snapkv_where_it_has_no_room(found, traces):
     table = found.table
     assert len(table) == 3 * (5 * 8 - 3)
     assert set(table[table["compression"] == 8]["method"]) == set(budgets.NAMES)
     assert set(table[table["compression"] == 16]["method"]) == set(budgets.NAMES) - {"snapkv"}
-    assert found.metrics["shortfall/snapkv"] == 3
+    assert found.metrics["shortfall/snapkv"] == 3 / 5
     assert set(table["document"]) == {t.document for t in traces}
 
 
@@ -176,8 +251,23 @@ def test_a_trace_without_a_response_is_refused():
         budgets.figure_4([random_trace(1, 100, 0)], heads=None)
 
 
-def test_claims_find_their_metrics(found):
-    assert not unmeasured("rocketkv_budgets", found, paper="rocketkv")
+def test_claims_find_their_metrics(found, longer):
+    assert not unmeasured("rocketkv_budgets", found, longer, printed.findings(), paper="rocketkv")
+
+
+def test_leads_at_one_budget_on_a_quarter_of_the_text(longer):
+    table = longer.table
+    assert set(table.groupby("end")["length"].first().items()) == {("longer", 488), ("shorter", 122)}
+    assert table["budget"].nunique() == 1 and "hybrid" not in set(table["method"])
+    for measure in ("mass_lost", "output_error"):
+        lead = {}
+        for end, part in table.groupby("end"):
+            losses = part.pivot(index="document", columns="method", values=measure).dropna(axis="columns")
+            rivals = losses.drop(columns="rocketkv")
+            lead[end] = rivals[rivals.mean().idxmin()] - losses["rocketkv"]
+            assert longer.metrics[f"lead/{measure}/{end}"] == pytest.approx(lead[end].mean())
+        wider = lead["longer"] - lead["shorter"]
+        assert longer.metrics[f"lead/{measure}/longer_less_shorter"] == pytest.approx(wider.mean())
 
 
 def test_the_paper_s_tables_are_whole():
@@ -195,7 +285,10 @@ def test_the_paper_s_tables_are_whole():
     assert (whole["average"] - whole[categories].to_numpy() @ tasks / 16).between(-0.1, 3.5).all()
     ruler = papers.figure("rocketkv", "ruler")
     sizes = ruler.groupby(["model", "length"]).size()
-    assert sizes.drop([("Llama3.1-8B", 16000), ("Llama3.1-8B", 96000)]).eq(36).all()
+    # As far as our copy of the paper can be read.
+    part = {("Llama3.1-8B", 16000): 25, ("Llama3.1-8B", 96000): 35}
+    part |= {("Mistral-7B-v0.2", 8000): 25, ("LongChat-7B-v1.5", 8000): 23}
+    assert sizes[list(part)].to_dict() == part and sizes.drop(list(part)).eq(36).all()
     assert ruler["average"].between(0, 100).all()
     qasper = papers.figure("rocketkv", "figure1").set_index(["method", "budget"])["qasper"]
     assert len(qasper) == 36 and qasper["quest", 1024] == 26.7

@@ -26,17 +26,17 @@ def traces() -> list[Trace]:
 
 @pytest.fixture(scope="module")
 def ladder(traces):
-    return design.stage_by_stage(traces)
+    return design.stage_by_stage(traces, [4, 6, 12])
 
 
 @pytest.fixture(scope="module")
 def pooling(traces):
-    return design.kernels(traces, lengths=(200, 850), sizes=(7, 21, 63), compression=4, steps=8)
+    return design.kernels(traces, (200, 850), sizes=(7, 21, 63), compression=4, steps=8)
 
 
 @pytest.fixture(scope="module")
 def between(traces):
-    return design.splits(traces)
+    return design.splits(traces, [16, 32])
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,23 @@ def test_the_ladder_stands_at_one_token_budget(ladder, traces):
     apart = rows_of(ladder, method="snapkv", compression=6)["output_error"]
     assert ladder.metrics["gain/output_error/snapkv_gqa_over_snapkv/c6"] == pytest.approx((apart - shared).mean())
     widening = ladder.metrics["widening/output_error/snapkv_gqa_over_snapkv"]
-    assert widening == pytest.approx(
-        ladder.metrics["gain/output_error/snapkv_gqa_over_snapkv/c12"] - (apart - shared).mean()
-    )
+    gains = [ladder.metrics[f"gain/output_error/snapkv_gqa_over_snapkv/{c}"] for c in ("c4", "c12", "tightest")]
+    assert widening == pytest.approx(gains[1] - gains[0]) and gains[1] == gains[2]
+    assert ladder.metrics["redundancy/over_chance/tightest"] == ladder.metrics["redundancy/over_chance/c12"]
+
+
+def test_stages_end_where_snapkv_still_has_a_choice(traces):
+    """908 tokens: 8 of the response and two heads with 48 entries each are 104, so that c may be 8."""
+    assert design.stages(traces) == (4, 8)
+    snapkv = design.ladder(traces[0], round(TOTAL / 8))["snapkv"]
+    assert snapkv.budget - snapkv.window >= 16
+    assert design.stages([design.truncated(traces[0], 300, 8)]) == (4,)
+
+
+def test_lengths_are_a_quarter_half_and_all_of_the_shortest_prompt(traces):
+    assert design.lengths(traces) == (210, 430, 860)
+    cut = [*traces, design.truncated(traces[0], 480, 8)]
+    assert design.lengths(cut, steps=80) == (100, 200, 400)
 
 
 def test_where_one_compression_leaves_no_room_the_others_are_compared(traces):
@@ -224,5 +238,5 @@ def test_formulas_stand_in_a_row_for_each_method_and_compression():
 
 
 def test_claims_find_their_metrics(ladder, pooling, between, inside, traces):
-    parts = [ladder, pooling, between, inside, design.table_1(traces[0]), design.first_stage(traces)]
+    parts = [ladder, pooling, between, inside, design.table_1(traces[0]), design.first_stage(traces, [8, 16])]
     assert not unmeasured("rocketkv_design", *parts, paper="rocketkv")

@@ -23,6 +23,7 @@ CASES = [
     ("quest", dict(budget=24)),  # pages as wide as all that is read
     ("quest", dict(budget=40, page=4)),
     ("quest", dict(budget=60, page=3)),  # a prompt of 40 is read whole at first
+    ("quest", dict(budget=41, page=1, last="cut")),  # the last page in part
     ("sparq", dict(budget=24)),
     ("sparq", dict(budget=31, rank=5)),
     ("sparq", dict(budget=60)),
@@ -37,6 +38,7 @@ CASES = [
 LONG = [
     ("snapkv_pp", dict(budget=128)),
     ("quest", dict(budget=128)),
+    ("quest", dict(budget=100, page=1, last="cut")),
     ("sparq", dict(budget=200)),
     ("hybrid", dict(budget=128)),
     ("rocketkv", dict(budget=128)),

@@ -8,7 +8,7 @@ from kvlab.traces.trace import Trace
 from support import oracles
 from support.tensors import layer
 
-PROMPT, STEPS, LAYERS, HEADS, KV_HEADS, DIM = 900, 8, 2, 4, 2, 16
+PROMPT, STEPS, LAYERS, HEADS, KV_HEADS, DIM = 900, 8, 3, 4, 2, 16
 TOTAL = PROMPT + STEPS
 GROUP = HEADS // KV_HEADS
 

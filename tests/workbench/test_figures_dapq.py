@@ -10,7 +10,7 @@ from support.drawing import bars, curves, legend, ticks, title
 from support.made_up import made_up, values
 
 from kvlab import papers
-from kvlab.analyses.dapq import position, pseudo, recall
+from kvlab.analyses.dapq import control, position, pseudo, recall
 from kvlab.analyses.findings import Findings
 from kvlab.workbench.figures import dapq as draw
 
@@ -122,3 +122,52 @@ def test_figure_6b_has_a_curve_for_each_response_and_aligns_the_mass_lost():
     assert ticks(left) == ticks(right) == ["1", "8", "32"]
     band = right.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((0.43, 0.74)), "aligned documents differ by their lengths alone"
+
+
+@pytest.mark.parametrize("measure", ["similarity", "recall"])
+def test_the_control_shows_both_places_and_what_the_position_is_worth(measure):
+    contents = ["true", "last", "random"]
+    findings = made_up(
+        {
+            control.VALUE: {"measure": [measure], "content": contents, "place": ["right", "back"]},
+            control.POSITION: {"measure": [measure], "content": contents},
+            control.CONTENT: {"measure": [measure], "place": ["right"]},
+        }
+    )
+    left, right = draw.control_cells(findings, measure).axes
+    expected = [
+        values(findings, control.VALUE, "content", measure=measure, place=place)[content]
+        for place in ("right", "back")
+        for content in contents
+    ]
+    assert sorted(bars(left)) == pytest.approx(sorted(expected))
+    assert ticks(left) == ticks(right) == ["the response", "the prompt's end", "random"]
+    level = findings.metrics[f"control/{measure}/content/right"]
+    assert any(set(line.get_ydata()) == {level} for line in right.lines)
+
+
+def test_the_map_has_a_cell_for_each_head_and_one_scale():
+    rows = [
+        {"layer": layer, "head": h, "position": layer / 10, "content": -h / 5} for layer in range(4) for h in range(3)
+    ]
+    figure = draw.head_map(pandas.DataFrame(rows))
+    left, right = figure.axes[:2]
+    grid = left.collections[0].get_array().reshape(4, 3)
+    assert grid[3].tolist() == pytest.approx([0.3] * 3)
+    assert {ax.collections[0].get_clim() for ax in (left, right)} == {(-0.4, 0.4)}
+    assert title(right) == "content: true less random"
+
+
+def test_leads_with_the_same_pooling_have_a_curve_for_each_pair():
+    keys = {"measure": ["recall"], "policy": [*recall.SAME, "snapkv"], "window": [32], "budget": [64, 256]}
+    findings = made_up({recall.LEAD: keys})
+    (ax,) = draw.same_pooling(findings, 32).axes
+    raw = curves(ax)["raw against raw"].points()
+    assert raw == values(findings, recall.LEAD, "budget", policy="snapkv_raw") and len(curves(ax)) == 2
+
+
+def test_what_mutual_attention_costs_by_the_window():
+    findings = made_up({pseudo.MUTUAL: {"measure": ["recall", "mass_lost"], "length": [4, 32, 128]}})
+    (ax,) = draw.mutual(findings).axes
+    assert curves(ax)["recall"].points() == values(findings, pseudo.MUTUAL, "length", measure="recall")
+    assert ticks(ax) == ["4", "32", "128"]

@@ -6,11 +6,11 @@ import itertools
 
 import pandas
 import pytest
-from support.drawing import legend, ticks, title
+from support.drawing import curves, legend, ticks, title
 from support.made_up import made_up, values
 
 from kvlab import papers
-from kvlab.analyses.rocketkv import budgets
+from kvlab.analyses.rocketkv import budgets, lengths, printed
 from kvlab.workbench.figures import rocketkv as draw
 
 COMPRESSIONS = [4, 16, 64]
@@ -108,3 +108,20 @@ def test_tables_for_a_reader_name_the_methods(findings):
     assert all(f">{text}</td>" in shown for text in ("SparQ", "+0.250", "-0.100", "4"))
     shown = draw.costs_table(budgets.costs(findings)).to_html()
     assert ">RocketKV, published split</td>" in shown and ">0.500</td>" in shown and "snapkv" not in shown
+
+
+def test_leads_by_length_stand_beside_the_papers():
+    table = pandas.DataFrame({"end": ["shorter", "longer"] * 2, "length": [290, 1150, 292, 1152]})
+    found = made_up({lengths.LEAD: {"measure": ["output_error"], "end": ["shorter", "longer"]}}, table=table)
+    left, right = draw.longer(found).axes
+    assert curves(left)["256 tokens"].points() == pytest.approx({16000: 74.2, 32000: 71.7, 64000: 65.5, 96000: 47.3})
+    lead = values(found, lengths.LEAD, "end", measure="output_error")
+    assert curves(right)["output error"].points() == {291: lead["shorter"], 1151: lead["longer"]}
+
+
+def test_printed_cells_show_where_another_method_is_ahead():
+    (ax,) = draw.printed(printed.findings()).axes
+    assert ticks(ax) == ["LongBench", "needles", "RULER"]
+    table = printed.findings().table.query("method == 'rocketkv' and benchmark == 'ruler'")
+    drawn = ax.collections[2].get_offsets()[:, 1]
+    assert sorted(drawn) == sorted(table["gap"]) and min(drawn) == -2.3

@@ -253,8 +253,8 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
 
     Args:
         traces: of any lengths; those of one `context_name` are averaged.
-        parts: number of even steps from the right position to position 0; smaller offsets (powers of four) are measured
-            as well.
+        parts: number of even steps from the right position to position 0; smaller offsets (powers of four, and n) are
+            measured as well.
 
     Returns:
         Table with columns document, context, start, offset, similarity; for each context, as means over its documents
@@ -267,7 +267,8 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
         length, context, text = trace.prompt_length, context_name(trace.prompt_length), plain_name(trace)
         steps = torch.linspace(0, length, parts + 1).round().long()
         near = 4 ** torch.arange(1, 8)
-        offsets = torch.cat([steps, near[near < length // parts]]).unique()
+        # SnapKV's window stands n tokens before the response.
+        offsets = torch.cat([steps, near[near < length // parts], torch.tensor([min(n, length)])]).unique()
         true, cache = response(trace, n), prefilled(trace, lm)
         for batch in offsets.split(TOGETHER):
             positions = (length - batch)[:, None] + torch.arange(n)
@@ -350,7 +351,12 @@ def responses(lm: LM, traces: Sequence[Trace]) -> str:
 
 def plain_name(trace: Trace) -> str:
     """The name of a trace's document, without the span: "sotu/1962[0:1951]@6a..." -> "sotu/1962"."""
-    return trace.document.partition("@")[0].partition("[")[0]
+    return without_span(trace.document)
+
+
+def without_span(document: str) -> str:
+    """As `plain_name`, of a document's full name."""
+    return document.partition("@")[0].partition("[")[0]
 
 
 def context(traces: Sequence[Trace]) -> str:

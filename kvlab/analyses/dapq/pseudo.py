@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MEASURES = ("recall", "mass_lost")
 RANDOM = {"RS_C": "scattered", "RC_C": "span"}
 FIXED = "Fix_C"
+SOFTMAXES = ("prompt", "all")
 USUAL = {"content": "first_last", "first": 4}
 
 CONTENT = "content/{measure}/{content}/b{budget}"
@@ -43,6 +44,8 @@ LENGTH = "length/{measure}/n{length}"
 BEST_LENGTH = "length/best/{measure}/r{response}"
 RISE = "length/rise/{measure}"
 FALL = "length/fall/{measure}"
+MUTUAL = "mutual/{measure}/n{length}"
+MUTUAL_GROWS = "mutual/loss_grows/{measure}"
 
 
 def contents(
@@ -212,6 +215,35 @@ def figure_6b(
             reached = pd.Series({document: good.at[document, n] for document, n in best_by_others(good).items()})
             findings.add_difference(RISE, reached, good.loc[:, min(lengths)], measure=measure)
             findings.add_difference(FALL, reached, good.loc[:, max(lengths)], measure=measure)
+    return findings
+
+
+def mutual(
+    lm: LM, traces: Sequence[Trace], lengths: Sequence[int] = (4, 32, 128), budget: int = 128, share: float = 1 / 8
+) -> Findings:
+    """Section 6.2: what pseudo-queries keep where they attend to each other, beside a softmax over the prompt alone.
+
+    Returns:
+        Table with columns document, length, softmax ("prompt", "all"), measure, value. Metrics with intervals over
+        documents: `mutual/recall/n128`, the softmax over the prompt less that of the pass (larger is better for mass
+        lost, too), and `mutual/loss_grows/recall`, the same at the longest window less that at the shortest.
+    """
+    rows = []
+    for trace in bars.each(traces, "mutual attention", "doc"):
+        options = {n: {"content": "first_last", "first": round(share * n), "window": n} for n in lengths}
+        asking = [asked(given | {"softmax": over}) for given in options.values() for over in SOFTMAXES]
+        own = with_pseudo(lm, trace, asking)
+        for n, over in itertools.product(lengths, SOFTMAXES):
+            kept = asked(options[n] | {"softmax": over}, budget).prefill(own.prompt)
+            about = {"document": trace.document, "length": n, "softmax": over}
+            rows += [about | {"measure": name, "value": value} for name, value in scored(own, kept).items()]
+    findings = Findings(pd.DataFrame(rows))
+    for measure, part in findings.table.groupby("measure"):
+        wide = part.pivot(index="document", columns=["softmax", "length"], values="value")
+        gain = (-1 if measure == "mass_lost" else 1) * (wide["prompt"] - wide["all"])
+        for n in gain:
+            findings.add(MUTUAL, gain[n], measure=measure, length=n)
+        findings.add_difference(MUTUAL_GROWS, gain[max(lengths)], gain[min(lengths)], measure=measure)
     return findings
 
 

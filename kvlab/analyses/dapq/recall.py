@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from kvlab.analyses.dapq.position import ids_of
 from kvlab.analyses.findings import Findings
 from kvlab.core import ranking
 from kvlab.lib import bars
 from kvlab.methods import Policy, policy
+from kvlab.methods.base import Kernel, top_and_last
 from kvlab.methods.dapq import DapQ
+from kvlab.methods.needs import NOTHING
+from kvlab.methods.prompt import Prompt
+from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.reference import reference
-from kvlab.traces.recording import pseudo_tokens
-from kvlab.traces.run import prefilled, pseudo_queries_by_key
+from kvlab.traces.recording import encoder, pseudo_tokens
+from kvlab.traces.run import prefilled, pseudo_queries_by_key, repeat_scores
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -26,6 +33,8 @@ MEASURES = ("window_recall", "recall")
 # Policies whose ranking depends on the size of an observation window, and the others.
 WINDOWED, UNWINDOWED = ("snapkv", "pyramidkv"), ("h2o", "streamingllm")
 OTHERS = WINDOWED + UNWINDOWED
+SAME = ("snapkv_raw", "snapkv_pooled")
+"""DapQ as it is against SnapKV's raw scores with nothing forced in, and both pooled with SnapKV's window forced in."""
 
 RECALL = "{measure}/{policy}/w{window}/b{budget}"
 LEAD = "lead/{measure}/{policy}/w{window}/b{budget}"
@@ -35,15 +44,18 @@ SMALL_BUDGET_LEAD = "small_budget/lead_grows"
 
 
 def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | None = None) -> Trace:
-    """A trace with the pseudo-queries of `policies`, which run on its prefilled cache.
+    """A trace with the pseudo-queries of `policies`, or their scores with softmax="all", from its prefilled cache.
 
     Args:
         policies: their pseudo-tokens, at positions start .. start + window - 1.
-        start: the prompt's length unless given, which is where the response will be.
+        start: the prompt's length unless given, which is where the response will be; with softmax="all" always there.
     """
-    tokens = pseudo_tokens(lm, ids_of(trace)[: trace.prompt_length], policies)
+    prompt, cache = ids_of(trace)[: trace.prompt_length], prefilled(trace, lm)
+    tokens = pseudo_tokens(lm, prompt, policies)
     first = trace.prompt_length if start is None else start
-    return replace(trace, pseudo=pseudo_queries_by_key(lm, prefilled(trace, lm), tokens, first))
+    passes = {each.key: each for method in policies for each in getattr(method, "needs", NOTHING).repetitions}
+    scores = {key: repeat_scores(lm, cache, each, each.parts(prompt, encoder(lm))) for key, each in passes.items()}
+    return replace(trace, pseudo=pseudo_queries_by_key(lm, cache, tokens, first), repeated=trace.repeated | scores)
 
 
 def recalls(trace: Trace, method: Policy) -> dict[str, float]:
@@ -58,6 +70,68 @@ def recalls(trace: Trace, method: Policy) -> dict[str, float]:
         "window_recall": float(reference(trace).share_found(ranks, best, k).mean()),
         "recall": float(reference(trace).share_found(ranks, method.prefill(prompt), k).mean()),
     }
+
+
+class RawSnapKV(SnapKV):
+    """SnapKV by equations 2 and 3: the top of its window's scores, nothing pooled and nothing forced in."""
+
+    name: ClassVar[str] = "snapkv_raw"
+    summary: ClassVar[str] = "the top of SnapKV's raw scores"
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        return ranking.top_positions(self.scores(prompt), budget)
+
+
+class PooledDapQ(DapQ):
+    """DapQ with SnapKV's pooling, and with the prompt's last tokens forced in as SnapKV has them."""
+
+    name: ClassVar[str] = "dapq_pooled_kept"
+    summary: ClassVar[str] = "DapQ with SnapKV's pooling and kept window"
+
+    kernel: Kernel = 7
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        older = self.scores(prompt)[..., : prompt.length - self.window]
+        pooled = F.avg_pool1d(older, self.kernel, stride=1, padding=self.kernel // 2)
+        return top_and_last(F.pad(pooled, (0, self.window), value=torch.inf), budget - self.window, self.window)
+
+
+def retained(trace: Trace, method: Policy) -> float:
+    """Share of the gold top k in what the policy keeps, k being the entries that it keeps."""
+    kept = method.prefill(trace.prompt)
+    return float(reference(trace).share_found(reference(trace).gold_ranks, kept, kept.shape[-1]).mean())
+
+
+def same_pooling(
+    lm: LM, traces: Sequence[Trace], budgets: Sequence[int] = (64, 128, 256, 512), window: int = 32, seed: int = 0
+) -> Findings:
+    """Section 3.3 with equal means on both sides: raw windows against raw ones, pooled ones against pooled ones.
+
+    DapQ's pseudo-tokens are random, as in `figure_3`.
+
+    Returns:
+        Table with columns document, pair (of `SAME`), budget, dapq, snapkv (recall of the retained sets). Metrics
+        `lead/recall/snapkv_raw/w32/b256` and `lead/recall/snapkv_pooled/w32/b256`, DapQ less SnapKV, paired by
+        document.
+    """
+    rows = []
+    for number, trace in enumerate(bars.each(traces, "same pooling", "doc")):
+        random = {"content": "vocabulary", "window": window, "seed": seed + number}
+        own = with_pseudo(lm, trace, [DapQ(budget=1.0, **random)])
+        for b in budgets:
+            pairs = {
+                "snapkv_raw": (DapQ(budget=b, **random), RawSnapKV(budget=b, window=window)),
+                "snapkv_pooled": (PooledDapQ(budget=b, **random), SnapKV(budget=b, window=window)),
+            }
+            for pair, (ours, theirs) in pairs.items():
+                values = {"dapq": retained(own, ours), "snapkv": retained(own, theirs)}
+                rows.append({"document": trace.document, "pair": pair, "budget": b} | values)
+    findings = Findings(pd.DataFrame(rows))
+    for (pair, b), part in findings.table.groupby(["pair", "budget"]):
+        wide = part.set_index("document")
+        keys = {"measure": "recall", "policy": pair, "window": window, "budget": b}
+        findings.add_difference(LEAD, wide["dapq"], wide["snapkv"], **keys)
+    return findings
 
 
 def figure_3(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -20,8 +21,8 @@ from kvlab.replays.reference import reference
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 
-COMPRESSIONS = (4, 8, 16, 32, 64)
-"""S / t; at the paper's 16,000 tokens these are its budgets of 4096 to 256 tokens."""
+LEAST = 4
+"""The least compression that is tried; S / t is 3.9 at the largest of the paper's budgets, 4096 of 16,000 tokens."""
 
 NAMES = {
     "exact_topk": "Exact-TopK",
@@ -38,6 +39,10 @@ RIVALS = ("duoattention", "snapkv", "quest", "sparq")
 
 QUALITY = {"step_recall": 1, "mass_lost": -1, "output_error": -1}
 """Measures, with 1 where larger is better and -1 where smaller is."""
+LOSSES = ("mass_lost", "output_error")
+
+FIRST = 2
+"""First layers that prior work leaves whole (appendix A.1)."""
 
 WINDOW, GROUP = 32, 4
 """Appendix A.3: SnapKV's observation window, and the query heads in a group of the paper's models."""
@@ -45,7 +50,13 @@ WINDOW, GROUP = 32, 4
 VALUE = "{measure}/{method}/c{compression:g}"
 GAIN = "gain/{measure}/{better}_over_{other}/c{compression:g}"
 WIDENING = "widening/{measure}/{better}_over_{other}"
+AT_TIGHTEST = "{measure}/{method}/tightest"
+GAIN_AT_TIGHTEST = "gain/{measure}/{better}_over_{other}/tightest"
+"""Effects at the largest compression have these names, too, since it depends on the prompts' length."""
 SHORTFALL = "shortfall/{method}"
+FINDING = "finding/{measure}"
+AT_A_QUARTER = "at_a_quarter/{measure}"
+FIRST_LAYERS = "first_layers/{measure}"
 NEXT_BEST = "next_best"
 """Stands for the best rival in `GAIN` and `WIDENING`."""
 
@@ -55,6 +66,27 @@ PAIRS = [
     *[(better, other) for better in ("hybrid", "exact_topk") for other in ("quest", "sparq")],
     ("sparq", "quest"),
 ]
+
+
+def compressions(traces: Sequence[Trace]) -> tuple[int, ...]:
+    """The compressions at which every method of figure 4 still does what its name says, for the shortest sequence S.
+
+    Half of a budget t = S / c pays for t / 2 of Quest's pages, of 2 c entries each, and the other half reads t / 2 = S
+    / 2c entries: at least one page only if c <= sqrt(S) / 2. (The paper's smallest budget, 256 of 16,000 tokens, is at
+    that limit: one page of 125.) From `LEAST` on they double, and end at the limit where it lies well beyond the last.
+
+    Raises:
+        KvlabError: a sequence that allows less than `LEAST`.
+    """
+    length = min(trace.length for trace in traces)
+    limit = math.isqrt(length // 4)
+    if limit < LEAST:
+        raise KvlabError(
+            f"a sequence of {length} tokens allows compressions up to {limit}, below {LEAST}; take at least "
+            f"{4 * LEAST**2} tokens"
+        )
+    doublings = [LEAST * 2**i for i in range(int(math.log2(limit / LEAST)) + 1)]
+    return tuple(doublings + [limit] * (limit >= math.sqrt(2) * doublings[-1]))
 
 
 def budget_at(trace: Trace, compression: float) -> int:
@@ -82,10 +114,16 @@ def snapkv_as_compared(trace: Trace, budget: int, sets: Literal["head", "group"]
 def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy]:
     """The policies of figures 1, 4 and 8 at one budget; SnapKV is absent where it has no room (appendix A.3).
 
+    What is small and whole here is large in the paper, so that it is rounded to what its setting implies: SparQ's d / c
+    dimensions to the nearest number (4 of 128 at c = 32 are 2 of 64, and would else fall to 1), and Quest's pages have
+    2 c entries at every compression and its last page is cut, so that it spends its budget.
+
     Args:
         heads: scores that tell DuoAttention's heads apart, as its `heads`.
     """
-    methods = {name: policy(name, budget=budget) for name in ("exact_topk", "quest", "sparq", "hybrid", "rocketkv")}
+    methods = {name: policy(name, budget=budget) for name in ("exact_topk", "hybrid", "rocketkv")}
+    methods["quest"] = policy("quest", budget=budget, page=1, last="cut")
+    methods["sparq"] = policy("sparq", budget=budget, rank=max(1, round(trace.keys.shape[-1] * budget / trace.length)))
     methods["duoattention"] = policy("duoattention", budget=budget, heads=heads)
     methods["rocketkv_published"] = policy("rocketkv", budget=budget, split="adaptive")
     if snapkv := snapkv_as_compared(trace, budget):
@@ -121,14 +159,12 @@ def measured(result: Replay, budget: int) -> dict[str, float]:
     }
 
 
-def figure_4(
-    traces: Sequence[Trace], compressions: Sequence[float] = COMPRESSIONS, heads: str | None = None
-) -> Findings:
+def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, heads: str | None = None) -> Findings:
     """Figures 1, 4 and 8 on the attention itself: every method at the same compression of what a step reads.
 
     Args:
         traces: with a response and the last prompt queries.
-        compressions: S / t.
+        wanted: S / t; those of `compressions` by default.
         heads: DuoAttention's head scores of the model, as `lookups.chosen` finds them.
 
     Returns:
@@ -136,27 +172,44 @@ def figure_4(
         (the last two as shares of the full cache). Metrics by measure, method and compression, `mass_lost/quest/c64`,
         with intervals over documents; gains, paired by document and positive where the first method is better,
         `gain/mass_lost/rocketkv_over_quest/c64`; the same over the best rival, `.../rocketkv_over_next_best/c64`, and
-        of Exact-TopK over it; `widening/mass_lost/rocketkv_over_quest`, how much larger the gain is at the largest
-        compression than at the smallest; `shortfall/snapkv`, at how many compressions SnapKV has no room.
+        of Exact-TopK over it; each at the largest compression under `.../tightest`, too; `widening/mass_lost/
+        rocketkv_over_quest`, how much larger the gain is at the largest compression than at the smallest;
+        `shortfall/snapkv`, at what share of the compressions SnapKV has no room; `finding/mass_lost`, what share of the
+        best rival's loss at the largest compression Exact-TopK does not have; `at_a_quarter/mass_lost`, the loss of the
+        best rival at a quarter of that compression less Exact-TopK's at all of it; `first_layers/mass_lost`,
+        RocketKV's loss in the first two layers less that in the others, at the largest compression.
 
     Raises:
         KvlabError: a trace without a response.
     """
     if not all(trace.steps for trace in traces):
         raise KvlabError("token budgets are about decoding, and a trace has no response; capture it with new_tokens=32")
-    jobs = [(trace, c) for trace in traces for c in compressions]
-    rows = []
-    for trace, c in bars.each(jobs, "figure 4", "budget"):
+    tried = compressions(traces) if wanted is None else wanted
+    rows, by_layer = [], []
+    for trace, c in bars.each([(trace, c) for trace in traces for c in tried], "figure 4", "budget"):
         budget = budget_at(trace, c)
         for method, contender in contenders(trace, budget, heads).items():
-            numbers = measured(Replay(trace, contender), budget)
-            rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
+            result = Replay(trace, contender)
+            about = {"document": trace.document, "method": method, "compression": c, "budget": budget}
+            rows.append(about | measured(result, budget))
+            if method == "rocketkv" and c == max(tried) and trace.n_layers > FIRST:
+                by_layer.append({name: first_layers(getattr(result, name)) for name in LOSSES})
     findings = Findings(pd.DataFrame(rows))
     for measure in (*QUALITY, "stored", "read"):
         _compare(findings, measure)
+    for measure in LOSSES if by_layer else ():
+        findings.add(FIRST_LAYERS, [layers[measure] for layers in by_layer], measure=measure)
     by_compression = findings.table.groupby("compression")["method"].unique()
-    findings.set(SHORTFALL, sum("snapkv" not in methods for methods in by_compression), method="snapkv")
+    lacking = [compression for compression, methods in by_compression.items() if "snapkv" not in methods]
+    findings.set(SHORTFALL, len(lacking) / len(by_compression), method="snapkv")
     return findings
+
+
+def first_layers(losses: Tensor, first: int = FIRST) -> float:
+    """Mean of the first layers less that of the others, of `losses` `[layers, heads, steps]`; appendix A.1 asks whether
+    the first two have to be left whole.
+    """
+    return float(losses[:first].mean() - losses[first:].mean())
 
 
 def _compare(findings: Findings, measure: str) -> None:
@@ -165,18 +218,34 @@ def _compare(findings: Findings, measure: str) -> None:
     if measure not in QUALITY:
         return
     gains: dict[tuple[str, str], dict[float, pd.Series]] = {}
-    for c in sorted(findings.table["compression"].unique()):
+    tried = sorted(findings.table["compression"].unique())
+    for c in tried:
         at_c = QUALITY[measure] * values.xs(c, axis=1, level="compression")
         pairs = [(better, other, other) for better, other in PAIRS if other in at_c]
-        best = _best_rival(at_c.mean())
+        best = best_rival(at_c.mean())
         pairs += [("rocketkv", NEXT_BEST, best), ("exact_topk", NEXT_BEST, best)]
         for better, name, other in pairs:
             gains.setdefault((better, name), {})[c] = at_c.loc[:, better] - at_c.loc[:, other]
     for (better, other), by_compression in gains.items():
         add_gains(findings, measure, better, other, by_compression)
+    if measure in LOSSES:
+        _oracle(findings, measure, values, tried)
 
 
-def _best_rival(means: pd.Series) -> str:
+def _oracle(findings: Findings, measure: str, losses: pd.DataFrame, tried: Sequence[float]) -> None:
+    """How little Exact-TopK loses: beside the best rival at the largest compression, and at a quarter of it."""
+    tightest = tried[-1]
+    at_tightest = losses.xs(tightest, axis=1, level="compression")
+    oracle, rival = at_tightest.loc[:, "exact_topk"], at_tightest.loc[:, best_rival(-at_tightest.mean())]
+    findings.add(FINDING, 1 - oracle / rival, measure=measure)
+    looser = [c for c in tried if c <= tightest / 4]
+    if looser:
+        at_looser = losses.xs(looser[-1], axis=1, level="compression")
+        best = at_looser.loc[:, best_rival(-at_looser.mean())]
+        findings.add_difference(AT_A_QUARTER, best, oracle, measure=measure)
+
+
+def best_rival(means: pd.Series) -> str:
     """The rival with the largest mean."""
     return str(means.filter(RIVALS).idxmax())
 
@@ -193,8 +262,11 @@ def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFram
     """
     values = findings.table.pivot(index="document", columns=["method", "compression"], values=measure)
     values = values.dropna(axis="columns")
+    tightest = findings.table["compression"].max()
     for method, c in values.columns:
         findings.add(under + VALUE, values[method, c], measure=measure, method=method, compression=c)
+        if c == tightest:
+            findings.add(under + AT_TIGHTEST, values[method, c], measure=measure, method=method)
     return values
 
 
@@ -208,11 +280,13 @@ def add_gains(
         under: prefix of the effects' names.
     """
     about = {"measure": measure, "better": better, "other": other}
+    tried = sorted(findings.table["compression"].unique())
     for c, gain in gains.items():
         findings.add(under + GAIN, gain, compression=c, **about)
-    compressions = sorted(findings.table["compression"].unique())
-    if len(gains) == len(compressions) > 1:
-        findings.add_difference(under + WIDENING, gains[compressions[-1]], gains[compressions[0]], **about)
+        if c == tried[-1]:
+            findings.add(under + GAIN_AT_TIGHTEST, gain, **about)
+    if len(gains) == len(tried) > 1:
+        findings.add_difference(under + WIDENING, gains[tried[-1]], gains[tried[0]], **about)
 
 
 def values_of(findings: Findings, measure: str) -> pd.DataFrame:
@@ -239,7 +313,7 @@ def next_best(findings: Findings) -> pd.DataFrame:
         means = sign * findings.table.pivot_table(index="compression", columns="method", values=measure)
         for c, at_c in means.iterrows():
             gain = findings.row(GAIN, measure=measure, better="rocketkv", other=NEXT_BEST, compression=c)
-            about = {"measure": measure, "compression": c, "next_best": _best_rival(at_c)}
+            about = {"measure": measure, "compression": c, "next_best": best_rival(at_c)}
             rows.append(about | {"value": gain.value, "low": gain.low, "high": gain.high})
     return pd.DataFrame(rows)
 

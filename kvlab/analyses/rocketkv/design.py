@@ -15,10 +15,13 @@ from pydantic import Field
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.rocketkv import common
 from kvlab.analyses.rocketkv.budgets import (
+    LEAST,
     QUALITY,
+    WINDOW,
     add_gains,
     add_values,
     budget_at,
+    compressions,
     measured,
     share_of_top,
     snapkv_as_compared,
@@ -50,6 +53,7 @@ STEPS_UP = [
 
 REDUNDANCY = "redundancy/c{compression:g}"
 OVER_CHANCE = "redundancy/over_chance/c{compression:g}"
+OVER_CHANCE_AT_TIGHTEST = "redundancy/over_chance/tightest"
 KERNEL = "{measure}/k{kernel}/n{length}"
 KERNEL_GAIN = "gain/{measure}/k{kernel}_over_k{smallest}/{end}"
 BEST_KERNEL = "best_kernel/{end}"
@@ -59,6 +63,23 @@ STORAGE = "storage/{method}/c{compression:g}"
 TRAFFIC = "traffic/{method}/c{compression:g}"
 OF_TENSORS = "of_tensors/{method}/c{compression:g}"
 AUXILIARY = "auxiliary/{method}/c{compression:g}"
+
+
+def stages(traces: Sequence[Trace], least: float = LEAST) -> tuple[float, ...]:
+    """Compressions for figure 6: the least one, and the largest whole one at which a set of each query head still
+    chooses half as many tokens as its window has (SnapKV can choose nothing where the window takes the budget).
+    """
+    tightest = []
+    for trace in traces:
+        group = trace.heads // trace.kv_heads
+        tightest.append(trace.length // (trace.steps + group * (WINDOW + WINDOW // 2)))
+    return tuple(dict.fromkeys([least, float(max(least, min(tightest)))]))
+
+
+def lengths(traces: Sequence[Trace], steps: int = 32) -> tuple[int, ...]:
+    """Prompts for figure 7 that can be cut out of every trace: a quarter, half and all of the shortest, in tens."""
+    whole = min(trace.prompt_length for trace in traces) - steps
+    return tuple(whole // part // 10 * 10 for part in (4, 2, 1))
 
 
 def ladder(trace: Trace, budget: int) -> dict[str, Policy]:
@@ -73,7 +94,7 @@ def ladder(trace: Trace, budget: int) -> dict[str, Policy]:
     return {name: contender for name, contender in stages.items() if contender is not None}
 
 
-def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 12)) -> Findings:
+def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = None) -> Findings:
     """Figure 6 and section 3.3: what each change from SnapKV to RocketKV brings at the same token budget.
 
     Returns:
@@ -88,8 +109,8 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
     Raises:
         KvlabError: SnapKV has no room at any of the compressions.
     """
-    rows = []
-    jobs = [(trace, c) for trace in traces for c in compressions]
+    rows, tried = [], stages(traces) if wanted is None else wanted
+    jobs = [(trace, c) for trace in traces for c in tried]
     shared, blind = {}, {}
     for trace, c in bars.each(jobs, "stages", "budget"):
         budget = budget_at(trace, c)
@@ -100,7 +121,7 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
             numbers = measured(Replay(trace, contender), budget)
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     if not shared:
-        smallest = min(compressions)
+        smallest = min(tried)
         raise KvlabError(
             f"at a compression of {smallest:g} the budget of {budget_at(traces[0], smallest)} leaves SnapKV no room "
             f"beside the response of {traces[0].steps} tokens and a window for each head"
@@ -112,6 +133,8 @@ def stage_by_stage(traces: Sequence[Trace], compressions: Sequence[float] = (6, 
         chance = pd.Series({document: v for (document, at), v in blind.items() if at == c})
         findings.add(REDUNDANCY, ours, compression=c)
         findings.add_difference(OVER_CHANCE, ours, chance, compression=c)
+        if c == max(tried):
+            findings.add_difference(OVER_CHANCE_AT_TIGHTEST, ours, chance)
     return findings
 
 
@@ -120,7 +143,7 @@ ALONE = "first_stage/"
 """Prefix of the effects of the first stage alone."""
 
 
-def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32)) -> Findings:
+def first_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = None) -> Findings:
     """Section 3.3: the pooling of SnapKV++ as a first stage, which leaves S / sqrt(c) tokens and reads all of them.
 
     Both share one set in each GQA group.
@@ -131,7 +154,7 @@ def first_stage(traces: Sequence[Trace], compressions: Sequence[float] = (16, 32
         `first_stage/gain/output_error/snapkv_pp_over_snapkv_gqa/c16`.
     """
     rows = []
-    for trace, c in [(trace, c) for trace in traces for c in compressions]:
+    for trace, c in [(trace, c) for trace in traces for c in (compressions(traces)[1:] if wanted is None else wanted)]:
         budget = budget_at(trace, math.sqrt(c))
         for method in FIRST_STAGE:
             contender = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
@@ -180,18 +203,19 @@ def truncated(trace: Trace, prompt_length: int, steps: int) -> Trace:
 
 def kernels(
     traces: Sequence[Trace],
-    lengths: Sequence[int] = (500, 1000, 1900),
+    wanted: Sequence[int] | None = None,
     sizes: Sequence[int] = (7, 21, 63, 189, 511),
-    compression: float = 16,
+    compression: float = 8,
     steps: int = 32,
 ) -> Findings:
     """Figure 7: the best max-pooling kernel for RocketKV at each prompt length.
 
     Args:
-        traces: with the queries of all prompt tokens; prompts are cut to each of `lengths`.
-        lengths: tokens of the prompts, ascending.
+        traces: with the queries of all prompt tokens.
+        wanted: tokens of the prompts, ascending, to which they are cut; those of `lengths` by default.
         sizes: kernels, odd.
-        compression: S / t at every length.
+        compression: S / t at every length; at a larger one the shortest prompts of 300 tokens would leave the first
+            stage little to choose beside its window.
         steps: tokens of the text that follow as the response.
 
     Returns:
@@ -201,15 +225,15 @@ def kernels(
         the kernel at which the mean output error over documents is smallest; `best_kernel/growth`, their difference;
         and `best_kernel_size/longest`, in tokens.
     """
-    rows = []
-    jobs = [(trace, n) for trace in traces for n in lengths]
+    rows, cuts = [], lengths(traces, steps) if wanted is None else wanted
+    jobs = [(trace, n) for trace in traces for n in cuts]
     for trace, n in bars.each(jobs, "kernels", "prompt"):
         cut = truncated(trace, n, steps)
         for size in sizes:
             own = Replay(cut, policy("rocketkv", budget=budget_at(cut, compression), kernel=size)).summary
             rows.append({"document": trace.document, "length": n, "kernel": size} | {m: own[m] for m in QUALITY})
     findings = Findings(pd.DataFrame(rows))
-    ends = {"shortest": lengths[0], "longest": lengths[-1]}
+    ends = {"shortest": cuts[0], "longest": cuts[-1]}
     for measure, sign in QUALITY.items():
         values = findings.table.pivot(index="document", columns=["length", "kernel"], values=measure)
         for n, size in values.columns:
@@ -264,7 +288,7 @@ class SplitRocketKV(RocketKV):
 
 def splits(
     traces: Sequence[Trace],
-    compressions: Sequence[float] = (16, 32),
+    wanted: Sequence[float] | None = None,
     exponents: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
 ) -> Findings:
     """Sections 3.1 and 3.2: how much of the compression the first stage should take, as an exponent of c.
@@ -277,7 +301,7 @@ def splits(
         over documents.
     """
     rows = []
-    jobs = [(trace, c) for trace in traces for c in compressions]
+    jobs = [(trace, c) for trace in traces for c in (compressions(traces)[1:] if wanted is None else wanted)]
     for trace, c in bars.each(jobs, "splits", "budget"):
         budget = budget_at(trace, c)
         tried = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
@@ -297,7 +321,7 @@ def splits(
 
 def pages_against_dimensions(
     traces: Sequence[Trace],
-    compressions: Sequence[float] = (16,),
+    wanted: Sequence[float] = (16,),
     exponents: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
 ) -> Findings:
     """Section 3.4: hybrid attention, with the compression of its search shared between pages and dimensions.
@@ -311,7 +335,7 @@ def pages_against_dimensions(
         over each other one, with intervals over documents.
     """
     rows = []
-    jobs = [(trace, c) for trace in traces for c in compressions]
+    jobs = [(trace, c) for trace in traces for c in wanted]
     for trace, c in bars.each(jobs, "pages", "budget"):
         for e in exponents:
             contender = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
@@ -332,7 +356,7 @@ def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], under: str = ""
             add_gains(findings, measure, better, other, {c: gain.loc[:, c] for c in sorted(gain.columns)}, under)
 
 
-def table_1(trace: Trace, compressions: Sequence[float] = (4, 16, 64)) -> Findings:
+def table_1(trace: Trace, wanted: Sequence[float] = (4, 16, 64)) -> Findings:
     """Table 1 at given compressions: `rocketkv.table_1`, with metrics named by compression.
 
     Returns:
@@ -340,7 +364,7 @@ def table_1(trace: Trace, compressions: Sequence[float] = (4, 16, 64)) -> Findin
         `auxiliary/quest/c16`, what is stored beyond the full cache; `of_tensors/rocketkv/c16`, the measured storage as
         a share of `storage_by_tensors`.
     """
-    by_budget = {budget_at(trace, c): c for c in compressions}
+    by_budget = {budget_at(trace, c): c for c in wanted}
     table = common.table_1(trace, list(by_budget)).table
     findings = Findings(table.assign(compression=[by_budget[budget] for budget in table["budget"]]))
     for row in findings.table.dropna().to_dict("records"):

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import matplotlib.pyplot as plt
 
 from kvlab import papers
-from kvlab.analyses.dapq import position, pseudo, recall
+from kvlab.analyses.dapq import control, position, pseudo, recall
 from kvlab.workbench.figures import plots
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.figure import Figure
 
     from kvlab.analyses.findings import Findings
@@ -32,6 +33,8 @@ POLICIES = {
 }
 COLOURS = dict(zip(POLICIES, plots.COLOURS, strict=False))
 ENTRIES = "entries for each layer and KV head"
+CONTENTS = {"true": "the response", "last": "the prompt's end", "random": "random", "sentence": "the sentence"}
+MEASURES = {"similarity": "cosine with the true queries", "recall": "recall of the gold top-k"}
 
 
 def table_1(findings: Findings, model: str) -> Figure:
@@ -91,6 +94,97 @@ def figure_2b(findings: Findings) -> Figure:
         title="Figure 2b: the true content, put elsewhere",
         ax=ax,
     )
+    return figure
+
+
+def control_cells(findings: Findings, measure: str = "similarity") -> Figure:
+    """The same contents at the response's positions and one window before: `control.similarity` or `control.recall`."""
+    cells = findings.frame(control.VALUE).query("measure == @measure and place != 'start'")
+    worth = findings.frame(control.POSITION).query("measure == @measure")
+    names = {"right": "where the response will be (L)", "back": "one window before (L - 32)"}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), width_ratios=[1.6, 1])
+    plots.bars(
+        cells,
+        x="content",
+        hue="place",
+        names=names,
+        labels={content: CONTENTS[content] for content in cells["content"].unique()},
+        xlabel="",
+        ylabel=MEASURES[measure],
+        title="The same tokens in two places",
+        ax=left,
+    )
+    left.legend(loc="lower right")
+    places = range(len(worth))
+    right.errorbar(places, worth["value"], plots.spread(worth), fmt="o", capsize=3, color=plots.COLOURS[0])
+    content = findings.row(control.CONTENT, measure=measure, place="right")
+    right.axhline(content.value, color=plots.COLOURS[1], linestyle="--", label="what the true content is worth at L")
+    right.axhline(0, color=plots.EDGE, linewidth=1)
+    right.set_xticks(places, [CONTENTS[name] for name in worth["content"]])
+    right.set_ylabel(f"{MEASURES[measure]}: L less L - 32")
+    right.set_title("What the position is worth")
+    right.legend()
+    return figure
+
+
+def head_map(heads: pandas.DataFrame) -> Figure:
+    """What position and content are worth in each head.
+
+    Args:
+        heads: from `control.by_head`.
+    """
+    figure, axes = plt.subplots(1, 2, figsize=(11, 0.16 * heads["layer"].nunique() + 2.4))
+    most = float(heads[["position", "content"]].abs().to_numpy().max())
+    titles = {"position": "position: L less L - 32", "content": "content: true less random"}
+    for ax, (column, title) in zip(axes, titles.items(), strict=True):
+        plots.heatmap(
+            heads.pivot(index="layer", columns="head", values=column),
+            xlabel="query head",
+            ylabel="layer",
+            unit="cosine with the true queries",
+            title=title,
+            diverging=True,
+            limits=(-most, most),
+            ax=ax,
+        )
+    return figure
+
+
+def same_pooling(findings: Findings, window: int) -> Figure:
+    """DapQ's lead in recall of the retained sets, with the same pooling on both sides."""
+    leads = findings.frame(recall.LEAD).query("policy in @recall.SAME and window == @window")
+    figure, ax = plt.subplots(figsize=(7.4, 4.2))
+    plots.estimates(
+        leads,
+        x="budget",
+        hue="policy",
+        names={"snapkv_raw": "raw against raw", "snapkv_pooled": "pooled against pooled, both windows kept"},
+        xlabel=ENTRIES,
+        ylabel="DapQ less SnapKV, paired by document",
+        title="Recall of the retained sets, same pooling on both sides",
+        ax=ax,
+    )
+    ax.axhline(0, color=plots.EDGE, linewidth=1)
+    plots.doublings(ax, sorted(leads["budget"].unique()))
+    return figure
+
+
+def mutual(findings: Findings) -> Figure:
+    """What the softmax over the prompt alone gains on that of the pass itself, by the window."""
+    gains = findings.frame(pseudo.MUTUAL)
+    figure, ax = plt.subplots(figsize=(7.4, 4.2))
+    plots.estimates(
+        gains,
+        x="length",
+        hue="measure",
+        names={"recall": "recall", "mass_lost": "attention mass"},
+        xlabel="pseudo-queries",
+        ylabel="over the prompt alone less over all",
+        title="What mutual attention costs",
+        ax=ax,
+    )
+    ax.axhline(0, color=plots.EDGE, linewidth=1)
+    plots.doublings(ax, sorted(gains["length"].unique()))
     return figure
 
 

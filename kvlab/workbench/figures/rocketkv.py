@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
 from kvlab import papers
-from kvlab.analyses.rocketkv import budgets
+from kvlab.analyses.rocketkv import budgets, lengths
 from kvlab.analyses.rocketkv.budgets import NAMES
 from kvlab.workbench.figures import plots
 
@@ -107,6 +107,60 @@ def figure_8(findings: Findings) -> Figure:
     errors = budgets.values_of(findings, "output_error")
     _ours(axes[3], errors, methods, ERROR, "Here: output error")
     _legend(figure, methods)
+    return figure
+
+
+def longer(findings: Findings) -> Figure:
+    """RocketKV's lead over the best rival on shorter and longer prompts, at one token budget; the paper's on RULER."""
+    leads = findings.frame(lengths.LEAD)
+    tokens = findings.table.groupby("end")["length"].mean()
+    leads = leads.assign(tokens=leads["end"].map(tokens))
+    names = {"output_error": "output error", "mass_lost": "attention mass"}
+    printed = papers.figure("rocketkv", "ruler").query("model == 'Llama3.1-8B'")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
+    scores = printed.pivot_table(index=["budget", "length"], columns="method", values="average").dropna()
+    gaps = (scores["rocketkv"] - scores.filter(budgets.RIVALS).max(axis=1)).rename("lead").reset_index()
+    for colour, (budget, part) in zip(plots.COLOURS, gaps.groupby("budget"), strict=False):
+        left.plot(
+            part["length"], part["lead"], "--", marker="D", markersize=4, color=colour, label=f"{budget:g} tokens"
+        )
+    left.set_xlabel("sequence (tokens)")
+    left.set_ylabel("lead over the best rival (points)")
+    left.set_title("Paper: RULER, Llama3.1-8B")
+    left.legend()
+    plots.estimates(
+        leads,
+        x="tokens",
+        hue="measure",
+        names=names,
+        xlabel="prompt (tokens), at one token budget",
+        ylabel="loss of the best rival less RocketKV's",
+        title="Here: RocketKV's lead",
+        ax=right,
+    )
+    right.axhline(0, color=plots.EDGE, linewidth=1)
+    return figure
+
+
+def printed(findings: Findings) -> Figure:
+    """The cells of the paper's own tables: RocketKV's lead over the best of the others in each, benchmark by benchmark.
+
+    Args:
+        findings: from `kvlab.analyses.rocketkv.printed.findings`.
+    """
+    table = findings.table.query("method == 'rocketkv'")
+    figure, ax = plt.subplots(figsize=(9, 4.2))
+    labels = {"longbench": "LongBench", "needle": "needles", "ruler": "RULER"}
+    for place, benchmark in enumerate(labels):
+        part = table[table["benchmark"] == benchmark].sort_values("gap")
+        across = [place + 0.7 * (i / max(1, len(part) - 1) - 0.5) for i in range(len(part))]
+        colours = [RED if gap < 0 else BLUE for gap in part["gap"]]
+        ax.scatter(across, part["gap"], s=16, c=colours)
+    ax.axhline(0, color=plots.EDGE, linewidth=1)
+    ax.set_yscale("symlog", linthresh=1)
+    ax.set_xticks(range(len(labels)), list(labels.values()))
+    ax.set_ylabel("RocketKV less the best of the others (points)")
+    ax.set_title("As printed, cell by cell; red: another method is ahead")
     return figure
 
 

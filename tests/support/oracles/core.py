@@ -268,8 +268,25 @@ def oracle_snapkv(queries, keys, values, prompt_length, budget, window=32, kerne
     return simulate(queries, keys, values, prompt_length, lambda g: taken(keys, values, g, kept(g)))
 
 
-def oracle_dapq(queries, keys, values, prompt_length, budget, pseudo):
-    attention = attention_over_prompt(pseudo, keys[:, :prompt_length])
+def attention_with_each_other(pseudo, pseudo_keys, keys):
+    """DapQ's pseudo-queries over the prompt's keys and those of pseudo-tokens up to their own: the prompt's part."""
+    group, rows = len(pseudo) // len(keys), np.zeros((*pseudo.shape[:2], keys.shape[1]))
+    for h, i in np.ndindex(*pseudo.shape[:2]):
+        seen = np.concatenate([keys[h // group], pseudo_keys[h // group][: i + 1]])
+        logits = seen @ pseudo[h, i] / np.sqrt(pseudo.shape[-1])
+        weights = np.exp(logits - logits.max())
+        rows[h, i] = (weights / weights.sum())[: keys.shape[1]]
+    return rows
+
+
+def oracle_dapq(queries, keys, values, prompt_length, budget, pseudo, pseudo_keys=None):
+    """Without the pseudo-tokens' keys, the softmax goes over the prompt alone."""
+    prompt = keys[:, :prompt_length]
+    attention = (
+        attention_over_prompt(pseudo, prompt)
+        if pseudo_keys is None
+        else attention_with_each_other(pseudo, pseudo_keys, prompt)
+    )
 
     def kept(group):
         return top_positions(summed_over_group(attention, group, len(keys)).sum(axis=0), min(budget, prompt_length))

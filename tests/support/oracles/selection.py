@@ -103,7 +103,7 @@ def quest_page_size(length, budget, page=16):
     return max(page, math.ceil(length / (budget // 2)))
 
 
-def oracle_quest(queries, keys, values, prompt_length, budget, page=16):
+def oracle_quest(queries, keys, values, prompt_length, budget, page=16, last="whole"):
     size = quest_page_size(keys.shape[1], budget, page)
 
     def select(own_queries, own_keys):
@@ -115,6 +115,7 @@ def oracle_quest(queries, keys, values, prompt_length, budget, page=16):
         order, read = largest(scores, len(pages)), []
         for p in order:
             if len(read) + len(pages[p]) > room:
+                read += pages[p][: room - len(read)] if last == "cut" else []
                 break
             read += pages[p]
         return sorted(read) if read else pages[order[0]][:room]

@@ -1,0 +1,285 @@
+"""What DapQ's figures show, in sentences that follow from the numbers."""
+
+from __future__ import annotations
+
+from kvlab import papers
+from kvlab.analyses import telling
+from kvlab.analyses.dapq import control, position, pseudo, recall
+from kvlab.analyses.dapq import printed as tables
+from kvlab.analyses.findings import Findings
+
+SIMILARITY = "similarity"
+
+
+def _printed(condition: str) -> float:
+    """The cosine after RoPE that the paper's table 1 prints."""
+    return float(papers.figure("dapq", "table1").set_index("condition").at[condition, "post"])
+
+
+def table_1(findings: Findings) -> list[str]:
+    """Position against content, thousands of tokens off."""
+    row = findings.row(position.CONTRAST, rope="post", contrast="position_less_content")
+    before = findings.row(position.SIMILARITY, rope="pre", condition="dc_dp")
+    return [
+        f"The right position with the wrong content less the right content at position 0 is {telling.number(row)} in "
+        "cosine, "
+        + telling.side(
+            row,
+            above="so that position outweighs content at this distance",
+            below="so that content outweighs position even at this distance",
+            undecided="so that neither outweighs the other",
+        )
+        + f"; {telling.beside(row, _printed('dc_sp') - _printed('sc_dp'))}.",
+        f"Before the rotation even the wrong content at the wrong position has {telling.number(before)}: how much of "
+        "that all "
+        "queries have in common is asked below.",
+    ]
+
+
+def figure_2a(findings: Findings) -> list[str]:
+    """Any content, any span."""
+    row = findings.row(position.GAP_RANDOM, rope="post", left="dc_sp", right="sc_dp_m")
+    far = findings.row(position.GAP_RANDOM, rope="post", left="dc_dp_m", right="dc_dp_100")
+    return [
+        f"With random tokens and random spans the right position is {telling.number(row)} ahead of the right content: "
+        + telling.side(row, above="as the paper draws it.", below="the reverse of the paper.", undecided="undecided."),
+        "Positions from the first hundred serve "
+        + telling.side(
+            far,
+            above="worse than positions from anywhere",
+            below="better than positions from anywhere",
+            undecided="neither clearly worse nor better than positions from anywhere",
+        )
+        + f" ({telling.number(far)}), so the next question is how the loss grows with the distance.",
+    ]
+
+
+def figure_2b(findings: Findings) -> list[str]:
+    """How the similarity falls."""
+    decay, longer = findings.row(position.CLAIMED_DECAY), findings.row(position.LONGER_DECAYS_MORE)
+    return [
+        f"The rank correlation of offset and similarity is {telling.number(decay)}; in longer contexts the loss from "
+        "the right "
+        "position to position 0 is "
+        + telling.side(longer, above="larger, as the paper says.", below="smaller.", undecided="not clearly larger."),
+        "Whether the first tokens of that fall are what SnapKV's window loses is asked by the next figure.",
+    ]
+
+
+def offsets(findings: Findings) -> list[str]:
+    """Where a wrong position has cost as much as a wrong content."""
+    equal, at_window = findings.row(control.EQUAL_AT), findings.row(control.AT_WINDOW)
+    return [
+        f"A wrong position costs as much as a wrong content only from an offset of {telling.number(equal)} tokens on. "
+        + telling.side(
+            at_window,
+            above="SnapKV's window, 32 tokens off, loses more by its position than random content would.",
+            below="SnapKV's window, 32 tokens off, loses less by its position than random content would: what it "
+            "lacks is not "
+            "the position.",
+            undecided="At SnapKV's 32 tokens position and content cost about the same.",
+        ),
+    ]
+
+
+def control_cells(findings: Findings) -> list[str]:
+    """The control that decides, in cosines."""
+    row = findings.row(control.POSITION_LESS_CONTENT, measure=SIMILARITY)
+    mean, over = findings.row(control.MEAN_QUERY), findings.row(control.OVER_MEAN)
+    return [
+        "At SnapKV's distance of one window "
+        + telling.side(
+            row,
+            above="random content at the right position still comes closer to the true queries than the true content "
+            "before it",
+            below="the true content comes closer to the true queries than random content at the right position: the "
+            "order of "
+            "table 1 is reversed",
+            undecided="random content at the right position and the true content before it come equally close",
+        )
+        + f" ({telling.number(row)}).",
+        f"The mean of the prompt's queries, with no content at all, has a cosine of {telling.number(mean)} there; "
+        "random "
+        "pseudo-tokens are "
+        + telling.side(over, above="closer than that", below="further away than that", undecided="as close as that")
+        + f" ({telling.number(over)}), so that "
+        + telling.side(
+            over,
+            above="they add something of their own.",
+            below="a constant would approximate the true queries better.",
+            undecided="a constant would do as well.",
+        ),
+    ]
+
+
+def head_map(findings: Findings) -> list[str]:
+    """In how many heads."""
+    share = findings.row(control.SHARE_OF_HEADS)
+    heads = control.by_head(findings)
+    first = heads.assign(gap=heads["position"] - heads["content"]).groupby("layer")["gap"].mean()
+    return [
+        f"Position outweighs content at SnapKV's distance in {telling.percent(share)} of the heads, "
+        + telling.side(share, above="most of them.", below="a minority.", undecided="about half of them.", at=0.5),
+        f"Position counts most, beside content, in layer {first.idxmax()}, and least in layer {first.idxmin()}.",
+        "Whether the heads in which it counts are those that eviction depends on is asked in dapq_window_recall.",
+    ]
+
+
+def adjacent(findings: Findings) -> list[str]:
+    """The premise."""
+    near, gap = (
+        findings.row(control.ADJACENT, rope="post", distance=1),
+        findings.row(control.NEAR_LESS_FAR, rope="post"),
+    )
+    before = findings.row(control.NEAR_LESS_FAR, rope="centred")
+    return [
+        f"Neighbouring decoding queries have a cosine of {telling.number(near)}, "
+        + telling.side(gap, above="more than distant ones", below="less than distant ones", undecided="as distant ones")
+        + f" by {telling.number(gap)}.",
+        "Before the rotation and less their mean, where only content is left, neighbours are "
+        + telling.side(
+            before,
+            above="still more alike: the premise is not position's alone",
+            below="less alike",
+            undecided="no more alike: what makes them similar is the position",
+        )
+        + f" ({telling.number(before)}).",
+    ]
+
+
+def figure_3(findings: Findings, window: int = 32, budget: int = 256) -> list[str]:
+    """Whose window finds more."""
+    rows = {
+        name: findings.row(recall.LEAD, measure="window_recall", policy=name, window=window, budget=budget)
+        for name in ("snapkv", "streamingllm")
+    }
+    grows = findings.row(recall.SMALL_BUDGET_LEAD)
+    return [
+        f"With {budget} entries random pseudo-queries lead SnapKV's window by {telling.number(rows['snapkv'])} of "
+        "recall, which "
+        "is "
+        + telling.side(
+            rows["snapkv"],
+            above="ahead, as in the paper's figure 3",
+            below="behind, where the paper's figure 3 has them ahead",
+            undecided="neither ahead nor behind",
+        )
+        + f"; against sinks and recent tokens it is {telling.number(rows['streamingllm'])}.",
+        "Under the tightest budget the lead over SnapKV is "
+        + telling.side(grows, above="larger", below="smaller", undecided="not clearly larger")
+        + f" than under the largest ({telling.number(grows)}).",
+    ]
+
+
+def control_recall(findings: Findings) -> list[str]:
+    """The control that decides, in recall."""
+    moved = findings.row(control.POSITION, measure="recall", content="last")
+    content = findings.row(control.CONTENT, measure="recall", place="right")
+    return [
+        "The same 32 tokens, the prompt's last, "
+        + telling.side(
+            moved,
+            above="find more of what the response needs at its positions than where SnapKV has them",
+            below="find less at the response's positions than where SnapKV has them",
+            undecided="find as much at the response's positions as where SnapKV has them",
+        )
+        + f" ({telling.number(moved)}).",
+        f"The true content in place of random tokens is worth {telling.number(content)} at the right position, "
+        + (
+            "more than the position is; so the way to a better window leads over better guesses of the response."
+            if content.value > moved.value
+            else "no more than the position is."
+        ),
+    ]
+
+
+def retained_sets(findings: Findings, window: int = 32, budget: int = 256) -> list[str]:
+    """What is really kept."""
+    row = findings.row(recall.LEAD, measure="recall", policy="snapkv", window=window, budget=budget)
+    return [
+        f"In what is really kept DapQ's lead over SnapKV is {telling.number(row)} at {budget} entries: "
+        + telling.side(row, above="ahead, as the paper says.", below="behind.", undecided="not told apart."),
+        "SnapKV pools its scores and keeps its window, and DapQ does neither; the next figure gives both the same.",
+    ]
+
+
+def same_pooling(findings: Findings, window: int = 32, budget: int = 256) -> list[str]:
+    """The same pooling on both sides."""
+    raw, pooled = (
+        findings.row(recall.LEAD, measure="recall", policy=pair, window=window, budget=budget) for pair in recall.SAME
+    )
+    words = {"above": "ahead", "below": "behind", "undecided": "not told apart"}
+    return [
+        f"Raw scores against raw ones, DapQ is {telling.side(raw, **words)} ({telling.number(raw)}); pooled against "
+        "pooled, "
+        f"with both windows kept, it is {telling.side(pooled, **words)} ({telling.number(pooled)}).",
+        "What differs between the two lines is pooling and the kept window, not the pseudo-queries.",
+    ]
+
+
+def printed(findings: Findings) -> list[str]:
+    """What section 5.2 says of the paper's own tables."""
+    shares = {name: findings.row(tables.NOT_BEHIND, benchmark=name) for name in tables.BENCHMARKS}
+    labels = {"longbench": "LongBench", "ruler": "RULER", "helmet": "HELMET", "needle": "needles"}
+    listed = telling.listed([f"{telling.percent(row)} on {labels[name]}" for name, row in shares.items()])
+    told = [f"In the paper's own tables no baseline is ahead of DapQ in {listed} of the cells."]
+    for row in findings.frame(tables.BEHIND).to_dict("records"):
+        cell = row["cell"].replace("/", " with ") + " entries"
+        told.append(f"{row['method']} is ahead in {cell} ({labels[row['benchmark']]}), by {row['value']:.2f} points.")
+    return told
+
+
+def figure_6a(findings: Findings, budget: int = 128) -> list[str]:
+    """Does it matter what the pseudo-queries say?"""
+    at = {"measure": "recall", "budget": budget}
+    spread, worth = findings.row(pseudo.SPREAD, **at), findings.row(pseudo.POSITION_LESS_SPREAD, **at)
+    cv = findings.row(pseudo.VARIATION, **at)
+    return [
+        f"With {budget} entries the contents' recalls have a coefficient of variation of {telling.percent(cv)}, "
+        "where the paper "
+        "has about 1 % of LongBench's scores, and the best and the worst content of a document differ by "
+        f"{telling.number(spread)}.",
+        "What the wrong position costs is "
+        + telling.side(
+            worth,
+            above="more than that: content is secondary to a position thousands of tokens off",
+            below="less than that: what they say counts for more than where they stand",
+            undecided="about as much",
+        )
+        + f" ({telling.number(worth)}).",
+    ]
+
+
+def figure_6b(findings: Findings) -> list[str]:
+    """Is there a best length?"""
+    rise, fall = findings.row(pseudo.RISE, measure="recall"), findings.row(pseudo.FALL, measure="recall")
+    return [
+        "From one pseudo-query to the best length recall "
+        + telling.side(rise, above="rises", below="falls", undecided="does not clearly change")
+        + f" ({telling.number(rise)}), and from there to the longest it "
+        + telling.side(fall, above="falls again, as in the paper", below="rises on", undecided="does not clearly fall")
+        + f" ({telling.number(fall)}).",
+        "The best length is chosen on the other documents, so that its choice flatters neither.",
+    ]
+
+
+def mutual(findings: Findings) -> list[str]:
+    """Do pseudo-queries interfere with each other?"""
+    longest = findings.table["length"].max()
+    at, grows = (
+        findings.row(pseudo.MUTUAL, measure="recall", length=longest),
+        findings.row(pseudo.MUTUAL_GROWS, measure="recall"),
+    )
+    return [
+        f"With {longest} pseudo-queries that attend to each other, too, recall is {telling.number(at)} below that of "
+        "a softmax "
+        "over the prompt alone.",
+        "With the length of the window that "
+        + telling.side(
+            grows,
+            above="grows, which agrees with the paper's section 6.2",
+            below="shrinks, against the paper's section 6.2",
+            undecided="does not clearly grow, so that dilution by mutual attention is not shown",
+        )
+        + f" ({telling.number(grows)}).",
+    ]

@@ -1,0 +1,104 @@
+"""RocketKV's own tables, recomputed: do the sentences of its section 4 follow from what it prints?
+
+A cell is a model at a budget (for RULER also at a length). Only cells in which both sides are printed count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from kvlab import papers
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.rocketkv.budgets import RIVALS
+
+NOT_BEHIND = "printed/{benchmark}/{method}_not_behind_{others}"
+BEHIND = "printed/{benchmark}/behind/{method}/{cell}"
+NEEDLE_LOSS = "printed/needle/largest_loss/{budget}"
+LEAD = "printed/ruler/lead/{length}/{budget}"
+WIDER = "printed/ruler/wider"
+LOW = 1024
+"""The largest of the budgets that the paper calls low."""
+LONGEST = "Llama3.1-8B"
+"""The model that the paper takes to sequences of 96,000 tokens."""
+
+
+def findings() -> Findings:
+    """What the printed tables say, cell by cell.
+
+    Returns:
+        Table with columns benchmark, cell, method, against, gap (of the method over the best of the others that are
+        printed in that cell, in points). Metrics: `printed/longbench/rocketkv_not_behind_rivals`, the share of cells in
+        which RocketKV's average is not below that of DuoAttention, SnapKV, Quest and SparQ, and the same for `ruler`
+        and `needle`; `printed/longbench/rocketkv_not_behind_hybrid` at budgets up to 1024; `printed/all/
+        hybrid_not_behind_halves`, Hybrid against Quest and SparQ on LongBench, needles and RULER;
+        `printed/longbench/behind/sparq/LongChat-7B-v1.5/1024` and so on, by how many points RocketKV is behind where it
+        is; `printed/needle/largest_loss/512`, the most that RocketKV loses on needles against the full cache, of three
+        models; `printed/ruler/lead/96000/256` over the best rival, and `printed/ruler/wider`, the share of the budgets
+        printed for both lengths at which that lead is larger at the longest sequence than at the shortest.
+    """
+    longbench, ruler = papers.figure("rocketkv", "longbench"), papers.figure("rocketkv", "ruler")
+    ruler = ruler.assign(model=ruler["model"].str.cat(ruler["length"].astype(str), sep=" "))
+    benchmarks = {
+        "longbench": _scores(longbench, "average"),
+        "needle": _scores(longbench, "needle"),
+        "ruler": _scores(ruler, "average"),
+    }
+    found, tables = Findings(pd.DataFrame()), []
+
+    def compare(benchmark: str, scores: pd.DataFrame, method: str, others: Sequence[str], name: str) -> None:
+        gaps = _gaps(scores, method, others)
+        found.set(NOT_BEHIND, (gaps["gap"] >= 0).mean(), benchmark=benchmark, method=method, others=name)
+        tables.append(gaps.assign(benchmark=benchmark, method=method))
+        for row in gaps[gaps["gap"] < 0].to_dict("records") if method == "rocketkv" else ():
+            cell = row["cell"].replace(" ", "/")
+            found.set(BEHIND, -row["gap"], benchmark=benchmark, method=row["against"], cell=cell)
+
+    for benchmark, scores in benchmarks.items():
+        compare(benchmark, scores, "rocketkv", RIVALS, "rivals")
+    low = benchmarks["longbench"].query("budget <= @LOW")
+    compare("longbench", low, "rocketkv", ("hybrid",), "hybrid")
+    together = pd.concat([scores.assign(model=name + " " + scores["model"]) for name, scores in benchmarks.items()])
+    compare("all", together, "hybrid", ("quest", "sparq"), "halves")
+    found.table = pd.concat(tables, ignore_index=True)
+
+    full = longbench[longbench["method"] == "full"].set_index("model")["needle"]
+    ours = longbench[longbench["method"] == "rocketkv"]
+    lost = ours.assign(lost=ours["model"].map(full) - ours["needle"]).groupby("budget", as_index=False)["lost"].max()
+    for row in lost.to_dict("records"):
+        found.set(NEEDLE_LOSS, row["lost"], budget=int(row["budget"]))
+    return found | _longer(benchmarks["ruler"])
+
+
+def _scores(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """model, budget and a column for each method; the full cache has no budget and is left out."""
+    return (
+        table.dropna(subset=["budget"]).pivot(index=["model", "budget"], columns="method", values=column).reset_index()
+    )
+
+
+def _gaps(scores: pd.DataFrame, method: str, others: Sequence[str]) -> pd.DataFrame:
+    """Columns cell, against (the best of the others), gap; of the cells in which the method and all that the paper has
+    of the others are printed.
+    """
+    rivals = scores[list(others)]
+    both = scores[method].notna() & rivals.drop(columns="snapkv", errors="ignore").notna().all(axis=1)
+    part, rivals = scores[both], rivals[both]
+    cells = part["model"].str.cat(part["budget"].astype(int).astype(str), sep=" ")
+    gap = (part[method] - rivals.max(axis=1)).round(6)
+    return pd.DataFrame({"cell": cells, "against": rivals.idxmax(axis=1), "gap": gap})
+
+
+def _longer(scores: pd.DataFrame) -> Findings:
+    """RocketKV's lead on RULER by length, for the model with the longest sequences."""
+    gaps = _gaps(scores[scores["model"].str.startswith(LONGEST)], "rocketkv", RIVALS)
+    parts = gaps["cell"].str.extract(r"(\d+) (\d+)$").astype(int)
+    cells = gaps.assign(length=parts[0], budget=parts[1])
+    leads = cells.pivot(index="budget", columns="length", values="gap")
+    found = Findings(gaps)
+    for row in cells.to_dict("records"):
+        found.set(LEAD, row["gap"], length=row["length"], budget=row["budget"])
+    ends = leads.loc[:, [leads.columns.min(), leads.columns.max()]].dropna()
+    found.set(WIDER, (ends.iloc[:, 1] > ends.iloc[:, 0]).mean())
+    return found

@@ -1,0 +1,56 @@
+"""RocketKV's own tables: cells counted by hand, and the claims judged on them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvlab import papers
+from kvlab.analyses.rocketkv import printed
+
+
+@pytest.fixture(scope="module")
+def found():
+    return printed.findings()
+
+
+def test_longchats_cells_by_hand(found):
+    """Table 14: SparQ is ahead at 1024 and 2048, Hybrid from 256 to 2048, and only Quest and SparQ tie at 4096."""
+    metrics = found.metrics
+    assert metrics["printed/longbench/behind/sparq/LongChat-7B-v1.5/1024"] == pytest.approx(36.1 - 35.7)
+    assert metrics["printed/longbench/behind/sparq/LongChat-7B-v1.5/2048"] == pytest.approx(36.7 - 36.4)
+    assert metrics["printed/longbench/behind/hybrid/LongChat-7B-v1.5/512"] == pytest.approx(36.3 - 34.9)
+    assert metrics["printed/longbench/rocketkv_not_behind_rivals"] == 12 / 15
+    assert metrics["printed/longbench/rocketkv_not_behind_hybrid"] == 4 / 9
+    assert "printed/longbench/behind/quest/LongChat-7B-v1.5/4096" not in metrics, "a tie is not behind"
+
+
+def test_rulers_leads_by_hand(found):
+    """Tables 4 and 7, 256 tokens: 86.4 - 12.2 at 16K, 57.5 - 10.2 at 96K; at 1024 they go from 4.4 to 42.8."""
+    metrics = found.metrics
+    assert metrics["printed/ruler/lead/16000/256"] == pytest.approx(74.2)
+    assert metrics["printed/ruler/lead/96000/256"] == pytest.approx(47.3)
+    assert metrics["printed/ruler/lead/96000/1024"] == pytest.approx(76.3 - 33.5)
+    assert metrics["printed/ruler/wider"] == pytest.approx(1 / 3)
+    assert "printed/ruler/lead/16000/2048" not in metrics, "table 4 ends there in our copy"
+    assert metrics["printed/ruler/behind/sparq/LongChat-7B-v1.5/8000/1024"] == pytest.approx(80.3 - 79.9)
+
+
+def test_needles_lose_as_much_as_the_worst_model(found):
+    assert found.metrics["printed/needle/largest_loss/512"] == pytest.approx(96.3 - 95.7)
+    assert found.metrics["printed/needle/largest_loss/256"] == pytest.approx(96.3 - 93.7)
+
+
+def test_every_cell_has_its_gap(found):
+    table = found.table
+    assert set(table["benchmark"]) == {"longbench", "needle", "ruler", "all"}
+    worst = table[table["benchmark"] == "ruler"].sort_values("gap").iloc[0]
+    assert (worst["cell"], worst["against"], worst["gap"]) == ("LongChat-7B-v1.5 16000 4096", "quest", -2.3)
+
+
+def test_what_the_paper_says_is_judged_on_what_it_prints(found):
+    claims = {claim.id: claim for claim in papers.claims(paper="rocketkv") if claim.figure == "printed"}
+    verdicts = {
+        name: papers.judge(claim, found.metrics).verdict for name, claim in claims.items() if ".printed_" in name
+    }
+    assert len(verdicts) == 6 and verdicts.pop("rocketkv.figure12.printed_needles") == "holds"
+    assert set(verdicts.values()) == {"fails"}
