@@ -140,7 +140,7 @@ def against_formula(table: pd.DataFrame, model: Geometry, budget: int, window: i
         `sizes/deviation` (the largest), and `growth/snapkv` and so on: bytes that a decoded token adds over the second
         half of the response, as a multiple of what it adds to the full cache, with intervals over documents.
     """
-    rows = table.query("measure == 'stored_bytes'")
+    rows = table.loc[(table["measure"] == "stored_bytes") & table["policy"].isin(METHODS)]
     sets = {"snapkv": model.group}
     known = rows.filter(["policy", "prompt", "step"]).drop_duplicates()
     predicted = [

@@ -21,16 +21,23 @@ if TYPE_CHECKING:
 NAMES = {
     "full": "full cache",
     "snapkv": "SnapKV",
+    "snapkv_choosing": "SnapKV, free to choose",
     "snapkv_shared": "SnapKV, a set for each KV head",
     "h2o": "H2O",
+    "keyformer": "Keyformer",
+    "scissorhands": "Scissorhands",
     "streamingllm": "StreamingLLM",
     "morphkv": "MorphKV",
 }
 COLOURS = {
     "morphkv": plots.COLOURS[0],
     "snapkv": plots.COLOURS[1],
+    "snapkv_choosing": plots.COLOURS[5],
     "snapkv_shared": plots.COLOURS[4],
     "h2o": plots.COLOURS[2],
+    # No figure has one of these beside a SnapKV of its colour.
+    "keyformer": plots.COLOURS[5],
+    "scissorhands": plots.COLOURS[4],
     "streamingllm": plots.COLOURS[3],
     "full": plots.COLOURS[6],
 }
