@@ -122,11 +122,11 @@ def test_snapkv_can_choose_little_where_its_window_is_as_large_as_its_entries(ra
 
 @pytest.fixture(scope="module")
 def texts(lm):
-    return facts.planted(lm, ["sotu/1962", "squad/Oxygen"], 200)
+    return facts.planted(lm, ["sotu/1962", "squad/Oxygen"], 100)
 
 
 def test_a_fact_stands_at_the_beginning_and_is_asked_for_at_the_end(lm, texts):
-    assert texts.ids.shape == (2, 200)
+    assert texts.ids.shape == (2, 100)
     for row, (told, answers, begins) in enumerate(zip(texts.told, texts.answers, texts.question, strict=True)):
         ids = texts.ids[row]
         code = lm.tokenizer.decode(ids[told.start : told.stop]).strip()
@@ -140,7 +140,7 @@ def test_a_fact_stands_at_the_beginning_and_is_asked_for_at_the_end(lm, texts):
 
 def test_facts_that_are_kept_cost_nothing_and_facts_that_are_not_cost_much(lm, texts):
     policies = {
-        "morphkv": kvlab.policy("morphkv", budget=300, window=4),
+        "morphkv": kvlab.policy("morphkv", budget=150, window=4),
         "morphkv_narrow": kvlab.policy("morphkv", budget=24, window=1, fusion="max"),
         "h2o": kvlab.policy("streamingllm", budget=24),  # under its name a method that surely loses the code
     }
