@@ -165,7 +165,7 @@ def figures_6_8_and_9(predicted: Findings) -> Figure:
         )
         ax.axhline(1, color=plots.INK, linewidth=1, linestyle=":")
     plots.paper_beside_ours(
-        stated("memory_saving"),
+        as_stated("memory_saving"),
         *plots.by_key(predicted.frame(sizes.SAVING_ON_LONG_RESPONSES), "method", 100),
         labels=NAMES,
         ours_label="by formula",
@@ -177,7 +177,7 @@ def figures_6_8_and_9(predicted: Findings) -> Figure:
     return figure
 
 
-def stated(statement: str) -> dict[str, float]:
+def as_stated(statement: str) -> dict[str, float]:
     """The statements of abstract and introduction, in per cent, by the method that MorphKV is compared with."""
     headline = papers.figure("morphkv", "headline").set_index("statement").loc[statement]
     return (100 * headline.set_index("against")["value"]).to_dict()
@@ -242,7 +242,7 @@ def tables_2_and_3(on_responses: Findings, on_contexts: Findings) -> Figure:
     figure, (stated, tasks) = plt.subplots(1, 2, figsize=(13.5, 4.6), width_ratios=[1, 1.7])
     gains = on_responses.frame(recomputed.GAIN).query("table == 'table2'")
     plots.paper_beside_ours(
-        stated("accuracy_gain"),
+        as_stated("accuracy_gain"),
         *plots.by_key(gains, "method", 100),
         labels={method: f"over {NAMES[method]}" for method in gains["method"]},
         ours_label="from table 2",

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from kvlab import papers
 from kvlab.analyses.morphkv import facts, groups, headlines, responses, windows
 from kvlab.workbench.figures import plots
-from kvlab.workbench.figures.morphkv import COLOURS, MEASURES, NAMES, by_step, stated
+from kvlab.workbench.figures.morphkv import COLOURS, MEASURES, NAMES, as_stated, by_step
 
 if TYPE_CHECKING:
     import pandas
@@ -104,7 +104,7 @@ def stated_and_recomputed(memory: Findings, gains: Findings) -> Figure:
     figure, (saved, qwen) = plt.subplots(1, 2, figsize=(11.5, 4.2))
     bars = memory.frame(headlines.SAVING_FROM_BARS)
     plots.paper_beside_ours(
-        stated("memory_saving"),
+        as_stated("memory_saving"),
         dict(zip(bars["method"], 100 * bars["value"], strict=True)),
         labels=NAMES,
         ours_label="from figures 6 and 8",
