@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.live_runs import prompt
 from support.spread import students
 
 import kvlab
@@ -138,16 +139,27 @@ def test_a_fact_stands_at_the_beginning_and_is_asked_for_at_the_end(lm, texts):
     assert codes[0] != codes[1]
 
 
-def test_facts_that_are_kept_cost_nothing_and_facts_that_are_not_cost_much(lm, texts):
+@pytest.fixture(scope="module")
+def made_up(tiny):
+    """A tiny model, and two random texts of 100 tokens with a code of four at 5 and at 7, asked for at their ends."""
+    ids = prompt(100, 3, rows=2)
+    told = [range(5, 9), range(7, 11)]
+    for row, places in enumerate(told):
+        ids[row, -4:] = ids[row, places.start : places.stop]
+    return tiny(), facts.Planted(["a", "b"], ids, told, [4, 4], [88, 90])
+
+
+def test_facts_that_are_kept_cost_nothing_and_what_is_gone_is_not_stored(made_up):
+    lm, texts = made_up
     policies = {
         "morphkv": kvlab.policy("morphkv", budget=150, window=4),
         "morphkv_narrow": kvlab.policy("morphkv", budget=24, window=1, fusion="max"),
         "h2o": kvlab.policy("streamingllm", budget=24),  # under its name a method that surely loses the code
     }
-    found = facts.asked_late(lm, texts, 40, policies)
+    found = facts.asked_late(lm, texts, 30, policies)
     table = found.table.set_index(["policy", "document"])
     assert table.loc["morphkv", "nats"].abs().max() < 1e-3 and (table.loc["morphkv", "stored"] == 1).all()
-    assert (table.loc["h2o", "stored"] == 0).all()
+    assert (table.loc["h2o", "stored"] == 0).all() and table.loc["h2o", "nats"].abs().max() > 1e-3
     nats = table["nats"].unstack("policy")
     assert found.metrics["facts/nats/h2o_less_wide"] == pytest.approx((nats["h2o"] - nats["morphkv"]).mean())
     assert found.metrics["facts/nats/narrow_less_wide"] == pytest.approx(
@@ -157,25 +169,30 @@ def test_facts_that_are_kept_cost_nothing_and_facts_that_are_not_cost_much(lm, t
     assert found.metrics["facts/stored/wide_less_narrow"] == pytest.approx((1 - stored["morphkv_narrow"]).mean())
 
 
-def test_what_is_lost_of_a_code_is_what_its_tokens_lose(lm, texts):
+@torch.inference_mode()
+def test_what_is_lost_of_a_code_is_what_its_tokens_lose(made_up):
     """By one pass over the whole text with the full cache, and by a session that is stepped alone."""
+    lm, texts = made_up
     narrow = kvlab.policy("morphkv", budget=24, window=2, fusion="max")
-    policies = {"morphkv": narrow, "morphkv_narrow": narrow}
-    found = facts.asked_late(lm, texts, 40, policies).table.set_index(["policy", "document"])["nats"]
-    ids, answers = texts.ids[0], texts.answers[0]
-    with torch.inference_mode():
-        full = lm.model(ids[None]).logits[0].log_softmax(-1)
-        with kvlab.compress(lm.model, narrow):
-            past = lm.model(ids[None, :40], use_cache=True).past_key_values
-            logits = [lm.model(token.view(1, 1), past_key_values=past).logits[0, -1] for token in ids[40:-1]]
-    own = torch.stack(logits)[-answers:].log_softmax(-1)
-    right = ids[-answers:, None]
-    expected = (full[-answers - 1 : -1].gather(-1, right) - own.gather(-1, right)).mean()
-    assert found["morphkv", texts.names[0]] == pytest.approx(float(expected), abs=2e-3)
+    found = facts.asked_late(lm, texts, 30, {"morphkv": narrow, "morphkv_narrow": narrow}).table
+    ids, logits, stored = texts.ids[1], [], []
+    full = lm.model(ids[None]).logits[0].log_softmax(-1)
+    with kvlab.compress(lm.model, narrow) as session:
+        past = lm.model(ids[None, :30], use_cache=True).past_key_values
+        for position, token in enumerate(ids[30:-1], 31):
+            logits.append(lm.model(token.view(1, 1), past_key_values=past).logits[0, -1])
+            if position == 90:
+                stored = [set(head) & {7, 8, 9, 10} for layer in range(2) for head in session.kept(layer).tolist()]
+    own = torch.stack(logits)[-4:].log_softmax(-1)
+    right = ids[-4:, None]
+    expected = (full[-5:-1].gather(-1, right) - own.gather(-1, right)).mean()
+    row = found.set_index(["policy", "document"]).loc[("morphkv", "b")]
+    assert row["nats"] == pytest.approx(float(expected), abs=1e-3)
+    assert row["stored"] == pytest.approx(np.mean([len(kept) / 4 for kept in stored]))
 
 
-def test_a_prompt_that_ends_before_the_fact_is_refused(lm, texts):
-    with pytest.raises(KvlabError, match="a prompt of 5 tokens ends before the fact is told or after it is asked for"):
-        facts.asked_late(lm, texts, 5, {})
+def test_a_prompt_that_ends_before_the_fact_is_refused(lm, made_up):
+    with pytest.raises(KvlabError, match="a prompt of 8 tokens ends before the fact is told or after it is asked for"):
+        facts.asked_late(*made_up, 8, {})
     with pytest.raises(KvlabError, match="tokens, and 999[0-9]+ are asked for between a fact and its question"):
         facts.planted(lm, ["sotu/1962"], 10**6)
