@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from kvlab.analyses import telling
 from kvlab.analyses.findings import Findings
 from kvlab.lib import bars
 from kvlab.methods import Policy, policy
@@ -26,6 +27,7 @@ REDUCTION_SQUARED = "reduction_squared/{ratio:.2f}"
 REDUCTION_LAYER = "reduction_layer/{ratio:.2f}"
 REDUCTION_OF_CHOICE = "reduction_{choice}/{ratio:.2f}"
 SAVED_BY_CHOICE = "saved_by_{choice}/{ratio:.2f}"
+TEMPLATE = "template/{ratio:.2f}"
 
 
 def variants(ratio: float) -> dict[str, Policy]:
@@ -128,6 +130,37 @@ def errors_by_layer(result: Replay, steps: slice = slice(None)) -> list[dict[str
     return [
         {"layer": layer} | {name: values[row] for name, values in columns.items()}
         for row, layer in enumerate(result.trace.layers)
+    ]
+
+
+def template(plain: Sequence[Trace], templated: Sequence[Trace], ratio: float = 0.2) -> Findings:
+    """What a chat template at the prompt's end does to the scores: the last queries, which start them, are mostly its.
+
+    Args:
+        plain, templated: traces of the same prompts without and with the model's chat template.
+        ratio: cache budget as a share of the prompt.
+
+    Returns:
+        The tables of both `figure_4`, with a column template; metric `template/0.20`, the share of eviction's error
+        that merging removes with the template less that without, paired by document.
+    """
+    sides = {}
+    for name, traces in (("without", plain), ("with", templated)):
+        table = figure_4(traces, [ratio], []).table
+        errors = table.pivot_table(index="document", columns="variant", values="error")
+        sides[name] = table.assign(template=name), 1 - errors["merge"] / errors["evict"]
+    findings = Findings(pd.concat([table for table, _ in sides.values()], ignore_index=True))
+    findings.add_difference(TEMPLATE, sides["with"][1], sides["without"][1], ratio=ratio)
+    return findings
+
+
+def template_in_words(findings: Findings, ratio: float = 0.2) -> list[str]:
+    """What `template` found, in sentences."""
+    row = findings.row(TEMPLATE, ratio=ratio)
+    change = telling.side(row, "more", "less", "not measurably more or less")
+    return [
+        f"With the chat template merging removes {change} of eviction's error at {ratio:.0%} of the cache: "
+        f"the share changes by {telling.number(row)}."
     ]
 
 
