@@ -107,7 +107,7 @@ def while_decoding(findings: Findings, theorem_1: Findings) -> list[str]:
     for choice, words in told.items():
         row = findings.row(decoding.AHEAD, choice=choice)
         better = side(row, above="clearly lower", below="clearly higher", undecided="not clearly other")
-        sentences.append(f"With {words} the error is {better}, by {number(row, 2)}.")
+        sentences.append(f"With {words} the error is {better} ({number(row, 2)} saved).")
     fullest = _found(theorem_1, theorem.FULLEST, moment=theorem.WHILE_DECODING)
     if fullest is not None:
         even = theorem_1.row(theorem.EVEN, moment=theorem.WHILE_DECODING)
