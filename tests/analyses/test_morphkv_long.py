@@ -174,7 +174,7 @@ def test_what_is_lost_of_a_code_is_what_its_tokens_lose(made_up):
     """By one pass over the whole text with the full cache, and by a session that is stepped alone."""
     lm, texts = made_up
     narrow = kvlab.policy("morphkv", budget=24, window=2, fusion="max")
-    found = facts.asked_late(lm, texts, 30, {"morphkv": narrow, "morphkv_narrow": narrow}).table
+    asked = facts.asked_late(lm, texts, 30, {"morphkv": narrow, "morphkv_narrow": narrow})
     ids, logits, stored = texts.ids[1], [], []
     full = lm.model(ids[None]).logits[0].log_softmax(-1)
     with kvlab.compress(lm.model, narrow) as session:
@@ -185,8 +185,13 @@ def test_what_is_lost_of_a_code_is_what_its_tokens_lose(made_up):
                 stored = [set(head) & {7, 8, 9, 10} for layer in range(2) for head in session.kept(layer).tolist()]
     own = torch.stack(logits)[-4:].log_softmax(-1)
     right = ids[-4:, None]
+    both = [
+        -float(lm.model(text[None]).logits[0, -5:-1].log_softmax(-1).gather(-1, text[-4:, None]).mean())
+        for text in texts.ids
+    ]
+    assert asked.metrics["facts/full_nats"] == pytest.approx(np.mean(both), abs=1e-4)
     expected = (full[-5:-1].gather(-1, right) - own.gather(-1, right)).mean()
-    row = found.set_index(["policy", "document"]).loc[("morphkv", "b")]
+    row = asked.table.set_index(["policy", "document"]).loc[("morphkv", "b")]
     assert row["nats"] == pytest.approx(float(expected), abs=1e-3)
     assert row["stored"] == pytest.approx(np.mean([len(kept) / 4 for kept in stored]))
 

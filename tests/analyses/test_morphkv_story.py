@@ -73,11 +73,14 @@ def test_early_facts(value, phrase):
     found = made()
     for name in (facts.WIDE, facts.NARROW):
         found.set(facts.WORSE, 2.0, (1.0, 3.0), policy=name)
+    found.set(facts.FULL, 2.3 - value, (2.3 - value - 0.1, 2.3 - value + 0.1))
     found.set(facts.WIDE_AHEAD, value, (value - 0.1, value + 0.1))
     found.set(facts.WIDE_STORES_MORE, value, (value - 0.1, value + 0.1))
     found.set(facts.BEHIND, value, (value - 0.1, value + 0.1), policy="h2o")
     text = told(story.early_facts(found))
     assert phrase in text and ("H2O is clearly worse than" in text) is (value > 0)
+    assert ("the model knows the code" in text) is (value > 0)
+    assert ("the model does not know the code" in text) is (value < 0)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ STORED = "facts/stored/{policy}"
 WIDE_AHEAD = "facts/nats/narrow_less_wide"
 WIDE_STORES_MORE = "facts/stored/wide_less_narrow"
 BEHIND = "facts/nats/{policy}_less_wide"
+FULL = "facts/full_nats"
 WIDE, NARROW = "morphkv", "morphkv_narrow"
 
 
@@ -106,8 +107,9 @@ def early_facts(
         Table with columns document, policy, nats (how much less likely a token of the right code is than under the full
         cache, mean), stored (share of the code's entries that are stored when the question begins, mean over layers and
         KV heads); metrics `facts/nats/morphkv` (the wide window), `facts/nats/morphkv_narrow`, `facts/nats/h2o`,
-        `facts/stored/...`, and the paired differences `facts/nats/narrow_less_wide`, `facts/nats/h2o_less_wide` and
-        `facts/stored/wide_less_narrow`; with intervals over documents.
+        `facts/stored/...`, `facts/full_nats` (what a token of the right code costs under the full cache: a digit that
+        is guessed costs log 10), and the paired differences `facts/nats/narrow_less_wide`, `facts/nats/h2o_less_wide`
+        and `facts/stored/wide_less_narrow`; with intervals over documents.
     """
     narrow, wide = sorted(windows)
     policies = {
@@ -157,9 +159,19 @@ def asked_late(lm: LM, texts: Planted, prompt: int, policies: dict[str, Policy])
         findings.add(STORED, held[method], policy=method)
         if method not in (WIDE, NARROW):
             findings.add_difference(BEHIND, nats[method], nats[WIDE], policy=method)
+    findings.add(FULL, pd.Series(_full_nats(lm, texts), index=pd.Index(texts.names, name="document")))
     findings.add_difference(WIDE_AHEAD, nats[NARROW], nats[WIDE])
     findings.add_difference(WIDE_STORES_MORE, held[WIDE], held[NARROW])
     return findings
+
+
+@torch.inference_mode()
+def _full_nats(lm: LM, texts: Planted) -> list[float]:
+    """For each text, the mean negative log-likelihood of a token of the code under the full cache, in nats."""
+    most = max(texts.answers)
+    logits = lm.model(texts.ids.to(lm.device), logits_to_keep=most + 1).logits[:, :-1].float()
+    nats = -logits.log_softmax(-1).gather(-1, texts.ids[:, -most:, None].to(lm.device))[..., 0]
+    return [float(row[-answer:].mean()) for row, answer in zip(nats, texts.answers, strict=True)]
 
 
 def _held(lm: LM, session: Session, row: int, told: range) -> float:

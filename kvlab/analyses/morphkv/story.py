@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvlab import papers
 from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.morphkv import facts, groups, headlines, responses, sizes
@@ -10,6 +12,8 @@ from kvlab.analyses.morphkv import windows as ablation
 from kvlab.analyses.telling import beside, listed, number, percent, side
 
 EQUAL = "are not told apart"
+GUESSED = math.log(10)
+"""Nats of a digit that is guessed."""
 METHODS = {
     "snapkv": "SnapKV",
     "snapkv_choosing": "a SnapKV that can choose",
@@ -111,7 +115,11 @@ def early_facts(found: Findings) -> list[str]:
     keeps = side(stored, above="clearly more", below="clearly less", undecided="not clearly another share")
     h2o = found.row(facts.BEHIND, policy="h2o")
     lost = min(costs[facts.WIDE].value, costs[facts.NARROW].value)
+    full = found.row(facts.FULL)
+    knows = side(full, above="does not know", below="knows", undecided="hardly knows", at=GUESSED)
     sentences = [
+        f"Under the full cache the model {knows} the code ({number(full, 2)} nats a token; a guessed digit costs "
+        f"{GUESSED:.2f}).",
         f"The wider window {verdict}, by {number(nats, 2)} nats a token, and keeps {keeps} of its entries "
         f"({percent(stored)}).",
         f"Against the full cache either loses: {number(costs[facts.WIDE], 2)} nats with the wide and "
