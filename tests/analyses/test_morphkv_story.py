@@ -106,7 +106,7 @@ def test_budgets(value, phrase):
     for name, free in (("snapkv", 1), ("morphkv", 15)):
         found.set(responses.CHOICES, free, policy=name, share=0.01)
     text = told(story.budgets(found))
-    assert phrase in text and "leaves it 1 entries to choose where MorphKV chooses 15" in text
+    assert phrase in text and "leaves 1 of its entries to choose where MorphKV chooses 15" in text
     assert "it is 1 against 101" in text
 
 

@@ -170,7 +170,7 @@ def budgets(small: Findings) -> list[str]:
     there = headlines.choices_at_1_percent()
     in_paper = {name: there.row(headlines.CHOICES, method=name).value for name in ("snapkv", "morphkv")}
     sentences.append(
-        f"There SnapKV's window leaves it {free['snapkv']:.0f} entries to choose where MorphKV chooses "
+        f"There SnapKV's window leaves {free['snapkv']:.0f} of its entries to choose where MorphKV chooses "
         f"{free['morphkv']:.0f}; by the paper's settings it is {in_paper['snapkv']:.0f} against "
         f"{in_paper['morphkv']:.0f}, so that its figure compares windows as much as choices."
     )
@@ -244,11 +244,12 @@ def figure_3(along_response: Findings) -> list[str]:
         verdict = side(row, above="clearly more", below="clearly less", undecided="about as much")
         groups_of[verdict].append(f"{METHODS[name]} ({number(row, 2)})")
     lost = [
-        f"{listed(names)} {'lose' if len(names) > 1 else 'loses'} {verdict}"
+        f"{listed(names)} {'lose' if len(names) > 1 else 'loses'} {verdict} "
+        f"{'as' if verdict == 'about as much' else 'than'} MorphKV"
         for verdict, names in groups_of.items()
         if names
     ]
-    sentences = [f"Of the attention of a long response {'; '.join(lost)} than MorphKV." if lost else ""]
+    sentences = [f"Of the attention of a long response {'; '.join(lost)}."]
     for name in ("h2o", "keyformer"):
         row = along_response.row(responses.EARLIER, policy=name)
         verdict = side(row, above="clearly more", below="clearly fewer", undecided="not clearly more")
