@@ -27,7 +27,9 @@ class ZSMerge(Policy):
     end of the prefill the residual slots are filled with contiguous runs of the evicted tokens in position order,
     averaged, as in the authors' code; `initial="similarity"` merges them one by one as in decoding. A slot carries the
     position of its first token. In the authors' code the token leaving the proximity part always displaces the lowest
-    of the others (`newcomer="displaces"`); algorithm 1 compares it too.
+    of the others (`newcomer="displaces"`); algorithm 1 compares it too. Algorithm 1 scores by eq. 2, whose softmax
+    knows no bias, and attends by eq. 8: `scored="plain"`. As attended (`"biased"`) a query that gives
+    much to merged slots gives less to all others, and counts for less in their scores.
 
     Parameters:
         budget: entries for each layer and KV head, B = Bp + Bc + Br.
@@ -38,6 +40,8 @@ class ZSMerge(Policy):
         alpha: strength of the logit bias, in [0, 1] (1).
         initial: how the residual slots are filled after the prefill.
         newcomer: whether the token that leaves the proximity part competes with the context.
+        scored: whose attention the scores gather, that of eq. 8 as it was attended ("biased") or that of eq. 2 over the
+            same entries ("plain").
         merged_score: score of a merged entry; it stays in its slot whatever its score, so no retained set depends on
             it.
     """
@@ -55,6 +59,7 @@ class ZSMerge(Policy):
     alpha: Annotated[float, Field(ge=0, le=1)] = 1.0
     initial: Literal["runs", "similarity"] = "runs"
     newcomer: Literal["competes", "displaces"] = "competes"
+    scored: Literal["biased", "plain"] = "biased"
     merged_score: Literal["max", "sum"] = "max"
 
     @field_validator("residual")
@@ -148,12 +153,24 @@ class ZSMerge(Policy):
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"
         kv_heads = store.kv_heads
+        if self.scored == "plain":
+            weights = self._unbiased(store, weights)
         score = store.column("score")
         score.mul_(self.decay).add_(attention.sum_over_group(weights, kv_heads))
 
         # One token leaves at a step; more leave only after a turn of a chat that was stored whole.
         while self._one_leaves(store):
             pass
+
+    def _unbiased(self, store: LayerStore, weights: Tensor) -> Tensor:
+        """Weights of eq. 8 `[rows, heads, slots]` as eq. 2 would have given them: without the bias of the counts."""
+        bias = self.bias(store)
+        if bias is None:
+            return weights
+        plain = weights * (-attention.to_query_heads(bias, weights.shape[1])).exp()
+        # What learnt sinks took stays in the sum; without them it is 0.
+        elsewhere = (1 - weights.sum(-1, keepdim=True)).clamp_min(0)
+        return plain / (plain.sum(-1, keepdim=True) + elsewhere)
 
     def _one_leaves(self, store: LayerStore) -> bool:
         """Lines 7-18 of algorithm 1: whether the context part was over its budget and gave up a token."""

@@ -276,6 +276,11 @@ class Replay:
         losses = [measures.concentrated_loss(self._reference.at(step), self._reads(step)) for step in steps]
         return torch.stack(losses, -1)
 
+    @cached_property
+    def full_norms(self) -> Tensor:
+        """Norms of the full cache's outputs, `[layers, heads, steps]`: what `output_error` is relative to."""
+        return self._reference.outputs.norm(dim=-1).cpu()
+
     @property
     def measures(self) -> list[str]:
         """What was measured, by name."""

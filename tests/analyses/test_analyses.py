@@ -18,7 +18,7 @@ from kvlab.analyses.dapq import position
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.morphkv import windows
 from kvlab.analyses.texts import to_summarise
-from kvlab.analyses.zsmerge import merging
+from kvlab.analyses.zsmerge import merging, theorem
 from kvlab.inputs import corpus
 from kvlab.lib.intervals import interval, summarise
 from kvlab.methods.zsmerge import ZSMerge
@@ -188,13 +188,16 @@ def test_figure_4s_reductions_follow_from_its_table(figure_4):
 def test_figure_4_names_what_the_claims_ask_for(figure_4):
     ratios = {f"{r:.2f}" for r in merging.RATIOS}
     kinds = {name.rpartition("/")[0] for name in figure_4.metrics}
-    for claim in papers.claims(experiment="zsmerge_error_curves"):
+    kinds |= {f"{name}_{choice}" for name in ("reduction", "saved_by") for choice in merging.CHOICES}
+    claims = [claim for claim in papers.claims(experiment="zsmerge_error_curves") if claim.figure == "figure_4"]
+    assert len(claims) > 8
+    for claim in claims:
         kind, _, ratio = claim.metric.rpartition("/")
-        assert kind == "theorem1" or (kind in kinds and ratio in ratios), claim.id
+        assert kind in kinds and ratio in ratios, claim.id
 
 
 def test_theorem_1_holds(traces):
-    found = merging.theorem_1(traces)
+    found = theorem.theorem_1(traces)
     assert found.metrics["theorem1/violations"] == 0
     assert -1e-12 <= found.metrics["theorem1/smallest_margin"] == found.table["smallest_margin"].min() < 1
     assert len(found.table) == 2 * 30 * 9
@@ -214,7 +217,7 @@ def test_theorem_1_holds(traces):
 def test_theorem_1_catches_a_wrong_compensation(trace, monkeypatch, broken):
     true = ZSMerge.bias
     monkeypatch.setattr(ZSMerge, "bias", lambda self, store: broken(true(self, store)))
-    found = merging.theorem_1([trace])
+    found = theorem.theorem_1([trace])
     assert found.metrics["theorem1/violations"] > 0 and found.metrics["theorem1/smallest_margin"] < -1e-6
 
 

@@ -66,7 +66,7 @@ def test_small_budgets_pair_their_documents(random_traces):
     drop = ((recall["morphkv"] - recall["snapkv"]) / recall["morphkv"]).mean()
     assert found.metrics["drop/step_recall/snapkv/0.30"] == pytest.approx(drop)
     points = found.frame(responses.AT_SHARE).query("measure == 'mass_lost'")
-    assert len(points) == 10 and set(points["share"]) == set(shares)
+    assert len(points) == 12 and set(points["share"]) == set(shares)
     row = found.row(responses.AT_SHARE, measure="mass_lost", policy="h2o", share=0.3)
     assert row.value == pytest.approx(lost("h2o", 0.3).mean(), abs=1e-6)
 

@@ -10,8 +10,10 @@ from support.spread import students
 import kvlab
 from kvlab import papers
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.zsmerge import merging, sensitivity
+from kvlab.analyses.morphkv import windows
+from kvlab.analyses.zsmerge import decoding, merging, sensitivity, theorem
 from kvlab.errors import KvlabError
+from kvlab.methods.zsmerge import ZSMerge
 
 SWEEPS = {"residual": (0, 0.02, 0.08), "alpha": (0.0, 1.0), "window": (4, 16)}
 
@@ -130,7 +132,8 @@ def test_the_default_sweeps_give_what_the_claims_ask_for():
     errors = {key: [0.1, 0.2] for key in settings}
     errors[("residual", 0.0)] = [0.2, 0.3]
     have = set(by_hand(errors).metrics)
-    asked = {name for claim in papers.claims(experiment="zsmerge_sensitivity") for name in claim.metrics}
+    claims = [claim for claim in papers.claims(experiment="zsmerge_sensitivity") if claim.figure == "figure_5"]
+    asked = {name for claim in claims for name in claim.metrics}
     assert len(asked) > 10
     assert not {name.removesuffix("/low").removesuffix("/high") for name in asked} - have
     assert all(sensitivity.RECOMMENDED[name] in values for name, values in sensitivity.SWEEPS.items())
@@ -139,6 +142,108 @@ def test_the_default_sweeps_give_what_the_claims_ask_for():
 def test_an_unknown_parameter_is_named(traces):
     with pytest.raises(KvlabError, match=r"sweeps proximity, residual, alpha, decay, window, not kernel"):
         sensitivity.figure_5(traces, 0.25, {"kernel": (3, 5)})
+
+
+def test_the_choices_that_the_paper_leaves_open_by_replays(traces):
+    found = sensitivity.open_choices(traces, 0.25)
+    errors = {
+        choice: np.array(
+            [kvlab.replay(t, kvlab.policy("zsmerge", budget=0.25, **more)).summary["output_error"] for t in traces]
+        )
+        for choice, more in {"none": {}, "residual": {"residual": 0}, **merging.CHOICES}.items()
+    }
+    assert set(merging.CHOICES) == {"similarity", "displaces", "plain"}
+    for choice in merging.CHOICES:
+        worse = errors[choice] - errors["none"]
+        assert found.metrics[f"worse_by/{choice}"] == pytest.approx(worse.mean(), abs=1e-6)
+        share = (abs(worse) / abs(errors["residual"] - errors["none"])).mean()
+        assert found.metrics[f"worse_by_over_merging/{choice}"] == pytest.approx(share, rel=1e-3, abs=1e-5)
+    assert found.metrics["worse_by_over_merging/similarity"] > 0
+
+
+def test_choices_and_definitions_stand_in_figure_4(traces):
+    found = merging.figure_4(traces, (0.1, 0.25), without_bias=(), choices=(0.25,))
+    assert "reduction_similarity/0.25" in found.metrics and "reduction_similarity/0.10" not in found.metrics
+    results = {
+        name: [kvlab.replay(t, kvlab.policy("zsmerge", budget=0.25, **more)) for t in traces]
+        for name, more in {"merge": {}, "evict": {"residual": 0}, "similarity": {"initial": "similarity"}}.items()
+    }
+    saved = [
+        float(ours.output_error.mean() - theirs.output_error.mean())
+        for ours, theirs in zip(results["merge"], results["similarity"], strict=True)
+    ]
+    assert found.metrics["saved_by_similarity/0.25"] == pytest.approx(np.mean(saved), abs=1e-6)
+    whole = {name: [layer_error(result) for result in several] for name, several in results.items()}
+    expected = np.mean([1 - m / e for m, e in zip(whole["merge"], whole["evict"], strict=True)])
+    assert found.metrics["reduction_layer/0.25"] == pytest.approx(expected, abs=1e-5)
+
+
+def layer_error(result) -> float:
+    """||all heads' errors|| / ||all heads' outputs|| by a loop over layers and steps."""
+    trace, errors = result.trace, []
+    for layer in range(trace.n_layers):
+        for step in range(trace.steps):
+            seen = trace.prompt_length + step + 1
+            norms = []
+            for head in range(trace.heads):
+                group = head * trace.kv_heads // trace.heads
+                keys, values = (t[layer, group, :seen].double() for t in (trace.keys, trace.values))
+                logits = keys @ trace.response_queries[layer, head, step].double() / keys.shape[-1] ** 0.5
+                norms.append(float((logits.softmax(-1) @ values).norm()))
+            own = result.output_error[layer, :, step].numpy()
+            errors.append(np.sqrt(((own * norms) ** 2).sum()) / np.sqrt((np.array(norms) ** 2).sum()))
+    return float(np.mean(errors))
+
+
+def test_merging_while_decoding_is_made_of_replays(random_traces):
+    cuts = [windows.continuation(t, 12, 100) for t in random_traces]
+    found = decoding.merging_while_decoding(cuts, budget=20, residual=3)
+    results = {
+        name: [kvlab.replay(t, kvlab.policy("zsmerge", budget=20, **more)) for t in cuts]
+        for name, more in {
+            "evict": {"residual": 0},
+            "merge": {"residual": 3},
+            "plain": {"residual": 3, "scored": "plain"},
+        }.items()
+    }
+    errors = {name: np.array([float(r.output_error.mean()) for r in several]) for name, several in results.items()}
+    assert found.metrics["decoding/error/merge"] == pytest.approx(
+        (1 - errors["merge"] / errors["evict"]).mean(), rel=1e-4
+    )
+    assert found.intervals["decoding/error/plain"] == pytest.approx(
+        students(1 - errors["plain"] / errors["evict"]), rel=1e-3
+    )
+    assert found.metrics["decoding/saved_by_plain"] == pytest.approx(
+        (errors["merge"] - errors["plain"]).mean(), abs=1e-6
+    )
+    last = {
+        name: np.array([float(r.output_error[..., 75:].mean()) for r in several]) for name, several in results.items()
+    }
+    assert found.metrics["decoding/part/4"] == pytest.approx((1 - last["merge"] / last["evict"]).mean(), rel=1e-4)
+    assert set(found.table["variant"]) == {"evict", "merge", "displaces", "plain", "alpha0"} and len(found.table) == 40
+
+
+def test_theorem_1_holds_after_a_response_was_merged(random_traces):
+    cuts = [windows.continuation(t, 12, 100) for t in random_traces]
+    zsmerge = kvlab.policy("zsmerge", budget=20, residual=3)
+    found = theorem.theorem_1(cuts, zsmerge, steps=90)
+    # 12 + 90 tokens in 20 entries: each KV head has merged 82 of them away.
+    heads = sum(t.n_layers * t.kv_heads for t in cuts)
+    assert found.metrics["theorem1_decoding/violations"] == 0
+    assert found.metrics["theorem1_decoding/merges"] == 82 * heads
+    assert found.metrics["theorem1_decoding/even_slot"] == pytest.approx(1 / 3)
+    assert 1 / 3 < found.metrics["theorem1_decoding/fullest_slot"] <= 1
+    # Its own entry is appended to the others; a slot into which nothing has gone yet is unmerged, too.
+    assert found.table["entries"].between(20 - 3 + 1, 20 + 1).all()
+
+
+def test_theorem_1_after_merges_catches_a_wrong_compensation(random_traces, monkeypatch):
+    true = ZSMerge.bias
+    broken = lambda self, store: None if true(self, store) is None else 3 * true(self, store)  # noqa: E731
+    monkeypatch.setattr(ZSMerge, "bias", broken)
+    cut = windows.continuation(random_traces[0], 12, 100)
+    found = theorem.theorem_1([cut], kvlab.policy("zsmerge", budget=20, residual=3), steps=90)
+    assert found.metrics["theorem1_decoding/violations"] > 0
 
 
 def test_the_bias_is_left_out_only_where_asked(traces):
@@ -152,7 +257,8 @@ def test_the_bias_is_left_out_only_where_asked(traces):
 
 
 def test_theorem_1_is_told_in_one_line():
-    findings = Findings(pandas.DataFrame({"entries": [1200, 34]}))
-    findings.set(merging.VIOLATIONS, 2)
-    findings.set(merging.SMALLEST_MARGIN, -1.5e-3)
-    assert merging.theorem_1_in_words(findings) == "1,234 unmerged entries, 2 violations, smallest margin -1.5e-03"
+    findings = Findings(pandas.DataFrame({"entries": [1200, 34], "merges": [7, 5]}))
+    findings.set(theorem.VIOLATIONS, 2, moment="theorem1")
+    findings.set(theorem.SMALLEST_MARGIN, -1.5e-3, moment="theorem1")
+    told = theorem.theorem_1_in_words(findings)
+    assert told == "1,234 unmerged entries after 12 merges, 2 violations, smallest margin -1.5e-03"

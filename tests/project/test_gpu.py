@@ -158,7 +158,7 @@ def test_a_trace_lies_on_one_device():
 VARIANTS = [
     ("snapkv", dict(budget=0.3, window=6, kernel=3, sets="head")),
     ("morphkv", dict(budget=14, window=6, aggregation="logits", fusion="max", renormalise=True)),
-    ("zsmerge", dict(budget=16, window=4, residual=3, initial="similarity", newcomer="displaces")),
+    ("zsmerge", dict(budget=16, window=4, residual=3, initial="similarity", newcomer="displaces", scored="plain")),
     ("dapq", dict(budget=12, window=6, content="vocabulary")),
     ("rocketkv", dict(budget=12, window=6, kernel=3, split="adaptive")),
     ("random", dict(budget=1)),

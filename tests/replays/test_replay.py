@@ -43,6 +43,8 @@ CASES = [
     ("zsmerge", dict(budget=50, residual=0.2)),  # fits, but its older part exceeds the context's share
     ("zsmerge", dict(budget=20, residual=3, initial="similarity")),
     ("zsmerge", dict(budget=18, residual=2, newcomer="displaces")),
+    ("zsmerge", dict(budget=18, residual=2, scored="plain")),
+    ("zsmerge", dict(budget=20, residual=3, alpha=0.5, initial="similarity", newcomer="displaces", scored="plain")),
     ("morphkv", dict(budget=16, window=6)),
     ("morphkv", dict(budget=16, window=6, fusion="max")),
     ("morphkv", dict(budget=40)),
@@ -164,6 +166,18 @@ def test_merging_errs_less_than_its_eviction_twin():
     merge = replayed(*key("zsmerge", dict(budget=16)))
     twin = replayed(*key("zsmerge", dict(budget=16, residual=0)))
     assert merge.summary["output_error"] < twin.summary["output_error"]
+
+
+def test_scores_by_eq_2_and_by_eq_8_keep_other_sets():
+    """They differ from the first step on at which a slot stands for several tokens, in some of the sets."""
+    biased, plain = (
+        replayed(*key("zsmerge", dict(budget=18, residual=2, scored=scored))) for scored in ("biased", "plain")
+    )
+    stored = [
+        [sets(result.stored(index, t)) for index in range(LAYERS) for t in range(STEPS + 1)]
+        for result in (biased, plain)
+    ]
+    assert stored[0] != stored[1] and stored[0][0] == stored[1][0], "the prefill knows no merged slot"
 
 
 # Bytes

@@ -44,10 +44,17 @@ def test_figures_10_and_11_compare_every_method_and_tell_how_far_snapkv_lies_beh
     *measures, behind = figure.axes
     for ax, measure in zip(measures, windows.MEASURES, strict=True):
         curves = drawing.curves(ax)
-        assert list(curves) == ["MorphKV", "SnapKV", "SnapKV, a set for each KV head", "H2O", "StreamingLLM"]
+        assert list(curves) == [
+            "MorphKV",
+            "SnapKV",
+            "SnapKV, free to choose",
+            "SnapKV, a set for each KV head",
+            "H2O",
+            "StreamingLLM",
+        ]
         assert curves["H2O"].y == [small.metrics[f"{measure}/h2o/0.10"], small.metrics[f"{measure}/h2o/0.30"]]
         assert ax.lines[0].get_xdata().tolist() == [10, 30]
-    assert len(drawing.legend(figure)) == 5
+    assert len(drawing.legend(figure)) == 6
     drops = [100 * small.metrics[f"drop/step_recall/snapkv/{share}"] for share in ("0.10", "0.30")]
     assert drawing.our_bars(behind) == pytest.approx(drops)
     assert drawing.bars(behind, plots.PAPER) == [50], "the paper's average, at the smallest budget only"

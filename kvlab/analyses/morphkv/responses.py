@@ -7,7 +7,7 @@ true continuation drift from those of the full cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -31,8 +31,10 @@ from kvlab.traces.trace import Trace
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
     from kvlab.live.cache import LiveCache
+    from kvlab.live.session import Session
 
     _Step = tuple[Tensor, list[float]]
+    _Look = Callable[[int, Mapping[str, Session]], None]
 
 PER = 100
 """Slopes are given for this many tokens of the response."""
@@ -48,12 +50,15 @@ AT_SHARE = "{measure}/{policy}/{share:.2f}"
 BEHIND_AT_SHARE = "behind/{measure}/{policy}/{share:.2f}"
 RECALL_DROP = "drop/step_recall/{policy}/{share:.2f}"
 SHARPER = "sharper/{measure}/{policy}"
+CHOICES = "choices/{policy}/{share:.2f}"
 # Along a response.
 SLOPE = "slope/{measure}/{policy}"
 MEAN = "mean/{measure}/{policy}"
 STEEPER = "steeper/{measure}/{policy}"
 BEHIND = "behind/{measure}/{policy}"
 TIMES = "times/{measure}/{policy}"
+EARLY = "early/{policy}"
+EARLIER = "earlier/{policy}"
 
 
 # ---------------------------------------------------------------------------------------------- budgets of 1 to 7 %
@@ -64,13 +69,16 @@ def at_budget(trace: Trace, share: float, window: int) -> dict[str, Policy]:
 
     `snapkv` is the paper's: every query head stores its own entries, and so gets only its part of the group's budget
     (and a smaller window, if a large group leaves it less than `window`). `snapkv_shared` stores one set for each KV
-    head, as many entries as MorphKV. Both keep the response besides.
+    head, as many entries as MorphKV. `snapkv_choosing` is the paper's with a window that takes no larger share of its
+    entries than MorphKV's does: at the smallest budgets the window of the paper's leaves one entry to choose. All keep
+    the response besides.
     """
     entries = max(round(share * trace.prompt_length), window + 1, LEAST)
     of_head = max(entries * trace.kv_heads // trace.heads, 2)
     return {
         "morphkv": policy("morphkv", budget=entries, window=window),
         "snapkv": policy("snapkv", budget=of_head, window=min(window, of_head - 1), sets="head"),
+        "snapkv_choosing": policy("snapkv", budget=of_head, window=max(1, window * of_head // entries), sets="head"),
         "snapkv_shared": policy("snapkv", budget=entries, window=window),
         "h2o": policy("h2o", budget=entries),
         "streamingllm": policy("streamingllm", budget=entries),
@@ -90,15 +98,18 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         `mass_lost/morphkv/0.01` and so on, the paired differences `behind/mass_lost/snapkv/0.01` (that policy's value
         less MorphKV's), `drop/step_recall/snapkv/0.01` (the share of MorphKV's recall that it misses), and
         `sharper/mass_lost/snapkv` (its additional loss from the largest share to the smallest, less MorphKV's); all
-        over the steps from COUNTED_FROM on, with intervals over documents.
+        over the steps from COUNTED_FROM on, with intervals over documents; and `choices/snapkv/0.01`, the entries that
+        a method's window leaves it to choose (of MorphKV and the three SnapKVs, in the last document).
     """
-    frames = []
+    frames, choices = [], {}
     for trace in bars.each(traces, "small budgets", "doc"):
         for share in shares:
             methods = at_budget(trace, share, window)
             # The paper's SnapKV keeps fewer entries for each head: its recall is of the same top.
             k = methods["morphkv"].entries(trace.prompt_length)
             for name, method in methods.items():
+                if hasattr(method, "window"):
+                    choices[name, share] = method.entries(trace.prompt_length) - method.window
                 setting = {"document": trace.document, "share": share, "policy": name}
                 frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method, k=k))]
     findings = Findings(pd.concat(frames, ignore_index=True))
@@ -117,6 +128,8 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         worse = {name: means[measure, name, min(shares)] - means[measure, name, max(shares)] for name in names}
         for name in names[1:]:
             findings.add_difference(SHARPER, worse[name], worse["morphkv"], measure=measure, policy=name)
+    for (name, share), free in choices.items():
+        findings.set(CHOICES, free, policy=name, share=share)
     return findings
 
 
@@ -140,6 +153,22 @@ def writing(budget: int, window: int) -> dict[str, Policy]:
     }
 
 
+def rivals(budget: int) -> dict[str, Policy]:
+    """The other methods of figure 3 that hold a cache of constant size, at one capacity.
+
+    Each follows its own paper; figure 3 draws Scissorhands as a window of recent tokens alone.
+    """
+    return {name: policy(name, budget=budget) for name in ("keyformer", "scissorhands", "streamingllm")}
+
+
+def early_share(result: Replay) -> float:
+    """Of the entries stored at the end, the share that stands in the first quarter of the text; mean over KV heads."""
+    trace = result.trace
+    stored = torch.stack([result.stored(layer, trace.steps) for layer in trace.layers])
+    early = ((stored >= 0) & (stored < trace.length // 4)).sum(-1)
+    return float((early / (stored >= 0).sum(-1)).mean())
+
+
 def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findings:
     """Figures 2a, 6 and 7 by replays: what each method stores and loses at every step of a long response.
 
@@ -149,12 +178,14 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
     Returns:
         Table with columns document, policy, prompt, step, measure, value: mass_lost, output_error, step_recall (means
         over layers and heads) and stored_bytes (all layers, what is kept beside the entries included); metrics of
-        `fading`, and `times/mass_lost/h2o`: that policy's slope over MorphKV's.
+        `fading`, `times/mass_lost/h2o`: that policy's slope over MorphKV's, and `early/h2o` (`early_share`) with
+        `earlier/h2o`, that policy's less MorphKV's.
     """
-    frames = []
+    frames, early = [], []
     for trace in bars.each(traces, "long responses", "doc"):
-        for name, method in writing(budget, window).items():
+        for name, method in (writing(budget, window) | rivals(budget)).items():
             result = Replay(trace, method)
+            early.append({"document": trace.document, "policy": name, "share": early_share(result)})
             stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}
             parts = [*along_steps(result), pd.DataFrame(stored | {"value": result.stored_bytes.tolist()})]
             setting = {"document": trace.document, "policy": name, "prompt": trace.prompt_length}
@@ -164,6 +195,11 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
         slopes = _slopes(findings.table, measure)
         for name in ("snapkv", "h2o"):
             findings.add(TIMES, slopes[name] / slopes["morphkv"], measure=measure, policy=name)
+    shares = pd.DataFrame(early).pivot(index="document", columns="policy", values="share")
+    for name in shares:
+        findings.add(EARLY, shares[name], policy=name)
+        if name != "morphkv":
+            findings.add_difference(EARLIER, shares[name], shares["morphkv"], policy=name)
     return findings
 
 
@@ -244,13 +280,16 @@ def inside_the_model(
 
 
 @torch.inference_mode()
-def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]) -> Findings:
+def teacher_forced(
+    lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy], look: _Look | None = None
+) -> Findings:
     """Figure 7 and table 1 inside the model: a text is fed under compressed caches; each step's error enters the next.
 
     Args:
         ids: int64 `[documents, prompt + response]`; all documents run as one batch.
         prompt: tokens that are prefilled.
         policies: by name, "morphkv" among them.
+        look: called after every step with the step and the sessions of the policies that act while decoding, by name.
 
     Returns:
         Table with columns document (its row), policy, step, measure, value: `kl`, the divergence of the next-token
@@ -267,7 +306,7 @@ def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]
     fed, nexts = ids[:, prompt:-1], ids[:, prompt + 1 :]
     with gather.gather(lm.model, list(policies.values())):
         prefilled = lm.model(ids[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
-    full = torch.stack([logits[0] for logits, _ in _decoded(lm, fed, [policy("full")], prefilled)], 1)
+    full = torch.stack([logits[0] for logits, _ in _decoded(lm, fed, {"full": policy("full")}, prefilled)], 1)
     full = full.float().log_softmax(-1)
     known = _nll(full, nexts)
     frames: dict[str, list[pd.DataFrame]] = {name: [] for name in policies}
@@ -275,7 +314,7 @@ def teacher_forced(lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy]
     acting = [name for name, method in policies.items() if method.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
     for names in bars.each(parts, "inside the model", "part"):
-        decoded = _decoded(lm, fed, [policies[name] for name in names], prefilled)
+        decoded = _decoded(lm, fed, {name: policies[name] for name in names}, prefilled, look)
         for step, (logits, stored) in enumerate(decoded, 1):
             rows = logits.float().log_softmax(-1)
             for name, row, size in zip(names, rows, stored, strict=True):
@@ -296,20 +335,23 @@ def _nll(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
     return -log_probabilities.gather(-1, tokens[..., None])[..., 0]
 
 
-def _decoded(lm: LM, ids: Tensor, together: Sequence[Policy], prefilled: LiveCache) -> Iterator[_Step]:
+def _decoded(
+    lm: LM, ids: Tensor, together: Mapping[str, Policy], prefilled: LiveCache, look: _Look | None = None
+) -> Iterator[_Step]:
     """Several policies in one batch, step by step: logits `[policies, documents, vocabulary]`, and for each policy the
     bytes of keys and values of one document.
     """
     sessions = []
-    for method in together:
+    for method in together.values():
         with live_session.compress(lm.model, method, turns="leave") as session:
             session.branch(prefilled)
             session.end_prompt()
         sessions.append(session)
+    by_name = dict(zip(together, sessions, strict=True))
     fed, shape = ids.repeat(len(together), 1), (len(together), len(ids))
     with live_session.compress(lm.model, "full", turns="leave") as joint:
         past = joint.join(sessions)
-        if not any(method.acts_while_decoding for method in together):
+        if not any(method.acts_while_decoding for method in together.values()):
             # A policy that does nothing after the prefill can be fed all at once, as a turn that is stored whole.
             before = [session.kv_bytes for session in sessions]
             logits = lm.model(fed, past_key_values=past).logits.unflatten(0, shape)
@@ -318,6 +360,8 @@ def _decoded(lm: LM, ids: Tensor, together: Sequence[Policy], prefilled: LiveCac
                 sizes = zip(before, growth, strict=True)
                 yield logits[:, :, step], [(size + more * (step + 1)) / len(ids) for size, more in sizes]
             return
-        for token in bars.each(fed.unbind(1), "inside the model", "token"):
+        for step, token in enumerate(bars.each(fed.unbind(1), "inside the model", "token"), 1):
             logits = lm.model(token[:, None], past_key_values=past, logits_to_keep=1).logits[:, -1]
+            if look is not None:
+                look(step, by_name)
             yield logits.unflatten(0, shape), [session.kv_bytes / len(ids) for session in sessions]

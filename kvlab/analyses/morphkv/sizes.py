@@ -140,7 +140,7 @@ def against_formula(table: pd.DataFrame, model: Geometry, budget: int, window: i
         `sizes/deviation` (the largest), and `growth/snapkv` and so on: bytes that a decoded token adds over the second
         half of the response, as a multiple of what it adds to the full cache, with intervals over documents.
     """
-    rows = table.query("measure == 'stored_bytes'")
+    rows = table.loc[(table["measure"] == "stored_bytes") & table["policy"].isin(METHODS)]
     sets = {"snapkv": model.group}
     known = rows.filter(["policy", "prompt", "step"]).drop_duplicates()
     predicted = [
@@ -166,7 +166,7 @@ def implied_length(benchmark: str) -> int:
 
     It is the only length that follows from the paper's own numbers.
     """
-    capacity = _settings(benchmark).loc["morphkv", "capacity"]
+    capacity = settings(benchmark).loc["morphkv", "capacity"]
     return round(capacity / _printed().loc[benchmark, "morphkv"])
 
 
@@ -175,7 +175,8 @@ def answer_length() -> float:
     return sum(scores.LONGBENCH[task].new_tokens for task in TABLE_3) / len(TABLE_3)
 
 
-def _settings(benchmark: str) -> pd.DataFrame:
+def settings(benchmark: str) -> pd.DataFrame:
+    """What section 5 states of each method on a benchmark: columns capacity, window, stores, by method."""
     table = papers.figure("morphkv", "settings")
     return table[table["benchmark"] == benchmark].set_index("method")
 
@@ -190,7 +191,7 @@ def benchmark_sizes(benchmark: str) -> pd.DataFrame:
     Returns:
         Columns model, method, ratio (keys and values), with_rows (and what is kept beside them, all in bfloat16).
     """
-    settings, total = _settings(benchmark), implied_length(benchmark)
+    stated, total = settings(benchmark), implied_length(benchmark)
     # LongWriter's and LongGenBench's prompts fit into every budget, so only prompt + response matters there.
     response = answer_length() if benchmark == "longbench" else total
     models = paper_models()
@@ -201,10 +202,10 @@ def benchmark_sizes(benchmark: str) -> pd.DataFrame:
     rows = []
     for name, model in models.items():
         full = stored_bytes(model, "full", total - response, response, 0, element=2)
-        for method, stated in settings.to_dict("index").items():
-            window = 0 if pd.isna(stated["window"]) else int(stated["window"])
+        for method, setting in stated.to_dict("index").items():
+            window = 0 if pd.isna(setting["window"]) else int(setting["window"])
             sets = 1 if method == "morphkv" else model.group
-            args = (model, method, total - response, response, stated["capacity"], window, sets, 2)
+            args = (model, method, total - response, response, setting["capacity"], window, sets, 2)
             ratio, with_rows = (stored_bytes(*args, score_bytes=n) / full for n in (0, 2))
             rows.append({"model": name, "method": method, "ratio": ratio, "with_rows": with_rows})
     return pd.DataFrame(rows)
@@ -257,10 +258,10 @@ def over_lengths(model: str, batch: int, lengths: list[int], benchmark: str = "l
     Returns:
         Columns method, tokens, gigabytes.
     """
-    shape, settings = paper_models()[model], _settings(benchmark)
+    shape, stated = paper_models()[model], settings(benchmark)
     rows = []
     for method in METHODS:
-        budget = 0 if method == "full" else settings.loc[method, "capacity"]
+        budget = 0 if method == "full" else stated.loc[method, "capacity"]
         sets = shape.group if method in ("snapkv", "h2o") else 1
         for n in lengths:
             size = batch * stored_bytes(shape, method, 0, n, budget, sets=sets, element=2, score_bytes=0)

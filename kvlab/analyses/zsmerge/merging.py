@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pandas as pd
-import torch
 
 from kvlab.analyses import telling
 from kvlab.analyses.findings import Findings
-from kvlab.core import attention
-from kvlab.core.store import LayerStore
 from kvlab.lib import bars
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
@@ -27,9 +24,10 @@ REDUCTION_ALPHA0 = "reduction_alpha0/{ratio:.2f}"
 GROWTH = "growth/{first:.2f}_to_{last:.2f}"
 GROWTHS = ((0.05, 0.50), (0.20, 0.50))  # between which ratios the claims ask how the reduction changes
 REDUCTION_SQUARED = "reduction_squared/{ratio:.2f}"
+REDUCTION_LAYER = "reduction_layer/{ratio:.2f}"
+REDUCTION_OF_CHOICE = "reduction_{choice}/{ratio:.2f}"
+SAVED_BY_CHOICE = "saved_by_{choice}/{ratio:.2f}"
 TEMPLATE = "template/{ratio:.2f}"
-VIOLATIONS = "theorem1/violations"
-SMALLEST_MARGIN = "theorem1/smallest_margin"
 
 
 def variants(ratio: float) -> dict[str, Policy]:
@@ -41,8 +39,24 @@ def variants(ratio: float) -> dict[str, Policy]:
     }
 
 
+CHOICES: dict[str, dict[str, str]] = {
+    "similarity": {"initial": "similarity"},
+    "displaces": {"newcomer": "displaces"},
+    "plain": {"scored": "plain"},
+}
+"""What the paper leaves open or its authors' code does otherwise, by what is changed of kvlab's default."""
+
+DEFINITIONS = ("error", "squared_error", "layer_error")
+"""Three readings of "relative error of attention outputs": the mean over heads and steps of ||o - o'|| / ||o||; the
+mean of its square; and the same ratio of all heads of a layer together, so that heads of small output count for
+less."""
+
+
 def figure_4(
-    traces: Sequence[Trace], ratios: Sequence[float] = RATIOS, without_bias: Sequence[float] = WITHOUT_BIAS
+    traces: Sequence[Trace],
+    ratios: Sequence[float] = RATIOS,
+    without_bias: Sequence[float] = WITHOUT_BIAS,
+    choices: Sequence[float] = (),
 ) -> Findings:
     """Figure 4: relative output error of eviction against residual merging, by cache ratio.
 
@@ -51,41 +65,35 @@ def figure_4(
     Args:
         ratios: cache budgets as shares of the prompt.
         without_bias: those of them at which merging is also measured without the logit bias.
+        choices: those of them at which merging is also measured with each of CHOICES.
 
     Returns:
-        Table with columns document, ratio, variant, layer, error, squared_error, mass_lost (means over heads and
-        steps); metrics `error/evict/0.20`, `error/merge/0.20`, `error/merge_alpha0/0.20`; `saved/0.20` (evicted -
-        merged error) and `bias/0.20` (what the bias alone takes off the error); `reduction/0.20` and
-        `reduction_alpha0/0.20` (1 - merged error / evicted error), `reduction_squared/0.20` (the same of the mean
-        squared errors); `growth/0.05_to_0.50` (the reduction at the larger ratio less that at the smaller); all
-        document by document, with intervals over documents.
+        Table with columns document, ratio, variant, layer, error, squared_error, layer_error (DEFINITIONS), mass_lost
+        (means over heads and steps); metrics `error/evict/0.20`, `error/merge/0.20`, `error/merge_alpha0/0.20`;
+        `saved/0.20` (evicted - merged error) and `bias/0.20` (what the bias alone takes off the error);
+        `reduction/0.20` and `reduction_alpha0/0.20` (1 - merged error / evicted error), `reduction_squared/0.20` (the
+        same of the mean squared errors), `reduction_layer/0.20` (of the errors of whole layers);
+        `reduction_similarity/0.20` and `saved_by_similarity/0.20` (the default's error less that choice's);
+        `growth/0.05_to_0.50` (the reduction at the larger ratio less that at the smaller); all document by document,
+        with intervals over documents.
     """
     rows = []
     jobs = [(trace, ratio) for trace in traces for ratio in ratios]
     for trace, ratio in bars.each(jobs, "figure 4", "ratio"):
-        for variant, zsmerge in variants(ratio).items():
-            if variant == "merge_alpha0" and ratio not in without_bias:
-                continue
-            result = Replay(trace, zsmerge)
-            errors, lost = result.output_error.mean((1, 2)), result.mass_lost.mean((1, 2))
-            squared = result.output_error.square().mean((1, 2))
-            rows += [
-                {
-                    "document": trace.document,
-                    "ratio": ratio,
-                    "variant": variant,
-                    "layer": layer,
-                    "error": e,
-                    "squared_error": s,
-                    "mass_lost": m,
-                }
-                for layer, e, s, m in zip(trace.layers, *(t.tolist() for t in (errors, squared, lost)), strict=True)
-            ]
+        policies = variants(ratio)
+        if ratio not in without_bias:
+            policies.pop("merge_alpha0")
+        if ratio in choices:
+            policies |= {name: policy("zsmerge", budget=ratio, **chosen) for name, chosen in CHOICES.items()}
+        for variant, zsmerge in policies.items():
+            parts = errors_by_layer(Replay(trace, zsmerge))
+            rows += [{"document": trace.document, "ratio": ratio, "variant": variant} | part for part in parts]
     findings = Findings(pd.DataFrame(rows))
     by_document = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="error")
-    squares = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="squared_error")
-    for ratio, squared in squares.groupby("ratio"):
-        findings.add(REDUCTION_SQUARED, 1 - squared["merge"] / squared["evict"], ratio=ratio)
+    for definition, effect in (("squared_error", REDUCTION_SQUARED), ("layer_error", REDUCTION_LAYER)):
+        errors = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values=definition)
+        for ratio, table in errors.groupby("ratio"):
+            findings.add(effect, 1 - table["merge"] / table["evict"], ratio=ratio)
     reductions = {
         ratio: 1 - table.loc[:, "merge"].droplevel("ratio") / table.loc[:, "evict"].droplevel("ratio")
         for ratio, table in by_document.groupby("ratio")
@@ -102,7 +110,27 @@ def figure_4(
         if "merge_alpha0" in errors:
             findings.add_difference(BIAS, errors["merge_alpha0"], errors["merge"], ratio=ratio)
             findings.add(REDUCTION_ALPHA0, 1 - errors["merge_alpha0"] / errors["evict"], ratio=ratio)
+        for choice in CHOICES.keys() & errors.keys():
+            findings.add(REDUCTION_OF_CHOICE, 1 - errors[choice] / errors["evict"], choice=choice, ratio=ratio)
+            findings.add_difference(SAVED_BY_CHOICE, errors["merge"], errors[choice], choice=choice, ratio=ratio)
     return findings
+
+
+def errors_by_layer(result: Replay, steps: slice = slice(None)) -> list[dict[str, float]]:
+    """For each layer: its number, the errors of DEFINITIONS, and mass_lost, means over heads and these steps."""
+    errors, norms = result.output_error[..., steps], result.full_norms[..., steps]
+    whole = (errors * norms).square().sum(1).sqrt() / norms.square().sum(1).sqrt()
+    measured = {
+        "error": errors.mean((1, 2)),
+        "squared_error": errors.square().mean((1, 2)),
+        "layer_error": whole.mean(1),
+        "mass_lost": result.mass_lost[..., steps].mean((1, 2)),
+    }
+    columns = {name: values.tolist() for name, values in measured.items()}
+    return [
+        {"layer": layer} | {name: values[row] for name, values in columns.items()}
+        for row, layer in enumerate(result.trace.layers)
+    ]
 
 
 def template(plain: Sequence[Trace], templated: Sequence[Trace], ratio: float = 0.2) -> Findings:
@@ -140,57 +168,3 @@ def reduction_by_layer(findings: Findings) -> pd.DataFrame:
     """Share of eviction's error that merging removes: one row for each layer, one column for each ratio."""
     errors = findings.table.pivot_table(index="layer", columns=["variant", "ratio"], values="error")
     return 1 - errors.loc[:, "merge"] / errors.loc[:, "evict"]
-
-
-@torch.inference_mode()
-def theorem_1(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
-    """Theorem 1, an identity: with alpha <= 1 no unmerged entry gets less attention than in the full cache.
-
-    Checked on the first decoding query of every layer and head, in double precision. Only an arithmetic error can make
-    it fail.
-
-    Returns:
-        Table with columns document, layer, head, smallest_margin, entries; metrics `theorem1/violations` (entries whose
-        attention fell by more than rounding) and `theorem1/smallest_margin`.
-    """
-    rows = []
-    violations = 0
-    # In double precision, so on the CPU: Apple's GPUs have none.
-    for trace in (captured.to("cpu") for captured in traces):
-        store = LayerStore(trace.prompt_keys.double(), trace.prompt_values.double())
-        zsmerge = policy("zsmerge", budget=ratio)
-        zsmerge.compress(store, trace.prompt)
-        new = slice(trace.prompt_length, trace.prompt_length + 1)
-        store.append(trace.keys[:, :, new].double(), trace.values[:, :, new].double())
-        query = trace.response_queries[:, :, :1].double()
-        full = attention.weights(query, trace.keys[:, :, : new.stop].double(), trace.softmax)[:, :, 0]
-        bias = zsmerge.bias(store)
-        bias = None if bias is None else attention.to_query_heads(bias, trace.heads)[:, :, None]
-        compensated = attention.weights(query, store.keys, trace.softmax, bias=bias)[:, :, 0]
-        where = attention.to_query_heads(store.positions, trace.heads)
-        unmerged = attention.to_query_heads(store.fusion_counts, trace.heads) == 1
-        margin = (compensated - full.gather(-1, where)).masked_fill(~unmerged, torch.inf)
-        violations += int((margin < -1e-12).sum())
-        smallest = margin.amin(-1)
-        rows += [
-            {
-                "document": trace.document,
-                "layer": layer,
-                "head": head,
-                "smallest_margin": float(smallest[row, head]),
-                "entries": int(unmerged[row, head].sum()),
-            }
-            for row, layer in enumerate(trace.layers)
-            for head in range(trace.heads)
-        ]
-    findings = Findings(pd.DataFrame(rows))
-    findings.set(VIOLATIONS, violations)
-    findings.set(SMALLEST_MARGIN, min(findings.table["smallest_margin"]))
-    return findings
-
-
-def theorem_1_in_words(findings: Findings) -> str:
-    """What `theorem_1` found, in one line."""
-    entries, violations = findings.table["entries"].sum(), findings.row(VIOLATIONS).value
-    margin = findings.row(SMALLEST_MARGIN).value
-    return f"{entries:,} unmerged entries, {violations:.0f} violations, smallest margin {margin:.1e}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from kvlab.analyses.findings import Findings
+from kvlab.analyses.zsmerge.merging import CHOICES
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
 from kvlab.lib.intervals import argmin, summarise
@@ -43,6 +44,8 @@ WORSE = "worse/{parameter}/{setting:g}"
 BEST = "best/{parameter}"
 SPREAD = "spread/{parameter}"
 SPREAD_OVER_MERGING = "spread_over_merging/{parameter}"
+WORSE_BY_CHOICE = "worse_by/{choice}"
+CHOICE_OVER_MERGING = "worse_by_over_merging/{choice}"
 
 
 def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, Sequence[float]] = SWEEPS) -> Findings:
@@ -91,6 +94,31 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
         rows.append(row | measured[id(trace), zsmerge])
     findings = Findings(pd.DataFrame(rows))
     _summarise(findings)
+    return findings
+
+
+def open_choices(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
+    """Beside figure 5's numbers: what the paper leaves open (`merging.CHOICES`), one at a time, from the recommended
+    configuration.
+
+    Returns:
+        Table with columns document, choice ("none" is the recommended configuration, "residual" is eviction), error;
+        metrics, document by document with intervals over documents: `worse_by/similarity` (the error with that choice
+        less the recommended one's), and `worse_by_over_merging/similarity`: the size of that difference over the change
+        by switching merging off, in either direction.
+    """
+    policies = {"none": {}, "residual": {"residual": 0}} | CHOICES
+    rows = []
+    jobs = [(trace, choice) for trace in traces for choice in policies]
+    for trace, choice in bars.each(jobs, "open choices", "setting"):
+        result = Replay(trace, policy("zsmerge", budget=ratio, **{**RECOMMENDED, **policies[choice]}))
+        rows.append({"document": trace.document, "choice": choice, "error": float(result.output_error.mean())})
+    findings = Findings(pd.DataFrame(rows))
+    errors = findings.table.pivot(index="document", columns="choice", values="error")
+    merging = (errors["residual"] - errors["none"]).abs()
+    for choice in CHOICES:
+        findings.add_difference(WORSE_BY_CHOICE, errors[choice], errors["none"], choice=choice)
+        findings.add(CHOICE_OVER_MERGING, (errors[choice] - errors["none"]).abs() / merging, choice=choice)
     return findings
 
 

@@ -21,16 +21,23 @@ if TYPE_CHECKING:
 NAMES = {
     "full": "full cache",
     "snapkv": "SnapKV",
+    "snapkv_choosing": "SnapKV, free to choose",
     "snapkv_shared": "SnapKV, a set for each KV head",
     "h2o": "H2O",
+    "keyformer": "Keyformer",
+    "scissorhands": "Scissorhands",
     "streamingllm": "StreamingLLM",
     "morphkv": "MorphKV",
 }
 COLOURS = {
     "morphkv": plots.COLOURS[0],
     "snapkv": plots.COLOURS[1],
+    "snapkv_choosing": plots.COLOURS[5],
     "snapkv_shared": plots.COLOURS[4],
     "h2o": plots.COLOURS[2],
+    # No figure has one of these beside a SnapKV of its colour.
+    "keyformer": plots.COLOURS[5],
+    "scissorhands": plots.COLOURS[4],
     "streamingllm": plots.COLOURS[3],
     "full": plots.COLOURS[6],
 }
@@ -158,7 +165,7 @@ def figures_6_8_and_9(predicted: Findings) -> Figure:
         )
         ax.axhline(1, color=plots.INK, linewidth=1, linestyle=":")
     plots.paper_beside_ours(
-        _stated("memory_saving"),
+        as_stated("memory_saving"),
         *plots.by_key(predicted.frame(sizes.SAVING_ON_LONG_RESPONSES), "method", 100),
         labels=NAMES,
         ours_label="by formula",
@@ -170,7 +177,7 @@ def figures_6_8_and_9(predicted: Findings) -> Figure:
     return figure
 
 
-def _stated(statement: str) -> dict[str, float]:
+def as_stated(statement: str) -> dict[str, float]:
     """The statements of abstract and introduction, in per cent, by the method that MorphKV is compared with."""
     headline = papers.figure("morphkv", "headline").set_index("statement").loc[statement]
     return (100 * headline.set_index("against")["value"]).to_dict()
@@ -182,9 +189,9 @@ def figure_7(along: Findings, inside: Findings) -> Figure:
     along: of `responses.along_a_response`; inside: of `responses.teacher_forced`.
     """
     figure, (lost, drift, paper, slopes) = plt.subplots(1, 4, figsize=(16, 4.4), width_ratios=[1, 1, 0.9, 0.9])
-    compressed = along.table.query("policy != 'full'")
-    _along_steps(lost, compressed, "mass_lost", "attention mass lost", "short prompt (as LongWriter)")
-    _along_steps(drift, inside.table, "kl", "KL from the full cache (nats)", "prompt above the budget")
+    compressed = along.table.query("policy in ['snapkv', 'h2o', 'morphkv']")
+    by_step(lost, compressed, "mass_lost", "attention mass lost", "short prompt (as LongWriter)")
+    by_step(drift, inside.table, "kl", "KL from the full cache (nats)", "prompt above the budget")
     order = ["morphkv", "h2o", "snapkv"]
     printed = 100 * papers.figure("morphkv", "figure7").set_index("method").loc[order]
     middle, half = (printed["low"] + printed["high"]) / 2, (printed["high"] - printed["low"]) / 2
@@ -211,7 +218,8 @@ def figure_7(along: Findings, inside: Findings) -> Figure:
     return figure
 
 
-def _along_steps(ax: Axes, table: pandas.DataFrame, measure: str, ylabel: str, title: str) -> None:
+def by_step(ax: Axes, table: pandas.DataFrame, measure: str, ylabel: str, title: str) -> None:
+    """A curve for each policy along the response, with bands over documents."""
     plots.estimates(
         responses.binned(table, measure),
         x="step",
@@ -234,7 +242,7 @@ def tables_2_and_3(on_responses: Findings, on_contexts: Findings) -> Figure:
     figure, (stated, tasks) = plt.subplots(1, 2, figsize=(13.5, 4.6), width_ratios=[1, 1.7])
     gains = on_responses.frame(recomputed.GAIN).query("table == 'table2'")
     plots.paper_beside_ours(
-        _stated("accuracy_gain"),
+        as_stated("accuracy_gain"),
         *plots.by_key(gains, "method", 100),
         labels={method: f"over {NAMES[method]}" for method in gains["method"]},
         ours_label="from table 2",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import matplotlib.pyplot as plt
 
 from kvlab import papers
-from kvlab.analyses.zsmerge import merging, sensitivity
+from kvlab.analyses.zsmerge import decoding, merging, sensitivity
 from kvlab.workbench.figures import plots
 
 if TYPE_CHECKING:
@@ -22,7 +22,13 @@ VARIANTS = {
     "evict": "eviction (no residual slots)",
     "merge": "residual merging",
     "merge_alpha0": "residual merging, alpha = 0",
+    "similarity": "filled by similarity (eq. 6)",
+    "displaces": "the newcomer displaces",
+    "plain": "scores by eq. 2",
 }
+DECODED = {"merge": "residual merging", "plain": "scores by eq. 2", "displaces": "the newcomer displaces"}
+DECODED |= {"alpha0": "alpha = 0"}
+DEFINITIONS = {"error": "each head", "squared_error": "each head, squared", "layer_error": "whole layers"}
 MEASURES = {"error": "error of the output", "mass_lost": "attention mass lost"}
 
 
@@ -69,6 +75,20 @@ def figure_4(findings: Findings) -> Figure:
         linestyle=":",
         label="of the squared error",
     )
+    whole = findings.frame(merging.REDUCTION_LAYER)
+    gains.plot(
+        whole["ratio"],
+        whole["value"],
+        color=plots.COLOURS[2],
+        marker="^",
+        linestyle=":",
+        label="of the error of whole layers",
+    )
+    chosen = findings.frame(merging.REDUCTION_OF_CHOICE)
+    for colour, (choice, part) in zip(plots.COLOURS[3:], chosen.groupby("choice", sort=False), strict=False):
+        gains.errorbar(
+            part["ratio"], part["value"], yerr=plots.spread(part), color=colour, fmt="x", label=VARIANTS[str(choice)]
+        )
     gains.plot(printed["ratio"], printed["reduction"], color=plots.PAPER, linestyle="--", linewidth=1.2)
     plots.paper_points(gains, list(printed["ratio"]), list(printed["reduction"]), "paper (LLaMA-2-7B)")
     gains.axhline(0, color=plots.EDGE, linewidth=1)
@@ -88,6 +108,89 @@ def by_layer(findings: Findings) -> Figure:
         diverging=True,
         ax=ax,
     )
+    return figure
+
+
+def while_decoding(findings: Findings) -> Figure:
+    """Merging step by step along a long response: by three definitions of the error, and by quarters of the response.
+
+    findings: of `decoding.merging_while_decoding`.
+    """
+    figure, (kinds, parts) = plt.subplots(1, 2, figsize=(12.5, 4.2), width_ratios=[1.3, 1])
+    rows = findings.frame(decoding.REDUCTION)
+    for number, (definition, label) in enumerate(DEFINITIONS.items()):
+        part = rows.loc[rows["definition"] == definition].set_index("variant").loc[list(DECODED)]
+        places = [place + (number - 1) * 0.22 for place in range(len(part))]
+        percent = 100 * part[["value", "low", "high"]]
+        kinds.errorbar(
+            places,
+            percent["value"],
+            yerr=plots.spread(percent),
+            color=plots.COLOURS[number],
+            fmt="o",
+            capsize=3,
+            label=label,
+        )
+    kinds.axhline(0, color=plots.INK, linewidth=1)
+    kinds.set_xticks(range(len(DECODED)), list(DECODED.values()), rotation=12)
+    kinds.set(ylabel="of eviction's error removed (%)", title="whole response")
+    kinds.legend(title="error of", fontsize=9)
+    quarters = findings.frame(decoding.REDUCTION_OF_PART)
+    percent = 100 * quarters[["value", "low", "high"]]
+    parts.errorbar(
+        quarters["part"], percent["value"], yerr=plots.spread(percent), color=plots.COLOURS[0], fmt="o-", capsize=3
+    )
+    parts.axhline(0, color=plots.INK, linewidth=1)
+    parts.set_xticks(range(1, decoding.PARTS + 1))
+    parts.set(xlabel="quarter of the response", ylabel="of eviction's error removed (%)", title="residual merging")
+    return figure
+
+
+def open_choices(findings: Findings) -> Figure:
+    """What the paper leaves open: the change of the error over that by switching merging off.
+
+    findings: of `sensitivity.open_choices`.
+    """
+    figure, ax = plt.subplots(figsize=(7.5, 2.8))
+    rows = findings.frame(sensitivity.CHOICE_OVER_MERGING)
+    ax.errorbar(
+        rows["value"],
+        range(len(rows)),
+        xerr=[rows["value"] - rows["low"], rows["high"] - rows["value"]],
+        color=plots.COLOURS[0],
+        fmt="o",
+        capsize=3,
+    )
+    ax.axvline(1, color=plots.PAPER, linestyle="--", label="as much as merging itself")
+    ax.set_yticks(range(len(rows)), [VARIANTS[choice] for choice in rows["choice"]])
+    ax.set(xlabel="change of the error / gain from merging", ylim=(len(rows) - 0.5, -0.5))
+    ax.legend()
+    return figure
+
+
+def tables_2_and_3(over_snapkv: Findings, summaries: Findings) -> Figure:
+    """Table 3's differences from SnapKV, cell by cell, and table 2's gains over H2O with the range that is stated.
+
+    over_snapkv: of `printed.over_snapkv`; summaries: of `printed.summaries`.
+    """
+    figure, (scores, gains) = plt.subplots(1, 2, figsize=(12.5, 4))
+    third = over_snapkv.table.query("table == 'table3'").sort_values("gain")
+    shades = [plots.COLOURS[0] if gain > 0 else plots.PAPER for gain in third["gain"]]
+    scores.bar(range(len(third)), third["gain"], color=shades, zorder=2)
+    scores.axhline(0, color=plots.INK, linewidth=1)
+    scores.set(
+        xlabel="kinds of tasks, models and sizes",
+        ylabel="ZSMerge less SnapKV (points)",
+        title="table 3: above SnapKV (blue), or not",
+    )
+    over_h2o = summaries.table.query("method == 'h2o'")
+    for marker, (model, part) in zip("osD", over_h2o.groupby("model"), strict=False):
+        gains.plot(100 * part["budget"], 100 * part["relative"], marker, color=plots.COLOURS[0], label=model, alpha=0.8)
+    (low, high) = papers.figure("zsmerge", "headline")[["low", "high"]].iloc[0]
+    gains.axhspan(100 * low, 100 * high, color=plots.PAPER, alpha=0.5, label="stated in section 5")
+    gains.set(xlabel="budget (% of the prompt)", ylabel="ROUGE over H2O's (%)", title="table 2: gains over eviction")
+    gains.set_yscale("symlog", linthresh=10)
+    gains.legend()
     return figure
 
 

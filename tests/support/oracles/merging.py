@@ -6,6 +6,7 @@ import numpy as np
 
 from support.oracles.core import (
     Slot,
+    attention_weights,
     heads_of,
     simulate,
     softmax,
@@ -52,7 +53,9 @@ def oracle_zsmerge(
     alpha=1.0,
     initial="runs",
     newcomer="competes",
+    scored="biased",
 ):
+    """`scored`: scores gather the weights of eq. 8 ("biased"), or those of eq. 2 over the same slots ("plain")."""
     share_p, share_c, share_r = zsmerge_shares(budget, residual)
     residual_positions = [set() for _ in keys]  # per KV head: which slots are residual
     attention, _ = window_attention(queries, keys, prompt_length, window)
@@ -70,7 +73,13 @@ def oracle_zsmerge(
         residual_positions[group].update(slot.position for slot in fused)
         return sorted([s for s in older if s.position in best] + fused) + recent
 
+    first = queries.shape[1] - (keys.shape[1] - prompt_length)
+
     def after(group, slots, weights, position):
+        if scored == "plain":
+            stored = [slot.key for slot in slots]
+            asking = [queries[h, first + position - prompt_length] for h in heads_of(group, len(queries), len(keys))]
+            weights = np.array([attention_weights(query, stored) for query in asking])
         summed = weights.sum(axis=0)
         slots = [s._replace(score=decay * s.score + a) for s, a in zip(slots, summed)]
         fused = [s for s in slots if s.position in residual_positions[group]]

@@ -1,0 +1,183 @@
+"""MorphKV, section 6.2: does a larger window of recent tokens keep a fact that was told early and is asked for late?
+
+The paper's example is the 96th floor of a building, whose instructions stood in the prompt. Here a short prompt tells a
+code, a document goes on for many times the capacity, and then the code is asked for. What is measured is how much less
+likely the right code is than under the full cache, and how much of it is still stored when the question begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.morphkv.responses import teacher_forced
+from kvlab.errors import KvlabError
+from kvlab.inputs import corpus
+from kvlab.methods import Policy, policy
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+    from kvlab.live.session import Session
+
+THINGS = ("red door", "old safe", "north gate", "blue cabinet", "wine cellar", "tool shed", "glass case", "iron chest")
+DIGITS = 5
+
+WORSE = "facts/nats/{policy}"
+STORED = "facts/stored/{policy}"
+WIDE_AHEAD = "facts/nats/narrow_less_wide"
+WIDE_STORES_MORE = "facts/stored/wide_less_narrow"
+BEHIND = "facts/nats/{policy}_less_wide"
+FULL = "facts/full_nats"
+WIDE, NARROW = "morphkv", "morphkv_narrow"
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Texts of equal length that tell a code at their beginning and ask for it at their end.
+
+    Attributes:
+        ids: int64 `[documents, tokens]`.
+        told: for each text, the positions of the code where it is told.
+        answers: for each text, how many tokens at its end are the code.
+        question: for each text, the position at which the question begins.
+    """
+
+    names: list[str]
+    ids: Tensor
+    told: list[range]
+    answers: list[int]
+    question: list[int]
+
+
+def planted(lm: LM, documents: Sequence[str], length: int, seed: int = 0) -> Planted:
+    """A text of `length` tokens from each document: `The code of the red door is 48213.`, the document's start, and the
+    question, with its answer.
+
+    Raises:
+        KvlabError: a document is too short.
+    """
+    rows, told, answers, question = [], [], [], []
+    names = corpus.named(documents)
+    for number, document in enumerate(corpus.documents(documents)):
+        draw = Random(f"{seed} {document.name}")
+        code = "".join(draw.choice("0123456789") for _ in range(DIGITS))
+        thing = THINGS[number % len(THINGS)]
+        before = lm.encode(f"Remember: the code of the {thing} is", chat=False)[0]
+        answer, end = _inside(lm, f" {code}"), _inside(lm, ".\n\n")
+        asking = _inside(lm, f"\n\nQuestion: what is the code of the {thing}?\nAnswer: the code of the {thing} is")
+        room = length - sum(map(len, (before, answer, end, asking, answer)))
+        text = _inside(lm, document.text)
+        if not 0 < room <= len(text):
+            raise KvlabError(
+                f"{document.name} has {len(text)} tokens, and {room} are asked for between a fact and its question"
+            )
+        rows.append(torch.cat([before, answer, end, text[:room], asking, answer]))
+        told.append(range(len(before), len(before) + len(answer)))
+        answers.append(len(answer))
+        question.append(length - len(asking) - len(answer))
+    return Planted(names, torch.stack(rows), told, answers, question)
+
+
+def _inside(lm: LM, text: str) -> Tensor:
+    """Ids of a text that stands inside another, int64 `[tokens]`: without the tokens that begin one."""
+    tokenizer = lm.require_tokenizer("a fact cannot be told")
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64, device=lm.device)
+
+
+def early_facts(
+    lm: LM, documents: Sequence[str], tokens: int, new_tokens: int, windows: Sequence[int], capacity: int, seed: int = 0
+) -> Findings:
+    """Facts told in the first of `tokens` tokens and asked for `new_tokens` later, under caches of constant size.
+
+    Args:
+        tokens: of the prompt, with the fact.
+        new_tokens: of what is fed after it, question and answer included.
+        windows: R of MorphKV, a narrow and a wide one; max fusion, as in table 6.
+        capacity: entries, of H2O as well.
+
+    Returns:
+        Table with columns document, policy, nats (how much less likely a token of the right code is than under the full
+        cache, mean), stored (share of the code's entries that are stored when the question begins, mean over layers and
+        KV heads); metrics `facts/nats/morphkv` (the wide window), `facts/nats/morphkv_narrow`, `facts/nats/h2o`,
+        `facts/stored/...`, `facts/full_nats` (what a token of the right code costs under the full cache: a digit that
+        is guessed costs log 10), and the paired differences `facts/nats/narrow_less_wide`, `facts/nats/h2o_less_wide`
+        and `facts/stored/wide_less_narrow`; with intervals over documents.
+    """
+    narrow, wide = sorted(windows)
+    policies = {
+        WIDE: policy("morphkv", budget=capacity, window=wide, fusion="max"),
+        NARROW: policy("morphkv", budget=capacity, window=narrow, fusion="max"),
+        "h2o": policy("h2o", budget=capacity),
+    }
+    return asked_late(lm, planted(lm, documents, tokens + new_tokens, seed), tokens, policies)
+
+
+def asked_late(lm: LM, texts: Planted, prompt: int, policies: dict[str, Policy]) -> Findings:
+    """`early_facts` of these texts, whose first `prompt` tokens are the prompt, under policies that act at every step.
+
+    Raises:
+        KvlabError: the prompt ends before the fact, or reaches into the question.
+    """
+    if not max(told.stop for told in texts.told) < prompt < min(texts.question):
+        raise KvlabError(
+            f"a prompt of {prompt} tokens ends before the fact is told or after it is asked for; the fact ends at "
+            f"{max(told.stop for told in texts.told)}, the question begins at {min(texts.question)}"
+        )
+    stored = {}
+
+    def look(step: int, sessions: Mapping[str, Session]) -> None:
+        # After step t the cache has seen the prompt and t tokens more.
+        for row, begins in enumerate(texts.question):
+            if prompt + step == begins:
+                stored.update(
+                    {(row, name): _held(lm, session, row, texts.told[row]) for name, session in sessions.items()}
+                )
+
+    table = teacher_forced(lm, texts.ids, prompt, policies, look).table
+    gaps = table.loc[table["measure"] == "nll_gap"]
+    rows = []
+    for row, name in enumerate(texts.names):
+        of_text = gaps.loc[gaps["document"] == row]
+        last = of_text.loc[of_text["step"] > of_text["step"].max() - texts.answers[row]]
+        nats = last.groupby("policy")["value"].mean()
+        rows += [
+            {"document": name, "policy": method, "nats": nats[method], "stored": stored[row, method]}
+            for method in policies
+        ]
+    findings = Findings(pd.DataFrame(rows))
+    nats, held = (findings.table.pivot(index="document", columns="policy", values=of) for of in ("nats", "stored"))
+    for method in policies:
+        findings.add(WORSE, nats[method], policy=method)
+        findings.add(STORED, held[method], policy=method)
+        if method not in (WIDE, NARROW):
+            findings.add_difference(BEHIND, nats[method], nats[WIDE], policy=method)
+    findings.add(FULL, pd.Series(_full_nats(lm, texts), index=pd.Index(texts.names, name="document")))
+    findings.add_difference(WIDE_AHEAD, nats[NARROW], nats[WIDE])
+    findings.add_difference(WIDE_STORES_MORE, held[WIDE], held[NARROW])
+    return findings
+
+
+@torch.inference_mode()
+def _full_nats(lm: LM, texts: Planted) -> list[float]:
+    """For each text, the mean negative log-likelihood of a token of the code under the full cache, in nats."""
+    most = max(texts.answers)
+    logits = lm.model(texts.ids.to(lm.device), logits_to_keep=most + 1).logits[:, :-1].float()
+    nats = -logits.log_softmax(-1).gather(-1, texts.ids[:, -most:, None].to(lm.device))[..., 0]
+    return [float(row[-answer:].mean()) for row, answer in zip(nats, texts.answers, strict=True)]
+
+
+def _held(lm: LM, session: Session, row: int, told: range) -> float:
+    """Share of the entries of these positions that a session stores for one text, over layers and KV heads."""
+    wanted = torch.tensor(list(told))
+    shares = [
+        torch.isin(wanted, heads).float().mean() for layer in lm.layout.compressed for heads in session.kept(layer, row)
+    ]
+    return float(torch.stack(shares).mean())

@@ -1,0 +1,191 @@
+"""MorphKV's headlines beside its own figures: memory from the printed bars, figures 2b and 9b, tables 1, 2 and 7.
+
+No model runs for any of it: each number follows from what the paper prints, or from a stated setting and the published
+shape of a model.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from kvlab import papers, scores
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.morphkv import sizes
+
+BARS = {"longwriter": "figure 6", "longgenbench": "figure 8"}
+"""The benchmarks with long responses, and where their cache sizes are drawn."""
+
+SAVING_FROM_BARS = "bars/saving/{method}"
+SAVING_FROM_BARS_INPUTS = "bars/saving/{method}/inputs"
+SAVING_OF_BENCHMARK = "bars/saving/{method}/{benchmark}"
+OVER_MORPHKV = "figure9/{method}_over_morphkv"
+SAVING_ON_LONG_CONTEXTS = "figure9b/saving/{end}"
+QWEN_GAIN = "figure2b/qwen_gain"
+QWEN_GAIN_INPUTS = "figure2b/qwen_gain/inputs"
+QWEN_SAVING = "figure2b/qwen_saving/{length}"
+VCSUM_SAVING = "figure2b/vcsum_saving/{answer}"
+CHOICES = "figure10/choices/{method}"
+TOTALS_THAT_DIFFER = "table7/totals_that_differ"
+SIXTH = "table7/mean_of_six/{model}"
+RELEVANCE = "table7/relevance_over_h2o/least"
+MOST_OVER = "table1/most_over_{which}"
+NOT_WORSE = "table2/share_not_worse"
+
+DIGIT = 0.05
+"""Half of the last digit of a score that is printed with one decimal."""
+
+
+def _ratio(one: float, other: float) -> tuple[float, float]:
+    """1 - one / other, and how far the rounding of two numbers with two decimals may move it."""
+    moved = (one + 0.005) / (other - 0.005) - one / other
+    return 1 - one / other, moved
+
+
+def memory() -> Findings:
+    """Figures 6, 8 and 9: the savings that the printed bars give, where the text states averages.
+
+    Returns:
+        Table with columns benchmark, method, printed, morphkv, saving; metrics `bars/saving/h2o` and
+        `bars/saving/snapkv` (means over the two benchmarks), `.../inputs` (what the rounding of the bars may move them
+        by), each benchmark's own as `bars/saving/h2o/longwriter`, `figure9/snapkv_over_morphkv` and
+        `figure9/full_over_morphkv` (LongBench, Llama), and by the stated settings of LongBench
+        `figure9b/saving/no_answer` and `figure9b/saving/longest_answer`, whose SnapKV keeps the answer besides.
+    """
+    printed = papers.figure("morphkv", "sizes").pivot(index="benchmark", columns="method", values="ratio")
+    findings, rows = Findings(pd.DataFrame()), []
+    for method in ("h2o", "snapkv"):
+        savings = {}
+        for benchmark in BARS:
+            own, other = printed.loc[benchmark, "morphkv"], printed.loc[benchmark, method]
+            savings[benchmark] = _ratio(own, other)
+            findings.set(SAVING_OF_BENCHMARK, savings[benchmark][0], method=method, benchmark=benchmark)
+            rows.append(
+                {
+                    "benchmark": benchmark,
+                    "method": method,
+                    "printed": other,
+                    "morphkv": own,
+                    "saving": savings[benchmark][0],
+                }
+            )
+        values = pd.DataFrame(savings.values(), columns=["saving", "moved"]).mean()
+        findings.set(SAVING_FROM_BARS, values["saving"], method=method)
+        findings.set(SAVING_FROM_BARS_INPUTS, values["moved"], method=method)
+    longbench = printed.loc["longbench"]
+    for method, size in {"snapkv": longbench["snapkv"], "full": 1.0}.items():
+        findings.set(OVER_MORPHKV, size / longbench["morphkv"], method=method)
+    for end, answer in {"no_answer": 0.0, "longest_answer": sizes.answer_length()}.items():
+        findings.set(SAVING_ON_LONG_CONTEXTS, _saved_over_snapkv("Llama", "longbench", answer), end=end)
+    findings.table = pd.DataFrame(rows)
+    return findings
+
+
+def _saved_over_snapkv(model: str, benchmark: str, response: float, prompt: float | None = None) -> float:
+    """1 - MorphKV's entries / SnapKV's by the stated settings, SnapKV with a set for each query head.
+
+    Args:
+        prompt: tokens; longer than every capacity unless given.
+    """
+    shape, settings = sizes.paper_models()[model], sizes.settings(benchmark)["capacity"]
+    prompt = settings.max() if prompt is None else prompt
+    own = sizes.entries("morphkv", prompt, response, settings["morphkv"])
+    return 1 - own / sizes.entries("snapkv", prompt, response, settings["snapkv"], sets=shape.group)
+
+
+def figure_2b() -> Findings:
+    """Figure 2b and section 1: Qwen 21 % higher on LongGenBench with 83 % less memory, Phi-4 with 56 % less on VCSum.
+
+    Returns:
+        Table with columns statement, model, response, saving; metrics `figure2b/qwen_gain` (table 2) with its
+        `/inputs`, `figure2b/qwen_saving/implied` (at the length at which MorphKV's capacity is its printed share of the
+        full cache) and `figure2b/qwen_saving/shortest` (the least that any length gives, where MorphKV evicts
+        nothing), `figure2b/vcsum_saving/no_answer` and `figure2b/vcsum_saving/longest_answer` (what LongBench allows).
+    """
+    second = papers.figure("morphkv", "table2").set_index(["model", "method"])["average"].loc["Qwen"]
+    findings = Findings(pd.DataFrame())
+    findings.set(QWEN_GAIN, second["morphkv"] / second["snapkv"] - 1)
+    moved = (second["morphkv"] + 0.5) / (second["snapkv"] - 0.5) - second["morphkv"] / second["snapkv"]
+    findings.set(QWEN_GAIN_INPUTS, moved)
+    rows = []
+    lengths = {"shortest": 1.0, "implied": float(sizes.implied_length("longgenbench"))}
+    for length, response in lengths.items():
+        saving = _saved_over_snapkv("Qwen", "longgenbench", response, prompt=0.0)
+        findings.set(QWEN_SAVING, saving, length=length)
+        rows.append({"statement": "LongGenBench", "model": "Qwen", "response": response, "saving": saving})
+    answers = {"no_answer": 0.0, "longest_answer": float(scores.LONGBENCH["vcsum"].new_tokens)}
+    for answer, response in answers.items():
+        saving = _saved_over_snapkv("Phi4", "longbench", response)
+        findings.set(VCSUM_SAVING, saving, answer=answer)
+        rows.append({"statement": "VCSum", "model": "Phi4", "response": response, "saving": saving})
+    findings.table = pd.DataFrame(rows)
+    return findings
+
+
+def choices_at_1_percent(share: float = 0.01) -> Findings:
+    """Figure 10: how many of its entries each method is free to choose at the smallest budget, by the stated settings.
+
+    At the implied length of LongBench's prompts, with the window of 32 that both use; SnapKV has a set for each query
+    head, and so a quarter of MorphKV's entries.
+
+    Returns:
+        Table with columns method, entries, window, free; metrics `figure10/choices/snapkv`, `figure10/choices/morphkv`.
+    """
+    settings, group = sizes.settings("longbench"), sizes.paper_models()["Llama"].group
+    budget = share * sizes.implied_length("longbench")
+    findings, rows = Findings(pd.DataFrame()), []
+    for method, sets in {"snapkv": group, "morphkv": 1}.items():
+        held, window = int(budget // sets), int(settings.loc[method, "window"])
+        findings.set(CHOICES, held - window, method=method)
+        rows.append({"method": method, "entries": held, "window": window, "free": held - window})
+    findings.table = pd.DataFrame(rows)
+    return findings
+
+
+def table_7() -> Findings:
+    """Table 7 beside table 1, and what appendix A.2 and the captions say of them.
+
+    The table has seven headings and six numbers in a row: the sixth criterion is left out. In two rows the last number
+    is not table 1's total but, it seems, that criterion: with it, the mean of six is table 1's.
+
+    Returns:
+        Table with columns model, method, total (table 1), last (table 7), mean_of_six; metrics
+        `table7/totals_that_differ` (rows), `table7/mean_of_six/Phi4` and `.../Qwen` (of the two rows that differ by
+        more than rounding: the distance from table 1's total), `table7/relevance_over_h2o/least`,
+        `table1/most_over_methods` and `table1/most_over_full` (relative gains).
+    """
+    first = papers.figure("morphkv", "table1").melt("method", var_name="model", value_name="total")
+    table = papers.figure("morphkv", "table7").merge(first, on=["model", "method"])
+    criteria = ["relevance", "accuracy", "coherence", "clarity", "breadth_and_depth", "last"]
+    table["mean_of_six"] = table[criteria].mean(axis=1)
+    findings = Findings(table.filter(["model", "method", "total", "last", "mean_of_six"]))
+    away = (table["last"] - table["total"]).abs()
+    findings.set(TOTALS_THAT_DIFFER, (away > DIGIT + 1e-9).sum())
+    # What differs by more than a last digit is another number, not a rounding.
+    for row in table[away > 1].to_dict("records"):
+        findings.set(SIXTH, abs(row["mean_of_six"] - row["total"]), model=row["model"])
+    relevance = table.pivot(index="model", columns="method", values="relevance")
+    findings.set(RELEVANCE, (relevance["morphkv"] - relevance["h2o"]).min())
+    totals = first.pivot(index="model", columns="method", values="total")
+    over_methods = totals["morphkv"] / totals[["h2o", "snapkv"]].min(axis=1) - 1
+    findings.set(MOST_OVER, over_methods.max(), which="methods")
+    findings.set(MOST_OVER, (totals["morphkv"] / totals["full"] - 1).max(), which="full")
+    return findings
+
+
+def table_2() -> Findings:
+    """Table 2: in how many of its cells MorphKV is as good as both others, or better.
+
+    Returns:
+        Table with columns model, what, morphkv, best_other; metric `table2/share_not_worse`.
+    """
+    long = papers.figure("morphkv", "table2").melt(["model", "method"], var_name="what", value_name="score")
+    wide = long.pivot(index=["model", "what"], columns="method", values="score").reset_index()
+    wide["best_other"] = wide[["h2o", "snapkv"]].max(axis=1)
+    findings = Findings(wide.filter(["model", "what", "morphkv", "best_other"]))
+    findings.set(NOT_WORSE, (wide["morphkv"] >= wide["best_other"]).mean())
+    return findings
+
+
+def everything() -> list[Findings]:
+    """All of them, in the order of the paper."""
+    return [memory(), figure_2b(), choices_at_1_percent(), table_2(), table_7()]

@@ -1,0 +1,127 @@
+"""ZSMerge's own tables, recomputed: do the sentences of its text follow from what it prints?"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from kvlab import papers
+from kvlab.analyses.findings import Findings
+
+CATEGORIES = {
+    "code": ("lcc", "repobench-p"),
+    "few_shot": ("lsht", "samsum", "trec", "triviaqa"),
+    "multi_doc_qa": ("2wikimqa", "dureader", "hotpotqa", "musique"),
+    "single_doc_qa": ("multifieldqa_en", "multifieldqa_zh", "narrativeqa", "qasper"),
+    "summarization": ("gov_report", "multi_news", "qmsum", "vcsum"),
+    "synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
+}
+"""LongBench's tasks by its categories: the columns of table 5 behind those of table 3."""
+
+OVER = "{table}/over_{method}/{what}"
+SHARE_ABOVE = "{table}/share_above_snapkv"
+FROM_TABLE_5 = "table3/from_table5"
+BELOW_BEST = "table6/below_best"
+AVERAGES_THAT_DIFFER = "table6/averages_that_differ"
+SHARE_OF_FULL = "table6/share_of_full/{source}"
+LLAMA_SYMBOLIC = "table7/over_snapkv/llama_symbolic"
+
+
+def cells(name: str) -> pd.DataFrame:
+    """A printed table as one row for each cell: model, capacity (where there is one), what, and a column for each
+    method; `what` is a category, a task or a level. The full cache's score stands beside every capacity.
+    """
+    table = papers.figure("zsmerge", name)
+    keys = [key for key in ("model", "budget", "capacity") if key in table]
+    long = table.melt([*keys, "method"], var_name="what", value_name="score")
+    if len(keys) < 2:
+        return long.pivot(index=[*keys, "what"], columns="method", values="score").reset_index()
+    compressed, full = long[long["method"] != "full"], long[long["method"] == "full"]
+    wide = compressed.pivot(index=[*keys, "what"], columns="method", values="score").reset_index()
+    return wide.merge(full.filter(["model", "what", "score"]).rename(columns={"score": "full"}))
+
+
+def differences(name: str, method: str = "snapkv") -> pd.DataFrame:
+    """ZSMerge's printed scores less another method's, one row for each cell that has both: the columns of `cells`, and
+    `gain` (in the table's unit, to its second decimal) and `relative`.
+    """
+    table = cells(name).dropna(subset=[method, "zsmerge"])
+    gain = (table["zsmerge"] - table[method]).round(2)
+    return table.assign(gain=gain, relative=table["zsmerge"] / table[method] - 1)
+
+
+def over_snapkv() -> Findings:
+    """Tables 3, 5 and 7: in how many cells ZSMerge's score lies above SnapKV's, and below.
+
+    Returns:
+        Table with the columns of `differences` and `table`; metrics `table3/over_snapkv/wins`, `.../losses`,
+        `.../ties`, `.../mean` and `.../least` (of the differences, in points), `table3/share_above_snapkv`, the same of
+        table5 and table7; `table7/over_snapkv/llama_symbolic`, and `table3/from_table5`: how far a printed category
+        lies at most from the mean of its tasks.
+    """
+    findings, parts = Findings(pd.DataFrame()), []
+    for name in ("table3", "table5", "table7"):
+        part = differences(name)
+        gains = part["gain"]
+        counts = {"wins": (gains > 0).sum(), "losses": (gains < 0).sum(), "ties": (gains == 0).sum()}
+        for what, value in {**counts, "mean": gains.mean(), "least": gains.min()}.items():
+            findings.set(OVER, value, table=name, method="snapkv", what=what)
+        findings.set(SHARE_ABOVE, counts["wins"] / len(gains), table=name)
+        parts.append(part.assign(table=name))
+    llama = parts[-1].set_index(["model", "what"])["gain"]
+    findings.set(LLAMA_SYMBOLIC, llama.loc["llama-3.1-8b-instruct", "symbolic"])
+    findings.set(FROM_TABLE_5, _from_table_5())
+    findings.table = pd.concat(parts, ignore_index=True)
+    return findings
+
+
+def _from_table_5() -> float:
+    """The largest distance of table 3's cells from the means of table 5's."""
+    keys = ["model", "capacity", "method"]
+    categories, tasks = (papers.figure("zsmerge", name).fillna({"capacity": 0}) for name in ("table3", "table5"))
+    both = categories.merge(tasks, on=keys)
+    return max(float((both[name] - both[list(of)].mean(axis=1)).abs().max()) for name, of in CATEGORIES.items())
+
+
+def infinite_bench() -> Findings:
+    """Table 6: whether its averages are those of its rows, and how far ZSMerge lies below the best compressed one.
+
+    Returns:
+        Table with columns method, printed, recomputed (the mean of the eight tasks), difference; metrics
+        `table6/averages_that_differ` (rows whose mean does not print as their average), `table6/below_best` (of the
+        printed averages), `table6/share_of_full/printed` and `table6/share_of_full/recomputed`.
+    """
+    rows = papers.figure("zsmerge", "table6").set_index("method")
+    table = pd.DataFrame({"printed": rows["average"], "recomputed": rows.drop(columns="average").mean(axis=1)})
+    table["difference"] = table["printed"] - table["recomputed"]
+    findings = Findings(table.reset_index())
+    # Half of the last printed digit, and what floats are off by.
+    findings.set(AVERAGES_THAT_DIFFER, (table["difference"].abs() > 0.005 + 1e-9).sum())
+    compressed = table["printed"].drop(["full", "zsmerge"])
+    findings.set(BELOW_BEST, compressed.max() - table.loc["zsmerge", "printed"])
+    for source in ("printed", "recomputed"):
+        findings.set(SHARE_OF_FULL, table.loc["zsmerge", source] / table.loc["full", source], source=source)
+    return findings
+
+
+def summaries() -> Findings:
+    """Table 2: ZSMerge's relative gain in ROUGE over H2O, the eviction-based method there, and over LESS.
+
+    Returns:
+        Table with the columns of `differences` and `method`; metrics `table2/over_h2o/least`, `table2/over_h2o/most`,
+        `table2/over_h2o/mean` (relative), and the same over less.
+    """
+    findings, parts = Findings(pd.DataFrame()), []
+    for method in ("h2o", "less"):
+        part = differences("table2", method)
+        gains = part["relative"]
+        for what, value in {"least": gains.min(), "most": gains.max(), "mean": gains.mean()}.items():
+            findings.set(OVER, value, table="table2", method=method, what=what)
+        parts.append(part.assign(method=method))
+    findings.table = pd.concat(parts, ignore_index=True)
+    return findings
+
+
+def in_numbers(*recomputed: Findings) -> pd.DataFrame:
+    """All numbers in one column, `value`, by their names."""
+    rows = {row.metric: row.value for findings in recomputed for row in findings.rows}
+    return pd.DataFrame({"value": rows})

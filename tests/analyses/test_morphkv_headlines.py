@@ -1,0 +1,73 @@
+"""MorphKV's headlines beside its own figures: arithmetic by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvlab import papers
+from kvlab.analyses.morphkv import headlines
+
+
+def verdict(name: str) -> str:
+    known = {metric: value for findings in headlines.everything() for metric, value in findings.metrics.items()}
+    (claim,) = [claim for claim in papers.claims(paper="morphkv") if claim.id == f"morphkv.{name}"]
+    return papers.judge(claim, known).verdict
+
+
+def test_the_bars_give_other_savings_than_the_abstract():
+    found = headlines.memory().metrics
+    assert found["bars/saving/h2o"] == pytest.approx(((1 - 0.25 / 1) + (1 - 0.55 / 1.22)) / 2)
+    assert found["bars/saving/snapkv"] == pytest.approx(((1 - 0.25 / 4) + (1 - 0.55 / 5.01)) / 2)
+    assert f"{found['bars/saving/h2o']:.1%} {found['bars/saving/snapkv']:.1%}" == "65.0% 91.4%"
+    assert found["bars/saving/snapkv/inputs"] == pytest.approx(
+        ((0.255 / 3.995 - 0.25 / 4) + (0.555 / 5.005 - 0.55 / 5.01)) / 2
+    )
+    assert verdict("abstract.memory_bars") == verdict("section1.memory_bars_snapkv") == "fails"
+
+
+def test_long_contexts_save_half_by_the_settings_and_more_by_the_bars():
+    """2,000 entries for each KV head against 1,024 for each of four query heads, with and without an answer."""
+    found = headlines.memory().metrics
+    assert found["figure9b/saving/no_answer"] == pytest.approx(1 - 2000 / (4 * 1024))
+    assert found["figure9b/saving/longest_answer"] > found["figure9b/saving/no_answer"]
+    assert found["figure9/snapkv_over_morphkv"] == pytest.approx(2.8)
+    assert verdict("figure9b.half") == "holds" and verdict("section5_3_2.up_to_twice") == "fails"
+    assert verdict("section5_3_2.up_to_five") == "fails"
+
+
+def test_figure_2b_by_hand():
+    found = headlines.figure_2b().metrics
+    assert found["figure2b/qwen_gain"] == pytest.approx(8 / 39)
+    assert found["figure2b/qwen_gain/inputs"] == pytest.approx(47.5 / 38.5 - 47 / 39)
+    # A group of seven: what SnapKV stores seven times MorphKV stores once, as long as it evicts nothing.
+    assert found["figure2b/qwen_saving/shortest"] == pytest.approx(6 / 7)
+    assert found["figure2b/qwen_saving/implied"] == pytest.approx(1 - 4000 / (7 * round(4000 / 0.55)))
+    assert found["figure2b/vcsum_saving/no_answer"] == pytest.approx(1 - 2000 / 4096)
+    assert found["figure2b/vcsum_saving/longest_answer"] == pytest.approx(1 - 2000 / (4 * (1024 + 512)))
+    assert (verdict("figure2b.qwen_gain"), verdict("figure2b.qwen_saving")) == ("holds", "fails")
+    assert verdict("figure2b.vcsum_saving") == "holds"
+
+
+def test_at_1_percent_snapkv_has_one_free_choice_in_the_paper():
+    """A hundredth of 2,000 / 0.15 tokens is 133 entries, a quarter of them 33, of which the window takes 32."""
+    found = headlines.choices_at_1_percent()
+    assert found.metrics == {"figure10/choices/snapkv": 1, "figure10/choices/morphkv": 101}
+    assert found.table.set_index("method")["entries"].to_dict() == {"snapkv": 33, "morphkv": 133}
+
+
+def test_two_rows_of_table_7_end_in_their_sixth_criterion():
+    found = headlines.table_7()
+    assert found.metrics["table7/totals_that_differ"] == 3 and len(found.table) == 16
+    six = (62.5 + 80 + 70.42 + 75 + 41.2 + 58.75) / 6
+    assert found.metrics["table7/mean_of_six/Phi4"] == pytest.approx(64.7 - six)
+    assert max(found.metrics[f"table7/mean_of_six/{model}"] for model in ("Phi4", "Qwen")) < 0.1
+    assert found.metrics["table7/relevance_over_h2o/least"] == pytest.approx(85.4 - 85.0)
+    assert found.metrics["table1/most_over_methods"] == pytest.approx(64.7 / 61.5 - 1)
+    assert found.metrics["table1/most_over_full"] == pytest.approx(69.5 / 66.5 - 1)
+    assert verdict("table7.totals") == "fails" and verdict("table7.relevance") == "holds"
+    assert verdict("table1.up_to") == "fails"
+
+
+def test_table_2_is_worse_in_three_cells_of_fifteen():
+    assert headlines.table_2().metrics["table2/share_not_worse"] == pytest.approx(12 / 15)
+    assert verdict("table2.generally") == "holds"
