@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import string
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
 from kvlab.errors import KvlabError
+from kvlab.inputs import corpus
 from kvlab.lib.intervals import interval
+from kvlab.papers.judging import GENRE
+
+DOCUMENT = "document"  # the name of the index that says on which document a repetition was measured
+LEAST = 2  # documents of a genre whose mean is worth a look
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,7 @@ class Row:
         effect: the template of its metric's name, such as `"error/{variant}/{ratio:.2f}"`.
         keys: the values of the template's fields, with the types that they have in tables.
         low, high: the 95 % interval; None where the number has none.
+        genres: the means over the documents of each genre, where there are several genres of two documents and more.
     """
 
     effect: str
@@ -27,6 +33,7 @@ class Row:
     value: float
     low: float | None = None
     high: float | None = None
+    genres: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def metric(self) -> str:
@@ -56,9 +63,13 @@ class Findings:
         return list(self._rows.values())
 
     def add(self, effect: str, repetitions: Iterable[float], /, **keys: Hashable) -> None:
-        """The mean of repeated measurements (documents, examples, trials), with its 95 % interval."""
+        """The mean of repeated measurements (documents, examples, trials), with its 95 % interval.
+
+        A series whose index has a level `document` also gives the mean of each genre, as `corpus.genre` tells them.
+        """
         values = [float(value) for value in repetitions]
-        self.set(effect, sum(values) / len(values), interval(values), **keys)
+        row = self.set(effect, sum(values) / len(values), interval(values), **keys)
+        self._rows[row.metric] = replace(row, genres=_by_genre(repetitions))
 
     def add_difference(self, effect: str, left: pd.Series, right: pd.Series, /, **keys: Hashable) -> None:
         """The mean of `left - right`, paired by their index (documents, examples), with its interval.
@@ -70,7 +81,7 @@ class Findings:
             raise KvlabError(f"{effect.format(**keys)}: the two sides were measured on different documents")
         self.add(effect, left - right, **keys)
 
-    def set(self, effect: str, value: float, interval: tuple[float, float] | None = None, /, **keys: Hashable) -> None:
+    def set(self, effect: str, value: float, interval: tuple[float, float] | None = None, /, **keys: Hashable) -> Row:
         """A number that is not a mean over repetitions.
 
         Raises:
@@ -83,6 +94,7 @@ class Findings:
         row = Row(effect, keys, float(value), low, high)
         # The same name again replaces the earlier row.
         self._rows[row.metric] = row
+        return row
 
     def frame(self, effect: str) -> pd.DataFrame:
         """All rows of an effect: a column for each of its keys, then value, low, high."""
@@ -103,8 +115,15 @@ class Findings:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Values by metric name."""
-        return {row.metric: row.value for row in self.rows}
+        """Values by metric name; after each its means by genre, as METRIC/genre/GENRE."""
+        return {
+            name: value
+            for row in self.rows
+            for name, value in [
+                (row.metric, row.value),
+                *((f"{row.metric}/{GENRE}/{genre}", mean) for genre, mean in row.genres.items()),
+            ]
+        }
 
     @property
     def intervals(self) -> dict[str, tuple[float, float]]:
@@ -119,3 +138,13 @@ class Findings:
 def fields(effect: str) -> list[str]:
     """The keys that an effect's template names, in its order."""
     return [name for _, name, _, _ in string.Formatter().parse(effect) if name]
+
+
+def _by_genre(repetitions: Iterable[float]) -> dict[str, float]:
+    if not isinstance(repetitions, pd.Series) or DOCUMENT not in repetitions.index.names:
+        return {}
+    genres = repetitions.index.get_level_values(DOCUMENT).map(lambda name: corpus.genre(str(name)))
+    groups = repetitions.astype(float).groupby(genres)
+    if groups.ngroups < 2 or groups.size().min() < LEAST:
+        return {}
+    return {str(genre): float(mean) for genre, mean in groups.mean().items()}

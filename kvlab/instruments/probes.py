@@ -265,13 +265,20 @@ class SinkShare(Probe):
 
 
 class StepRecall(Probe):
-    """Share of each step's own top-k (k = the budget) among the positions that it read."""
+    """Share of each step's own top-k among the positions that it read.
+
+    Args:
+        k: the policy's own budget unless given; recalls of policies with different budgets are compared at one k.
+    """
 
     name, summary, needs_shadow = "step_recall", "share of the step's own top-k that was read", True
 
+    def __init__(self, k: int | None = None):
+        self.k = k
+
     def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
         scores = attention.sum_over_group(seen.full_weights, seen.read.shape[1])
-        best = ranking.top_positions(scores, min(seen.store.budget, scores.shape[-1]))
+        best = ranking.top_positions(scores, min(self.k or seen.store.budget, scores.shape[-1]))
         records.add("step_recall", measures.recall(seen.read, best), axis="kv_head", **where)
 
 

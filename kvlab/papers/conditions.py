@@ -149,6 +149,9 @@ class Combination(Test):
     def tested(self, own: str) -> list[str]:
         return [name for test in self.tests for name in test.tested(self.metric or own)]
 
+    def turns(self, own: str) -> list[tuple[str, float]]:
+        return [turn for test in self.tests for turn in test.turns(self.metric or own)]
+
     def standing(self, own: str, value_of: Lookup, paper_value: float | None) -> Judged:
         parts = [test.standing(self.metric or own, value_of, paper_value) for test in self.tests]
         standings = {standing for standing, _ in parts}

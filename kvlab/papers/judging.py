@@ -10,6 +10,7 @@ from typing import Literal
 from kvlab.papers.claim import DIRECTION, FAILS, HOLDS, UNDECIDED, UNMEASURED, Claim, Verdict
 from kvlab.papers.doubts import Doubt, Lookup, Standing, ends
 
+GENRE = "genre"  # METRIC/genre/GENRE is the mean of a metric over the documents of one genre
 CHANCE = ("finding", "control", "timing")
 """The kinds of claims that rest on samples, so that an interval says how sure they are. The others are arithmetic."""
 
@@ -52,16 +53,19 @@ def judge(
     alone = _alone(claim, value_of)
     if alone and claim.kind == "timing":
         return told(verdict=UNDECIDED, why=f"Undecided: {alone}, and one round of a timing says nothing.")
+    genres = _genres(claim, known)
     standing, doubts = claim.direction.standing(claim.metric, value_of, claim.paper_value)
     if standing is Standing.OPEN:
         shown = "; ".join(str(doubt) for doubt in doubts[:3])
         more = f"; so do {len(doubts) - 3} more" if len(doubts) > 3 else ""
         power, remark = _power(claim, doubts)
         return told(
-            verdict=UNDECIDED, power=power, why=f"Undecided: {shown}, where the direction turns{more}. {remark}"
+            verdict=UNDECIDED,
+            power=power,
+            why=f"Undecided: {shown}, where the direction turns{more}. {remark}{genres}",
         )
     remark = f" {alone[0].upper()}{alone[1:]}, so that the verdict rests on the value alone." if alone else ""
-    return _decided(claim, standing is Standing.MET, value_of, told, remark)
+    return _decided(claim, standing is Standing.MET, value_of, told, remark + genres)
 
 
 def _decided(
@@ -113,6 +117,18 @@ def _power(claim: Claim, doubts: list[Doubt]) -> tuple[Literal["", "seen", "not 
         f"and the interval reaches {own.half:.3g} to either side."
     )
     return ("seen" if seen else "not seen"), told
+
+
+def _genres(claim: Claim, known: Mapping[str, float]) -> str:
+    """What is said where kinds of text differ by more than the effect itself; empty where they do not."""
+    for name, turn in claim.direction.turns(claim.metric):
+        start = f"{name}/{GENRE}/"
+        means = {metric.removeprefix(start): value for metric, value in known.items() if metric.startswith(start)}
+        apart = max(means.values()) - min(means.values()) if means else 0.0
+        if apart > abs(known[name] - turn):
+            shown = ", ".join(f"{genre} {mean:.4g}" for genre, mean in means.items())
+            return f" Kinds of text differ in {name} by {apart:.3g}, more than the effect itself ({shown})."
+    return ""
 
 
 def _listed(names: list[str]) -> str:

@@ -46,6 +46,15 @@ class Test(BaseModel):
         """Where the test of a single number turns; None where there is no such number."""
         return None
 
+    def turns(self, own: str) -> list[tuple[str, float]]:
+        """The metrics that are compared with a number of the claim, each with that at which its test turns."""
+        than = getattr(self, "than", None)
+        if isinstance(than, str):
+            return []
+        turn = self.threshold({}.__getitem__, None)
+        turn = than if turn is None else turn
+        return [] if turn is None else [(self.metric or own, turn)]
+
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
         raise NotImplementedError
 

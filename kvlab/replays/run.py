@@ -37,6 +37,8 @@ def replay(
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
     storage: str | Storage = "as_is",
+    *,
+    k: int | None = None,
 ) -> Replay: ...
 @overload
 def replay(
@@ -46,6 +48,8 @@ def replay(
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
     storage: str | Storage | SeveralStorages = "as_is",
+    *,
+    k: int | None = None,
 ) -> Replays: ...
 @overload
 def replay(
@@ -55,6 +59,8 @@ def replay(
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
     storage: str | Storage | SeveralStorages = "as_is",
+    *,
+    k: int | None = None,
 ) -> Replays: ...
 @overload
 def replay(
@@ -65,6 +71,7 @@ def replay(
     probes: Sequence[Probe | str] = (),
     *,
     storage: SeveralStorages,
+    k: int | None = None,
 ) -> Replays: ...
 @overload
 def replay(
@@ -74,6 +81,8 @@ def replay(
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
     storage: str | Storage | SeveralStorages = "as_is",
+    *,
+    k: int | None = None,
 ) -> Replays: ...
 def replay(
     trace: OneTrace | SeveralTraces,
@@ -82,6 +91,8 @@ def replay(
     progress: bool | None = None,
     probes: Sequence[Probe | str] = (),
     storage: str | Storage | SeveralStorages = "as_is",
+    *,
+    k: int | None = None,
 ) -> Replay | Replays:
     """Replay policies on traces.
 
@@ -93,6 +104,8 @@ def replay(
         probes: instruments besides the replay's own measures, as in a live run; their numbers are in `records`.
         storage: in what form what a policy keeps is stored (`kvlab list storages`), one or a list: every policy is
             replayed with each of them.
+        k: size of the top that `recall`, `window_recall` and `step_recall` ask for; each policy's own budget unless
+            given. Recalls of policies with different budgets are compared at one k.
 
     Returns:
         One `Replay` for one trace, one storage and one policy without budgets, else `Replays`.
@@ -118,9 +131,9 @@ def replay(
             objects.append(policy(method))
     instruments = [probe(instrument) for instrument in listed(probes, "probes")]
     if single:
-        return Replay(traces[0], objects[0], instruments, forms[0])
+        return Replay(traces[0], objects[0], instruments, forms[0], k)
 
     for t, form in product(traces, forms):
         form.check(t.keys.shape[-1], t.device)
     jobs = list(product(traces, objects, forms))
-    return Replays(Replay(t, p, instruments, form) for t, p, form in bars.each(jobs, "replay", "policy", progress))
+    return Replays(Replay(t, p, instruments, form, k) for t, p, form in bars.each(jobs, "replay", "policy", progress))

@@ -33,6 +33,7 @@ class Replay:
         trace, policy, storage: what was replayed. Layers in tensors are those that the trace holds, one behind the
             other; in tables, and wherever a layer is asked for, they have their numbers in the model.
         budget: entries for each layer and KV head that the policy's budget came to.
+        k: the size of the top that the recalls ask for.
         raised: whether a fractional budget had to be raised to what the method needs.
         mass_lost, output_error: `[layers, heads, steps]`.
         step_recall: `[layers, kv_heads, steps]`.
@@ -42,10 +43,20 @@ class Replay:
         stored_bytes, read_bytes: `[steps]`, summed over layers.
     """
 
-    def __init__(self, trace: Trace, policy: Policy, probes: Sequence[Probe] = (), storage: Storage = AS_IS):
+    def __init__(
+        self,
+        trace: Trace,
+        policy: Policy,
+        probes: Sequence[Probe] = (),
+        storage: Storage = AS_IS,
+        k: int | None = None,
+    ):
         self.trace, self.policy, self.probes, self.storage = trace, policy, list(probes), storage
         storage.check(trace.keys.shape[-1], trace.device)
         self.budget = policy.entries(trace.prompt_length)
+        self.k = self.budget if k is None else whole("k, the size of the top that recalls ask for,", k)
+        if self.k < 1:
+            raise KvlabError(f"recalls ask for the top k of at least one key, not for the top {k}")
         self.records = Records(policy.name, policy.asked, rows="layer", storage=str(storage))
         self.records.note_entries([0], self.budget)
         self.raised = policy.raised(trace.prompt_length)
@@ -74,7 +85,7 @@ class Replay:
         self.policy.compress(store, prompt)
         self._kept = store.positions.clone()
         store.hold(self.storage)
-        k = min(self.budget, trace.prompt_length)
+        k = min(self.k, trace.prompt_length)
         ranks = self._reference.gold_ranks
         self.recall = self._reference.share_found(ranks, self._kept, k)
         best = ranking.top_positions(self.policy.scores(prompt), k)
@@ -113,7 +124,7 @@ class Replay:
         self.mass_lost[:, :, now] = measures.mass_lost(all_weights, read, sinks)
         self.output_error[:, :, now] = measures.output_error(full, attended.output[:, :, 0])
         ranks = self._reference.step_ranks[:, :, now]
-        self.step_recall[:, :, now] = self._reference.share_found(ranks, read, min(self.budget, position + 1))
+        self.step_recall[:, :, now] = self._reference.share_found(ranks, read, min(self.k, position + 1))
 
         seen = Seen(self.policy, store, queries, attended, trace.softmax, full=(all_weights, full))
         where = dict(step=step, layer=None, rows=list(trace.layers))
@@ -133,7 +144,7 @@ class Replay:
         if trace.steps == 0:
             return
         everything = self._kept.shape[2] == prompt and not store.ragged
-        k = torch.arange(prompt + 1, trace.length + 1, device=trace.device).clamp_max(self.budget)[:, None, None]
+        k = torch.arange(prompt + 1, trace.length + 1, device=trace.device).clamp_max(self.k)[:, None, None]
         for layer in range(trace.n_layers):
             weights = self._reference.weights(layer)
             sinks = 0 if self._reference.sinks is None else self._reference.sinks[layer]

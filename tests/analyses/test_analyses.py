@@ -76,6 +76,35 @@ def test_findings_join_their_metrics():
     assert both.intervals["x"][0] < 3.0 < both.intervals["x"][1] and both.intervals["y"] == (4.0, 4.0)
 
 
+def test_findings_give_the_mean_of_each_genre():
+    names = ["sotu/1962[0:90]@0a", "squad/Oxygen@1b", "sotu/1999@2c", "squad/Rhine@3d"]
+    values = pandas.Series([1.0, 5.0, 3.0, 9.0], index=pandas.Index(names, name="document"))
+    found = Findings(pandas.DataFrame())
+    found.add("x/{ratio:.1f}", values, ratio=0.5)
+    found.add_difference("y", values, values[::-1] / 2)
+    assert found.metrics == {
+        "x/0.5": 4.5,
+        "x/0.5/genre/sotu": 2.0,
+        "x/0.5/genre/squad": 7.0,
+        "y": 2.25,
+        "y/genre/sotu": 1.0,
+        "y/genre/squad": 3.5,
+    }
+    assert set(found.intervals) == {"x/0.5", "y"}
+    both = values.set_axis(pandas.MultiIndex.from_product([[0.2], names], names=["ratio", "document"]))
+    found.add("x/{ratio:.1f}", both, ratio=0.5)
+    assert found.metrics["x/0.5/genre/squad"] == 7.0
+
+
+@pytest.mark.parametrize(
+    "names", [["sotu/1", "sotu/2", "sotu/3", "squad/A"], ["a.txt", "b.txt", "c.txt", "d.txt"]], ids=["one", "none"]
+)
+def test_a_genre_needs_two_documents_and_another_genre(names):
+    found = Findings(pandas.DataFrame())
+    found.add("x", pandas.Series([1.0, 2.0, 3.0, 4.0], index=pandas.Index(names, name="document")))
+    assert list(found.metrics) == ["x"]
+
+
 # --- prompts ---
 
 

@@ -55,6 +55,12 @@ def test_small_budgets_pair_their_documents(random_traces):
     assert found.intervals["behind/mass_lost/h2o/0.10"] == pytest.approx(students(ahead), rel=1e-4, abs=1e-6)
     sharper = (lost("snapkv", 0.1) - lost("snapkv", 0.3)) - (lost("morphkv", 0.1) - lost("morphkv", 0.3))
     assert found.metrics["sharper/mass_lost/snapkv"] == pytest.approx(sharper.mean(), abs=1e-6)
+    for name in ("morphkv", "snapkv"):
+        methods = responses.at_budget(random_traces[0], 0.3, 4)
+        same_top = kvlab.replay(random_traces[0], methods[name], k=methods["morphkv"].budget).step_recall
+        rows = found.table.query("measure == 'step_recall' and share == 0.3 and policy == @name")
+        rows = rows[rows["document"] == random_traces[0].document].sort_values("step")
+        np.testing.assert_allclose(rows["value"], same_top.mean((0, 1)), atol=1e-6)
     recall = found.table.query("measure == 'step_recall' and share == 0.3 and step > 1")
     recall = recall.groupby(["document", "policy"])["value"].mean().unstack()
     drop = ((recall["morphkv"] - recall["snapkv"]) / recall["morphkv"]).mean()

@@ -124,7 +124,7 @@ def test_every_policy_meets_every_measure(tiny):
     measured = equal_bytes.measure([trace], [100])
     assert set(measured["policy"]) == set(policies())
     assert not measured[list(equal_bytes.QUALITY)].isna().any().any()
-    summary = kvlab.replay(trace, kvlab.policy("snapkv", budget=100)).summary
+    summary = kvlab.replay(trace, kvlab.policy("snapkv", budget=100), k=16).summary  # a tenth of the prompt
     row = measured[measured["policy"] == "snapkv"].iloc[0]
     assert {name: row[name] for name in summary} == pytest.approx(summary)
     full = measured[measured["policy"] == "full"].iloc[0]

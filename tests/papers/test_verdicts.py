@@ -55,6 +55,26 @@ def test_the_size_is_no_part_of_an_undecided_direction():
 
 
 @pytest.mark.parametrize(
+    ("direction", "genres", "told"),
+    [
+        (PAIRED, {"sotu": 1.0, "squad": 0.2}, True),
+        (PAIRED, {"sotu": 0.7, "squad": 0.5}, False),
+        ({"kind": "greater", "than": 0.5}, {"sotu": 0.7, "squad": 0.5}, True),
+        ({"kind": "all_of", "tests": [PAIRED, {"kind": "less", "than": 5.0}]}, {"sotu": 1.0, "squad": 0.2}, True),
+        # Beside another measured number, the genres of one side say nothing about the effect.
+        ({"kind": "greater", "than": "other"}, {"sotu": 1.0, "squad": 0.2}, False),
+        (PAIRED, {}, False),
+    ],
+)
+def test_kinds_of_text_that_differ_by_more_than_the_effect_are_told(direction, genres, told):
+    metrics = {"m": 0.6, "other": 0.1, **{f"m/genre/{genre}": mean for genre, mean in genres.items()}}
+    for interval in ((0.55, 0.65), (-0.1, 1.3)):
+        why = judge(claim(direction=direction), metrics, {"m": interval}).why
+        assert ("Kinds of text differ in m by" in why) == told
+        assert not told or all(f"{genre} {mean:.4g}" in why for genre, mean in genres.items())
+
+
+@pytest.mark.parametrize(
     ("direction", "paper_value", "interval", "power"),
     [
         # The half width is 0.2: what lies further than that from the turn would have been seen.

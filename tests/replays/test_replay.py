@@ -25,6 +25,7 @@ from support.spread import students
 from support.tensors import exact, sets
 
 import kvlab
+from kvlab.errors import KvlabError
 
 CASES = [
     ("full", {}),
@@ -77,6 +78,30 @@ def test_lost_mass_and_output_error_at_every_step(case):
             np.testing.assert_allclose(found, expected[measure], atol=1e-5, err_msg=f"{measure}, layer {index}")
         found = from_table(result, "step_recall", index, "kv_head")
         np.testing.assert_allclose(found, expected["step_recall"], atol=1e-6)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in ("full", "snapkv", "morphkv")], ids=named)
+def test_policies_of_different_budgets_are_asked_for_one_top(case):
+    """Each policy's own budget is no measure of recall beside others: six of the top 6 against six of the top 20."""
+    name, parameters = case
+    for k in (6, PROMPT + STEPS):
+        asked = kvlab.replay(trace(), kvlab.policy(name, **parameters), k=k)
+        expected = []
+        for index in range(LAYERS):
+            arrays = [a[index] for a in exact(*tensors())]
+            steps = oracle(*key(*case))[index]
+            expected.append(oracles.replay_measures(*arrays[:3], PROMPT, steps, k))
+        for measure in ("recall", "step_recall"):
+            mean = np.mean([layer[measure] for layer in expected])
+            assert asked.summary[measure] == pytest.approx(mean, abs=1e-5), measure
+        (row,) = kvlab.replay([trace()], [kvlab.policy(name, **parameters)], k=k).summary.to_dict("records")
+        assert row["step_recall"] == pytest.approx(asked.summary["step_recall"], abs=1e-6)
+
+
+@pytest.mark.parametrize(("k", "message"), [(0, "not for the top 0"), (2.5, "must be a whole number, and is 2.5")])
+def test_a_top_that_is_none_is_refused(k, message):
+    with pytest.raises(KvlabError, match=message):
+        kvlab.replay(trace(), kvlab.policy("full"), k=k)
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)

@@ -19,7 +19,8 @@ from support.projects import EXPERIMENT, experiment
 from support.refusals import one_sentence
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.store import database, earlier, tracking
+from kvlab.inputs import corpus
+from kvlab.workbench.store import database, earlier, signatures, tracking
 
 
 @pytest.fixture
@@ -51,6 +52,27 @@ def test_metrics_with_intervals_tags_and_parameters(run):
     assert kept.params == {"seed": "3", "model": "toy", "windows": "[1, 2]"}
     assert kept.tags["signature"] == "toy@0|seed 3" and kept.tags["model_sha256"] == "abc"
     assert kept.tags["kvlab.kind"] == "interactive" and kept.tags["kvlab.version"]
+
+
+def test_what_a_figure_shows_is_kept_in_sentences(run):
+    shown = run.tell("figure 3", ["It rises.", "", " How far is open. "])
+    assert shown.data == "It rises. How far is open."
+    (kept,) = run.client.list_artifacts(run.id, "story")
+    path = Path(run.client.download_artifacts(run.id, kept.path))
+    assert path.name == "figure_3.md" and path.read_text() == "It rises. How far is open.\n"
+
+
+def test_a_figure_without_a_sentence_is_told(run):
+    with pytest.raises(KvlabError, match="no sentence to tell about the figure 'figure 3'"):
+        run.tell("figure 3", ["  "])
+
+
+def test_a_signature_names_every_document_of_a_set_with_its_hash(monkeypatch, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("A text.")
+    monkeypatch.setitem(corpus.SETS, "mixed/2", (str(path), "squad/None such"))
+    named = signatures.signature("mine", {"documents": ["mixed/2"]}).split("|")[1]
+    assert named == f"{corpus.document(path).signature} squad/None such"
 
 
 def test_a_run_says_which_model_it_is_about(run, tiny):

@@ -37,6 +37,9 @@ VERBS = {"stored": "stores", "read": "reads"}
 ORACLE = "exact_topk"
 """An oracle is on no front: it has to score every key to find the few that it reads."""
 
+TOP = 0.1
+"""The top that recalls ask for, as a share of the prompt: one for all policies and budgets."""
+
 AT_EQUAL = "{side}/{share:g}/{policy}/{measure}"
 NEEDLE = "needle/{policy}"
 
@@ -52,11 +55,15 @@ def measure(
     heads: str | None = None,
     tables: str | None = None,
     names: Sequence[str] | None = None,
+    top: float = TOP,
 ) -> pd.DataFrame:
     """Replay every policy at every budget on every trace.
 
     compilerkv fills up to its budget (`pad="budget"`, as the authors' code can): its gate turns tokens away whatever
     the budget, and would reach few of the sizes at which policies are compared.
+
+    Args:
+        top: the recalls of all policies and budgets ask for the same top, of this share of the prompt.
 
     Returns:
         One row for each: document, policy, budget (missing for the full cache), the measures of `Replay.summary`
@@ -71,14 +78,15 @@ def measure(
         # compilerkv and duoattention say at every replay that they run without tables or head scores.
         warnings.simplefilter("ignore", UserWarning)
         for trace in traces:
-            whole = Replay(trace, policy("full")).summary["stored_bytes"]
+            k = max(1, round(top * trace.prompt_length))
+            whole = Replay(trace, policy("full"), k=k).summary["stored_bytes"]
             for contender in every:
                 rows.append(
                     {
                         "document": trace.document,
                         "policy": contender.name,
                         "budget": getattr(contender, "budget", None),
-                        **Replay(trace, contender).summary,
+                        **Replay(trace, contender, k=k).summary,
                         "full_bytes": whole,
                     }
                 )

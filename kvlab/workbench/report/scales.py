@@ -34,11 +34,5 @@ def turn_of(claim: papers.Claim) -> float | None:
 
     Of several tests, that of the first which does.
     """
-    several = getattr(claim.direction, "tests", None)
-    tests = [test for test in several if test.metric == claim.metric] if several else [claim.direction]
-    for test in tests:
-        than = getattr(test, "than", None)
-        if (several or test.metric is None) and not isinstance(than, str):
-            turn = test.threshold({}.__getitem__, claim.paper_value)
-            return than if turn is None else turn
-    return None
+    own = (turn for metric, turn in claim.direction.turns(claim.metric) if metric == claim.metric)
+    return next(own, None)

@@ -12,20 +12,21 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import experiments, project
-from kvlab.workbench.experiments import content
 from kvlab.workbench.experiments.given import parameters as read_parameters
 from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.store.database import client, ensure_store, experiment_id, store_uri
+from kvlab.workbench.store.signatures import signature
 
 if TYPE_CHECKING:
     import pandas
+    from IPython.display import Markdown
     from matplotlib.figure import Figure
     from pandas.io.formats.style import Styler
 
@@ -37,9 +38,9 @@ __all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "star
 
 BATCH = 1000  # metrics that MLflow's log_batch takes at once
 ERROR = "kvlab.error"
-IDENTITY = ("model", "document", "documents", "seed")  # parameters that have their own place in a signature
 LONGEST = 5000  # characters; MLflow cuts longer parameters without saying so
 SHOWN = 1000  # rows; the page of a run fetches them all
+STORY = "story"  # the folder of what the figures show, in sentences
 PARAMETERS = "parameters"  # the tag with the number of the model's weights
 NONE = "none"  # what a tag says where nothing was measured for a model
 LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
@@ -154,6 +155,25 @@ class Run:
                     Path(folder) / f"{file_name(name)}.{suffix}", dpi=144, bbox_inches="tight", facecolor="white"
                 )
             self.client.log_artifacts(self.id, folder, "figures")
+
+    @_one_sentence
+    def tell(self, figure: str, sentences: Sequence[str]) -> Markdown:
+        """Keep what a figure shows, in sentences computed from its numbers, as story/FIGURE.md.
+
+        Args:
+            figure: the name that `figure` was given.
+            sentences: in the order in which they are read; empty ones are left out.
+
+        Returns:
+            The sentences as one paragraph, to display.
+        """
+        from IPython.display import Markdown
+
+        text = " ".join(sentence.strip() for sentence in sentences if sentence.strip())
+        if not text:
+            raise KvlabError(f"there is no sentence to tell about the figure {figure!r}")
+        self.client.log_text(self.id, text + "\n", f"{STORY}/{file_name(figure)}.md")
+        return Markdown(text)
 
     @_one_sentence
     def json(self, name: str, value: object) -> None:
@@ -287,38 +307,6 @@ def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: 
     run = create_run(client(), experiment, given, {"kvlab.kind": "interactive", **tags}, name=_name(experiment, given))
     run.watch()
     return run
-
-
-def signature(experiment: str, parameters: Mapping[str, Any]) -> str:
-    """`model@sha|document@sha|experiment(parameters)|seed|kvlab version`, without the parts that no parameter names."""
-    others = {name: value for name, value in parameters.items() if name not in IDENTITY}
-    settings = ", ".join(f"{name}={value!r}" for name, value in others.items())
-    model, documents = parameters.get("model"), parameters.get("documents", parameters.get("document"))
-    parts = [
-        _signed(model, content.model_hash(model)) if isinstance(model, str) else "no model",
-        _documents(documents),
-        f"{experiment}({settings})",
-        str(parameters.get("seed", 0)),
-        f"kvlab {project.version()}",
-    ]
-    return "|".join(part for part in parts if part)
-
-
-def _signed(name: str, sha256: str | None) -> str:
-    return f"{name}@{sha256[:8]}" if sha256 else name
-
-
-def _documents(names: object) -> str:
-    """The documents with their hashes; only the name of a document that cannot be read, or that is an object."""
-    from kvlab.inputs import corpus
-
-    shown = []
-    for name in names if isinstance(names, (list, tuple)) else [names]:
-        try:
-            shown.append(corpus.document(str(name)).signature)
-        except KvlabError:
-            shown.append(str(name))
-    return " ".join(shown) if names else ""
 
 
 def _name(experiment: str, parameters: Mapping[str, Any]) -> str:

@@ -1,0 +1,74 @@
+"""Words for what a notebook found: phrases that follow from numbers and their intervals, never typed beside them."""
+
+from __future__ import annotations
+
+import math
+
+from kvlab.analyses.findings import Row
+
+UNDECIDED = "not told apart from none"
+
+
+def number(row: Row, digits: int = 3) -> str:
+    """The value with its 95 % interval: `0.035 (0.023 to 0.047)`; the value alone where it has no interval.
+
+    Args:
+        digits: significant digits.
+    """
+    value = _shown(row.value, digits)
+    if row.low is None or row.high is None:
+        return value
+    return f"{value} ({_shown(row.low, digits)} to {_shown(row.high, digits)})"
+
+
+def percent(row: Row, digits: int = 2) -> str:
+    """As `number`, of a share: `41 % (38 to 44)`."""
+    value = f"{_shown(100 * row.value, digits)} %"
+    if row.low is None or row.high is None:
+        return value
+    return f"{value} ({_shown(100 * row.low, digits)} to {_shown(100 * row.high, digits)})"
+
+
+def side(row: Row, above: str, below: str, undecided: str = UNDECIDED, at: float = 0.0) -> str:
+    """The phrase that the row's interval allows: `above` or `below` only where the whole interval lies on that side.
+
+    Args:
+        undecided: the phrase where the interval contains `at`.
+        at: where the direction turns.
+    """
+    low, high = (row.low, row.high) if row.low is not None and row.high is not None else (row.value, row.value)
+    if low > at:
+        return above
+    return below if high < at else undecided
+
+
+def beside(row: Row, paper: float) -> str:
+    """How the row compares with the number that the paper prints: inside its interval or not, and by what factor.
+
+    Returns:
+        Such as `the paper's 0.397 lies outside this interval: ours is 0.62 of it`.
+    """
+    printed = _shown(paper, 4)
+    if row.low is None or row.high is None:
+        where = f"the paper has {printed}"
+    elif row.low <= paper <= row.high:
+        return f"the paper's {printed} lies inside this interval"
+    else:
+        where = f"the paper's {printed} lies outside this interval"
+    if paper == 0:
+        return where
+    ratio = row.value / paper
+    return f"{where}: {'ours has the other sign' if ratio < 0 else f'ours is {_shown(ratio, 2)} of it'}"
+
+
+def listed(words: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(part for part in (", ".join(words[:-1]), *words[-1:]) if part)
+
+
+def _shown(value: float, digits: int) -> str:
+    """With so many significant digits, never in powers of ten, and without a minus before nothing."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}".replace("-0", "0")
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{min(decimals, 6)}f}"

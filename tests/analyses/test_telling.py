@@ -1,0 +1,69 @@
+"""Phrases follow from numbers and their intervals."""
+
+import pytest
+
+from kvlab.analyses import telling
+from kvlab.analyses.findings import Row
+
+
+def row(value, low=None, high=None):
+    return Row("effect", {}, value, low, high)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (row(0.0351, 0.0229, 0.0473), "0.0351 (0.0229 to 0.0473)"),
+        (row(-12.5, -13, -12), "-12.5 (-13.0 to -12.0)"),
+        (row(1234.5), "1234"),
+        (row(0.0), "0"),
+        (row(-0.0), "0"),
+    ],
+)
+def test_a_number_is_shown_with_its_interval(given, text):
+    assert telling.number(given) == text
+
+
+def test_a_share_is_shown_in_percent():
+    assert telling.percent(row(0.413, 0.381, 0.442)) == "41 % (38 to 44)"
+    assert telling.percent(row(0.07)) == "7.0 %"
+
+
+@pytest.mark.parametrize(
+    ("given", "phrase"),
+    [
+        (row(0.2, 0.1, 0.3), "more"),
+        (row(-0.2, -0.3, -0.1), "less"),
+        (row(0.2, -0.1, 0.5), "either"),
+        (row(0.2), "more"),
+        (row(-0.2), "less"),
+        (row(0.0), "either"),
+    ],
+)
+def test_a_side_is_named_only_where_the_whole_interval_lies_on_it(given, phrase):
+    assert telling.side(given, "more", "less", "either") == phrase
+
+
+def test_a_side_may_be_that_of_another_number_than_zero():
+    assert telling.side(row(0.9, 0.8, 0.95), "longer", "shorter", at=1.0) == "shorter"
+
+
+@pytest.mark.parametrize(
+    ("given", "paper", "text"),
+    [
+        (row(0.246, 0.2, 0.3), 0.3971, "the paper's 0.3971 lies outside this interval: ours is 0.62 of it"),
+        (row(0.246, 0.2, 0.4), 0.3971, "the paper's 0.3971 lies inside this interval"),
+        (row(-0.1, -0.2, -0.05), 0.4, "the paper's 0.4000 lies outside this interval: ours has the other sign"),
+        (row(0.2), 0.4, "the paper has 0.4000: ours is 0.50 of it"),
+        (row(0.2, 0.1, 0.3), 0, "the paper's 0 lies outside this interval"),
+    ],
+)
+def test_a_number_is_set_beside_the_papers(given, paper, text):
+    assert telling.beside(given, paper) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"), [([], ""), (["a"], "a"), (["a", "b"], "a and b"), (list("abc"), "a, b and c")]
+)
+def test_words_are_listed(words, text):
+    assert telling.listed(words) == text
