@@ -11,7 +11,6 @@ from scipy import stats
 from kvlab.analyses.compilerkv import signal
 from kvlab.compile import Samples, Settings, log
 from kvlab.compile.trials import draw
-from kvlab.errors import KvlabError
 
 SETTINGS = Settings(thresholds=(0.0, 0.2, 0.4), bins=(2, 1), entropy=(3.0, 5.0))
 
@@ -86,12 +85,12 @@ def test_contexts_that_differ_for_other_reasons_are_no_dependence_on_risk():
     assert sum(p <= 0.05 for p in found) <= 6
 
 
-def test_one_cell_is_not_asked_and_too_few_trials_are_refused():
+def test_one_cell_and_too_few_trials_are_not_asked():
     samples = made(np.zeros((4, 3)), 1)
     samples.entropy[:] = 4.5
     assert "signal/risk/p" not in signal.signal({"risk": samples}, SETTINGS, 9).metrics
-    with pytest.raises(KvlabError, match="so few trials"):
-        signal.signal({"heads": made(np.zeros((30, 4)), 1, contexts=2, samples=8)}, SETTINGS, 9)
+    few = made(np.zeros((30, 4)), 1, contexts=2, samples=8)
+    assert not signal.signal({"heads": few}, SETTINGS, 9).metrics
 
 
 def test_the_log_beside_tables_is_found(tmp_path):

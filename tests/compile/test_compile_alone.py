@@ -66,8 +66,8 @@ def test_budgets_that_were_not_tried_and_prompts_that_fit_are_refused(reader, me
         measured.tried(13)
     with pytest.raises(KvlabError, match="nothing to learn"):
         Alone(budgets=(60,), lengths=(60,))
-    with pytest.raises(KvlabError, match="fits a budget of 24"):
-        compiling.measure(reader, SETTINGS, [Document("short", "The ferry leaves at seven.")])
+    with pytest.raises(KvlabError, match="fits a budget of 59"):
+        compiling.measure(reader, SETTINGS.replace(budgets=(59,)), [Document("short", "Seven.")])
     with pytest.raises(KvlabError, match="weights"):
         Alone(weights=(0.5, 2.0))
 

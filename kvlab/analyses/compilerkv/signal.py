@@ -47,17 +47,17 @@ def signal(log: Mapping[str, Samples], settings: Settings, exchanges: int = 999,
 
     Returns:
         Table: question, f, df1, df2, p. Metrics `signal/QUESTION/p`, the share of exchanges (the real one counted)
-        with an F as large, and `signal/QUESTION/f`; none of a question that the log cannot be asked (one cell alone).
+        with an F as large, and `signal/QUESTION/f`; none of a question that the log cannot be asked: with one cell
+        alone, or fewer trials than effects.
     """
     rng, rows = np.random.default_rng(seed), []
-    if "heads" in log:
-        rows.append({"question": "heads", **_states(log["heads"], len(settings.weights), exchanges, rng)})
+    for table, question, actions in (("heads", "heads", settings.weights), ("risk", "thresholds", settings.thresholds)):
+        if table in log and (row := _states(log[table], len(actions), exchanges, rng)):
+            rows.append({"question": question, **row})
     if "risk" in log:
-        samples, actions = log["risk"], len(settings.thresholds)
-        rows.append({"question": "thresholds", **_states(samples, actions, exchanges, rng)})
-        cell = cells(samples.entropy, samples.perplexity, settings)
-        if len(set(cell.tolist())) > 1:
-            rows.append({"question": "risk", **_risk(samples, cell, actions, exchanges, rng)})
+        cell = cells(log["risk"].entropy, log["risk"].perplexity, settings)
+        if row := _risk(log["risk"], cell, len(settings.thresholds), exchanges, rng):
+            rows.append({"question": "risk", **row})
     findings = Findings(pd.DataFrame(rows, columns=["question", "f", "df1", "df2", "p"]))
     for row in rows:
         findings.set(P, row["p"], question=row["question"])
@@ -89,10 +89,12 @@ def in_words(signal: Findings) -> str:
     )
 
 
-def _states(samples: Samples, actions: int, exchanges: int, rng: np.random.Generator) -> dict[str, float]:
+def _states(samples: Samples, actions: int, exchanges: int, rng: np.random.Generator) -> dict[str, float] | None:
     """An effect of every state's every action, against none."""
     taken = (samples.actions[:, :, None] == np.arange(1, actions)).reshape(len(samples), -1).astype(float)
     basis, rewards = _span(_apart(taken, samples)), _apart(learning.centred(samples)[:, None], samples)
+    if _left(samples, basis.shape[1]) < 1:
+        return None
     order = np.argsort(samples.context, kind="stable")
     members = np.split(order, np.cumsum(np.bincount(samples.context[order]))[:-1])
     places = np.tile(np.arange(len(samples))[:, None], (1, exchanges))
@@ -104,13 +106,15 @@ def _states(samples: Samples, actions: int, exchanges: int, rng: np.random.Gener
 
 def _risk(
     samples: Samples, cell: np.ndarray, actions: int, exchanges: int, rng: np.random.Generator
-) -> dict[str, float]:
+) -> dict[str, float] | None:
     """An effect of every threshold in each cell, against one for all cells; `cell` is that of each context."""
     counts = (samples.actions[:, :, None] == np.arange(1, actions)).sum(1).astype(float)
     base = _span(_apart(counts, samples))
     rewards = _apart(learning.centred(samples)[:, None], samples)
     rewards -= base @ (base.T @ rewards)
     names = np.unique(cell)
+    if len(names) < 2 or _left(samples, len(names) * base.shape[1]) < 1:
+        return None
 
     def f_of(of_contexts: np.ndarray) -> tuple[np.ndarray, int, int]:
         there = (of_contexts[samples.context][:, None] == names).astype(float)
@@ -135,10 +139,13 @@ def _f(basis: np.ndarray, rewards: np.ndarray, samples: Samples, before: int = 0
     """
     explained = ((basis.T @ rewards) ** 2).sum(0)
     first = basis.shape[1]
-    second = len(samples) - len(samples.names) - before - first
-    if first < 1 or second < 1:
-        raise KvlabError("a log of so few trials cannot be asked whether it holds a signal: try more actions a context")
+    second = _left(samples, before + first)
     return explained / first / (((rewards**2).sum(0) - explained) / second), first, second
+
+
+def _left(samples: Samples, effects: int) -> int:
+    """Degrees of freedom that are left once contexts have their means and so many effects are fitted."""
+    return len(samples) - len(samples.names) - effects
 
 
 def _row(found: np.ndarray, first: int, second: int, exchanged: np.ndarray) -> dict[str, float]:

@@ -92,7 +92,7 @@ def figure_2(findings: Findings) -> list[str]:
     if len(clamped):
         least = clamped.sort_values("budget").iloc[0]
         sentences.append(
-            f"At {least['budget']} entries the candidates fill the budget in {least['value']:.0%} of prompts and "
+            f"At {int(least['budget'])} entries the candidates fill the budget in {least['value']:.0%} of prompts and "
             "layers, "
             + (
                 "as the paper says of tight budgets."
