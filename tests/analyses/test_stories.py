@@ -127,12 +127,12 @@ def test_the_front_and_the_best_at_equal_bytes():
     text = told(of_all.pareto(measured(), "stored"))
     assert "1 of 2 policies" in text and "good" in text and "bad" not in text
     summary = equal_bytes.summary(equal_bytes.at_equal(measured(), "stored", 0.15))
-    text = told(of_all.at_equal_bytes(summary, "stored", 0.15))
+    text = told(of_all.at_equal_bytes({"stored": summary}, {"stored": 0.15}))
     assert "good has the smallest output error" in text and "bad the largest" in text and "overlap" not in text
     wide = summary.assign(output_error_low=0.0, output_error_high=1.0)
-    assert "bad overlap" in told(of_all.at_equal_bytes(wide, "stored", 0.15))
+    assert "bad overlap" in told(of_all.at_equal_bytes({"stored": wide}, {"stored": 0.15}))
     nowhere = equal_bytes.summary(equal_bytes.at_equal(measured(), "stored", 0.9))
-    assert "no policy was measured" in told(of_all.at_equal_bytes(nowhere, "stored", 0.9))
+    assert "no policy was measured" in told(of_all.at_equal_bytes({"stored": nowhere}, {"stored": 0.9}))
 
 
 def test_needles_of_all_policies():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pandas as pd
 
 from kvlab.analyses.findings import Findings
@@ -25,12 +27,20 @@ def pareto(measured: pd.DataFrame, side: str) -> list[str]:
     ]
 
 
-def at_equal_bytes(summary: pd.DataFrame, side: str, share: float, measure: str = "output_error") -> list[str]:
+def at_equal_bytes(
+    summaries: Mapping[str, pd.DataFrame], shares: Mapping[str, float], measure: str = "output_error"
+) -> list[str]:
     """Who is best at equal bytes, and who cannot be told from it.
 
     Args:
-        summary: of `equal_bytes.summary`.
+        summaries: of `equal_bytes.summary`, for "stored" and "read".
+        shares: of the full cache's bytes, likewise.
     """
+    sides = (_at_side(summary, side, shares[side], measure) for side, summary in summaries.items())
+    return [sentence for sentences in sides for sentence in sentences]
+
+
+def _at_side(summary: pd.DataFrame, side: str, share: float, measure: str) -> list[str]:
     known = summary[~summary["policy"].isin(["full", equal_bytes.ORACLE])].dropna(subset=measure).sort_values(measure)
     if known.empty:
         return [f"At {share:.1%} of the bytes {NOUNS[side]} no policy was measured."]
