@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from support.commands import call
 from support.texts import FERRY
 
 import kvlab
@@ -190,3 +191,21 @@ def test_edges_that_do_not_fit_the_bins_are_refused(edges, tmp_path):
     path.write_text(json.dumps({"heads": None, "risk": np.zeros((1, 3, 2)).tolist(), "entropy_edges": edges}))
     with pytest.raises(KvlabError, match="entropy_edges must ascend"):
         DecisionTables.load(path)
+
+
+def test_the_command_writes_a_table_for_each_budget(capsys, monkeypatch, tmp_path, reader):
+    documents = {name: Document(name, FERRY * 3) for name in ("ferry", "crossing")}
+    monkeypatch.setattr("kvlab.inputs.models.load", lambda *_: reader)
+    monkeypatch.setattr("kvlab.inputs.corpus.document", documents.__getitem__)
+    monkeypatch.setattr("kvlab.compile.alone.checked", lambda prompts: prompts)
+    monkeypatch.chdir(tmp_path)
+    given = {"budgets": "[12,24]", "lengths": "[100,120]", "new_tokens": 2, "window": 16, "utility_window": 8}
+    options = [part for key, value in {**given, "bins": "[2,1]"}.items() for part in ("-p", f"{key}={value}")]
+    command = ["compile", "--alone", "--documents", "ferry,crossing", "--contexts", "6", *options, "--out", "mine.json"]
+    code, out, _ = call(capsys, *command)
+    assert code == 0 and out.splitlines()[1::2] == ["mine-12.json", "mine-24.json"]
+    assert out.startswith("12 entries: ") and len((tmp_path / "mine.jsonl").read_text().splitlines()) == 6
+    found = DecisionTables.load(tmp_path / "mine-24.json")
+    assert (found.budget, found.contexts, found.model) == (24, 6, reader.name)
+    monkeypatch.setattr(alone, "capture", lambda *_, **__: pytest.fail("captured again"))
+    assert call(capsys, *command)[:2] == (0, out)
