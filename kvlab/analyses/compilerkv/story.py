@@ -46,16 +46,14 @@ def table_1(findings: Findings, paper: pd.Series) -> list[str]:
     leads = {name: gain for name, gain in paper.items() if name in quality.LABELS.values()}
     first = (
         f"With all {len(keys)} methods storing the same, CompilerKV's utility keeps {listed(parts)}; the paper's "
-        "LongBench "
-        f"averages put it ahead of all {len(leads)}, by {100 * min(leads.values()):.1f} to "
+        f"LongBench averages put it ahead of all {len(leads)}, by {100 * min(leads.values()):.1f} to "
         f"{100 * max(leads.values()):.1f} %."
     )
     gate = findings.row(quality.GAIN, measure="kept", rival="snapkv")
     full = findings.row(quality.GAIN_FILLED, measure="kept", rival="snapkv")
     second = (
         f"As its gate decides, the gain on SnapKV is {percent(gate)}, and {percent(full)} once the sets are filled: "
-        "the "
-        "rest is what the gate leaves empty, not what it chooses."
+        "the rest is what the gate leaves empty, not what it chooses."
     )
     twin = findings.row(quality.GAIN_TWIN, measure="kept", rival="snapkv")
     verdict = side(
@@ -126,8 +124,8 @@ def table_2(findings: Findings, signal: Findings, cells: Findings) -> list[str]:
         sentences.append(
             f"The prompts here fall into {met} visited {'cell' if met == 1 else 'cells'} of risk"
             + (
-                ", so that a threshold for the prompt's risk is one threshold, and the comparison with a static one is "
-                "not measured."
+                ", so that a threshold for the prompt's risk is one threshold, and the comparison with a static one "
+                "is not measured."
                 if met < 2
                 else "."
             )
@@ -151,8 +149,7 @@ def heads_signal(signal: Findings) -> str:
     if p >= LEVEL:
         return (
             f"The log of the head weights holds no signal (p = {p:.2f}): which head has which weight is chance, and "
-            "what "
-            "rests on it is not measured."
+            "what rests on it is not measured."
         )
     return f"The log of the head weights holds a signal (p = {p:.3f})."
 
@@ -163,10 +160,8 @@ def printed_tables(points: Findings) -> list[str]:
     mean = points.row(printed.POINTS, part="static_threshold").value
     return [
         "If top-K always decides under tight budgets (appendix B.1), adaptive and static thresholds keep the same "
-        "tokens, "
-        f"and replacing one by the other costs nothing; table 2 prints a loss of {mean:.2f} points in the mean, and "
-        "of at "
-        f"least {least:.2f}.",
+        f"tokens, and replacing one by the other costs nothing; table 2 prints a loss of {mean:.2f} points in the "
+        f"mean, and of at least {least:.2f}.",
         "One of the two statements cannot be true; which one, the published code cannot tell, since its runs use no "
         "thresholds.",
     ]
@@ -178,8 +173,8 @@ def admitted(table: pd.DataFrame) -> list[str]:
     strict = (table["threshold"] > table["needed"]).mean()
     return [
         f"To let exactly the budget pass, a threshold must lie near {needed:.4f} of the layer's largest score "
-        "(median): "
-        f"the first token draws so much that a threshold of 0.1 leaves {table['at_tenth'].mean():.0f} tokens.",
+        f"(median): the first token draws so much that a threshold of 0.1 leaves {table['at_tenth'].mean():.0f} "
+        "tokens.",
         f"In {strict:.0%} of prompts and layers the table's threshold is stricter than that, and part of the budget "
         "stays empty.",
     ]
@@ -195,9 +190,8 @@ def steps(findings: Findings, percent_of_prompt: int) -> list[str]:
     single = {"above": "spares attention", "below": "costs attention", "undecided": "makes no clear difference"}
     return [
         f"At {percent_of_prompt} % of the prompt value norms {side(norms, **words)} ({number(norms)}), and the mean "
-        "over "
-        f"the model instead of the layer's own {side(mean, **single)} ({number(mean)}); the paper counts on both.",
-        f"One set for all heads of a layer, where a set for each KV head is stored at the same price, "
+        f"over the model instead of the layer's own {side(mean, **single)} ({number(mean)}); the paper counts on both.",
+        "One set for all heads of a layer, where a set for each KV head is stored at the same price, "
         f"{side(one, above='costs', below='spares', undecided='changes by')} {number(one)}.",
         f"Against the whole of SnapKV, CompilerKV's utility {side(last, above='loses more', below='loses less')} "
         f"({number(last)}): "
@@ -234,11 +228,10 @@ def theorem_4_1(findings: Findings) -> list[str]:
     broken = findings.row(theorem.VIOLATED)
     ratio = findings.row(theorem.LARGEST_RATIO).value
     return [
-        "That the l1 distance is twice the discarded mass is an identity, and the l2 bound cannot be broken "
-        f"(here it is reached to {ratio:.0%}).",
+        "That the l1 distance is twice the discarded mass is an identity, and the l2 bound cannot be broken (here it "
+        f"is reached to {ratio:.0%}).",
         f"The step from mass to utility (A2) can fail, and does for {percent(broken)} of the heads: a mean over the "
-        "whole "
-        "model bounds no single head.",
+        "whole model bounds no single head.",
     ]
 
 
@@ -255,8 +248,8 @@ def signals(findings: Findings) -> list[str]:
     unseen = [f"{names[key]} (p = {p:.2f})" for key, p in asked.items() if p >= LEVEL]
     return [
         f"The log of joint trials holds a signal on {listed(seen)}." if seen else "",
-        f"It holds none on {listed(unseen)}: what rests on these is not measured, for any table taught by chance would "
-        "do as well."
+        f"It holds none on {listed(unseen)}: what rests on these is not measured, for any table taught by chance "
+        "would do as well."
         if unseen
         else "",
         "The paper learnt from about 50,000 prompts; whether so many would teach it, this log cannot say.",
@@ -273,11 +266,11 @@ def figure_a2(findings: Findings, signal: Findings) -> list[str]:
     middle = tables.MIDDLE_LESS_REST in findings.metrics
     halves = "heads/split_half" in findings.metrics
     return [
-        f"In the middle layers weights lie {number(findings.row(tables.MIDDLE_LESS_REST))} from those of the rest; the "
-        "paper sees low ones there."
+        f"In the middle layers weights lie {number(findings.row(tables.MIDDLE_LESS_REST))} from those of the rest; "
+        "the paper sees low ones there."
         if middle
         else "",
-        f"Two halves of the contexts agree on a head's weight with a correlation of "
+        "Two halves of the contexts agree on a head's weight with a correlation of "
         f"{number(findings.row('heads/split_half'))}."
         if halves
         else "",
@@ -310,13 +303,10 @@ def alpha(findings: Findings) -> list[str]:
     even, small = (rows.loc[log] for log in ("even_log", "neutral_log"))
     return [
         f"Where all actions were tried alike, the largest alpha changes {even['changed'].iloc[-1]:.0%} of the table: "
-        "it "
-        "shrinks values and leaves their order.",
+        "it shrinks values and leaves their order.",
         f"Where the log prefers the neutral action, {small['neutral'].iloc[0]:.0%} of the states are neutral without "
-        "it and "
-        f"{small['neutral'].iloc[-1]:.0%} with the largest: alpha is then a preference for what was done, not a test "
-        "of "
-        "evidence.",
+        f"it and {small['neutral'].iloc[-1]:.0%} with the largest: alpha is then a preference for what was done, not "
+        "a test of evidence.",
     ]
 
 
@@ -349,16 +339,16 @@ def alone_gains(findings: Findings, signal: Findings) -> list[str]:
     if name in signal.metrics:
         p = signal.metrics[name]
         sentences.append(
-            f"One head at a time, the log {'holds a' if p < LEVEL else 'holds no'} signal on the heads' weights "
-            f"(p = {p:.3f})."
+            f"One head at a time, the log {'holds a' if p < LEVEL else 'holds no'} signal on the heads' weights (p = "
+            f"{p:.3f})."
         )
     rows = findings.frame(alone.GAIN)
     budget = int(rows["budget"].max())
     changed = findings.row(alone.CHANGED, budget=budget).value
     heads = findings.row(alone.GAIN, comparison="heads", budget=budget)
     sentences.append(
-        f"At {budget} entries {changed:.0%} of the heads get another weight than 1, and on prompts held out these keep "
-        f"{number(heads)} more of the attention than equal weights: "
+        f"At {budget} entries {changed:.0%} of the heads get another weight than 1, and on prompts held out these "
+        f"keep {number(heads)} more of the attention than equal weights: "
         + side(heads, above="a gain.", below="a loss.", undecided="not told apart from none.")
     )
     risk = findings.row(alone.GAIN, comparison="risk", budget=budget)
@@ -377,8 +367,7 @@ def penalties(findings: Findings) -> list[str]:
         first, last = rows.iloc[0], rows.iloc[-1]
         sentences.append(
             f"In the {log} log the mean threshold is {first['threshold']:.4f} with a penalty of {first['penalty']:g} "
-            "and "
-            f"{last['threshold']:.4f} with {last['penalty']:g}"
+            f"and {last['threshold']:.4f} with {last['penalty']:g}"
             + (
                 ", and its slope over entropy changes its sign on the way."
                 if (rows["slope"] < 0).any() and (rows["slope"] > 0).any()
@@ -386,7 +375,7 @@ def penalties(findings: Findings) -> list[str]:
             )
         )
     sentences.append(
-        "A threshold only turns tokens away, so that how strict it is follows from the penalty, which the text at hand "
-        "does not give: figure A3 cannot be tested without it."
+        "A threshold only turns tokens away, so that how strict it is follows from the penalty, which the text at "
+        "hand does not give: figure A3 cannot be tested without it."
     )
     return sentences

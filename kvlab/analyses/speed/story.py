@@ -40,8 +40,7 @@ def batches(findings: Findings) -> list[str]:
         return ["Larger batches were not measured, or did not fit into memory."]
     told = [
         f"with {row.keys['policy']} it "
-        f"{side(row, above='grows by', below='falls by', undecided='changes by no clear')} "
-        f"{percent(row)}"
+        f"{side(row, above='grows by', below='falls by', undecided='changes by no clear')} {percent(row)}"
         for row in rows
     ]
     return [f"From one sequence to the largest batch the gain on the full cache changes: {listed(told)}.", VARY]
@@ -72,8 +71,7 @@ def memory(findings: Findings) -> list[str]:
     best = max(saving, key=lambda name: saving[name])
     return [
         f"After the longest prompt {least} stores {stored[least]:.0%} of the full cache's bytes; bytes are counted, "
-        "and do "
-        "not vary.",
+        "and do not vary.",
         f"With the weights that saves at most {saving[best]:.1%} ({best}): of a short prompt the weights are nearly "
         "everything, and papers that print savings of a run's memory measure that share.",
     ]
@@ -90,6 +88,5 @@ def printed(table_a1: Findings) -> list[str]:
     return [
         f"CompilerKV's table A1 saves {least:.0%} of memory at the shortest context, where the text says 14 to 16 %.",
         f"Its full cache grows {number(growth, 2)} times as fast as the bytes of the entries: what lies beyond them "
-        "are "
-        "activations and the allocator, which no eviction touches.",
+        "are activations and the allocator, which no eviction touches.",
     ]

@@ -32,11 +32,9 @@ def needles(findings: Findings) -> list[str]:
     all_found = int((hits["value"] >= full.value).sum())
     return [
         f"With {budget:g} entries {best['policy']} finds {percent(rows[0])} of the needle's digits and "
-        f"{worst['policy']} "
-        f"{percent(rows[1])}; the full cache finds {percent(full)}.",
+        f"{worst['policy']} {percent(rows[1])}; the full cache finds {percent(full)}.",
         f"Of {len(hits)} policies {all_found} lose nothing there: one needle parts those that keep its tokens from "
-        "those "
-        "that do not, and says little about what is between.",
+        "those that do not, and says little about what is between.",
     ]
 
 
@@ -84,8 +82,7 @@ def claimed(findings: Findings) -> list[str]:
     open_ = len(rows) - len(clear) - len(reversed_)
     return [
         f"Of {len(rows)} gains that the papers claim, {len(clear)} are clear here, {len(reversed_)} are clearly "
-        "losses, and "
-        f"{open_} cannot be told from none.",
+        f"losses, and {open_} cannot be told from none.",
         f"Clear: {_named(clear)}." if len(clear) else "",
         f"Losses: {_named(reversed_)}." if len(reversed_) else "",
         "More examples would decide more of them: the full profile has them." if open_ else "",

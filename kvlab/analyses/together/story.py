@@ -22,8 +22,7 @@ def pareto(measured: pd.DataFrame, side: str) -> list[str]:
         f"By bytes {NOUNS[side]} {len(counts)} of {every} policies stand on the front of output error at some budget: "
         f"{listed([str(name) for name in counts.index])}.",
         "A point on the front is a mean over documents; whether neighbours differ beyond chance is asked below, at "
-        "equal "
-        "bytes.",
+        "equal bytes.",
     ]
 
 
@@ -50,8 +49,7 @@ def _at_side(summary: pd.DataFrame, side: str, share: float, measure: str) -> li
     sentences = [
         f"At {share:.1%} of the full cache's bytes {NOUNS[side]}, {best['policy']} has the smallest {name}, "
         f"{best[measure]:.3f} ({best[f'{measure}_low']:.3f} to {best[f'{measure}_high']:.3f}), and {worst['policy']} "
-        "the "
-        f"largest, {worst[measure]:.3f}."
+        f"the largest, {worst[measure]:.3f}."
     ]
     if near:
         shown = [*near[:4], *([f"{len(near) - 4} more"] if len(near) > 4 else [])]
@@ -72,8 +70,7 @@ def needles(hidden: Findings) -> list[str]:
     whole = f"; the full cache finds {full.iloc[0]:.0%}" if len(full) else ""
     return [
         f"Most of the needles' digits are found with {listed([str(name) for name in top])} "
-        f"({others['value'].max():.0%}), "
-        f"fewest with {last['policy']} ({last['value']:.0%}){whole}.",
+        f"({others['value'].max():.0%}), fewest with {last['policy']} ({last['value']:.0%}){whole}.",
         "One text and a handful of places: this ranks no neighbours, and chance alone finds a tenth.",
     ]
 
@@ -87,7 +84,6 @@ def evict_or_quantise(measured: pd.DataFrame) -> list[str]:
         whole = sum(system.startswith("full ") for system in systems)
         sentences.append(
             f"By {label} the front holds {len(systems)} pairs of a policy and a storage, {whole} of them the full "
-            "cache in "
-            f"fewer bits: {listed(list(systems)[:5])}{' and others' if len(systems) > 5 else ''}."
+            f"cache in fewer bits: {listed(list(systems)[:5])}{' and others' if len(systems) > 5 else ''}."
         )
     return [*sentences, "Whether neighbours on it differ beyond chance is asked below."]
