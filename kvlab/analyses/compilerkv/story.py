@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 
 from kvlab.analyses.compilerkv import ablation, alone, held_out, printed, quality, tables, theorem, veto
@@ -12,7 +13,7 @@ from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.telling import listed, number, percent, side
 
 
-def _sides(findings: Findings, effect: str, keys: Sequence[Mapping[str, object]]) -> dict[str, list[Row]]:
+def _sides(findings: Findings, effect: str, keys: Sequence[Mapping[str, Hashable]]) -> dict[str, list[Row]]:
     """Rows of an effect by the side of 0 that their intervals lie on: "above", "below", "undecided"."""
     found: dict[str, list[Row]] = {"above": [], "below": [], "undecided": []}
     for key in keys:
@@ -169,12 +170,12 @@ def printed_tables(points: Findings) -> list[str]:
 
 def admitted(table: pd.DataFrame) -> list[str]:
     """How thresholds lie beside those that would matter."""
-    needed = table["needed"].median()
-    strict = (table["threshold"] > table["needed"]).mean()
+    needed = table["needed"].to_numpy()
+    strict = (table["threshold"].to_numpy() > needed).mean()
     return [
-        f"To let exactly the budget pass, a threshold must lie near {needed:.4f} of the layer's largest score "
-        f"(median): the first token draws so much that a threshold of 0.1 leaves {table['at_tenth'].mean():.0f} "
-        "tokens.",
+        f"To let exactly the budget pass, a threshold must lie near {np.median(needed):.4f} of the layer's largest "
+        "score (median): the first token draws so much that a threshold of 0.1 leaves "
+        f"{table['at_tenth'].to_numpy().mean():.0f} tokens.",
         f"In {strict:.0%} of prompts and layers the table's threshold is stricter than that, and part of the budget "
         "stays empty.",
     ]
