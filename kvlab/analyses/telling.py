@@ -46,7 +46,7 @@ def beside(row: Row, paper: float) -> str:
     """How the row compares with the number that the paper prints: inside its interval or not, and by what factor.
 
     Returns:
-        Such as `the paper's 0.397 lies outside this interval: ours is 0.62 of it`.
+        A phrase such as "the paper's 0.3971 lies outside this interval: ours is 0.62 of it".
     """
     printed = _shown(paper, 4)
     if row.low is None or row.high is None:

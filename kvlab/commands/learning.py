@@ -94,7 +94,8 @@ def compile_(
     given |= {"pool": max(64, contexts), **options.task_parameters(parameters or [])}
     settings = compiling.Settings(**given)
     known = DecisionTables.load(source) if source else None
-    texts = [corpus.document(name) for name in options.names(documents)] or None
+    names = options.names(documents)
+    texts = corpus.documents(names) if names else None
     lm = models.load(model, device, dtype)
     path = out or _named(lm.name)
     if known is not None:

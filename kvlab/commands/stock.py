@@ -11,7 +11,18 @@ import typer
 from kvlab.commands.options import AsJson
 from kvlab.errors import KvlabError, nearest
 
-LISTS = ("policies", "storages", "experiments", "claims", "measures", "probes", "models", "packs", "tasks")
+LISTS = (
+    "policies",
+    "storages",
+    "experiments",
+    "claims",
+    "measures",
+    "probes",
+    "models",
+    "packs",
+    "documents",
+    "tasks",
+)
 app = typer.Typer()
 
 

@@ -119,8 +119,8 @@ def document(name: str | os.PathLike) -> Document:
         )
     name = os.fspath(name)
     prefix, _, rest = name.partition("/")
-    if prefix in _SOURCES and rest:
-        return Document(name, _SOURCES[prefix].text(rest), _SOURCES[prefix].licence)
+    if prefix in SOURCES and rest:
+        return Document(name, SOURCES[prefix].text(rest), SOURCES[prefix].licence)
     if name in SETS:
         raise KvlabError(f"{name} stands for {len(SETS[name])} documents, and one is asked for; take {SETS[name][0]}")
     path = expanded(name)
@@ -130,7 +130,7 @@ def document(name: str | os.PathLike) -> Document:
         return Document(name, read_text(path))
     if os.path.isdir(path):
         raise KvlabError(f"{name} is a folder, and a document is a text file; name one of the files in it")
-    forms = ", ".join(f"{source}/..." for source in _SOURCES)
+    forms = ", ".join(f"{source}/..." for source in SOURCES)
     hint = f" (did you mean {' or '.join(meant)}?)" if (meant := _meant(name)) else ""
     raise KvlabError(f"there is no document or text file {name}; a document is {forms}, or the path of a file{hint}")
 
@@ -138,7 +138,7 @@ def document(name: str | os.PathLike) -> Document:
 def _meant(name: str) -> list[str]:
     """The documents that a name, which is none, comes nearest to."""
     lowered, wanted = {known.lower(): known for known in names()}, name.lower().replace(" ", "/")
-    if (source := wanted.strip("/")) in _SOURCES:
+    if (source := wanted.strip("/")) in SOURCES:
         return [known for known in lowered.values() if known.startswith(f"{source}/")][:3]
     same = [known for low, known in lowered.items() if wanted in (low, low.partition("/")[2])]
     return same or [lowered[low] for low in difflib.get_close_matches(wanted, lowered, n=3, cutoff=0.8)]
@@ -165,15 +165,15 @@ def named(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
 def genre(name: str) -> str:
     """What kind of text a document is, by its name: sotu, squad, chitchat, code, or file for any other."""
     prefix = name.partition("/")[0]
-    return prefix if prefix in _SOURCES else "file"
+    return prefix if prefix in SOURCES else "file"
 
 
 def names(source: str | None = None) -> list[str]:
     """All names that `document` takes, of the packs that are pulled; `source` (sotu, squad, ...) narrows them."""
-    if source is not None and source not in _SOURCES:
-        raise KvlabError(nearest(source, _SOURCES, "source of documents"))
-    chosen = _SOURCES if source is None else [source]
-    return [f"{prefix}/{name}" for prefix in chosen for name in _SOURCES[prefix].names() or []]
+    if source is not None and source not in SOURCES:
+        raise KvlabError(nearest(source, SOURCES, "source of documents"))
+    chosen = SOURCES if source is None else [source]
+    return [f"{prefix}/{name}" for prefix in chosen for name in SOURCES[prefix].names() or []]
 
 
 def documents_between(
@@ -198,10 +198,10 @@ def documents_between(
     for name in listed:
         if limit is not None and n_yielded >= limit:
             return
-        text = _SOURCES[source].text(name.partition("/")[2])
+        text = SOURCES[source].text(name.partition("/")[2])
         if not text.strip() or len(text.encode("utf-8")) < low:  # a token is at least a byte
             continue
-        candidate = Document(name, text, _SOURCES[source].licence)
+        candidate = Document(name, text, SOURCES[source].licence)
         if low <= candidate.tokens(tokenizer) <= high:
             n_yielded += 1
             yield candidate
@@ -365,7 +365,7 @@ def _code_text(module: str) -> str:
     return read_text(source)
 
 
-_SOURCES: dict[str, _Source] = {
+SOURCES: dict[str, _Source] = {
     "sotu": _Source(_sotu_names, _sotu_text, packs.PACKS["sotu"].licence),
     "squad": _Source(_squad_names, _squad_text, packs.PACKS["squad"].licence),
     "chitchat": _Source(_chitchat_names, _chitchat_text, packs.PACKS["chitchat"].licence),

@@ -106,7 +106,7 @@ def fidelity(
     Args:
         lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
         policy_or_name: a policy, or the name of one that needs no parameters.
-        documents: texts, `Document`s or token ids, one or a list of them.
+        documents: texts, documents (`kvlab.document`) or token ids, one or a list of them.
         new_tokens: length of the continuation, 2 or more.
         chat: as `kvlab.capture` takes it.
         storage: as `kvlab.compress` takes it.

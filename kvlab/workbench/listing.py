@@ -135,6 +135,22 @@ def _packs() -> list[dict[str, Any]]:
     ]
 
 
+def _documents() -> list[dict[str, Any]]:
+    """The sets of documents, then each source with all its names; a pack's are known once it is pulled."""
+    from kvlab.inputs import corpus
+
+    sets = [{"name": name, "summary": ", ".join(held), "documents": list(held)} for name, held in corpus.SETS.items()]
+    return sets + [
+        {
+            "name": f"{source}/...",
+            "summary": f"{len(names)} documents, such as {names[0]} and {names[-1]}" if names else "not pulled yet",
+            "documents": names,
+        }
+        for source in corpus.SOURCES
+        for names in [corpus.names(source)]
+    ]
+
+
 def _tasks() -> list[dict[str, Any]]:
     from kvlab import tasks
 
@@ -158,5 +174,6 @@ _LISTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "probes": _probes,
     "models": _models,
     "packs": _packs,
+    "documents": _documents,
     "tasks": _tasks,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pandas
@@ -154,6 +155,24 @@ def test_figure_4s_squared_errors_are_squared_before_they_are_averaged(traces, f
     expected = np.mean([1 - m / e for m, e in zip(merged, evicted, strict=True)])
     assert figure_4.metrics[f"reduction_squared/{ratio:.2f}"] == pytest.approx(expected, abs=1e-5)
     assert figure_4.metrics[f"reduction/{ratio:.2f}"] != pytest.approx(expected, abs=1e-4)
+
+
+def test_a_templates_effect_is_paired_by_document(traces, figure_4):
+    """The same traces on both sides differ by nothing; others under the same names by what their errors say."""
+    same = merging.template(traces, traces, RATIOS[0])
+    name = f"template/{RATIOS[0]:.2f}"
+    assert same.metrics[name] == 0 and set(same.table["template"]) == {"with", "without"}
+    assert "not measurably more or less" in merging.template_in_words(same, RATIOS[0])[0]
+    names = [trace.document for trace in traces]
+    others = [
+        replace(trace, meta=trace.meta | {"document": document})
+        for trace, document in zip(traces[::-1], names, strict=True)
+    ]
+    swapped = merging.template(traces, others, RATIOS[0])
+    rows = figure_4.table.query("ratio == @RATIOS[0]").pivot_table(index="document", columns="variant", values="error")
+    reductions = (1 - rows["merge"] / rows["evict"])[names].to_numpy()
+    assert reductions.std() > 1e-3
+    assert swapped.metrics[name] == pytest.approx((reductions[::-1] - reductions).mean(), abs=1e-6)
 
 
 def test_figure_4s_reductions_follow_from_its_table(figure_4):

@@ -42,7 +42,9 @@ def pins(lines) -> dict[str, str]:
 
 CONSTRAINTS = pins(line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
 EXTRAS = PROJECT["optional-dependencies"]
-DIRECT = {canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["test"]]}
+DIRECT = {
+    canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["test"], *EXTRAS["docs"]]
+}
 
 
 def sources() -> list[Path]:
@@ -75,7 +77,7 @@ def test_conda_installs_the_very_same_pins():
         for part in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
         if isinstance(part, dict)
     ]
-    assert pip[:2] == ["-c constraints.txt", "-e .[notebooks,test]"]
+    assert pip[:2] == ["-c constraints.txt", "-e .[notebooks,test,docs]"]
     assert pins(pip[2:]) == {name: CONSTRAINTS[name] for name in DIRECT}
 
 
@@ -269,13 +271,13 @@ def test_ci_is_make_test():
     assert script.read_text().splitlines()[-1] == "make test"
 
 
-@pytest.mark.parametrize("target", ["env", "reproduce", "test", "browser", "lab", "clean", "help"])
+@pytest.mark.parametrize("target", ["env", "reproduce", "test", "browser", "docs", "lab", "clean", "help"])
 def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     if target in ("reproduce", "test"):
         assert (
-            done.stdout.index("-c constraints.txt -e '.[notebooks,test]'") < done.stdout.index("kvlab pull")
+            done.stdout.index("-c constraints.txt -e '.[notebooks,test,docs]'") < done.stdout.index("kvlab pull")
             if "pip install" in done.stdout
             else "kvlab pull" in done.stdout
         )

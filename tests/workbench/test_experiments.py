@@ -221,6 +221,7 @@ def test_inputs_are_looked_at_before_anything_runs(project, parameters, match):
 def test_inputs_that_exist_pass(project):
     (project / "text.txt").write_text("A text of one's own.")
     inputs.prepare([{"document": str(project / "text.txt"), "model": "random:tiny-llama-gqa", "seed": 1}])
+    inputs.prepare([{"documents": ["mixed/20", "code/argparse"]}])
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,8 @@ def test_a_thumbnail_leads_to_the_figure_which_is_embedded_once(project, monkeyp
     picture = Figure(figsize=(3, 2))
     picture.subplots().plot([1, 2, 3])
     run.figure("error curves", picture)
+    run.tell("error curves", ["Merging removes 0.6 of the error <here>.", "How far is open."])
+    run.tell("a table", ["It has no figure."])
     run.finish()
     text = report.write().read_text()
     parsed, anchor = Page(text), f"{run.id[:8]}-error_curves"
@@ -141,6 +143,8 @@ def test_a_thumbnail_leads_to_the_figure_which_is_embedded_once(project, monkeyp
     large = [address for address in parsed.addresses if address.startswith("data:image/webp")]
     small = re.findall(r'background-image: url\("(data:[^"]+)"\)', text)
     assert len(large) == len(small) == 1 and len(small[0]) < len(large[0]) and text.count(large[0]) == 1
+    assert "Merging removes 0.6 of the error &lt;here&gt;. How far is open.</p></figure>" in text
+    assert "<b>a table</b>: It has no figure." in text
     caption = text[text.index("<figcaption>") : text.index("</figcaption>")]
     assert all(f'href="#{slug(name)}"' in caption for name in two)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 import torch
 
+from kvlab.analyses import telling
 from kvlab.analyses.findings import Findings
 from kvlab.core import attention
 from kvlab.core.store import LayerStore
@@ -26,6 +27,7 @@ REDUCTION_ALPHA0 = "reduction_alpha0/{ratio:.2f}"
 GROWTH = "growth/{first:.2f}_to_{last:.2f}"
 GROWTHS = ((0.05, 0.50), (0.20, 0.50))  # between which ratios the claims ask how the reduction changes
 REDUCTION_SQUARED = "reduction_squared/{ratio:.2f}"
+TEMPLATE = "template/{ratio:.2f}"
 VIOLATIONS = "theorem1/violations"
 SMALLEST_MARGIN = "theorem1/smallest_margin"
 
@@ -101,6 +103,37 @@ def figure_4(
             findings.add_difference(BIAS, errors["merge_alpha0"], errors["merge"], ratio=ratio)
             findings.add(REDUCTION_ALPHA0, 1 - errors["merge_alpha0"] / errors["evict"], ratio=ratio)
     return findings
+
+
+def template(plain: Sequence[Trace], templated: Sequence[Trace], ratio: float = 0.2) -> Findings:
+    """What a chat template at the prompt's end does to the scores: the last queries, which start them, are mostly its.
+
+    Args:
+        plain, templated: traces of the same prompts without and with the model's chat template.
+        ratio: cache budget as a share of the prompt.
+
+    Returns:
+        The tables of both `figure_4`, with a column template; metric `template/0.20`, the share of eviction's error
+        that merging removes with the template less that without, paired by document.
+    """
+    sides = {}
+    for name, traces in (("without", plain), ("with", templated)):
+        table = figure_4(traces, [ratio], []).table
+        errors = table.pivot_table(index="document", columns="variant", values="error")
+        sides[name] = table.assign(template=name), 1 - errors["merge"] / errors["evict"]
+    findings = Findings(pd.concat([table for table, _ in sides.values()], ignore_index=True))
+    findings.add_difference(TEMPLATE, sides["with"][1], sides["without"][1], ratio=ratio)
+    return findings
+
+
+def template_in_words(findings: Findings, ratio: float = 0.2) -> list[str]:
+    """What `template` found, in sentences."""
+    row = findings.row(TEMPLATE, ratio=ratio)
+    change = telling.side(row, "more", "less", "not measurably more or less")
+    return [
+        f"With the chat template merging removes {change} of eviction's error at {ratio:.0%} of the cache: "
+        f"the share changes by {telling.number(row)}."
+    ]
 
 
 def reduction_by_layer(findings: Findings) -> pd.DataFrame:

@@ -55,4 +55,4 @@ def _model(name: str) -> None:
 def _document(name: str) -> None:
     from kvlab.inputs import corpus
 
-    corpus.document(name)
+    corpus.documents(name)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvlab.errors import KvlabError
+from kvlab.lib.files import read_text
 from kvlab.workbench.report.ledger import Entry
 from kvlab.workbench.store import database
-from kvlab.workbench.store.tracking import file_name
+from kvlab.workbench.store.tracking import STORY, file_name
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -39,11 +40,15 @@ class Picture:
 
 @dataclass
 class Evidence:
-    """What is shown of a run: its signature line, its figures by name, and the claims that rest on it."""
+    """What is shown of a run: its signature line, its figures and stories by name, and the claims that rest on it.
+
+    A story is what the run told with `tracking.Run.tell`; one may have no figure.
+    """
 
     run: Run
     signature: str
     pictures: dict[str, Picture] = field(default_factory=dict)
+    stories: dict[str, str] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -62,6 +67,7 @@ def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
         connection = database.client()
         for run_id, item in shown.items():
             item.pictures = {picture.name: picture for picture in _pictures(connection, run_id)}
+            item.stories = _stories(connection, run_id)
     return dict(sorted(shown.items(), key=lambda pair: pair[1].experiment))
 
 
@@ -101,6 +107,15 @@ def _pictures(connection: Patient, run_id: str) -> Iterable[Picture]:
                 _data_uri(plain, WIDEST, lossless=True),
                 _data_uri(plain, THUMB, quality=80),
             )
+
+
+def _stories(connection: Patient, run_id: str) -> dict[str, str]:
+    told = {}
+    for artifact in sorted(connection.list_artifacts(run_id, STORY), key=lambda each: each.path):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(connection.download_artifacts(run_id, artifact.path, folder))
+            told[path.stem] = read_text(path).strip()
+    return told
 
 
 def _data_uri(image: Image, widest: int, **how: Any) -> str:

@@ -1,0 +1,174 @@
+"""Builds the documentation's site: `make docs`. A warning of Sphinx fails it.
+
+The pages stand where readers of the repository look for them (README.md, docs/, notebooks/). They are copied beside
+each other, so that their links lead on, and pages made from data join them: the gallery, the ledger, the reference.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import nbformat
+import typer
+
+import kvlab
+from kvlab import papers
+from kvlab.methods import registry
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+# What people use besides the names that `kvlab` hands on.
+MODULES = {
+    "Findings and their words": ["kvlab.analyses.findings", "kvlab.analyses.telling"],
+    "Measures": ["kvlab.instruments.measures"],
+    "Probes": ["kvlab.instruments.probes"],
+    "Claims": ["kvlab.papers.claim", "kvlab.papers.judging"],
+    "Runs": ["kvlab.workbench.store.tracking"],
+}
+
+
+def stage(source: Path) -> None:
+    """Everything that Sphinx reads, in a folder of its own."""
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    for page in PAGES:
+        shutil.copy(ROOT / page, source)
+    shutil.copytree(ROOT / "docs", source / "docs", ignore=shutil.ignore_patterns("site"))
+    shutil.copytree(ROOT / "notebooks", source / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    for file in HERE.glob("*.md"):
+        shutil.copy(file, source)
+    shutil.copy(HERE / "conf.py", source)
+    shutil.copytree(HERE / "static", source / "static")
+    (source / "README.md").write_text(_licence_inside(source / "README.md"), encoding="utf-8")
+    with (source / "docs" / "policies.md").open("a", encoding="utf-8") as file:
+        names = "\n".join(f"policies/{name}" for name in registry() if (ROOT / f"docs/policies/{name}.md").is_file())
+        file.write(f"\n```{{toctree}}\n:hidden:\n\n{names}\n```\n")
+    (source / "notebooks.md").write_text(_notebooks(), encoding="utf-8")
+    (source / "gallery.md").write_text(_gallery(source / "gallery"), encoding="utf-8")
+    (source / "ledger.md").write_text(_ledger(), encoding="utf-8")
+    (source / "reference.md").write_text(_reference(), encoding="utf-8")
+
+
+def _licence_inside(page: Path) -> str:
+    """A page whose links to files that are no pages are plain words."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"\[([^\]]+)\]\((?!https?:|#)[^)#]*(?<!\.md)(?<!\.png)\)", r"\1", text)
+
+
+def _notebooks() -> str:
+    names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+    return (
+        "# Notebooks\n\n```{toctree}\n:maxdepth: 1\n\n" + "\n".join(f"notebooks/{name}" for name in names) + "\n```\n"
+    )
+
+
+def _gallery(folder: Path) -> str:
+    """Every figure of the notebooks as a card that leads to its notebook, under the heading that it stands under."""
+    folder.mkdir()
+    parts = ["# Gallery", "", "Every figure of the notebooks. A card leads to the notebook that drew it.", ""]
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cards, heading, title = [], "", path.stem
+        for number, cell in enumerate(nbformat.read(path, as_version=4).cells):
+            if cell.cell_type == "markdown":
+                headings = re.findall(r"^#+ (.+)$", cell.source, re.MULTILINE)
+                title = headings[0] if headings and not heading else title
+                heading = headings[-1] if headings else heading
+                continue
+            for output in cell.get("outputs", []):
+                if image := output.get("data", {}).get("image/png"):
+                    name = f"{path.stem}-{number}.png"
+                    (folder / name).write_bytes(base64.b64decode(image))
+                    cards.append(
+                        f":::{{grid-item-card}} {heading}\n:img-top: gallery/{name}\n:img-alt: {heading}\n"
+                        f":link: notebooks/{path.stem}\n:link-type: doc\n:::"
+                    )
+        if cards:
+            parts += [f"## {title}", "", "::::{grid} 1 2 2 2", ":gutter: 2", "", *cards, "::::", ""]
+    return "\n".join(parts)
+
+
+def _ledger() -> str:
+    """All claims in one table, narrowed by paper, kind and words."""
+    claims = papers.claims()
+    labels = {paper.name: paper.label for paper in papers.papers()}
+    kinds = dict.fromkeys(claim.kind for claim in claims)
+
+    def options(values: list[tuple[str, str]]) -> str:
+        return "".join(f'<option value="{html.escape(value)}">{html.escape(shown)}</option>' for value, shown in values)
+
+    rows = "\n".join(
+        f'<tr data-paper="{claim.paper}" data-kind="{claim.kind}"><td><code>{html.escape(claim.id)}</code></td>'
+        f"<td>{html.escape(claim.summary)}</td><td>{html.escape(claim.where)}</td>"
+        f"<td>{'' if claim.paper_value is None else f'{claim.paper_value:g}'} {html.escape(claim.unit)}</td>"
+        f"<td>{_notebook_link(claim.experiment)}</td></tr>"
+        for claim in claims
+    )
+    return f"""# Ledger
+
+Every claim of the five papers that kvlab knows: what it says, where it stands, the number that the paper prints, and
+the notebook that measures it. `kvlab reproduce` gives each its verdict on your machine, and `kvlab report` writes the
+page with all of them; [Claims and verdicts](docs/claims.md) says by what rules.
+
+<div class="filters">
+<label>Paper <select data-filter="paper">{options([("", "all"), *labels.items()])}</select></label>
+<label>Kind <select data-filter="kind">{options([("", "all"), *((kind, kind) for kind in kinds)])}</select></label>
+<label>Words <input data-filter="words" type="search" placeholder="snapkv recall"></label>
+</div>
+<p id="count"></p>
+<table id="ledger-of-claims"><thead><tr>
+<th>Claim</th><th>It says</th><th>Where</th><th>Paper</th><th>Notebook</th>
+</tr></thead><tbody>
+{rows}
+</tbody></table>
+"""
+
+
+def _notebook_link(experiment: str | None) -> str:
+    path = ROOT / "notebooks" / f"{experiment}.ipynb"
+    return f'<a href="notebooks/{experiment}.html">{experiment}</a>' if experiment and path.is_file() else "none"
+
+
+def _reference() -> str:
+    """Every name that `kvlab` hands on, then the modules that people use besides."""
+    public = [name for name in kvlab.__all__ if not name.startswith("_")]
+    parts = ["# Reference", "", "## kvlab", ""]
+    for name in sorted(public, key=str.lower):
+        made = getattr(kvlab, name)
+        if not isinstance(made, type):
+            directive, members = "autofunction", ""
+        elif issubclass(made, Exception):
+            directive, members = "autoexception", ""
+        else:
+            directive, members = "autoclass", "   :members:\n"
+        parts += ["```{eval-rst}", f".. {directive}:: kvlab.{name}", members, "```", ""]
+    for title, modules in MODULES.items():
+        parts += [f"## {title}", ""]
+        for module in modules:
+            parts += ["```{eval-rst}", f".. automodule:: {module}", "   :members:", "", "```", ""]
+    return "\n".join(parts)
+
+
+def main(out: Path = ROOT / "build" / "docs") -> None:
+    """Build the site into OUT/html. A warning is an error.
+
+    python docs/site/build.py
+    """
+    from sphinx.cmd.build import main as sphinx
+
+    source = out / "source"
+    stage(source)
+    arguments = ["-b", "html", "-W", "--keep-going", "-q", "-d", str(out / "doctrees"), str(source), str(out / "html")]
+    code = sphinx(arguments)
+    if code == 0:
+        typer.echo(f"the site is in {out / 'html'}; open {out / 'html' / 'index.html'}")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    typer.run(main)

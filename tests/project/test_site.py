@@ -1,0 +1,104 @@
+"""The documentation's site: built without a warning, and read in a browser."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from support.browsing import DESKTOP, PHONE, missing_images, opened, overflow
+from support.paths import ROOT
+
+import kvlab
+
+SHOWN = (
+    *("index", "README", "gallery", "ledger", "reference"),
+    *("docs/measures", "docs/policies/snapkv", "notebooks/dapq_window_recall"),
+)
+
+
+class Links(HTMLParser):
+    """What a page links to, and the names that it can be linked at."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.links: list[str] = []
+        self.names: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.links += [given[key] for key in ("href", "src") if given.get(key)]
+        self.names |= {given[key] for key in ("id", "name") if given.get(key)}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, str(ROOT / "docs" / "site" / "build.py"), "--out", str(out)]
+    built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert built.returncode == 0, built.stderr[-3000:]
+    return out / "html"
+
+
+def test_every_page_notebook_and_public_name_is_there(site):
+    for page in (ROOT / "docs").rglob("*.md"):
+        if "site" not in page.relative_to(ROOT).parts:
+            assert (site / page.relative_to(ROOT).with_suffix(".html")).is_file(), page
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        assert (site / "notebooks" / f"{notebook.stem}.html").is_file(), notebook
+    names = Links(site / "reference.html").names
+    assert {f"kvlab.{name}" for name in kvlab.__all__ if not name.startswith("_")} <= {
+        re.sub(r"^kvlab\.(?:\w+\.)*(?=\w+$)", "kvlab.", name) for name in names
+    }
+
+
+def test_no_link_is_dead_and_nothing_is_fetched_from_elsewhere(site):
+    pages = {page: Links(page) for page in site.rglob("*.html") if "_static" not in page.parts}
+    for page, held in pages.items():
+        for link in held.links:
+            where = urlsplit(link)
+            if where.scheme in ("data", "mailto"):
+                continue
+            if where.scheme:
+                assert "_static" not in link and not link.endswith((".js", ".css", ".png")), f"{page}: {link}"
+                continue
+            target = (page.parent / unquote(where.path)).resolve() if where.path else page
+            assert target.is_file(), f"{page.relative_to(site)}: {link}"
+            if where.fragment and target in pages:
+                assert unquote(where.fragment) in pages[target].names, f"{page.relative_to(site)}: {link}"
+
+
+@pytest.mark.parametrize(
+    ("size", "scheme"), [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light")], ids=["desk", "dark", "phone"]
+)
+def test_pages_are_whole_and_fit_the_screen(site, browser, size, scheme):
+    for name in SHOWN:
+        with opened(browser, (site / f"{name}.html").as_uri(), size, color_scheme=scheme) as (page, complaints):
+            assert complaints == [] and missing_images(page) == [] and overflow(page) <= 0, name
+            background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            lightness = sum(map(int, re.findall(r"\d+", background)[:3]))
+            assert (lightness < 200) == (scheme == "dark"), (name, background)
+
+
+def test_the_search_finds_a_policy(site, browser):
+    with opened(browser, f"{(site / 'search.html').as_uri()}?q=snapkv") as (page, complaints):
+        page.wait_for_selector("#search-results li a")
+        found = [link.get_attribute("href") or "" for link in page.locator("#search-results a").all()]
+        assert any("docs/policies/snapkv.html" in link for link in found) and complaints == []
+
+
+def test_the_ledger_is_narrowed_by_paper_and_words(site, browser):
+    with opened(browser, (site / "ledger.html").as_uri()) as (page, complaints):
+        rows = page.locator("#ledger-of-claims tbody tr")
+        shown = page.locator("#ledger-of-claims tbody tr:not([hidden])")
+        page.select_option("[data-filter=paper]", "dapq")
+        of_paper = shown.count()
+        assert 0 < of_paper < rows.count() and page.inner_text("#count") == f"{of_paper} of {rows.count()} claims"
+        page.fill("[data-filter=words]", "snapkv RECALL")
+        assert 0 < shown.count() < of_paper and complaints == []
+        assert all("snapkv" in text.lower() and "recall" in text.lower() for text in shown.all_text_contents())
