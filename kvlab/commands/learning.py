@@ -68,6 +68,14 @@ def compile_(
             show_default=False,
         ),
     ] = None,
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone",
+            help="Try one head and one threshold at a time, on captured requests to summarise the texts; -p then sets "
+            "a field of kvlab.compile.Alone. With several budgets (-p 'budgets=[64,128]') each gets a file.",
+        ),
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -77,6 +85,9 @@ def compile_(
     from kvlab.inputs import corpus, models
     from kvlab.methods.lookup import DecisionTables
 
+    if alone:
+        _alone(model, documents, budget, contexts, seed, parameters or [], out, log, device, dtype)
+        return
     given: dict[str, Any] = dict(
         budget=budget, contexts=contexts, samples=samples, risk_samples=risk_samples, alpha=alpha, seed=seed
     )
@@ -86,7 +97,7 @@ def compile_(
     names = options.names(documents)
     texts = corpus.documents(names) if names else None
     lm = models.load(model, device, dtype)
-    path = out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-tables.json")
+    path = out or _named(lm.name)
     if known is not None:
         typer.echo(compiling.write(compiling.mapped(known, lm), path))
         return
@@ -102,3 +113,45 @@ def compile_(
         typer.echo(line)
     for written in learnt.save(path):
         typer.echo(written)
+
+
+def _named(model: str) -> Path:
+    return Path(re.sub(r"[^\w.-]+", "-", model) + "-tables.json")
+
+
+def _alone(
+    model: str,
+    documents: str,
+    budget: int,
+    contexts: int,
+    seed: int,
+    parameters: list[str],
+    out: Path | None,
+    log: Path | None,
+    device: str,
+    dtype: str,
+) -> None:
+    """`kvlab compile --alone`."""
+    from kvlab import compile as compiling
+    from kvlab.analyses.compilerkv.alone import prompts
+    from kvlab.inputs import corpus, models
+
+    settings = compiling.Alone(**{"budgets": (budget,), "seed": seed} | options.task_parameters(parameters))
+    texts = [corpus.document(name) for name in options.names(documents) or compiling.DOCUMENTS]
+    lm = models.load(model, device, dtype)
+    path = out or _named(lm.name)
+    with progress.bar("learning") as update:
+        measured = compiling.measure(
+            lm,
+            settings,
+            prompts(lm, texts, settings, contexts),
+            log or path.with_suffix(".jsonl"),
+            lambda phase, done, total: update(description=phase, completed=done, total=total),
+        )
+    for entries in settings.budgets:
+        tables = compiling.tables(measured, entries)
+        heads = [weight for row in tables.heads or [] for weight in row]
+        changed = sum(weight != 1 for weight in heads)
+        typer.echo(f"{entries} entries: {changed} of {len(heads)} heads weigh other than 1, from {contexts} prompts")
+        file = path if len(settings.budgets) == 1 else path.with_name(f"{path.stem}-{entries}{path.suffix}")
+        typer.echo(compiling.write(tables, file))

@@ -1,11 +1,27 @@
 """CompilerKV's tables, learnt offline: trials on calibration texts, a log of them, conservative Q-learning.
 
-`learn` does it all; `kvlab compile` is its command.
+`learn` does it all; `kvlab compile` is its command. `measure` tries one head and one threshold at a time instead, on
+captured prompts, and `tables` makes a table for each budget of it (`kvlab compile --alone`).
 """
 
+from kvlab.compile.alone import Alone, measure
 from kvlab.compile.compiler import Learnt, learn, mapped, write
 from kvlab.compile.contexts import DOCUMENTS, HELD_APART
+from kvlab.compile.evidence import tables
 from kvlab.compile.log import Samples, load
 from kvlab.compile.settings import Settings
 
-__all__ = ["DOCUMENTS", "HELD_APART", "Learnt", "Samples", "Settings", "learn", "load", "mapped", "write"]
+__all__ = [
+    "DOCUMENTS",
+    "HELD_APART",
+    "Alone",
+    "Learnt",
+    "Samples",
+    "Settings",
+    "learn",
+    "load",
+    "mapped",
+    "measure",
+    "tables",
+    "write",
+]

@@ -32,13 +32,19 @@ class CompilerKV(Policy):
 
     Choices where the paper is silent: the norm is the Euclidean one; a query head's value is that of its KV head. The
     authors' runs differ: scores are average-pooled (`kernel=7`) and sets are filled up to the budget (`pad="budget"`),
-    which leaves the thresholds without effect.
+    which leaves the thresholds without effect. With SnapKV's kept window besides (`recent=32`) it differs from SnapKV
+    in its utility alone. What a threshold's scores are relative to is lost from the text at hand: appendix B.1 says
+    that they concentrate around one number, which those relative to the mean do (`scale="mean"`), and the published
+    code divides by the largest.
 
     Parameters:
         budget: entries for each layer and KV head.
         window: last prompt tokens whose attention and perplexity tell the risk (64).
         utility_window: last prompt tokens whose attention makes the utility (32).
         kernel: width of the average pooling of scores, odd (1: none).
+        recent: last prompt tokens that always stay, as SnapKV's window does; pooling leaves them out (0: none).
+        norms: "relative" weighs attention with the relative norm of the value (eq. 7); "none" leaves it as it is.
+        scale: what a threshold's scores are relative to: the "largest" or the "mean" of the layer's.
         pad: "none" keeps the candidates alone; "budget" fills up to the budget with the best of the others.
         tables: JSON file of both tables, as `kvlab compile` writes it, or the name of a model whose tables come with
             kvlab; without tables all heads weigh 1 and every token passes, and a warning says so.
@@ -53,6 +59,9 @@ class CompilerKV(Policy):
     window: Annotated[int, Field(ge=1)] = 64
     utility_window: Annotated[int, Field(ge=1)] = 32
     kernel: Kernel = 1
+    recent: Annotated[int, Field(ge=0)] = 0
+    norms: Literal["relative", "none"] = "relative"
+    scale: Literal["largest", "mean"] = "largest"
     pad: Literal["none", "budget"] = "none"
     tables: Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)] | None = None
 
@@ -84,6 +93,10 @@ class CompilerKV(Policy):
     @property
     def from_files(self) -> str:
         return "" if self._tables.neutral else self._tables.model_dump_json()
+
+    @property
+    def minimum(self) -> int:
+        return self.recent + 1
 
     @property
     def observes(self) -> int:
@@ -124,13 +137,19 @@ class CompilerKV(Policy):
 
     def _weighted(self, prompt: Prompt) -> Tensor:
         """`[rows, length]`."""
-        norms = prompt.share(("relative value norms",), lambda: _relative_norms(prompt.values))
+        norms = self._norms(prompt)
         weights = self._head_weights(prompt)
         # The heads of a group share their utility, so the largest weight decides among them.
         best = norms if weights is None else norms * weights.view(*norms.shape[:2], -1).amax(-1, keepdim=True)
         # A prompt within the budget has no plan, and its scores decide nothing.
         attended = 1 if prompt.plan is None else prompt.plan[:, 0]
         return best.amax(1) * attended
+
+    def _norms(self, prompt: Prompt) -> Tensor:
+        """What attention to a token is weighed with in each KV head, `[rows, kv_heads, length]`."""
+        if self.norms == "none":
+            return torch.ones(prompt.keys.shape[:3], device=prompt.keys.device)
+        return prompt.share(("relative value norms",), lambda: _relative_norms(prompt.values))
 
     def _head_weights(self, prompt: Prompt) -> Tensor | None:
         """Weights of the query heads, `[rows, heads]`."""
@@ -165,11 +184,11 @@ class CompilerKV(Policy):
         return torch.stack([self._tables.thresholds(*row) for row in rows])
 
     def _pooled(self, prompt: Prompt) -> Tensor:
-        """The scores that are compared, `[rows, length]`."""
-        scores = self._weighted(prompt)
+        """The scores that are compared, `[rows, length]`: infinite where a token always stays."""
+        scores = self._weighted(prompt)[:, : prompt.length - self.recent]
         if self.kernel > 1:
             scores = F.avg_pool1d(scores, self.kernel, stride=1, padding=self.kernel // 2)
-        return scores
+        return F.pad(scores, (0, prompt.length - scores.shape[-1]), value=torch.inf)
 
     def candidates(self, prompt: Prompt) -> Tensor:
         """How many tokens of a planned prompt reach the threshold, whatever the budget, `[rows]` (eq. 15)."""
@@ -178,7 +197,9 @@ class CompilerKV(Policy):
     def _candidates(self, scores: Tensor, prompt: Prompt) -> Tensor:
         if not self.gates:
             return torch.full((prompt.rows,), prompt.length, device=scores.device)
-        relative = (scores / scores.amax(-1, keepdim=True)).cpu()
+        older = scores[:, : prompt.length - self.recent]
+        unit = older.mean(-1, keepdim=True) if self.scale == "mean" else older.amax(-1, keepdim=True)
+        relative = (scores / unit).cpu()
         return (relative >= self._thresholds(prompt)[:, None]).sum(-1).to(scores.device)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:

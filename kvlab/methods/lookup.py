@@ -7,10 +7,20 @@ import math
 import os
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
+import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from torch import Tensor
 
 from kvlab.errors import KvlabError, nearest
@@ -169,6 +179,7 @@ class DecisionTables(Measured):
         risk: `[layer][entropy bin][perplexity bin]`, the thresholds tau in [0, 1]; None lets every token through.
         entropy: range of the attention's entropy in nats that the bins divide evenly.
         perplexity: range of the perplexity that the bins divide evenly in its logarithm.
+        entropy_edges, perplexity_edges: where the bins meet, ascending, one fewer than bins; None divides evenly.
 
     Further fields (how the tables were learnt) are let through.
     """
@@ -182,6 +193,23 @@ class DecisionTables(Measured):
     risk: list[list[list[Annotated[FiniteFloat, Field(ge=0, le=1)]]]] | None
     entropy: tuple[FiniteFloat, FiniteFloat] = (2.0, 10.0)
     perplexity: tuple[Annotated[FiniteFloat, Field(gt=0)], FiniteFloat] = (1.0, 100.0)
+    entropy_edges: list[FiniteFloat] | None = None
+    perplexity_edges: list[FiniteFloat] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent_edges(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Files and signatures of tables with even bins stay what they were before there were edges.
+        return {key: value for key, value in handler(self).items() if value is not None or not key.endswith("_edges")}
+
+    @model_validator(mode="after")
+    def _edges(self) -> Self:
+        for name, bins in (("entropy_edges", 0), ("perplexity_edges", 1)):
+            edges = getattr(self, name)
+            if edges is None:
+                continue
+            if self.risk is None or edges != sorted(edges) or len(edges) + 1 != np.shape(self.risk)[1 + bins]:
+                raise ValueError(f"{name} must ascend, and be one fewer than the risk table's bins")
+        return self
 
     @model_validator(mode="after")
     def _shapes(self) -> Self:
@@ -261,9 +289,22 @@ class DecisionTables(Measured):
         """Tau of one layer for each prompt's entropy and perplexity `[...]`, float64 `[...]`."""
         if self.risk is None:
             raise KvlabError("there is no risk table to take thresholds from")
-        grid = torch.tensor(self.risk[layer], dtype=torch.float64, device=entropy.device)
-        rows, columns = grid.shape
-        return grid[bins(entropy, perplexity, (rows, columns), self.entropy, self.perplexity)]
+        return torch.tensor(self.risk[layer], dtype=torch.float64, device=entropy.device)[
+            self.cell(entropy, perplexity)
+        ]
+
+    def cell(self, entropy: Tensor, perplexity: Tensor) -> tuple[Tensor, Tensor]:
+        """The cell of the risk table that prompts fall into, by entropy and perplexity: int64 `[...]` each."""
+        if self.risk is None:
+            raise KvlabError("there is no risk table to take thresholds from")
+        shape = len(self.risk[0]), len(self.risk[0][0])
+        row, column = bins(entropy, perplexity, shape, self.entropy, self.perplexity)
+        if self.entropy_edges is not None:
+            row = torch.bucketize(entropy.double(), entropy.new_tensor(self.entropy_edges, dtype=torch.float64))
+        if self.perplexity_edges is not None:
+            edges = perplexity.new_tensor(self.perplexity_edges, dtype=torch.float64)
+            column = torch.bucketize(perplexity.double(), edges)
+        return row, column
 
 
 def _load(path_or_name: str | Path, kind: type[T], noun: str, command: str) -> T:

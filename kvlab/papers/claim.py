@@ -35,6 +35,8 @@ class Claim(BaseModel):
     stands_in says which measure replaces the paper's own where that cannot be taken here; empty where it is the same.
     untested says, of a claim that no experiment here can measure, why not and what would test it.
     figure is the name under which the experiment keeps the picture that shows it.
+    provided is a test that must be met for the numbers to say anything about the claim (a table of what a log teaches
+    means something only if the log holds a signal); where it is not met, the claim is not measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,6 +55,7 @@ class Claim(BaseModel):
     note: str = ""
     untested: str = ""
     figure: str = ""
+    provided: Condition | None = None
     direction: Condition
     size: Condition
 
@@ -100,7 +103,8 @@ class Claim(BaseModel):
     @property
     def metrics(self) -> set[str]:
         """Every metric that this claim and its tests read."""
-        return {self.metric} | self.direction.needs(self.metric) | self.size.needs(self.metric)
+        tests = [self.direction, self.size, *([self.provided] if self.provided else [])]
+        return {self.metric}.union(*(test.needs(self.metric) for test in tests))
 
 
 def _within_tests(test: Condition) -> list[Condition]:

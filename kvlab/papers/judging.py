@@ -23,7 +23,7 @@ def judge(
     metrics: name -> value; intervals: name -> (low, high), else taken from the metrics NAME/low and NAME/high. A number
     that is not finite counts as missing. Where an interval contains the point at which the direction turns, the verdict
     is "undecided". Without an interval it rests on the value, and says so; a timing is undecided then. What is
-    recomputed either holds or fails.
+    recomputed either holds or fails. Where what a claim is `provided` with is not given, it is "not measured".
     """
     ranges = {
         f"{name}/{end}": number
@@ -41,6 +41,10 @@ def judge(
     if absent:
         return told(verdict=UNMEASURED, why=claim.untested or f"no run has measured {_listed(absent)}")
     value_of = known.__getitem__
+    if claim.provided is not None:
+        given, why = claim.provided.check(claim.metric, value_of, claim.paper_value)
+        if not given:
+            return told(verdict=UNMEASURED, why=f"What this would rest on is not given: {why}.")
     if claim.kind == "recomputed":
         return _recomputed(claim, value_of, told)
     if claim.kind not in CHANCE:

@@ -87,6 +87,12 @@ def test_paper_values_of_claims_are_those_of_the_tables():
         assert claim.metric == f"{metric}/{rival}"
         assert claim.paper_value == pytest.approx(gains[quality.LABELS[rival]], abs=5e-5)
         assert claim.size.kind == "not_compared"
+    for rival, (kind, measure) in itertools.product(
+        ("snapkv", "dynamickv", "pyramidkv"), {"twin_over": "kept", "twin_recall_over": "recall"}.items()
+    ):
+        claim = claims[f"table1.{kind}_{rival}"]
+        assert claim.metric == f"gain_twin/{measure}/{rival}" and claim.size.kind == "not_compared"
+        assert claim.paper_value == pytest.approx(gains[quality.LABELS[rival]], abs=5e-5)
     named = {"head_table": "no_head_table", "risk_gating": "static_threshold", "stabilised_utility": "raw_attention"}
     for (name, part), (kind, measure) in itertools.product(named.items(), {"": "kept", "recall_": "recall"}.items()):
         claim = claims[f"table2.{kind}{name}"]
@@ -117,6 +123,25 @@ def test_checks_on_a_table_worked_by_hand():
     assert metrics["printed/recovered/m"] == metrics["printed/recovered/mean"] == 14 / 20
     assert metrics["printed/gain/H2O/table1"] == pytest.approx(14 / 13 - 1)
     assert compilerkv_printed.retained(tidy)["H2O"] == 13 / 20
+
+
+def test_points_lost_by_hand_and_as_the_text_rounds_them():
+    rows = pandas.DataFrame({"setting": ["full", "no_gate"], "a": [41.0, 40.0], "b": [39.0, 38.5]})
+    assert compilerkv_printed.points(rows).metrics == {
+        "printed/points/no_gate": 0.75,
+        "printed/least_points/no_gate": 0.5,
+    }
+    found = compilerkv_printed.points(papers.figure("compilerkv", "table2"))
+    assert found.metrics["printed/points/static_threshold"] == pytest.approx(3.0125)
+    assert found.metrics["printed/least_points/static_threshold"] == pytest.approx(2.85)
+    assert len(found.table) == 3 * 4 and "3.01 points" in compilerkv_printed.points_in_words(found)
+
+
+def test_thresholds_that_never_decide_cost_nothing_and_table_2_says_otherwise():
+    (claim,) = [entry for entry in papers.claims(paper="compilerkv") if entry.id.endswith("appendixB.costs_nothing")]
+    found = compilerkv_printed.points(papers.figure("compilerkv", "table2")).metrics
+    assert claim.kind == "recomputed" and papers.judge(claim, found).verdict == "fails"
+    assert papers.judge(claim, {claim.metric: 0.04}).verdict == "holds"
 
 
 def test_the_paper_s_share_of_a_prompt():

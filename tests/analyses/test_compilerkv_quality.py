@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from support.claims import unmeasured
@@ -47,9 +49,10 @@ def test_a_sweep_is_the_replays_by_head():
 
 def test_every_claim_s_metric_is_measured():
     tables = papers.figure("compilerkv", "table1"), papers.figure("compilerkv", "appendix_table")
-    missing = unmeasured("compilerkv_budgets", printed.checks(*tables), *analyses().values())
-    # The largest budget of the claims does not fit the small prompts.
-    assert set().union(*missing.values()) <= {"clamped/1024"}
+    points = printed.points(papers.figure("compilerkv", "table2"))
+    missing = unmeasured("compilerkv_budgets", printed.checks(*tables), points, *analyses().values())
+    # The largest budget of the claims does not fit the small prompts, and the tables written for them have no log.
+    assert set().union(*missing.values()) <= {"clamped/1024", "signal/heads/p", "signal/thresholds/p", "signal/risk/p"}
 
 
 def test_figure_2():
@@ -90,7 +93,18 @@ def test_gains_are_ratios_document_by_document():
     gains = [table.loc[name, "compilerkv"] / table.loc[name, "h2o"] - 1 for name in table.index]
     assert analyses()["table_1"].metrics["gain/kept/h2o"] == pytest.approx(np.mean(gains))
     assert analyses()["table_1"].intervals["gain/kept/h2o"] == pytest.approx(students(gains), rel=1e-4)
+    table["twin again"] = [
+        1
+        - quality.replayed(
+            captured,
+            policy("compilerkv", budget=SHARE, tables=tables(), pad="budget", kernel=7, recent=32),
+        ).summary["mass_lost"]
+        for captured in TRACES
+    ]
     metrics = analyses()["table_1"].metrics
+    assert metrics["gain_twin/kept/snapkv"] == pytest.approx(
+        (table["twin again"] / table["snapkv"] - 1).mean(), abs=1e-6
+    )
     assert metrics["lost/snapkv"] == pytest.approx(1 - metrics["retained/snapkv"])
 
 
@@ -147,3 +161,19 @@ def test_needed_thresholds_let_exactly_the_budget_pass(tmp_path):
     )
     found = kept(TRACES[1], policy("compilerkv", budget=500, tables=path))
     assert [len(rows[0]) for rows in found] == [72] * LAYERS
+
+
+def test_prompts_of_one_risk_visit_one_cell(tmp_path):
+    found = thresholds.cells(TRACES, tables())
+    assert found.metrics["risk/cells"] == found.table["cell"].nunique() and (found.table["perplexity"] > 4).all()
+    assert "risk/cells" not in thresholds.cells(TRACES, None).metrics
+    row, column = map(int, found.table["cell"][0].split(","))
+    visited = np.ones(CELLS, dtype=int)
+    visited[row, column] = 0
+    path = tmp_path / "unvisited.json"
+    path.write_text(
+        json.dumps({"heads": None, "risk": np.zeros((LAYERS, *CELLS)).tolist(), "visited": visited.tolist()})
+    )
+    elsewhere = thresholds.cells(TRACES, str(path))
+    assert not elsewhere.table["visited"][0]
+    assert elsewhere.metrics["risk/cells"] == found.metrics["risk/cells"] - 1

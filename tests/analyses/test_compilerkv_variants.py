@@ -31,7 +31,7 @@ def test_variants_keep_what_their_words_say():
     trace, budget = TRACES[0], 40
     attention = window_attention(trace)
     model = attention.mean((0, 1))
-    assert kept(trace, variants.NoNorms(budget=budget)) == [[best(model, budget)] * KV_HEADS] * LAYERS
+    assert kept(trace, policy("compilerkv", budget=budget, norms="none")) == [[best(model, budget)] * KV_HEADS] * LAYERS
     by_layer = [[best(rows.mean(0), budget)] * KV_HEADS for rows in attention]
     assert kept(trace, variants.LayerMean(budget=budget)) == by_layer
     largest = [[best(rows.max(0), budget)] * KV_HEADS for rows in attention]

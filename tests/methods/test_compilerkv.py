@@ -31,11 +31,28 @@ from kvlab.methods import Prompt
         (90, dict(budget=20, kernel=3, **SMALL)),
         (40, dict(budget=20, window=64, utility_window=32)),
         (90, dict(budget=30, window=8, utility_window=8)),
+        (90, dict(budget=30, recent=8, **SMALL)),
+        (90, dict(budget=20, recent=12, kernel=7, **SMALL)),
+        (90, dict(budget=30, norms="none", **SMALL)),
+        (90, dict(budget=30, norms="none", recent=8, kernel=3, **SMALL)),
     ],
 )
 def test_neutral_tables_keep_what_the_oracle_keeps(heads, kv_heads, length, parameters):
     tensors = model(length + kv_heads, heads, kv_heads, length)
     assert quietly(trace_of(tensors, length), **parameters) == decided(tensors, length, **parameters)
+
+
+def test_recent_tokens_stay_and_the_budget_leaves_room_for_others():
+    trace = trace_of(model(24, prompt=80), 80)
+    for kept in (heads[0] for heads in quietly(trace, budget=20, recent=12, **SMALL)):
+        assert kept[-12:] == list(range(68, 80)) and len(kept) == 20
+    with pytest.raises(KvlabError, match="13"):
+        quietly(trace, budget=12, recent=12, **SMALL)
+
+
+def test_without_norms_all_layers_keep_what_the_model_attends_to():
+    found = quietly(trace_of(model(25, prompt=80), 80), budget=20, norms="none", **SMALL)
+    assert found[0] == found[1] == found[2] != quietly(trace_of(model(25, prompt=80), 80), budget=20, **SMALL)[1]
 
 
 def test_the_default_windows():

@@ -62,6 +62,29 @@ def test_a_threshold_keeps_its_candidates_or_pads_up(tmp_path, threshold, pad):
         assert sizes == [1] * 3  # the scores are divided by their maximum
 
 
+@pytest.mark.parametrize("threshold", [0.6, 0.9, 1.0])
+@pytest.mark.parametrize("recent", [0, 8])
+def test_a_threshold_of_the_mean(tmp_path, threshold, recent):
+    """Scores of random tensors lie near their mean, so that thresholds near 1 part them."""
+    tensors, path = model(11, prompt=80), tables(tmp_path, 3, 8, risk=flat(3, threshold))
+    how = dict(budget=78, scale="mean", recent=recent, **SMALL)
+    found = quietly(trace_of(tensors, 80, 5.0), tables=path, **how)
+    assert found == decided(tensors, 80, risk=flat(3, threshold), perplexity=5.0, **how)
+    sizes = [len(heads[0]) for heads in found]
+    assert recent < min(sizes) and (max(sizes) < 78 or threshold == 0.6)
+    largest = quietly(trace_of(tensors, 80, 5.0), tables=path, **how | {"scale": "largest"})
+    assert sum(sizes) > sum(len(heads[0]) for heads in largest)
+
+
+@pytest.mark.parametrize("recent", [0, 8])
+def test_a_threshold_with_pooling_and_recent_tokens(tmp_path, recent):
+    tensors, weights = model(13, prompt=80), random_weights(3, 8, seed=2)
+    path = tables(tmp_path, 3, 8, weights, risk=flat(3, 0.7))
+    how = dict(budget=40, kernel=3, recent=recent, **SMALL)
+    found = quietly(trace_of(tensors, 80, 5.0), tables=path, **how)
+    assert found == decided(tensors, 80, heads=weights, risk=flat(3, 0.7), perplexity=5.0, **how)
+
+
 def test_layers_may_keep_different_numbers(tmp_path):
     tensors, risk = model(12, prompt=80), [flat(1, t)[0] for t in (0.0, 0.6, 0.8)]
     path = tables(tmp_path, 3, 8, risk=risk)

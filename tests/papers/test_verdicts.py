@@ -271,3 +271,26 @@ def test_findings_are_named_by_claims_that_share_a_comparison():
     assert claim().fact == ("p", "toy") and claim(finding="a b").fact == ("p", "a b")
     with pytest.raises(ValidationError, match="only findings"):
         claim(kind="control", finding="a b")
+
+
+# ---------------------------------------------------------------- what a claim is provided with
+
+
+@pytest.mark.parametrize(("p", "verdict"), [(0.01, "fails"), (0.05, "not measured"), (0.4, "not measured")])
+def test_without_what_a_claim_rests_on_it_is_not_measured(p, verdict):
+    tested = claim(provided={"kind": "less", "metric": "signal/p", "than": 0.05})
+    assert tested.metrics == {"m", "signal/p"}
+    found = judge(tested, {"m": -0.6, "signal/p": p}, {"m": (-0.7, -0.5)})
+    assert found.verdict == verdict and found.value == -0.6
+    if verdict == "not measured":
+        assert found.why.startswith("What this would rest on is not given: signal/p = ")
+    assert judge(tested, {"m": 0.6}).why == "no run has measured signal/p"
+
+
+def test_what_rests_on_learnt_tables_is_provided_with_a_signal():
+    gated = [entry for entry in CLAIMS if "gated sets" in entry.finding]
+    assert len(gated) > 10 and all(entry.provided for entry in gated)
+    assert not any(entry.provided for entry in CLAIMS if "filled sets" in entry.finding)
+    for name in ("risk_gating", "recall_risk_gating", "order"):
+        (entry,) = [entry for entry in CLAIMS if entry.id == f"compilerkv.table2.{name}"]
+        assert {"signal/risk/p", "risk/cells"} <= entry.metrics

@@ -41,6 +41,9 @@ class Recorded:
         frame.to_parquet(io.BytesIO(), index=False)
         self.tables.append(name)
 
+    def tell(self, figure: str, sentences: list[str]) -> None:
+        assert any(sentences), figure
+
     def tag(self, key: str, value: object) -> None:
         self.tags[key] = str(value)
 

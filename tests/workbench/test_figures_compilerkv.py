@@ -34,16 +34,19 @@ def test_table_1_has_the_paper_beside_every_method(found):
     scores = papers.figure("compilerkv", "table1")
     assert drawing.bars(left, plots.PAPER) == pytest.approx(paper(printed.retained(scores)))
     retained = found["table_1"].frame(quality.RETAINED)
-    assert drawing.bars(left, BLUE) == pytest.approx(retained["value"].tolist()) and len(retained) == 8
-    assert drawing.ticks(left)[:3] == ["Compiler-\nKV", "filled\nup", "Dynamic-\nKV"]
+    assert drawing.bars(left, BLUE) == pytest.approx(retained["value"].tolist()) and len(retained) == 9
+    assert drawing.ticks(left)[:3] == ["gated", "filled\nup", "Dynamic-\nKV"]
     for ax, measure in ((middle, "kept"), (right, "recall")):
-        gains = [100 * found["table_1"].metrics[f"gain/{measure}/{rival}"] for rival in quality.RIVALS]
-        filled = [100 * found["table_1"].metrics[f"gain_filled/{measure}/{rival}"] for rival in quality.RIVALS]
+        gains = {
+            kind: [100 * found["table_1"].metrics[f"{kind}/{measure}/{rival}"] for rival in quality.RIVALS]
+            for kind in ("gain", "gain_filled", "gain_twin")
+        }
         assert drawing.bars(ax, plots.PAPER) == pytest.approx([100 * gain for gain in paper(printed.gains(scores))])
-        assert drawing.bars(ax, BLUE) == pytest.approx(gains)
-        (diamonds,) = [line for line in ax.lines if line.get_marker() == "D"]
-        assert list(diamonds.get_ydata()) == pytest.approx(filled)
-        assert drawing.legend(ax) == ["paper: LongBench", "here, as the gate decides", "filled up"]
+        assert drawing.bars(ax, BLUE) == pytest.approx(gains["gain_filled"])
+        for marker, kind in (("D", "gain"), ("s", "gain_twin")):
+            (marks,) = [line for line in ax.lines if line.get_marker() == marker]
+            assert list(marks.get_ydata()) == pytest.approx(gains[kind])
+        assert drawing.legend(ax) == ["paper: LongBench", "here, filled up", "gated", "SnapKV's twin"]
 
 
 def test_figure_2_has_a_curve_for_each_method_and_the_papers_averages_at_its_share(found):
@@ -51,12 +54,12 @@ def test_figure_2_has_a_curve_for_each_method_and_the_papers_averages_at_its_sha
     left, middle, right = figure.axes
     for ax, measure in ((left, "kept"), (middle, "recall")):
         curves = drawing.curves(ax)
-        assert set(curves) == {quality.LABELS[name] for name in ("compilerkv", "filled", *quality.RIVALS)}
+        assert set(curves) == {"CompilerKV, gated", *(quality.LABELS[name] for name in ("filled", *quality.RIVALS))}
         expected = [found["figure_2"].metrics[f"{measure}/h2o/{budget}"] for budget in BUDGETS]
         assert curves["H2O"] == (list(BUDGETS), pytest.approx(expected))
         assert drawing.ticks(ax) == [str(budget) for budget in BUDGETS]
     dashed = next(line for line in left.lines if line.get_linestyle() == "--")
-    assert dashed.get_label() == "CompilerKV, filled up" and dashed.get_color() == BLUE
+    assert dashed.get_label() == "CompilerKV, gated" and dashed.get_color() == BLUE
     diamonds = left.collections[-1].get_offsets()
     assert np.allclose(diamonds[:, 0], 72)
     assert diamonds[:, 1].tolist() == pytest.approx(paper(printed.retained(papers.figure("compilerkv", "table1"))))
@@ -82,8 +85,8 @@ def test_table_2_has_the_papers_losses_and_what_each_setting_stores(found):
 def test_without_tables_what_is_there_is_drawn():
     traces = TRACES[:1]
     left, middle, _ = draw.table_1(quality.table_1(traces, None, SHARE)).axes
-    assert len(drawing.bars(left, BLUE)) == 8
-    assert drawing.legend(middle) == ["paper: LongBench", "here, as the gate decides", "filled up"]
+    assert len(drawing.bars(left, BLUE)) == 9
+    assert drawing.legend(middle) == ["paper: LongBench", "here, filled up", "gated", "SnapKV's twin"]
     left, _, right = draw.table_2(ablation.table_2(traces, None, SHARE), 72).axes
     assert drawing.ticks(left) == ["raw\nattention"] and len(drawing.bars(right)) == 2
 

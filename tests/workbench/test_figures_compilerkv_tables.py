@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from support import drawing
 
-from kvlab.analyses.compilerkv import held_out, tables
+from kvlab.analyses.compilerkv import alone, held_out, tables
 from kvlab.analyses.findings import Findings
 from kvlab.methods.lookup import DecisionTables
 from kvlab.workbench.figures import compilerkv_tables as draw
@@ -72,3 +72,26 @@ def test_comparisons_on_held_out_text_stand_in_their_order():
     assert [list(line.get_xdata()) for line in left.lines if line.get_marker() == "o"] == [[n] for n in range(9, 0, -1)]
     ends = [segment[:, 0].tolist() for bars in right.collections for segment in bars.get_segments()]
     assert ends[0] == [-9.5, -8.5] and left.lines[0].get_color() == plots.COLOURS[0]
+
+
+def test_alone_has_a_point_for_each_budget_with_its_interval():
+    found = Findings(pd.DataFrame())
+    for number, comparison in enumerate(alone.COMPARED):
+        for budget in (64, 128):
+            value = 0.01 * number + budget / 1e5
+            found.set(alone.GAIN, value, (value - 0.002, value + 0.004), comparison=comparison, budget=budget)
+    figure = draw.alone(found)
+    assert len(figure.axes) == 3 and drawing.ticks(figure.axes[0]) == ["64", "128"]
+    assert list(figure.axes[1].lines[0].get_ydata()) == pytest.approx([0.01064, 0.01128])
+    assert drawing.titles(figure)[0] == "learnt weights,\nover equal ones"
+
+
+def test_penalty_has_a_curve_for_each_log():
+    rows = [
+        {"log": log, "penalty": penalty, "threshold": penalty * scale, "neutral": 1 - penalty, "slope": -penalty}
+        for log, scale in (("joint", 1), ("alone", 2))
+        for penalty in (0, 0.01)
+    ]
+    left, middle, right = draw.penalty(Findings(pd.DataFrame(rows))).axes
+    assert drawing.curves(left) == {"joint": ([0, 0.01], [0, 0.01]), "alone": ([0, 0.01], [0, 0.02])}
+    assert list(middle.lines[1].get_ydata()) == [1, 0.99] and list(right.lines[0].get_ydata()) == [0, -0.01]

@@ -17,6 +17,7 @@ BEST_TASK_GAIN_OVER_DYNAMICKV = "printed/best_task_gain_over_dynamickv"
 WINS = "printed/wins"
 RECOVERED, RECOVERED_MEAN = "printed/recovered/{model}", "printed/recovered/mean"
 GAIN = "printed/gain/{method}/{table}"
+POINTS, LEAST_POINTS = "printed/points/{part}", "printed/least_points/{part}"
 
 
 def wide(printed: pd.DataFrame) -> pd.DataFrame:
@@ -97,6 +98,35 @@ def checks(printed: pd.DataFrame, smaller: pd.DataFrame) -> Findings:
         for method, gain in gains(rows).items():
             findings.set(GAIN, gain, method=method, table=name)
     return findings
+
+
+def points(printed: pd.DataFrame) -> Findings:
+    """Table 2 in points of LongBench's average: what is lost without each part.
+
+    Args:
+        printed: table 2, as for `parts`.
+
+    Returns:
+        Table: part, model, points. Metrics `printed/points/PART` (mean over the models) and `printed/least_points/PART`
+        (of the model that loses least).
+    """
+    table = printed.set_index("setting")
+    lost = (table.loc["full"] - table).drop("full").rename_axis(index="part", columns="model")
+    findings = Findings(lost.stack().rename("points").reset_index())
+    for part, of_models in lost.iterrows():
+        findings.set(POINTS, of_models.mean(), part=part)
+        findings.set(LEAST_POINTS, of_models.min(), part=part)
+    return findings
+
+
+def points_in_words(points: Findings) -> str:
+    """Table 2's losses beside what appendix B.1 says of the thresholds."""
+    rows = (
+        f"{part:20}{points.row(POINTS, part=part).value:6.2f} points in the mean, "
+        f"{points.row(LEAST_POINTS, part=part).value:.2f} at least"
+        for part in points.frame(POINTS)["part"]
+    )
+    return "\n".join(["Table 2, lost without:", *rows])
 
 
 def wrong_averages(checked: Findings) -> pd.DataFrame:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 from scipy import stats
@@ -48,11 +50,8 @@ def mean_thresholds(tables: DecisionTables) -> pd.DataFrame:
     NaN for cells without any context while the table was learnt.
     """
     grid = np.where(visits(tables) > 0, np.array(tables.risk).mean(0), np.nan)
-    (least, most), (entropies, perplexities) = tables.perplexity, grid.shape
-    rows = _middles(*tables.entropy, entropies)
-    columns = _middles(np.log(least), np.log(most), perplexities)
-    across = pd.Index(np.exp(columns).round(1), name="perplexity")
-    return pd.DataFrame(grid, pd.Index(rows.round(2), name="entropy"), across)
+    rows, columns = middles(tables)
+    return pd.DataFrame(grid, pd.Index(rows.round(2), name="entropy"), pd.Index(columns.round(1), name="perplexity"))
 
 
 def threshold_curves(tables: DecisionTables) -> pd.DataFrame:
@@ -61,8 +60,18 @@ def threshold_curves(tables: DecisionTables) -> pd.DataFrame:
     return grid.reset_index().melt("entropy", value_name="threshold").dropna()
 
 
-def _middles(low: float, high: float, n: int) -> np.ndarray:
-    return low + (np.arange(n) + 0.5) / n * (high - low)
+def middles(tables: DecisionTables) -> tuple[np.ndarray, np.ndarray]:
+    """The middle of each bin of entropy, and of perplexity (in its logarithm)."""
+    _, entropies, perplexities = np.shape(tables.risk)
+    least, most = tables.perplexity
+    logs = None if tables.perplexity_edges is None else np.log(tables.perplexity_edges)
+    rows = _middles(*tables.entropy, entropies, tables.entropy_edges)
+    return rows, np.exp(_middles(np.log(least), np.log(most), perplexities, logs))
+
+
+def _middles(low: float, high: float, n: int, edges: Sequence[float] | np.ndarray | None) -> np.ndarray:
+    ends = np.linspace(low, high, n + 1) if edges is None else np.array([low, *edges, high])
+    return (ends[:-1] + ends[1:]) / 2
 
 
 def structure(tables: DecisionTables) -> Findings:
@@ -79,7 +88,7 @@ def structure(tables: DecisionTables) -> Findings:
     weight = relative_weights(tables).to_numpy().mean(1)
     middle = (depth >= MIDDLE[0]) & (depth <= MIDDLE[1])
     risk, seen = np.array(tables.risk), visits(tables) > 0
-    slopes, steps = _trends(risk, seen, _middles(*tables.entropy, risk.shape[1]))
+    slopes, steps = _trends(risk, seen, middles(tables)[0])
     findings = Findings(pd.DataFrame({"layer": range(tables.n_layers), "depth": depth, "weight": weight}))
     if middle.sum() > 1:
         both = stats.bootstrap(

@@ -8,7 +8,42 @@ from collections.abc import Sequence
 import pandas as pd
 
 from kvlab.analyses.compilerkv.variants import Inspected
+from kvlab.analyses.findings import Findings
+from kvlab.compile.alone import Planner
+from kvlab.methods.compilerkv import CompilerKV
 from kvlab.traces.trace import Trace
+
+CELLS = "risk/cells"
+
+
+def cells(traces: Sequence[Trace], tables: str | None) -> Findings:
+    """Which cells of the risk table prompts fall into: with all of them in one, or in cells that no context visited,
+    nothing is learnt of how thresholds adapt to the risk.
+
+    Returns:
+        Table: document, entropy, perplexity, cell (entropy bin and perplexity bin), visited (whether a calibration
+        context fell into it). Metric `risk/cells`, the number of different visited cells; none without a risk table.
+    """
+    table, method, rows = CompilerKV(budget=1, tables=tables).tables_in_use, Planner(budget=1), []
+    if table.risk is None:
+        return Findings(pd.DataFrame())
+    visited = (table.model_extra or {}).get("visited")
+    for trace in traces:
+        entropy, perplexity = (value[:1] for value in method.risk(method.planned(trace.prompt)))
+        row, column = (int(at) for at in table.cell(entropy, perplexity))
+        rows.append(
+            {
+                "document": trace.document,
+                "entropy": float(entropy),
+                "perplexity": float(perplexity),
+                "cell": f"{row}, {column}",
+                # Tables that do not say what was visited are taken at their word.
+                "visited": visited is None or visited[row][column] > 0,
+            }
+        )
+    findings = Findings(pd.DataFrame(rows))
+    findings.set(CELLS, findings.table.query("visited")["cell"].nunique())
+    return findings
 
 
 def admitted(traces: Sequence[Trace], tables: str | None, share: float) -> pd.DataFrame:

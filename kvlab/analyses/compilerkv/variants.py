@@ -80,15 +80,6 @@ class RawAttention(CompilerKV):
         return (own if weights is None else own * weights[..., None]).amax(1)
 
 
-class NoNorms(CompilerKV):
-    """Only the attention averaged over all layers and heads, so that all layers keep the same tokens."""
-
-    name: ClassVar[str] = "compilerkv_no_norms"
-
-    def _weighted(self, prompt: Prompt) -> Tensor:
-        return prompt.window_sums(self.utility_window).mean(1) if prompt.plan is None else prompt.plan[:, 0]
-
-
 class LayerMean(CompilerKV):
     """Each layer's own attention, averaged over its heads."""
 
@@ -118,7 +109,7 @@ ABLATIONS: dict[str, type[CompilerKV]] = {
 def ladder(budget: int | float) -> dict[str, Policy]:
     """From CompilerKV's utility to SnapKV's, one change at a time, all with the same entries stored and no tables."""
     return {
-        "mean of the model": NoNorms(budget=budget),
+        "mean of the model": policy("compilerkv", budget=budget, norms="none"),
         "x value norms (CompilerKV)": policy("compilerkv", budget=budget),
         "mean of the layer": LayerMean(budget=budget),
         "largest of the heads": RawAttention(budget=budget),

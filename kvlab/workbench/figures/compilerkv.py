@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from kvlab.analyses.findings import Findings
 
-OURS, FILLED = plots.COLOURS[0], plots.COLOURS[1]
-SHOWN = ("compilerkv", *quality.RIVALS)
+OURS, OTHERS = plots.COLOURS[0], plots.COLOURS[1]
+SHOWN = ("filled", *quality.RIVALS)
 BUDGET = "budget, entries for each layer and KV head"
+GATED = "CompilerKV, gated"
 PARTS = {
     "no_head_table": "no head\nreliability",
     "static_threshold": "static\nthresholds",
@@ -33,9 +34,11 @@ PARTS = {
 
 
 def _printed_by_method(values: pandas.Series) -> dict[str, float]:
-    """The paper's values of each method, by kvlab's names."""
+    """The paper's values of each method, by kvlab's names; its own stands beside the sets that fill the budget."""
     known = values.to_dict()
-    return {name: known[label] for name, label in quality.LABELS.items() if label in known}
+    names = {name: label for name, label in quality.LABELS.items() if name != "compilerkv"}
+    names["filled"] = quality.LABELS["compilerkv"]
+    return {name: known[label] for name, label in names.items() if label in known}
 
 
 def _scores() -> pandas.DataFrame:
@@ -46,13 +49,14 @@ def _scores() -> pandas.DataFrame:
 
 
 def table_1(findings: Findings) -> Figure:
-    """What every method retains, and CompilerKV's gain on each rival, beside LongBench's averages; diamonds: filled up.
+    """What every method retains, and the gain of CompilerKV's filled sets on each rival, beside LongBench's averages;
+    diamonds: gated sets, squares: the twin with SnapKV's pooling and window.
 
     findings: of `quality.table_1`.
     """
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(18, 4.8), width_ratios=[11, 8, 8])
     labels = {name: label.replace("KV", "-\nKV").replace("LLM", "-\nLLM") for name, label in quality.LABELS.items()}
-    labels["filled"] = "filled\nup"
+    labels |= {"compilerkv": "gated", "filled": "filled\nup", "twin": "SnapKV's\ntwin"}
     beside_paper(
         _printed_by_method(printed.retained(_scores())),
         findings.frame(quality.RETAINED),
@@ -67,43 +71,50 @@ def table_1(findings: Findings) -> Figure:
     for ax, measure, title in ((middle, "kept", "gain in attention kept"), (right, "recall", "gain in recall")):
         beside_paper(
             {name: 100 * gain for name, gain in _printed_by_method(printed.gains(_scores())).items()},
-            at(findings.frame(quality.GAIN), measure=measure),
+            at(findings.frame(quality.GAIN_FILLED), measure=measure),
             key="rival",
             scale=100,
             labels=labels,
             ylabel="CompilerKV over the competitor, %",
             title=f"Table 1: {title}",
-            ours_label="here, as the gate decides",
+            ours_label="here, filled up",
             paper_label="paper: LongBench",
             value_format="{:.1f}",
             ax=ax,
         )
-        _filled_up(ax, at(findings.frame(quality.GAIN_FILLED), measure=measure))
+        _beside(
+            ax,
+            {
+                ("gated", "D", OTHERS): at(findings.frame(quality.GAIN), measure=measure),
+                ("SnapKV's twin", "s", plots.COLOURS[2]): at(findings.frame(quality.GAIN_TWIN), measure=measure),
+            },
+        )
         ax.axhline(0, color=AXIS, linewidth=1)
     return figure
 
 
-def _filled_up(ax: Axes, gains: pandas.DataFrame) -> None:
-    """Diamonds beside each pair of bars: the gain of sets that fill the budget."""
+def _beside(ax: Axes, gains: Mapping[tuple[str, str, str], pandas.DataFrame]) -> None:
+    """Marks beside each pair of bars, one for each (label, marker, colour): the same gains of other sets."""
     legend = ax.get_legend()
     assert legend is not None
     handles: list[Any] = list(legend.get_patches())
     labels = [text.get_text() for text in legend.get_texts()]
-    places = [place + 0.44 for place in range(len(gains))]
-    handles.append(
-        ax.errorbar(
-            places,
-            100 * gains["value"],
-            yerr=whisker_lengths(gains, 100),
-            fmt="D",
-            markersize=5,
-            capsize=2,
-            zorder=4,
-            color=FILLED,
+    for number, ((label, marker, tint), rows) in enumerate(gains.items()):
+        places = [place + 0.44 + 0.08 * number for place in range(len(rows))]
+        handles.append(
+            ax.errorbar(
+                places,
+                100 * rows["value"],
+                yerr=whisker_lengths(rows, 100),
+                fmt=marker,
+                markersize=5,
+                capsize=2,
+                zorder=4,
+                color=tint,
+            )
         )
-    )
-    labels.append("filled up")
-    ax.legend(handles, labels, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=8.5, columnspacing=1)
+        labels.append(label)
+    ax.legend(handles, labels, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=8.5, columnspacing=1)
 
 
 # ------------------------------------------------------------------------------------------------------------ figure 2
@@ -127,24 +138,23 @@ def figure_2(findings: Findings, entries: float) -> Figure:
 
 
 def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None:
-    """A curve for each method, CompilerKV's with its interval, and dashed where its sets fill the budget."""
-    names = sorted(SHOWN)
+    """A curve for each method, CompilerKV's filled sets with their interval, and dashed as the gate decides."""
     plots.lines(
-        curves.query("method in @SHOWN").sort_values("method"),
+        curves.query("method in @SHOWN"),
         x="budget",
         y="value",
         hue="method",
         names=quality.LABELS,
-        colours=dict(zip(names, plots.COLOURS, strict=True)),
+        colours=dict(zip(SHOWN, plots.COLOURS, strict=False)),
         xlabel=BUDGET,
         ylabel=ylabel,
         title=title,
         ax=ax,
     )
-    ours = at(curves, method="compilerkv").sort_values("budget")
+    ours = at(curves, method="filled").sort_values("budget")
     ax.fill_between(ours["budget"], ours["low"], ours["high"], color=OURS, alpha=0.18, linewidth=0)
-    filled = at(curves, method="filled").sort_values("budget")
-    ax.plot(filled["budget"], filled["value"], "--", color=OURS, label=quality.LABELS["filled"])
+    gated = at(curves, method="compilerkv").sort_values("budget")
+    ax.plot(gated["budget"], gated["value"], "--", color=OURS, label=GATED)
     plots.doublings(ax, ours["budget"].tolist())
     if legend := ax.get_legend():
         legend.remove()
@@ -153,9 +163,9 @@ def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None
 def _paper_at(ax: Axes, entries: float) -> None:
     """The paper's averages over the full cache's, three of them named."""
     retained = _printed_by_method(printed.retained(_scores()))
-    for name, side in {"compilerkv": -1, "h2o": -1, "streamingllm": 1}.items():
+    for name, side in {"filled": -1, "h2o": -1, "streamingllm": 1}.items():
         ax.annotate(
-            quality.LABELS[name],
+            quality.LABELS["compilerkv" if name == "filled" else name],
             (entries, retained[name]),
             xytext=(7 * side, 0),
             textcoords="offset points",
@@ -259,7 +269,7 @@ def thresholds(admitted: pandas.DataFrame) -> Figure:
         positive["threshold"],
         marker="_",
         s=60,
-        color=FILLED,
+        color=OTHERS,
         label="the table's, for each document",
     )
     ax.set_yscale("log")

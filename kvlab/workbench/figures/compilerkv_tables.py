@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 
+from kvlab.analyses.compilerkv import alone as marginal
 from kvlab.analyses.compilerkv import held_out as analysis
 from kvlab.analyses.compilerkv import tables as contents
 from kvlab.workbench.figures import plots
@@ -129,4 +130,47 @@ def held_out(findings: Findings) -> Figure:
         ax.grid(True, axis="x")
     axes[0].set_title("What the tables save in likelihood")
     axes[1].set_title("and in attention")
+    return figure
+
+
+def alone(findings: Findings) -> Figure:
+    """What tables from marginal contributions gain on prompts held out, by budget.
+
+    findings: of `alone.held_out`.
+    """
+    gains = findings.frame(marginal.GAIN)
+    figure, axes = plt.subplots(1, len(marginal.COMPARED), figsize=(13, 3.8))
+    for ax, (comparison, words) in zip(axes, marginal.COMPARED.items(), strict=True):
+        rows = at(gains, comparison=comparison)
+        ax.errorbar(
+            range(len(rows)), rows["value"], yerr=plots.spread(rows), fmt="o", color=plots.COLOURS[0], capsize=3
+        )
+        ax.axhline(0, color=AXIS, linewidth=1)
+        ax.set_xticks(range(len(rows)), [str(budget) for budget in rows["budget"]])
+        ax.margins(x=0.3)
+        ax.set_title(words.replace(", ", ",\n"), fontsize=10)
+        ax.set_xlabel("budget")
+    axes[0].set_ylabel("attention kept, gained")
+    return figure
+
+
+def penalty(effect: Findings) -> Figure:
+    """The mean threshold and the share of states that turn nothing away, by the penalty, log by log.
+
+    effect: of `penalty.effect`.
+    """
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8))
+    titles = {
+        "threshold": "mean threshold",
+        "neutral": "share that turns nothing away",
+        "slope": "threshold per nat of entropy",
+    }
+    for ax, (column, title) in zip(axes, titles.items(), strict=True):
+        for tint, log in zip(plots.COLOURS, effect.table["log"].unique(), strict=False):
+            part = at(effect.table, log=log)
+            ax.plot(part["penalty"], part[column], marker="o", color=tint, label=log)
+        ax.set_xscale("symlog", linthresh=5e-4)
+        ax.set(xlabel="penalty, lambda", title=title)
+    axes[2].axhline(0, color=AXIS, linewidth=1)
+    axes[0].legend(fontsize=9)
     return figure

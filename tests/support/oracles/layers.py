@@ -273,20 +273,36 @@ def compilerkv_entropy(queries, keys, prompt_length, window=64):
     return entropy(mean / mean.sum())
 
 
-def compilerkv_scores(queries, keys, values, prompt_length, window=64, utility_window=32, kernel=1, heads=None):
-    """Eq. 6-10: [layer] lists over the prompt, each divided by its maximum."""
+def compilerkv_scores(
+    queries,
+    keys,
+    values,
+    prompt_length,
+    window=64,
+    utility_window=32,
+    kernel=1,
+    heads=None,
+    recent=0,
+    norms="relative",
+    scale="largest",
+):
+    """Eq. 6-10: [layer] lists over the prompt, each divided by its maximum or its mean; what stays is infinite."""
     rows = global_attention(queries, keys, prompt_length, window)
     gathered = rows[max(0, len(rows) - utility_window) :].sum(axis=0)
     result = []
     for layer in range(len(keys)):
         best = [-np.inf] * prompt_length
         for group in range(len(keys[layer])):
-            norms = relative_norms(values[layer, group, :prompt_length])
+            sizes = relative_norms(values[layer, group, :prompt_length])
+            if norms == "none":
+                sizes = [1.0] * prompt_length
             for head in heads_of(group, len(queries[layer]), len(keys[layer])):
                 weight = 1.0 if heads is None else heads[layer][head]
-                best = [max(b, weight * (a * v)) for b, a, v in zip(best, gathered, norms)]
+                best = [max(b, weight * (a * v)) for b, a, v in zip(best, gathered, sizes)]
+        best = best[: prompt_length - recent]
         best = averaged(best, kernel) if kernel > 1 else best
-        result.append([b / max(best) for b in best])
+        unit = max(best) if scale == "largest" else sum(best) / len(best)
+        result.append([b / unit for b in best] + [np.inf] * recent)
     return result
 
 
@@ -305,11 +321,12 @@ def oracle_compilerkv(
     entropies=(2, 10),
     perplexities=(1, 100),
     pad="none",
+    **how,
 ):
     """`heads` [layers][heads] weights, `risk` [layers][entropy bins][perplexity bins] thresholds; None is neutral."""
     if prompt_length <= budget:
         return everything(keys, prompt_length)
-    scores = compilerkv_scores(queries, keys, values, prompt_length, window, utility_window, kernel, heads)
+    scores = compilerkv_scores(queries, keys, values, prompt_length, window, utility_window, kernel, heads, **how)
     kept = []
     for layer, row in enumerate(scores):
         threshold = 0.0

@@ -1,0 +1,92 @@
+"""What the figures of the notebook on speed and memory show, in sentences that follow from the numbers."""
+
+from __future__ import annotations
+
+from kvlab.analyses.findings import Findings, Row
+from kvlab.analyses.speed import footprint, ratios
+from kvlab.analyses.telling import listed, number, percent, side
+
+VARY = "Times belong to this machine and this run, and are no findings; a step in Python costs what a kernel would not."
+
+
+def _by_side(rows: list[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {"above": [], "below": [], "undecided": []}
+    for row in rows:
+        found[side(row, above="above", below="below", undecided="undecided")].append(row)
+    return found
+
+
+def _shown(rows: list[Row]) -> str:
+    return listed([f"{row.keys['policy']} by {percent(row)}" for row in rows])
+
+
+def speed(findings: Findings) -> list[str]:
+    """Which policies decode faster than the full cache after the longest prompt."""
+    rows = [row for row in findings.rows if row.effect == ratios.GAIN and row.keys["where"] == "longest"]
+    found = _by_side(rows)
+    faster, slower, even = (_shown(found[where]) for where in ("above", "below", "undecided"))
+    return [
+        f"After the longest prompt a step is clearly faster than the full cache's with {faster}." if faster else "",
+        f"It is clearly slower with {slower}." if slower else "",
+        f"No difference is clear with {even}." if even else "",
+        VARY,
+    ]
+
+
+def batches(findings: Findings) -> list[str]:
+    """Whether a gain grows with the batch."""
+    rows = [row for row in findings.rows if row.effect == ratios.BATCH_GAIN]
+    if not rows:
+        return ["Larger batches were not measured, or did not fit into memory."]
+    told = [
+        f"with {row.keys['policy']} it "
+        f"{side(row, above='grows by', below='falls by', undecided='changes by no clear')} {percent(row)}"
+        for row in rows
+    ]
+    return [f"From one sequence to the largest batch the gain on the full cache changes: {listed(told)}.", VARY]
+
+
+def first_token(findings: Findings) -> list[str]:
+    """What compression costs at the first token, and whether an answer earns it back."""
+    told = []
+    for row in findings.rows:
+        if row.effect == ratios.FIRST_TOKEN:
+            cost = side(row, above="later", below="earlier", undecided="at no clearly different time")
+            told.append(f"The first token comes {cost} with {row.keys['policy']} ({percent(row)}).")
+    saved = _by_side([row for row in findings.rows if row.effect == ratios.ANSWER_SAVED])
+    earned = _shown(saved["above"])
+    told.append(
+        f"A whole answer is clearly quicker with {earned}."
+        if earned
+        else "No policy makes a whole answer clearly quicker at these lengths."
+    )
+    return [*told, VARY]
+
+
+def memory(findings: Findings) -> list[str]:
+    """What is stored, and what that is of all that must be held."""
+    stored = {str(row.keys["policy"]): row.value for row in findings.rows if row.effect == ratios.STORED}
+    saving = {str(row.keys["policy"]): row.value for row in findings.rows if row.effect == ratios.MEMORY_SAVING}
+    least = min(stored, key=lambda name: stored[name])
+    best = max(saving, key=lambda name: saving[name])
+    return [
+        f"After the longest prompt {least} stores {stored[least]:.0%} of the full cache's bytes; bytes are counted, "
+        "and do not vary.",
+        f"With the weights that saves at most {saving[best]:.1%} ({best}): of a short prompt the weights are nearly "
+        "everything, and papers that print savings of a run's memory measure that share.",
+    ]
+
+
+def printed(table_a1: Findings) -> list[str]:
+    """CompilerKV's table A1 beside its text.
+
+    Args:
+        table_a1: of `footprint.compilerkv_table_a1`.
+    """
+    least = table_a1.row(footprint.SMALLEST_SAVING).value
+    growth = table_a1.row(footprint.GROWTH_OVER_CACHE)
+    return [
+        f"CompilerKV's table A1 saves {least:.0%} of memory at the shortest context, where the text says 14 to 16 %.",
+        f"Its full cache grows {number(growth, 2)} times as fast as the bytes of the entries: what lies beyond them "
+        "are activations and the allocator, which no eviction touches.",
+    ]

@@ -1,0 +1,117 @@
+"""What the figures of the tasks' notebook show, in sentences that follow from the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.tasks import gains
+from kvlab.analyses.telling import listed, number, percent, side
+
+
+def _levels(findings: Findings, measure: str, task: str) -> pd.DataFrame:
+    """The rows of a measure of one task at its smallest budget, the largest value first."""
+    levels = findings.frame(gains.AT_BUDGET).query("measure == @measure and task == @task")
+    return levels[levels["budget"] == levels["budget"].min()].sort_values("value", ascending=False, kind="stable")
+
+
+def needles(findings: Findings) -> list[str]:
+    """Who finds the needle with few entries."""
+    hits = _levels(findings, "hits", "needle")
+    if hits.empty:
+        return ["No policy looked for a needle."]
+    best, worst = hits.iloc[0], hits.iloc[-1]
+    budget = float(best["budget"])
+    rows = [
+        findings.row(gains.AT_BUDGET, measure="hits", task="needle", policy=row["policy"], budget=budget)
+        for row in (best, worst)
+    ]
+    full = findings.row(gains.WITHOUT_BUDGET, measure="hits", task="needle", policy="full")
+    all_found = int((hits["value"] >= full.value).sum())
+    return [
+        f"With {budget:g} entries {best['policy']} finds {percent(rows[0])} of the needle's digits and "
+        f"{worst['policy']} {percent(rows[1])}; the full cache finds {percent(full)}.",
+        f"Of {len(hits)} policies {all_found} lose nothing there: one needle parts those that keep its tokens from "
+        "those that do not, and says little about what is between.",
+    ]
+
+
+def against_budget(findings: Findings) -> list[str]:
+    """Whose answers stay likely as budgets shrink."""
+    loss = _levels(findings, "loss", "qa")
+    if loss.empty:
+        return ["No policy answered questions."]
+    worst, best = loss.iloc[0], loss.iloc[-1]
+    budget = float(best["budget"])
+    of = {
+        row["policy"]: findings.row(gains.AT_BUDGET, measure="loss", task="qa", policy=row["policy"], budget=budget)
+        for row in (best, worst)
+    }
+    return [
+        f"With {budget:g} entries the right answers to questions lose least with {best['policy']}, "
+        f"{number(of[best['policy']])} nats a token, and most with {worst['policy']}, {number(of[worst['policy']])}.",
+        "These are likelihoods of one model of this size on a few questions, and no score of LongBench.",
+    ]
+
+
+def zsmerge_table_2(findings: Findings) -> list[str]:
+    """ZSMerge against H2O on questions, budget by budget."""
+    rows = findings.frame(gains.GAIN).query("task == 'qa' and better == 'zsmerge' and other == 'h2o'")
+    if rows.empty:
+        return ["ZSMerge and H2O did not meet on questions."]
+    found = [
+        (row["budget"], findings.row(gains.GAIN, task="qa", better="zsmerge", other="h2o", budget=row["budget"]))
+        for row in rows.sort_values("budget").to_dict("records")
+    ]
+    told = listed([f"{number(row)} at {budget:g}" for budget, row in found])
+    clear = sum(side(row, above="1", below="", undecided="") == "1" for _, row in found)
+    return [
+        f"ZSMerge's gain on H2O is, in nats a token, {told} entries.",
+        f"It is clear at {clear} of {len(found)} budgets; the paper sees it grow as budgets shrink.",
+    ]
+
+
+def claimed(findings: Findings) -> list[str]:
+    """How many of the gains that papers claim are seen on these tasks."""
+    rows = gains.claimed(findings)
+    if rows.empty:
+        return ["None of the gains that the papers claim was measured."]
+    clear, reversed_ = rows.query("low > 0"), rows.query("high < 0")
+    open_ = len(rows) - len(clear) - len(reversed_)
+    return [
+        f"Of {len(rows)} gains that the papers claim, {len(clear)} are clear here, {len(reversed_)} are clearly "
+        f"losses, and {open_} cannot be told from none.",
+        f"Clear: {_named(clear)}." if len(clear) else "",
+        f"Losses: {_named(reversed_)}." if len(reversed_) else "",
+        "More examples would decide more of them: the full profile has them." if open_ else "",
+    ]
+
+
+def _named(rows: pd.DataFrame, most: int = 4) -> str:
+    names: Sequence[str] = rows["label"].tolist()
+    shown = [*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])]
+    return (
+        listed(list(shown))
+        .replace(", needle", " on needles")
+        .replace(", qa", " on questions")
+        .replace(", ruler", " on RULER")
+    )
+
+
+def question(findings: Findings) -> list[str]:
+    """What it costs to compress before the question is read."""
+    rows = findings.frame(gains.QUESTION_AWARE).to_dict("records")
+    if not rows:
+        return ["No policy was asked to compress before the question."]
+    told = []
+    for keys in rows:
+        key = {name: keys[name] for name in ("task", "policy", "budget")}
+        row = findings.row(gains.QUESTION_AWARE, **key)
+        cost = side(row, above="costs", below="saves", undecided="changes by no clear amount,")
+        told.append(f"with {keys['policy']} at {keys['budget']:g} it {cost} {number(row)} nats a token")
+    return [
+        f"Compressing before the question has been read: {listed(told)}.",
+        "What a method keeps for a question that it knows says little about a cache that must serve any question.",
+    ]

@@ -1,0 +1,89 @@
+"""What the figures of the notebooks that compare all methods show, in sentences that follow from the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.telling import listed
+from kvlab.analyses.together import equal_bytes, storing
+
+NOUNS = {"stored": "stored", "read": "read at a step"}
+
+
+def pareto(measured: pd.DataFrame, side: str) -> list[str]:
+    """Which policies no other beats at some budget."""
+    points = equal_bytes.points(measured, side, "output_error")
+    on, every = points.query("front")["policy"], points.query("policy != 'full'")["policy"].nunique()
+    counts = on.value_counts()
+    return [
+        f"By bytes {NOUNS[side]} {len(counts)} of {every} policies stand on the front of output error at some budget: "
+        f"{listed([str(name) for name in counts.index])}.",
+        "A point on the front is a mean over documents; whether neighbours differ beyond chance is asked below, at "
+        "equal bytes.",
+    ]
+
+
+def at_equal_bytes(
+    summaries: Mapping[str, pd.DataFrame], shares: Mapping[str, float], measure: str = "output_error"
+) -> list[str]:
+    """Who is best at equal bytes, and who cannot be told from it.
+
+    Args:
+        summaries: of `equal_bytes.summary`, for "stored" and "read".
+        shares: of the full cache's bytes, likewise.
+    """
+    sides = (_at_side(summary, side, shares[side], measure) for side, summary in summaries.items())
+    return [sentence for sentences in sides for sentence in sentences]
+
+
+def _at_side(summary: pd.DataFrame, side: str, share: float, measure: str) -> list[str]:
+    known = summary[~summary["policy"].isin(["full", equal_bytes.ORACLE])].dropna(subset=measure).sort_values(measure)
+    if known.empty:
+        return [f"At {share:.1%} of the bytes {NOUNS[side]} no policy was measured."]
+    best, worst = known.iloc[0], known.iloc[-1]
+    near = known[known[f"{measure}_low"] <= best[f"{measure}_high"]]["policy"].tolist()[1:]
+    name = measure.replace("_", " ")
+    sentences = [
+        f"At {share:.1%} of the full cache's bytes {NOUNS[side]}, {best['policy']} has the smallest {name}, "
+        f"{best[measure]:.3f} ({best[f'{measure}_low']:.3f} to {best[f'{measure}_high']:.3f}), and {worst['policy']} "
+        f"the largest, {worst[measure]:.3f}."
+    ]
+    if near:
+        shown = [*near[:4], *([f"{len(near) - 4} more"] if len(near) > 4 else [])]
+        sentences.append(f"The intervals of {listed([str(one) for one in shown])} overlap with it.")
+    missing = int(summary[measure].isna().sum())
+    if missing:
+        sentences.append(f"{missing} policies have no value there: they cannot be made as small, or were not measured.")
+    return sentences
+
+
+def needles(hidden: Findings) -> list[str]:
+    """Who finds needles wherever they stand."""
+    rows = hidden.frame(equal_bytes.NEEDLE).sort_values("value", ascending=False, kind="stable")
+    full = rows.query("policy == 'full'")["value"]
+    others = rows.query("policy != 'full'")
+    top = others[others["value"] >= others["value"].max()]["policy"].tolist()
+    last = others.iloc[-1]
+    whole = f"; the full cache finds {full.iloc[0]:.0%}" if len(full) else ""
+    return [
+        f"Most of the needles' digits are found with {listed([str(name) for name in top])} "
+        f"({others['value'].max():.0%}), fewest with {last['policy']} ({last['value']:.0%}){whole}.",
+        "One text and a handful of places: this ranks no neighbours, and chance alone finds a tenth.",
+    ]
+
+
+def evict_or_quantise(measured: pd.DataFrame) -> list[str]:
+    """Which systems no other beats by the bytes that they store."""
+    sentences = []
+    for name, label in (("kl", "KL of the next token"), ("output_error", "output error")):
+        points = storing.points(measured, name).query("front")
+        systems = dict.fromkeys(f"{row['policy']} in {row['storage']}" for row in points.to_dict("records"))
+        whole = sum(system.startswith("full ") for system in systems)
+        sentences.append(
+            f"By {label} the front holds {len(systems)} pairs of a policy and a storage, {whole} of them the full "
+            f"cache in fewer bits: {listed(list(systems)[:5])}{' and others' if len(systems) > 5 else ''}."
+        )
+    return [*sentences, "Whether neighbours on it differ beyond chance is asked below."]

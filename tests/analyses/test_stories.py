@@ -1,0 +1,169 @@
+"""The sentences of the notebooks on tasks, speed and all methods together, on made-up findings in both directions."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.speed import footprint, ratios
+from kvlab.analyses.speed import story as of_speed
+from kvlab.analyses.tasks import gains
+from kvlab.analyses.tasks import story as of_tasks
+from kvlab.analyses.together import equal_bytes
+from kvlab.analyses.together import story as of_all
+
+
+def around(value, width=0.01):
+    return value, (value - width, value + width)
+
+
+def told(sentences) -> str:
+    sentences = [sentence for sentence in sentences if sentence]
+    assert 1 <= len(sentences) <= 5
+    assert all(sentence[0].isupper() and sentence.endswith(".") and "  " not in sentence for sentence in sentences)
+    return " ".join(sentences)
+
+
+def empty() -> Findings:
+    return Findings(pd.DataFrame())
+
+
+# --- tasks
+
+
+def test_needles_and_questions_name_the_best_and_the_worst():
+    found = empty()
+    for policy, budget, hits, loss in (("snapkv", 128, 0.9, 0.2), ("h2o", 128, 0.3, 0.6), ("dapq", 256, 1.0, 0.0)):
+        keys = {"policy": policy, "budget": budget}
+        found.set(gains.AT_BUDGET, *around(hits), measure="hits", task="needle", **keys)
+        found.set(gains.AT_BUDGET, *around(loss), measure="loss", task="qa", **keys)
+    found.set(gains.WITHOUT_BUDGET, *around(0.9), measure="hits", task="needle", policy="full")
+    text = told(of_tasks.needles(found))
+    assert "With 128 entries snapkv finds 90 %" in text and "h2o 30 %" in text and "Of 2 policies 1 lose" in text
+    text = told(of_tasks.against_budget(found))
+    assert "least with snapkv, 0.200" in text and "most with h2o, 0.600" in text
+    assert "No policy" in told(of_tasks.needles(empty())) and "No policy" in told(of_tasks.against_budget(empty()))
+
+
+@pytest.mark.parametrize(("gain", "clear", "lost", "open_"), [(0.1, 1, 0, 0), (-0.1, 0, 1, 0), (0.001, 0, 0, 1)])
+def test_claimed_gains_are_counted_by_what_their_intervals_say(gain, clear, lost, open_):
+    found = empty()
+    found.set(gains.GAIN, *around(gain), task="qa", better="zsmerge", other="h2o", budget=64)
+    text = told(of_tasks.claimed(found))
+    assert f"{clear} are clear here, {lost} are clearly losses, and {open_} cannot" in text
+    assert ("zsmerge over h2o on questions" in text) is (open_ == 0)
+    assert f"clear at {clear} of 1 budgets" in told(of_tasks.zsmerge_table_2(found))
+    assert "None of the gains" in told(of_tasks.claimed(empty())) and "did not meet" in told(
+        of_tasks.zsmerge_table_2(empty())
+    )
+
+
+@pytest.mark.parametrize(("cost", "says"), [(0.3, "costs"), (-0.3, "saves"), (0.001, "no clear amount")])
+def test_a_question_held_back(cost, says):
+    found = empty()
+    found.set(gains.QUESTION_AWARE, *around(cost), task="needle", policy="snapkv", budget=128)
+    assert f"with snapkv at 128 it {says}" in told(of_tasks.question(found)) or says in told(of_tasks.question(found))
+    assert "No policy" in told(of_tasks.question(empty()))
+
+
+# --- speed
+
+
+@pytest.mark.parametrize(
+    ("gain", "says"), [(0.2, "clearly faster"), (-0.2, "clearly slower"), (0.001, "No difference")]
+)
+def test_times_are_told_by_their_intervals_and_as_times(gain, says):
+    found = empty()
+    found.set(ratios.GAIN, *around(gain), policy="h2o", where="longest")
+    found.set(ratios.GAIN, *around(-gain), policy="h2o", where="shortest")
+    found.set(ratios.BATCH_GAIN, *around(gain), policy="h2o")
+    found.set(ratios.FIRST_TOKEN, *around(gain), policy="compilerkv")
+    found.set(ratios.ANSWER_SAVED, *around(gain), policy="h2o")
+    text = told(of_speed.speed(found))
+    assert says in text and text.count("clear") == 1 and "no findings" in text
+    assert {0.2: "grows by", -0.2: "falls by", 0.001: "no clear"}[gain] in told(of_speed.batches(found))
+    text = told(of_speed.first_token(found))
+    assert {0.2: "later", -0.2: "earlier", 0.001: "no clearly different"}[gain] in text
+    assert ("clearly quicker with h2o" in text) is (gain == 0.2)
+    assert "not measured" in told(of_speed.batches(empty()))
+
+
+def test_memory_names_the_least_and_what_it_is_of_everything():
+    found = empty()
+    for policy, share, saving in (("h2o", 0.1, 0.02), ("rocketkv", 0.4, 0.01)):
+        found.set(ratios.STORED, share, policy=policy)
+        found.set(ratios.MEMORY_SAVING, saving, policy=policy)
+    text = told(of_speed.memory(found))
+    assert "h2o stores 10%" in text and "at most 2.0% (h2o)" in text
+    printed = empty()
+    printed.set(footprint.SMALLEST_SAVING, 0.05)
+    printed.set(footprint.GROWTH_OVER_CACHE, 2.8)
+    assert "5% of memory" in told(of_speed.printed(printed)) and "2.8 times" in told(of_speed.printed(printed))
+
+
+# --- all together
+
+
+def measured():
+    rows = [
+        {
+            "policy": policy,
+            "budget": budget,
+            "document": document,
+            "stored_bytes": size * budget,
+            "read_bytes": size * budget,
+            "full_bytes": 1000.0,
+            **dict.fromkeys(equal_bytes.QUALITY, error / budget),
+        }
+        for policy, size, error in (("good", 1.0, 1.0), ("bad", 1.0, 3.0))
+        for budget in (100, 200)
+        for document in ("a", "b")
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_the_front_and_the_best_at_equal_bytes():
+    text = told(of_all.pareto(measured(), "stored"))
+    assert "1 of 2 policies" in text and "good" in text and "bad" not in text
+    summary = equal_bytes.summary(equal_bytes.at_equal(measured(), "stored", 0.15))
+    text = told(of_all.at_equal_bytes({"stored": summary}, {"stored": 0.15}))
+    assert "good has the smallest output error" in text and "bad the largest" in text and "overlap" not in text
+    wide = summary.assign(output_error_low=0.0, output_error_high=1.0)
+    assert "bad overlap" in told(of_all.at_equal_bytes({"stored": wide}, {"stored": 0.15}))
+    nowhere = equal_bytes.summary(equal_bytes.at_equal(measured(), "stored", 0.9))
+    assert "no policy was measured" in told(of_all.at_equal_bytes({"stored": nowhere}, {"stored": 0.9}))
+
+
+def test_needles_of_all_policies():
+    found = empty()
+    for policy, score in (("full", 1.0), ("a", 0.9), ("b", 0.9), ("c", 0.1)):
+        found.set(equal_bytes.NEEDLE, score, policy=policy)
+    text = told(of_all.needles(found))
+    assert "with a and b (90%), fewest with c (10%); the full cache finds 100%" in text
+
+
+def test_pairs_of_policy_and_storage_on_the_front():
+    rows = [
+        {
+            "policy": policy,
+            "storage": storage,
+            "budget": budget,
+            "document": document,
+            "measure": measure,
+            "stored_bytes": size,
+            "full_bytes": 100.0,
+            "value": value,
+        }
+        for policy, storage, budget, size, value in (
+            ("full", "as_is", None, 100.0, 0.0),
+            ("full", "int8", None, 52.0, 0.01),
+            ("snapkv", "as_is", 0.6, 60.0, 0.2),
+            ("snapkv", "kivi-4", 0.4, 16.0, 0.4),
+        )
+        for document in ("a", "b")
+        for measure in ("kl", "output_error")
+    ]
+    text = told(of_all.evict_or_quantise(pd.DataFrame(rows)))
+    assert "2 pairs of a policy and a storage, 1 of them the full cache" in text and "snapkv in kivi-4" in text
+    assert "snapkv in as_is" not in text
