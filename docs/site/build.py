@@ -11,6 +11,7 @@ import html
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import nbformat
@@ -46,13 +47,19 @@ def stage(source: Path) -> None:
     shutil.copy(HERE / "conf.py", source)
     shutil.copytree(HERE / "static", source / "static")
     (source / "README.md").write_text(_licence_inside(source / "README.md"), encoding="utf-8")
-    with (source / "docs" / "policies.md").open("a", encoding="utf-8") as file:
-        names = "\n".join(f"policies/{name}" for name in registry() if (ROOT / f"docs/policies/{name}.md").is_file())
-        file.write(f"\n```{{toctree}}\n:hidden:\n\n{names}\n```\n")
+    _join(source / "docs" / "policies.md", registry())
+    _join(source / "docs" / "disagreements.md", [paper.name for paper in papers.papers()])
     (source / "notebooks.md").write_text(_notebooks(), encoding="utf-8")
     (source / "gallery.md").write_text(_gallery(source / "gallery"), encoding="utf-8")
     (source / "ledger.md").write_text(_ledger(), encoding="utf-8")
     (source / "reference.md").write_text(_reference(), encoding="utf-8")
+
+
+def _join(page: Path, names: Iterable[str]) -> None:
+    """Put the pages of the folder that has a page's name under it, in the order of `names`."""
+    held = "\n".join(f"{page.stem}/{name}" for name in names if (page.with_suffix("") / f"{name}.md").is_file())
+    with page.open("a", encoding="utf-8") as file:
+        file.write(f"\n```{{toctree}}\n:hidden:\n\n{held}\n```\n")
 
 
 def _licence_inside(page: Path) -> str:

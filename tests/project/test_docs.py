@@ -17,13 +17,14 @@ from support.projects import blank_store
 from support.texts import FERRY
 
 import kvlab
-from kvlab import cli
+from kvlab import cli, papers
 from kvlab.inputs import models
 from kvlab.inputs.models import loading
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Made by `kvlab pages`.
 METHODS = sorted((ROOT / "docs" / "policies").glob("*.md"))
+DISAGREEMENTS = sorted((ROOT / "docs" / "disagreements").glob("*.md"))
 COMMANDS = typer.main.get_command(cli.app).commands
 
 
@@ -54,14 +55,23 @@ def lines(page: Path, first: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in shown if line.startswith(f"{first} ")]
 
 
-@pytest.mark.parametrize("page", PAGES + METHODS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + METHODS + DISAGREEMENTS, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
         if not target.startswith("https://"):
             assert (page.parent / target).is_file(), target
 
 
-@pytest.mark.parametrize("page", PAGES + METHODS, ids=lambda page: page.name)
+def test_disagreements_name_claims_that_there_are():
+    """Each paper has its page, which names claims of that paper."""
+    known = {claim.id for claim in papers.claims()}
+    assert {page.stem for page in DISAGREEMENTS} == {paper.name for paper in papers.papers()}
+    for page in DISAGREEMENTS:
+        named = re.findall(rf"`({page.stem}\.[\w.]+)`", page.read_text(encoding="utf-8"))
+        assert named and set(named) <= known, (page.name, set(named) - known)
+
+
+@pytest.mark.parametrize("page", PAGES + METHODS + DISAGREEMENTS, ids=lambda page: page.name)
 def test_commands_and_their_options_exist(page):
     for _, name, *words in lines(page, "kvlab"):
         assert name in COMMANDS, name
