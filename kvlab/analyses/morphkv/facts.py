@@ -153,7 +153,10 @@ def asked_late(lm: LM, texts: Planted, prompt: int, policies: dict[str, Policy])
             for method in policies
         ]
     findings = Findings(pd.DataFrame(rows))
-    nats, held = (findings.table.pivot(index="document", columns="policy", values=of) for of in ("nats", "stored"))
+    nats, held = (
+        {name: part.set_index("document")[of] for name, part in findings.table.groupby("policy")}
+        for of in ("nats", "stored")
+    )
     for method in policies:
         findings.add(WORSE, nats[method], policy=method)
         findings.add(STORED, held[method], policy=method)
