@@ -88,7 +88,8 @@ def _saved_over_snapkv(model: str, benchmark: str, response: float, prompt: floa
     Args:
         prompt: tokens; longer than every capacity unless given.
     """
-    shape, settings = sizes.paper_models()[model], sizes.settings(benchmark)["capacity"]
+    shape = sizes.paper_models()[model]
+    settings: Any = sizes.settings(benchmark)["capacity"]
     prompt = float(max(settings)) if prompt is None else prompt
     own = sizes.entries("morphkv", prompt, response, settings["morphkv"])
     return 1 - own / sizes.entries("snapkv", prompt, response, settings["snapkv"], sets=shape.group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 import torch
@@ -196,7 +196,8 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
         slopes = _slopes(findings.table, measure)
         for name in ("snapkv", "h2o"):
             findings.add(TIMES, slopes[name] / slopes["morphkv"], measure=measure, policy=name)
-    shares = {name: part.set_index("document")["share"] for name, part in pd.DataFrame(early).groupby("policy")}
+    by_policy = pd.DataFrame(early).groupby("policy")
+    shares: dict[Any, Any] = {name: part.set_index("document")["share"] for name, part in by_policy}
     for name in shares:
         findings.add(EARLY, shares[name], policy=name)
         if name != "morphkv":
