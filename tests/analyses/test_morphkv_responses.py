@@ -12,7 +12,7 @@ from support.spread import students
 
 import kvlab
 from kvlab import papers
-from kvlab.analyses.morphkv import printed, responses, sizes, windows
+from kvlab.analyses.morphkv import headlines, printed, responses, sizes, windows
 from kvlab.analyses.morphkv.sizes import Geometry
 from kvlab.errors import KvlabError
 
@@ -199,6 +199,7 @@ def test_every_claim_of_the_responses_is_about_something_found(random_traces, in
         printed.long_responses(),
         printed.long_contexts(),
         printed.rescored(None),
+        *headlines.everything(),
     ]
     assert len(papers.claims("morphkv_long_responses", paper="morphkv")) > 20
     assert not unmeasured("morphkv_long_responses", *found, paper="morphkv")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -153,7 +153,11 @@ def asked_late(lm: LM, texts: Planted, prompt: int, policies: dict[str, Policy])
             for method in policies
         ]
     findings = Findings(pd.DataFrame(rows))
-    nats, held = (findings.table.pivot(index="document", columns="policy", values=of) for of in ("nats", "stored"))
+    by_policy: list[Any] = [
+        {name: part.set_index("document")[of] for name, part in findings.table.groupby("policy")}
+        for of in ("nats", "stored")
+    ]
+    nats, held = by_policy
     for method in policies:
         findings.add(WORSE, nats[method], policy=method)
         findings.add(STORED, held[method], policy=method)

@@ -37,9 +37,10 @@ COMPARED = ("mass_lost", "output_error")
 
 def ungrouped(trace: Trace) -> Trace:
     """The trace as of a model with a KV head for each query head: keys and values repeated, the same attention."""
-    repeated = [tensor.repeat_interleave(trace.heads // trace.kv_heads, dim=1) for tensor in (trace.keys, trace.values)]
+    group = trace.heads // trace.kv_heads
+    keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (trace.keys, trace.values))
     softmax = {"scaling": trace.scaling, "softcap": trace.softcap, "sinks": trace.sinks}
-    apart = Trace.from_tensors(trace.queries, *repeated, trace.prompt_length, **softmax)
+    apart = Trace.from_tensors(trace.queries, keys, values, trace.prompt_length, **softmax)
     apart.layout, apart.ids, apart.meta = trace.layout, trace.ids, dict(trace.meta)
     return apart
 
@@ -66,7 +67,7 @@ def section_3_3(traces: Iterable[Trace], window: int, capacity: int) -> Findings
                 frame.assign(document=trace.document, variant=variant) for frame in along_steps(result, COMPARED)
             ]
     findings = Findings(pd.concat(frames, ignore_index=True))
-    means = findings.table.groupby(["measure", "variant", "document"])["value"].mean()
+    means: Any = findings.table.groupby(["measure", "variant", "document"])["value"].mean()
     for measure in COMPARED:
         for variant in VARIANTS:
             values = means.loc[measure, variant]

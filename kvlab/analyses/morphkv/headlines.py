@@ -6,6 +6,8 @@ shape of a model.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from kvlab import papers, scores
@@ -68,9 +70,9 @@ def memory() -> Findings:
                     "saving": savings[benchmark][0],
                 }
             )
-        values = pd.DataFrame(savings.values(), columns=["saving", "moved"]).mean()
-        findings.set(SAVING_FROM_BARS, values["saving"], method=method)
-        findings.set(SAVING_FROM_BARS_INPUTS, values["moved"], method=method)
+        saving, moved = (sum(numbers) / len(savings) for numbers in zip(*savings.values(), strict=True))
+        findings.set(SAVING_FROM_BARS, saving, method=method)
+        findings.set(SAVING_FROM_BARS_INPUTS, moved, method=method)
     longbench = printed.loc["longbench"]
     for method, size in {"snapkv": longbench["snapkv"], "full": 1.0}.items():
         findings.set(OVER_MORPHKV, size / longbench["morphkv"], method=method)
@@ -86,8 +88,9 @@ def _saved_over_snapkv(model: str, benchmark: str, response: float, prompt: floa
     Args:
         prompt: tokens; longer than every capacity unless given.
     """
-    shape, settings = sizes.paper_models()[model], sizes.settings(benchmark)["capacity"]
-    prompt = settings.max() if prompt is None else prompt
+    shape = sizes.paper_models()[model]
+    settings: Any = sizes.settings(benchmark)["capacity"]
+    prompt = float(max(settings)) if prompt is None else prompt
     own = sizes.entries("morphkv", prompt, response, settings["morphkv"])
     return 1 - own / sizes.entries("snapkv", prompt, response, settings["snapkv"], sets=shape.group)
 
@@ -154,7 +157,7 @@ def table_7() -> Findings:
         `table1/most_over_methods` and `table1/most_over_full` (relative gains).
     """
     first = papers.figure("morphkv", "table1").melt("method", var_name="model", value_name="total")
-    table = papers.figure("morphkv", "table7").merge(first, on=["model", "method"])
+    table: Any = papers.figure("morphkv", "table7").merge(first, on=["model", "method"])
     criteria = ["relevance", "accuracy", "coherence", "clarity", "breadth_and_depth", "last"]
     table["mean_of_six"] = table[criteria].mean(axis=1)
     findings = Findings(table.filter(["model", "method", "total", "last", "mean_of_six"]))
@@ -165,7 +168,7 @@ def table_7() -> Findings:
         findings.set(SIXTH, abs(row["mean_of_six"] - row["total"]), model=row["model"])
     relevance = table.pivot(index="model", columns="method", values="relevance")
     findings.set(RELEVANCE, (relevance["morphkv"] - relevance["h2o"]).min())
-    totals = first.pivot(index="model", columns="method", values="total")
+    totals: Any = first.pivot(index="model", columns="method", values="total")
     over_methods = totals["morphkv"] / totals[["h2o", "snapkv"]].min(axis=1) - 1
     findings.set(MOST_OVER, over_methods.max(), which="methods")
     findings.set(MOST_OVER, (totals["morphkv"] / totals["full"] - 1).max(), which="full")
@@ -179,7 +182,7 @@ def table_2() -> Findings:
         Table with columns model, what, morphkv, best_other; metric `table2/share_not_worse`.
     """
     long = papers.figure("morphkv", "table2").melt(["model", "method"], var_name="what", value_name="score")
-    wide = long.pivot(index=["model", "what"], columns="method", values="score").reset_index()
+    wide: Any = long.pivot(index=["model", "what"], columns="method", values="score").reset_index()
     wide["best_other"] = wide[["h2o", "snapkv"]].max(axis=1)
     findings = Findings(wide.filter(["model", "what", "morphkv", "best_other"]))
     findings.set(NOT_WORSE, (wide["morphkv"] >= wide["best_other"]).mean())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 import torch
@@ -108,8 +108,9 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
             # The paper's SnapKV keeps fewer entries for each head: its recall is of the same top.
             k = methods["morphkv"].entries(trace.prompt_length)
             for name, method in methods.items():
-                if hasattr(method, "window"):
-                    choices[name, share] = method.entries(trace.prompt_length) - method.window
+                window_of = dict(method).get("window")
+                if isinstance(window_of, int):
+                    choices[name, share] = method.entries(trace.prompt_length) - window_of
                 setting = {"document": trace.document, "share": share, "policy": name}
                 frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method, k=k))]
     findings = Findings(pd.concat(frames, ignore_index=True))
@@ -195,7 +196,8 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
         slopes = _slopes(findings.table, measure)
         for name in ("snapkv", "h2o"):
             findings.add(TIMES, slopes[name] / slopes["morphkv"], measure=measure, policy=name)
-    shares = pd.DataFrame(early).pivot(index="document", columns="policy", values="share")
+    by_policy = pd.DataFrame(early).groupby("policy")
+    shares: dict[Any, Any] = {name: part.set_index("document")["share"] for name, part in by_policy}
     for name in shares:
         findings.add(EARLY, shares[name], policy=name)
         if name != "morphkv":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from kvlab import papers
 from kvlab.analyses.findings import Findings, Row
@@ -75,7 +76,7 @@ def fusions(found: Findings, regimes: Findings, printed: Findings) -> list[str]:
     )
     row = printed.row(tables.MAX_OVER_SUM)
     follows = "as its rows do" if row.value > 0 else "while its rows are in favour of the sum"
-    (text,) = [claim.paper_value for claim in papers.claims(paper="morphkv") if claim.metric == row.metric]
+    (text,) = [claim.paper_value or 0.0 for claim in papers.claims(paper="morphkv") if claim.metric == row.metric]
     sentences.append(
         f"The text of table 4 states {100 * text:.0f} % in favour of the maximum, {follows} ({percent(row)})."
     )
@@ -182,7 +183,9 @@ def growth(stored: Findings) -> list[str]:
     rows = {row.keys["policy"]: row for row in stored.rows if row.effect == sizes.GROWTH}
     deviation = stored.row(sizes.DEVIATION).value
     right = "is what is stored" if deviation < 1e-6 else f"is off by up to {100 * deviation:.1f} %"
-    told = listed([f"{METHODS.get(name, 'MorphKV')} {row.value:.2f}" for name, row in rows.items() if name != "full"])
+    told = listed(
+        [f"{METHODS.get(str(name), 'MorphKV')} {row.value:.2f}" for name, row in rows.items() if name != "full"]
+    )
     return [
         f"A decoded token adds, as a multiple of what it adds to the full cache: {told}.",
         f"The formula, with which the next section goes to the paper's models, {right}.",
@@ -194,7 +197,9 @@ def predicted_sizes(predicted: Findings) -> list[str]:
     table = predicted.table.dropna(subset="printed")
     off = (table["predicted"] / table["printed"] - 1).abs()
     worst = table.loc[off.idxmax()]
-    stated = papers.figure("morphkv", "headline").query("statement == 'memory_saving'").set_index("against")["value"]
+    stated: Any = (
+        papers.figure("morphkv", "headline").query("statement == 'memory_saving'").set_index("against")["value"]
+    )
     savings = [
         f"{100 * predicted.row(sizes.SAVING_ON_LONG_RESPONSES, method=method).value:.1f} % over {METHODS[method]} "
         f"(stated {100 * float(stated[method]):.1f} %)"
@@ -286,7 +291,9 @@ def stated_and_recomputed(found: list[Findings]) -> list[str]:
 
 def printed_tables(on_responses: Findings, on_contexts: Findings) -> list[str]:
     """Under tables 1 to 3; arguments: of `printed.long_responses` and `printed.long_contexts`."""
-    stated = papers.figure("morphkv", "headline").query("statement == 'accuracy_gain'").set_index("against")["value"]
+    stated: Any = (
+        papers.figure("morphkv", "headline").query("statement == 'accuracy_gain'").set_index("against")["value"]
+    )
     sentences = []
     for method in ("h2o", "snapkv"):
         row = on_responses.row(tables.GAIN, table="table2", method=method)

@@ -7,6 +7,7 @@ Here the prompt is short and the response many times the budget, so that algorit
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pandas as pd
 
@@ -65,12 +66,12 @@ def merging_while_decoding(traces: Iterable[Trace], budget: int, residual: int) 
         for variant in errors.columns.drop("evict"):
             reduction = 1 - errors[variant] / errors["evict"]
             findings.add(REDUCTION, reduction, definition=definition, variant=variant)
-    errors = findings.table.pivot_table(index="document", columns="variant", values="error")
+    errors: Any = findings.table.pivot_table(index="document", columns="variant", values="error")
     for choice in errors.columns.drop(["evict", "merge"]):
         findings.add_difference(AHEAD, errors["merge"], errors[choice], choice=choice)
     by_part = findings.table.pivot_table(index=["part", "document"], columns="variant", values="error")
     for part, errors in by_part.groupby("part"):
         # Where both still hold everything neither errs, and there is nothing to reduce.
-        if float(errors["evict"].min()) > 1e-6:
+        if min(errors["evict"]) > 1e-6:
             findings.add(REDUCTION_OF_PART, 1 - errors["merge"] / errors["evict"], part=part)
     return findings

@@ -116,7 +116,7 @@ def figure_4(
     return findings
 
 
-def errors_by_layer(result: Replay, steps: slice = slice(None)) -> list[dict[str, float]]:
+def errors_by_layer(result: Replay, steps: slice = slice(None)) -> list[dict[str, int | float]]:
     """For each layer: its number, the errors of DEFINITIONS, and mass_lost, means over heads and these steps."""
     errors, norms = result.output_error[..., steps], result.full_norms[..., steps]
     whole = (errors * norms).square().sum(1).sqrt() / norms.square().sum(1).sqrt()

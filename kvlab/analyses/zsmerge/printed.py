@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from kvlab import papers
@@ -37,7 +39,8 @@ def cells(name: str) -> pd.DataFrame:
         return long.pivot(index=[*keys, "what"], columns="method", values="score").reset_index()
     compressed, full = long[long["method"] != "full"], long[long["method"] == "full"]
     wide = compressed.pivot(index=[*keys, "what"], columns="method", values="score").reset_index()
-    return wide.merge(full.filter(["model", "what", "score"]).rename(columns={"score": "full"}))
+    scores_of_full = full.filter(["model", "what"]).assign(full=full["score"])
+    return wide.merge(scores_of_full)
 
 
 def differences(name: str, method: str = "snapkv") -> pd.DataFrame:
@@ -60,7 +63,7 @@ def over_snapkv() -> Findings:
     """
     findings, parts = Findings(pd.DataFrame()), []
     for name in ("table3", "table5", "table7"):
-        part = differences(name)
+        part: Any = differences(name)
         gains = part["gain"]
         counts = {"wins": (gains > 0).sum(), "losses": (gains < 0).sum(), "ties": (gains == 0).sum()}
         for what, value in {**counts, "mean": gains.mean(), "least": gains.min()}.items():
@@ -78,7 +81,7 @@ def _from_table_5() -> float:
     """The largest distance of table 3's cells from the means of table 5's."""
     keys = ["model", "capacity", "method"]
     categories, tasks = (papers.figure("zsmerge", name).fillna({"capacity": 0}) for name in ("table3", "table5"))
-    both = categories.merge(tasks, on=keys)
+    both: Any = categories.merge(tasks, on=keys)
     return max(float((both[name] - both[list(of)].mean(axis=1)).abs().max()) for name, of in CATEGORIES.items())
 
 
@@ -91,7 +94,7 @@ def infinite_bench() -> Findings:
         printed averages), `table6/share_of_full/printed` and `table6/share_of_full/recomputed`.
     """
     rows = papers.figure("zsmerge", "table6").set_index("method")
-    table = pd.DataFrame({"printed": rows["average"], "recomputed": rows.drop(columns="average").mean(axis=1)})
+    table: Any = pd.DataFrame({"printed": rows["average"], "recomputed": rows.drop(columns="average").mean(axis=1)})
     table["difference"] = table["printed"] - table["recomputed"]
     findings = Findings(table.reset_index())
     # Half of the last printed digit, and what floats are off by.
@@ -112,7 +115,7 @@ def summaries() -> Findings:
     """
     findings, parts = Findings(pd.DataFrame()), []
     for method in ("h2o", "less"):
-        part = differences("table2", method)
+        part: Any = differences("table2", method)
         gains = part["relative"]
         for what, value in {"least": gains.min(), "most": gains.max(), "mean": gains.mean()}.items():
             findings.set(OVER, value, table="table2", method=method, what=what)

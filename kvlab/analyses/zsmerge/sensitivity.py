@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -114,7 +115,7 @@ def open_choices(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
         result = Replay(trace, policy("zsmerge", budget=ratio, **{**RECOMMENDED, **policies[choice]}))
         rows.append({"document": trace.document, "choice": choice, "error": float(result.output_error.mean())})
     findings = Findings(pd.DataFrame(rows))
-    errors = findings.table.pivot(index="document", columns="choice", values="error")
+    errors: Any = findings.table.pivot(index="document", columns="choice", values="error")
     merging = (errors["residual"] - errors["none"]).abs()
     for choice in CHOICES:
         findings.add_difference(WORSE_BY_CHOICE, errors[choice], errors["none"], choice=choice)

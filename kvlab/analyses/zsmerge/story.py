@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvlab import papers
 from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.telling import beside, listed, number, percent, side
@@ -17,7 +19,7 @@ def figure_4(findings: Findings) -> list[str]:
     sentences = [f"Merging is clearly ahead of eviction at {len(clear)} of {len(rows)} ratios."]
     paper = papers.figure("zsmerge", "figure4").set_index("ratio")["reduction"]
     for row in rows:
-        ratio = row.keys["ratio"]
+        ratio = float(str(row.keys["ratio"]))
         if ratio in paper.index and ratio in (0.05, 0.2, 0.5):
             sentences.append(
                 f"At {100 * ratio:.0f} % of the cache it removes {percent(row)} of eviction's error; "
@@ -72,7 +74,7 @@ def _similarity(findings: Findings) -> str:
 
 def by_layer(findings: Findings) -> list[str]:
     """Under the map of layers; findings: of `merging.figure_4`."""
-    gains = merging.reduction_by_layer(findings)
+    gains: Any = merging.reduction_by_layer(findings)
     worse = gains.lt(0).mean()
     tightest = gains.columns.min()
     best = gains.mean(axis="columns")

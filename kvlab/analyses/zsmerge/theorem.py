@@ -79,7 +79,7 @@ def theorem_1(traces: Iterable[Trace], zsmerge: Policy | None = None, steps: int
     findings = Findings(pd.DataFrame(rows))
     findings.set(VIOLATIONS, violations, moment=moment)
     findings.set(SMALLEST_MARGIN, min(findings.table["smallest_margin"]), moment=moment)
-    findings.set(MERGES, findings.table["merges"].sum(), moment=moment)
+    findings.set(MERGES, sum(findings.table["merges"]), moment=moment)
     several = findings.table.loc[findings.table["slots"] > 1].assign(even=lambda table: 1 / table["slots"])
     if len(several):
         means = several.groupby("document")[["fullest", "even"]].mean()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 
@@ -114,7 +114,7 @@ def stated_and_recomputed(memory: Findings, gains: Findings) -> Figure:
         value_format="{:.1f}",
         ax=saved,
     )
-    headline = 100 * papers.figure("morphkv", "headline").set_index("statement")["value"]
+    headline: Any = 100 * papers.figure("morphkv", "headline").set_index("statement")["value"]
     ours = {
         "gain": 100 * gains.row(headlines.QWEN_GAIN).value,
         "saving": 100 * gains.row(headlines.QWEN_SAVING, length="shortest").value,

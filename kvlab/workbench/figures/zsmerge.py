@@ -136,7 +136,7 @@ def while_decoding(findings: Findings) -> Figure:
     kinds.set(ylabel="of eviction's error removed (%)", title="whole response")
     kinds.legend(title="error of", fontsize=9)
     quarters = findings.frame(decoding.REDUCTION_OF_PART)
-    percent = 100 * quarters[["value", "low", "high"]]
+    percent = 100 * quarters.filter(["value", "low", "high"])
     parts.errorbar(
         quarters["part"], percent["value"], yerr=plots.spread(percent), color=plots.COLOURS[0], fmt="o-", capsize=3
     )
