@@ -139,12 +139,6 @@ class Tried:
         entropy, perplexity = (np.array([line[name] for line in lines]) for name in ("entropy", "perplexity"))
         return cls(heads, risk, retained, [line["context"] for line in lines], entropy, perplexity)
 
-    def part(self, chosen: np.ndarray) -> Tried:
-        """Some of the contexts: bool, or numbers."""
-        arrays = (self.heads, self.risk, self.retained)
-        names = [str(name) for name in np.array(self.names)[chosen]]
-        return Tried(*(array[chosen] for array in arrays), names, self.entropy[chosen], self.perplexity[chosen])
-
 
 def attended(trace: Trace) -> Tensor:
     """Attention of the response to the prompt, averaged over its tokens and each layer's query heads, float64

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from kvlab.analyses.compilerkv.quality import by_document, sweep
+from kvlab.analyses.compilerkv.quality import by_method, sweep
 from kvlab.analyses.compilerkv.signal import F, P
 from kvlab.analyses.compilerkv.variants import static_thresholds
 from kvlab.analyses.findings import Findings
@@ -134,7 +134,7 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
             f"static/{budget}": base.using(_with(of_budget, heads, static)),
         }
     findings = Findings(sweep(traces, list(settings.items())))
-    stored = {name: column.mean() for (name, _), column in by_document(findings.table, "stored").items()}
+    stored = {str(name): column.mean() for name, column in by_method(findings.table, "stored").items()}
     twins = {
         f"ungated {kind}/{budget}": settings[f"heads/{budget}"].replace(
             budget=max(1, round(stored[f"{kind}/{budget}"]))
@@ -147,7 +147,7 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
         name: twin.using(settings[f"heads/{name.rpartition('/')[2]}"].tables_in_use) for name, twin in twins.items()
     }
     findings.table = pd.concat([findings.table, sweep(traces, list(twins.items()))], ignore_index=True)
-    kept = {str(name): column for (name, _), column in by_document(findings.table, "kept").items()}
+    kept = {str(name): column for name, column in by_method(findings.table, "kept").items()}
     for name, column in kept.items():
         variant, _, budget = name.rpartition("/")
         findings.add(KEPT, column, variant=variant.replace(" ", "_"), budget=int(budget))
@@ -164,10 +164,16 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
 
 
 def _with(tables: DecisionTables, heads: np.ndarray, risk: np.ndarray | None) -> DecisionTables:
-    parts = {"entropy": tables.entropy, "perplexity": tables.perplexity}
-    if risk is not None:
-        parts |= {"entropy_edges": tables.entropy_edges, "perplexity_edges": tables.perplexity_edges}
-    return DecisionTables(heads=heads.tolist(), risk=None if risk is None else risk.tolist(), **parts)
+    if risk is None:
+        return DecisionTables(heads=heads.tolist(), risk=None)
+    return DecisionTables(
+        heads=heads.tolist(),
+        risk=risk.tolist(),
+        entropy=tables.entropy,
+        perplexity=tables.perplexity,
+        entropy_edges=tables.entropy_edges,
+        perplexity_edges=tables.perplexity_edges,
+    )
 
 
 def _apart(tables: DecisionTables, traces: Sequence[Trace]) -> None:

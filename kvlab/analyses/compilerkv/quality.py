@@ -24,6 +24,7 @@ from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
 from kvlab.methods import Policy, policy
+from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 
@@ -76,7 +77,7 @@ def methods(budget: int | float, tables: str | None) -> dict[str, Policy]:
 
 def twin(filled: Policy, budget: int | float) -> Policy:
     """CompilerKV that differs from SnapKV in its utility alone: with the same pooling and the same kept window."""
-    snapkv = policy("snapkv", budget=budget)
+    snapkv = SnapKV(budget=budget)
     return filled.replace(kernel=snapkv.kernel, recent=snapkv.window)
 
 

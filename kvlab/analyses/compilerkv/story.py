@@ -187,11 +187,11 @@ def steps(findings: Findings, percent_of_prompt: int) -> list[str]:
     norms = findings.row(ablation.NORMS_SPARE, percent=percent_of_prompt)
     mean = findings.row(ablation.MODEL_MEAN_SPARES, percent=percent_of_prompt)
     last = findings.row(ablation.AGAINST_SNAPKV, percent=percent_of_prompt)
-    words = {"above": "spare attention", "below": "cost attention", "undecided": "make no clear difference"}
-    single = {"above": "spares attention", "below": "costs attention", "undecided": "makes no clear difference"}
+    words = "spare attention", "cost attention", "make no clear difference"
+    single = "spares attention", "costs attention", "makes no clear difference"
     return [
-        f"At {percent_of_prompt} % of the prompt value norms {side(norms, **words)} ({number(norms)}), and the mean "
-        f"over the model instead of the layer's own {side(mean, **single)} ({number(mean)}); the paper counts on both.",
+        f"At {percent_of_prompt} % of the prompt value norms {side(norms, *words)} ({number(norms)}), and the mean "
+        f"over the model instead of the layer's own {side(mean, *single)} ({number(mean)}); the paper counts on both.",
         "One set for all heads of a layer, where a set for each KV head is stored at the same price, "
         f"{side(one, above='costs', below='spares', undecided='changes by')} {number(one)}.",
         f"Against the whole of SnapKV, CompilerKV's utility {side(last, above='loses more', below='loses less')} "
@@ -344,7 +344,7 @@ def alone_gains(findings: Findings, signal: Findings) -> list[str]:
             f"{p:.3f})."
         )
     rows = findings.frame(alone.GAIN)
-    budget = int(rows["budget"].max())
+    budget = max(rows["budget"].tolist())
     changed = findings.row(alone.CHANGED, budget=budget).value
     heads = findings.row(alone.GAIN, comparison="heads", budget=budget)
     sentences.append(
@@ -365,13 +365,13 @@ def penalties(findings: Findings) -> list[str]:
     sentences = []
     for log, rows in findings.table.groupby("log", sort=False):
         rows = rows.sort_values("penalty")
-        first, last = rows.iloc[0], rows.iloc[-1]
+        first, last, slopes = rows.iloc[0], rows.iloc[-1], rows["slope"].to_numpy()
         sentences.append(
             f"In the {log} log the mean threshold is {first['threshold']:.4f} with a penalty of {first['penalty']:g} "
             f"and {last['threshold']:.4f} with {last['penalty']:g}"
             + (
                 ", and its slope over entropy changes its sign on the way."
-                if (rows["slope"] < 0).any() and (rows["slope"] > 0).any()
+                if (slopes < 0).any() and (slopes > 0).any()
                 else "."
             )
         )

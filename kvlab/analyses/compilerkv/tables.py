@@ -62,7 +62,7 @@ def threshold_curves(tables: DecisionTables) -> pd.DataFrame:
 
 def middles(tables: DecisionTables) -> tuple[np.ndarray, np.ndarray]:
     """The middle of each bin of entropy, and of perplexity (in its logarithm)."""
-    _, entropies, perplexities = np.shape(tables.risk)
+    _, entropies, perplexities = np.array(tables.risk).shape
     least, most = tables.perplexity
     logs = None if tables.perplexity_edges is None else np.log(tables.perplexity_edges)
     rows = _middles(*tables.entropy, entropies, tables.entropy_edges)

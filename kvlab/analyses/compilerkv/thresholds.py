@@ -42,7 +42,7 @@ def cells(traces: Sequence[Trace], tables: str | None) -> Findings:
             }
         )
     findings = Findings(pd.DataFrame(rows))
-    findings.set(CELLS, findings.table.query("visited")["cell"].nunique())
+    findings.set(CELLS, len(set(findings.table.query("visited")["cell"])))
     return findings
 
 

@@ -14,7 +14,7 @@ from kvlab.analyses.telling import listed, number, percent, side
 def _levels(findings: Findings, measure: str, task: str) -> pd.DataFrame:
     """The rows of a measure of one task at its smallest budget, the largest value first."""
     levels = findings.frame(gains.AT_BUDGET).query("measure == @measure and task == @task")
-    return levels[levels["budget"] == levels["budget"].min()].sort_values("value", ascending=False, kind="stable")
+    return levels.query("budget == budget.min()").sort_values("value", ascending=False, kind="stable")
 
 
 def needles(findings: Findings) -> list[str]:
@@ -29,7 +29,7 @@ def needles(findings: Findings) -> list[str]:
         for row in (best, worst)
     ]
     full = findings.row(gains.WITHOUT_BUDGET, measure="hits", task="needle", policy="full")
-    all_found = int((hits["value"] >= full.value).sum())
+    all_found = sum(value >= full.value for value in hits["value"])
     return [
         f"With {budget:g} entries {best['policy']} finds {percent(rows[0])} of the needle's digits and "
         f"{worst['policy']} {percent(rows[1])}; the full cache finds {percent(full)}.",

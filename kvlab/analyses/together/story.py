@@ -10,6 +10,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.telling import listed
 from kvlab.analyses.together import equal_bytes, storing
 
+NO_RIVALS = ["full", equal_bytes.ORACLE]
 NOUNS = {"stored": "stored", "read": "read at a step"}
 
 
@@ -40,7 +41,7 @@ def at_equal_bytes(
 
 
 def _at_side(summary: pd.DataFrame, side: str, share: float, measure: str) -> list[str]:
-    known = summary[~summary["policy"].isin(["full", equal_bytes.ORACLE])].dropna(subset=measure).sort_values(measure)
+    known = summary.dropna(subset=measure).query("policy not in @NO_RIVALS").sort_values(measure)
     if known.empty:
         return [f"At {share:.1%} of the bytes {NOUNS[side]} no policy was measured."]
     best, worst = known.iloc[0], known.iloc[-1]
@@ -54,7 +55,7 @@ def _at_side(summary: pd.DataFrame, side: str, share: float, measure: str) -> li
     if near:
         shown = [*near[:4], *([f"{len(near) - 4} more"] if len(near) > 4 else [])]
         sentences.append(f"The intervals of {listed([str(one) for one in shown])} overlap with it.")
-    missing = int(summary[measure].isna().sum())
+    missing = len(summary) - len(summary.dropna(subset=measure))
     if missing:
         sentences.append(f"{missing} policies have no value there: they cannot be made as small, or were not measured.")
     return sentences
