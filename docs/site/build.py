@@ -20,6 +20,8 @@ import typer
 import kvlab
 from kvlab import papers
 from kvlab.methods import registry
+from kvlab.workbench.report import kept
+from kvlab.workbench.report.ledger import Entry
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -40,7 +42,7 @@ def stage(source: Path) -> None:
     source.mkdir(parents=True)
     for page in PAGES:
         shutil.copy(ROOT / page, source)
-    shutil.copytree(ROOT / "docs", source / "docs", ignore=shutil.ignore_patterns("site"))
+    shutil.copytree(ROOT / "docs", source / "docs", ignore=shutil.ignore_patterns("site", "ledger"))
     shutil.copytree(ROOT / "notebooks", source / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     for file in HERE.glob("*.md"):
         shutil.copy(file, source)
@@ -101,35 +103,49 @@ def _gallery(folder: Path) -> str:
 
 
 def _ledger() -> str:
-    """All claims in one table, narrowed by paper, kind and words."""
+    """All claims in one table with the verdicts of the kept ledgers, narrowed by paper, verdict, kind and words."""
     claims = papers.claims()
     labels = {paper.name: paper.label for paper in papers.papers()}
-    kinds = dict.fromkeys(claim.kind for claim in claims)
+    models = {path.stem: kept.read(path) for path in sorted((ROOT / "docs" / "ledger").glob("*.csv"))}
+    states = {model: {entry.claim.id: entry for entry in judged} for model, judged in models.items()}
+    first = next(iter(states.values()))
+    kinds, verdicts = dict.fromkeys(claim.kind for claim in claims), dict.fromkeys(e.state for e in first.values())
 
     def options(values: list[tuple[str, str]]) -> str:
         return "".join(f'<option value="{html.escape(value)}">{html.escape(shown)}</option>' for value, shown in values)
 
+    def cell(entry: Entry) -> str:
+        verdict = entry.verdict
+        ends = "" if verdict.low is None or verdict.high is None else f" ({verdict.low:.3g} to {verdict.high:.3g})"
+        value = "" if verdict.value is None else f"<br>{verdict.value:.3g}{ends}"
+        return f'<td title="{html.escape(verdict.why)}"><b>{html.escape(entry.state)}</b>{value}</td>'
+
     rows = "\n".join(
-        f'<tr data-paper="{claim.paper}" data-kind="{claim.kind}"><td><code>{html.escape(claim.id)}</code></td>'
-        f"<td>{html.escape(claim.summary)}</td><td>{html.escape(claim.where)}</td>"
+        f'<tr data-paper="{claim.paper}" data-kind="{claim.kind}" data-verdict="{html.escape(first[claim.id].state)}">'
+        f"<td><code>{html.escape(claim.id)}</code></td>"
+        f"<td>{html.escape(claim.summary)} <small>({html.escape(claim.where)})</small></td>"
         f"<td>{'' if claim.paper_value is None else f'{claim.paper_value:g}'} {html.escape(claim.unit)}</td>"
+        f"{''.join(cell(states[model][claim.id]) for model in states)}"
         f"<td>{_notebook_link(claim.experiment)}</td></tr>"
         for claim in claims
     )
+    heads = "".join(f"<th>{html.escape(model)}</th>" for model in states)
     return f"""# Ledger
 
-Every claim of the five papers that kvlab knows: what it says, where it stands, the number that the paper prints, and
-the notebook that measures it. `kvlab reproduce` gives each its verdict on your machine, and `kvlab report` writes the
-page with all of them; [Claims and verdicts](docs/claims.md) says by what rules.
+Every claim of the five papers that kvlab knows: what it says, the number that the paper prints, and what was measured
+here, with 95 % intervals and the verdict (the comparison that was made shows over it). These are the kept runs of
+`docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machine, and
+[Claims and verdicts](docs/claims.md) says by what rules.
 
 <div class="filters">
 <label>Paper <select data-filter="paper">{options([("", "all"), *labels.items()])}</select></label>
+<label>Verdict <select data-filter="verdict">{options([("", "all"), *((v, v) for v in verdicts)])}</select></label>
 <label>Kind <select data-filter="kind">{options([("", "all"), *((kind, kind) for kind in kinds)])}</select></label>
 <label>Words <input data-filter="words" type="search" placeholder="snapkv recall"></label>
 </div>
 <p id="count"></p>
 <table id="ledger-of-claims"><thead><tr>
-<th>Claim</th><th>It says</th><th>Where</th><th>Paper</th><th>Notebook</th>
+<th>Claim</th><th>It says</th><th>Paper</th>{heads}<th>Notebook</th>
 </tr></thead><tbody>
 {rows}
 </tbody></table>

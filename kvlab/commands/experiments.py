@@ -111,10 +111,19 @@ def report(
         ),
     ] = None,
     profile: Annotated[str | None, typer.Option("--profile", help="Only runs of this profile.")] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option("--keep", help="Keep the ledger in this folder, a CSV for each model.", show_default=False),
+    ] = None,
 ) -> None:
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
+    from kvlab.workbench.report import kept
     from kvlab.workbench.report import page as ledger
 
+    if keep is not None:
+        for path in kept.keep(keep, options.models(models or []), profile):
+            typer.echo(path)
+        return
     page = ledger.write(out, options.models(models or []), profile)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
 

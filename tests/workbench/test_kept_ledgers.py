@@ -1,0 +1,68 @@
+"""Ledgers that are kept as data: what is written is what is read, and README shows what is kept."""
+
+from __future__ import annotations
+
+import re
+
+import pandas
+import pytest
+from support.paths import ROOT
+from support.report_pages import CLAIM
+from support.runs import job
+
+from kvlab.errors import KvlabError
+from kvlab.workbench.report import kept
+from kvlab.workbench.report import page as report
+from kvlab.workbench.report.ledger import STATES, Tally, by_paper, entries
+
+KEPT = ROOT / "docs" / "ledger"
+
+
+def test_a_kept_ledger_reads_as_the_store_does(project, tmp_path):
+    run_id = job(0.6)
+    (path,) = kept.keep(tmp_path / "ledger")
+    line = pandas.read_csv(path).set_index("claim").loc[CLAIM]
+    assert line["verdict"] == report.ledger().set_index("id").loc[CLAIM]["verdict"] and line["seconds"] >= 0
+    assert run_id not in path.read_text()
+    fresh, again = entries(), kept.read(path)
+    assert [entry.claim.id for entry in again] == [entry.claim.id for entry in fresh]
+    for ours, theirs in zip(again, fresh, strict=True):
+        assert ours.verdict.verdict == theirs.verdict.verdict and ours.verdict.why == theirs.verdict.why
+        assert ours.verdict.value == (None if theirs.verdict.value is None else pytest.approx(theirs.verdict.value))
+    assert Tally.of(again) == Tally.of(fresh)
+
+
+def test_nothing_measured_is_nothing_kept(project, tmp_path):
+    with pytest.raises(KvlabError, match="no experiment has finished yet"):
+        kept.keep(tmp_path / "ledger")
+    assert not (tmp_path / "ledger").exists()
+
+
+def test_a_file_that_is_no_kept_ledger_is_refused_in_a_sentence(project, tmp_path):
+    job(0.6)
+    (path,) = kept.keep(tmp_path)
+    whole = path.read_text()
+    path.write_text(whole.replace("verdict", "judgement", 1))
+    with pytest.raises(KvlabError, match="is no kept ledger: it has no column 'verdict'"):
+        kept.read(path)
+    path.write_text(whole.replace(CLAIM, f"{CLAIM}_x"))
+    with pytest.raises(KvlabError, match=rf"did you mean '{re.escape(CLAIM)}'"):
+        kept.read(path)
+    with pytest.raises(KvlabError, match="cannot read the kept ledger"):
+        kept.read(tmp_path / "none.csv")
+
+
+def test_the_readme_counts_what_is_kept():
+    """The table of findings and the numbers of checks and of recomputed claims, on the default model."""
+    judged = kept.read(KEPT / "smollm2-135m.csv")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    columns = [state for state in STATES if state != "not measured"]
+    for label, mine in by_paper(judged).items():
+        counted = Tally.of(mine).findings
+        shown = re.search(rf"^\| {label} \| ([\d |]+) \|$", text, re.MULTILINE)
+        assert shown, label
+        assert [int(cell) for cell in shown[1].split("|")] == [counted[state] for state in columns], label
+    tally = Tally.of(judged)
+    flat = " ".join(text.split())
+    assert f"{tally.met('checks')} checks" in flat and f"{tally.met('recomputed')} recomputed claims" in flat
+    assert {entry.model.split("@")[0] for entry in judged if entry.model} == {"smollm2-135m"}
