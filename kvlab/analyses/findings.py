@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pandas as pd
 
@@ -144,7 +145,7 @@ def _by_genre(repetitions: Iterable[float]) -> dict[str, float]:
     if not isinstance(repetitions, pd.Series) or DOCUMENT not in repetitions.index.names:
         return {}
     genres = repetitions.index.get_level_values(DOCUMENT).map(lambda name: corpus.genre(str(name)))
-    groups = repetitions.astype(float).groupby(genres)
+    groups: Any = repetitions.astype(float).groupby(genres)
     if groups.ngroups < 2 or groups.size().min() < LEAST:
         return {}
     return {str(genre): float(mean) for genre, mean in groups.mean().items()}

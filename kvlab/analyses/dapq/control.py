@@ -8,7 +8,7 @@ L - 32; and since queries of any content have much in common, cosines are also t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -98,7 +98,7 @@ def similarity(lm: LM, traces: Sequence[Trace], n: int = 32, seed: int = 0) -> F
     for number, trace in enumerate(bars.each(traces, "controls", "doc")):
         length = trace.prompt_length
         contents = tokens(lm, trace, n, seed + number) | {"sentence": nonsense(lm, n)}
-        starts = dict(zip(PLACES, (length, length - n, 0), strict=True))
+        starts: dict[str, int] = dict(zip(PLACES, (length, length - n, 0), strict=True))
         wanted = {(content, place): (contents[content], starts[place]) for content, place in CELLS}
         true_post, true_pre = trace.response_queries[:, :, :n], trace.response_pre_queries[:, :, :n]
         mean = mean_query(trace)
@@ -132,31 +132,31 @@ def _by_head(about: dict[str, str], **values: Tensor) -> pd.DataFrame:
 def from_heads(table: pd.DataFrame) -> Findings:
     """The metrics of `similarity` from its table."""
     findings = Findings(table)
-    wide = table.pivot_table(index="document", columns=["content", "place"], values="post")
+    wide: Any = table.pivot_table(index="document", columns=["content", "place"], values="post")
     _two_by_two(
         findings, "similarity", wide.loc[:, [key for key in CELLS if key[0] != "sentence" and key[1] != "start"]]
     )
-    mean = table.groupby("document")["mean_query"].mean()
+    mean: Any = table.groupby("document")["mean_query"].mean()
     findings.add(MEAN_QUERY, mean)
     findings.add_difference(OVER_MEAN, wide["random", "right"], mean)
-    centred = table.pivot_table(index="document", columns=["content", "place"], values="centred")
+    centred: Any = table.pivot_table(index="document", columns=["content", "place"], values="centred")
     for condition, key in {
         "dc_sp": ("sentence", "right"),
         "sc_dp": ("true", "start"),
         "dc_dp": ("sentence", "start"),
     }.items():
         findings.add(CENTRED, centred[key], condition=condition)
-    heads = table.pivot_table(index=["document", "layer", "head"], columns=["content", "place"], values="post")
+    heads: Any = table.pivot_table(index=["document", "layer", "head"], columns=["content", "place"], values="post")
     better = heads["random", "right"] > heads["true", "back"]
     findings.add(SHARE_OF_HEADS, better.groupby("document").mean())
     return findings
 
 
-def _two_by_two(findings: Findings, measure: str, wide: pd.DataFrame) -> None:
+def _two_by_two(findings: Findings, measure: str, wide: Any) -> None:
     """Each cell, and what position and content are worth.
 
     Args:
-        wide: by document, with columns (content, place).
+        wide: a frame by document, with columns (content, place).
     """
     for content, place in wide.columns:
         findings.add(VALUE, wide[content, place], measure=measure, content=content, place=place)
@@ -194,9 +194,9 @@ def offsets(figure_2b: Findings, controls: Findings, context: str, n: int = 32) 
         where none does), and `offset/loss_at_window_less_content` at an offset of n, SnapKV's.
     """
     table = controls.table
-    random = table[(table["content"] == "random") & (table["place"] == "right")]
+    random: Any = table[(table["content"] == "random") & (table["place"] == "right")]
     content = 1 - random.groupby(random["document"].map(without_span))["post"].mean()
-    curves = figure_2b.table
+    curves: Any = figure_2b.table
     curves = curves[(curves["context"] == context) & (curves["offset"] > 0)]
     losses = curves.assign(loss=1 - curves["similarity"], content=curves["document"].map(content))
     return crossings(losses.filter(["document", "offset", "loss", "content"]), n)
@@ -242,7 +242,7 @@ def adjacent(traces: Sequence[Trace], far: int = 16) -> Findings:
                 about = {"document": trace.document, "rope": rope, "distance": distance}
                 rows.append(about | {"similarity": float(cosine.mean())})
     findings = Findings(pd.DataFrame(rows))
-    wide = findings.table.pivot(index="document", columns=["rope", "distance"], values="similarity")
+    wide: Any = findings.table.pivot(index="document", columns=["rope", "distance"], values="similarity")
     for rope, distance in wide.columns:
         findings.add(ADJACENT, wide[rope, distance], rope=rope, distance=distance)
     for rope in ("post", "pre", "centred"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from kvlab import papers
@@ -31,7 +33,7 @@ def findings() -> Findings:
     found, tables = Findings(pd.DataFrame()), []
     for benchmark, (table, column) in BENCHMARKS.items():
         names = RULER if benchmark == "ruler" else (table,)
-        gaps = _gaps(pd.concat([papers.figure("dapq", name) for name in names]), column)
+        gaps: Any = _gaps(pd.concat([papers.figure("dapq", name) for name in names]), column)
         found.set(NOT_BEHIND, (gaps["gap"] >= 0).mean(), benchmark=benchmark)
         for row in gaps[gaps["gap"] < 0].to_dict("records"):
             found.set(BEHIND, -row["gap"], benchmark=benchmark, method=row["against"], cell=row["cell"])
@@ -42,7 +44,8 @@ def findings() -> Findings:
 
 def _gaps(table: pd.DataFrame, column: str) -> pd.DataFrame:
     """Columns cell, against, gap."""
-    limited = table[table["method"] != FULL].dropna(subset=[column])
+    known: Any = table[table["method"] != FULL]
+    limited = known.dropna(subset=[column])
     rows = []
     for name, cell in limited.groupby(limited["model"].str.cat(limited["budget"].astype(int).astype(str), sep="/")):
         scores = cell.set_index("method")[column]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -239,7 +239,7 @@ def mutual(
             rows += [about | {"measure": name, "value": value} for name, value in scored(own, kept).items()]
     findings = Findings(pd.DataFrame(rows))
     for measure, part in findings.table.groupby("measure"):
-        wide = part.pivot(index="document", columns=["softmax", "length"], values="value")
+        wide: Any = part.pivot(index="document", columns=["softmax", "length"], values="value")
         gain = (-1 if measure == "mass_lost" else 1) * (wide["prompt"] - wide["all"])
         for n in gain:
             findings.add(MUTUAL, gain[n], measure=measure, length=n)

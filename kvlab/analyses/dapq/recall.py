@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 import torch
@@ -127,7 +127,8 @@ def same_pooling(
                 values = {"dapq": retained(own, ours), "snapkv": retained(own, theirs)}
                 rows.append({"document": trace.document, "pair": pair, "budget": b} | values)
     findings = Findings(pd.DataFrame(rows))
-    for (pair, b), part in findings.table.groupby(["pair", "budget"]):
+    groups: Any = findings.table.groupby(["pair", "budget"])
+    for (pair, b), part in groups:
         wide = part.set_index("document")
         keys = {"measure": "recall", "policy": pair, "window": window, "budget": b}
         findings.add_difference(LEAD, wide["dapq"], wide["snapkv"], **keys)

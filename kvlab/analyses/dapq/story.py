@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvlab import papers
 from kvlab.analyses import telling
 from kvlab.analyses.dapq import control, position, pseudo, recall
@@ -115,7 +117,7 @@ def control_cells(findings: Findings) -> list[str]:
 def head_map(findings: Findings) -> list[str]:
     """In how many heads."""
     share = findings.row(control.SHARE_OF_HEADS)
-    heads = control.by_head(findings)
+    heads: Any = control.by_head(findings)
     first = heads.assign(gap=heads["position"] - heads["content"]).groupby("layer")["gap"].mean()
     return [
         f"Position outweighs content at SnapKV's distance in {telling.percent(share)} of the heads, "
@@ -208,7 +210,7 @@ def same_pooling(findings: Findings, window: int = 32, budget: int = 256) -> lis
     raw, pooled = (
         findings.row(recall.LEAD, measure="recall", policy=pair, window=window, budget=budget) for pair in recall.SAME
     )
-    words = {"above": "ahead", "below": "behind", "undecided": "not told apart"}
+    words: Any = {"above": "ahead", "below": "behind", "undecided": "not told apart"}
     return [
         f"Raw scores against raw ones, DapQ is {telling.side(raw, **words)} ({telling.number(raw)}); pooled against "
         "pooled, "
@@ -265,7 +267,8 @@ def figure_6b(findings: Findings) -> list[str]:
 
 def mutual(findings: Findings) -> list[str]:
     """Do pseudo-queries interfere with each other?"""
-    longest = findings.table["length"].max()
+    lengths: Any = findings.table["length"]
+    longest = lengths.max()
     at, grows = (
         findings.row(pseudo.MUTUAL, measure="recall", length=longest),
         findings.row(pseudo.MUTUAL_GROWS, measure="recall"),

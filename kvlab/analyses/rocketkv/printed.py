@@ -6,6 +6,7 @@ A cell is a model at a budget (for RULER also at a length). Only cells in which 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -48,7 +49,7 @@ def findings() -> Findings:
     found, tables = Findings(pd.DataFrame()), []
 
     def compare(benchmark: str, scores: pd.DataFrame, method: str, others: Sequence[str], name: str) -> None:
-        gaps = _gaps(scores, method, others)
+        gaps: Any = _gaps(scores, method, others)
         found.set(NOT_BEHIND, (gaps["gap"] >= 0).mean(), benchmark=benchmark, method=method, others=name)
         tables.append(gaps.assign(benchmark=benchmark, method=method))
         for row in gaps[gaps["gap"] < 0].to_dict("records") if method == "rocketkv" else ():
@@ -63,8 +64,8 @@ def findings() -> Findings:
     compare("all", together, "hybrid", ("quest", "sparq"), "halves")
     found.table = pd.concat(tables, ignore_index=True)
 
-    full = longbench[longbench["method"] == "full"].set_index("model")["needle"]
-    ours = longbench[longbench["method"] == "rocketkv"]
+    full: Any = longbench[longbench["method"] == "full"].set_index("model")["needle"]
+    ours: Any = longbench[longbench["method"] == "rocketkv"]
     lost = ours.assign(lost=ours["model"].map(full) - ours["needle"]).groupby("budget", as_index=False)["lost"].max()
     for row in lost.to_dict("records"):
         found.set(NEEDLE_LOSS, row["lost"], budget=int(row["budget"]))
@@ -82,9 +83,10 @@ def _gaps(scores: pd.DataFrame, method: str, others: Sequence[str]) -> pd.DataFr
     """Columns cell, against (the best of the others), gap; of the cells in which the method and all that the paper has
     of the others are printed.
     """
-    rivals = scores[list(others)]
-    both = scores[method].notna() & rivals.drop(columns="snapkv", errors="ignore").notna().all(axis=1)
-    part, rivals = scores[both], rivals[both]
+    rivals: Any = scores[list(others)]
+    both: Any = scores[method].notna() & rivals.drop(columns="snapkv", errors="ignore").notna().all(axis=1)
+    part: Any = scores[both]
+    rivals = rivals[both]
     cells = part["model"].str.cat(part["budget"].astype(int).astype(str), sep=" ")
     gap = (part[method] - rivals.max(axis=1)).round(6)
     return pd.DataFrame({"cell": cells, "against": rivals.idxmax(axis=1), "gap": gap})
@@ -92,7 +94,8 @@ def _gaps(scores: pd.DataFrame, method: str, others: Sequence[str]) -> pd.DataFr
 
 def _longer(scores: pd.DataFrame) -> Findings:
     """RocketKV's lead on RULER by length, for the model with the longest sequences."""
-    gaps = _gaps(scores[scores["model"].str.startswith(LONGEST)], "rocketkv", RIVALS)
+    longest: Any = scores[scores["model"].str.startswith(LONGEST)]
+    gaps = _gaps(longest, "rocketkv", RIVALS)
     parts = gaps["cell"].str.extract(r"(\d+) (\d+)$").astype(int)
     cells = gaps.assign(length=parts[0], budget=parts[1])
     leads = cells.pivot(index="budget", columns="length", values="gap")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvlab.analyses import telling
 from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.rocketkv import lengths
@@ -58,7 +60,7 @@ def figure_4(findings: Findings) -> list[str]:
     """Who loses least at the smallest budget, and do Quest and SparQ miss everything?"""
     tightest = _tightest(findings)
     levels = findings.frame(AT_TIGHTEST)
-    compared = levels[(levels["measure"] == ERROR) & levels["method"].isin(("rocketkv", *RIVALS))]
+    compared: Any = levels[(levels["measure"] == ERROR) & levels["method"].isin(("rocketkv", *RIVALS))]
     order = compared.sort_values("value")["method"]
     ranked = telling.listed([NAMES[method] for method in order])
     fails = [
@@ -97,7 +99,7 @@ def figure_4(findings: Findings) -> list[str]:
 def gains(findings: Findings) -> list[str]:
     """RocketKV against the best of the others, at the smallest budget and from the largest to it."""
     tightest = findings.row(GAIN_AT_TIGHTEST, measure=ERROR, better="rocketkv", other=NEXT_BEST)
-    every = findings.frame(GAIN).query("measure == @ERROR and better == 'rocketkv' and other == @NEXT_BEST")
+    every: Any = findings.frame(GAIN).query("measure == @ERROR and better == 'rocketkv' and other == @NEXT_BEST")
     wins = int((every["low"] > 0).sum())
     widening = _if_any(findings, WIDENING, measure=ERROR, better="rocketkv", other=NEXT_BEST)
     told = [
@@ -144,7 +146,7 @@ def figure_8(findings: Findings) -> list[str]:
 def longer(findings: Findings) -> list[str]:
     """Does the lead become wider at longer sequences?"""
     ends = {end: findings.row(lengths.LEAD, measure=ERROR, end=end) for end in ("shorter", "longer")}
-    tokens = findings.table.groupby("end")["length"].mean()
+    tokens: Any = findings.table.groupby("end")["length"].mean()
     wider = findings.row(lengths.WIDER, measure=ERROR)
     return [
         f"At one token budget RocketKV's lead over the best rival is {telling.number(ends['shorter'])} on prompts of "
@@ -194,7 +196,8 @@ def printed(findings: Findings) -> list[str]:
 
 def _tightest(findings: Findings) -> float:
     """The largest compression."""
-    return float(findings.table["compression"].max())
+    compressions: Any = findings.table["compression"]
+    return float(compressions.max())
 
 
 def _if_any(findings: Findings, effect: str, **keys: str) -> Row | None:

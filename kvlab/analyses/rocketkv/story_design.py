@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvlab.analyses import telling
 from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.rocketkv import design
@@ -111,7 +113,7 @@ def splits(findings: Findings) -> list[str]:
         ),
         f"The first stage leaves {telling.percent(survived)} of each step's true top tokens, "
         + telling.side(survived, above="a majority.", below="less than half.", undecided="about half of them.", at=0.5),
-        f"Of all splits that were tried, {_named(best)} has the smallest mean error there.",
+        f"Of all splits that were tried, {_named(str(best))} has the smallest mean error there.",
     ]
 
 
@@ -123,7 +125,7 @@ def _named(split: str) -> str:
 def pages(findings: Findings) -> list[str]:
     """Pages, dimensions, or both."""
     rows = {e: findings.row(GAIN, measure=ERROR, better="pages0.5", other=f"pages{e}", compression=16) for e in "01"}
-    means = findings.frame(VALUE).query("measure == @ERROR").set_index("method")["value"]
+    means: Any = findings.frame(VALUE).query("measure == @ERROR").set_index("method")["value"]
     return [
         f"Sharing the search evenly gains {telling.number(rows['0'])} in output error on dimensions alone and "
         f"{telling.number(rows['1'])} on pages alone: it "
@@ -132,6 +134,6 @@ def pages(findings: Findings) -> list[str]:
         )
         + " and "
         + telling.side(rows["1"], above="beats pages.", below="loses to pages.", undecided="ties with pages."),
-        f"The smallest mean error is at the exponent {means.idxmin().removeprefix('pages')}, where the paper takes "
-        "0.5.",
+        f"The smallest mean error is at the exponent {str(means.idxmin()).removeprefix('pages')}, where the paper "
+        "takes 0.5.",
     ]

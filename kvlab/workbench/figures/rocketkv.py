@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
@@ -113,12 +113,12 @@ def figure_8(findings: Findings) -> Figure:
 def longer(findings: Findings) -> Figure:
     """RocketKV's lead over the best rival on shorter and longer prompts, at one token budget; the paper's on RULER."""
     leads = findings.frame(lengths.LEAD)
-    tokens = findings.table.groupby("end")["length"].mean()
+    tokens: Any = findings.table.groupby("end")["length"].mean()
     leads = leads.assign(tokens=leads["end"].map(tokens))
     names = {"output_error": "output error", "mass_lost": "attention mass"}
     printed = papers.figure("rocketkv", "ruler").query("model == 'Llama3.1-8B'")
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
-    scores = printed.pivot_table(index=["budget", "length"], columns="method", values="average").dropna()
+    scores: Any = printed.pivot_table(index=["budget", "length"], columns="method", values="average").dropna()
     gaps = (scores["rocketkv"] - scores.filter(budgets.RIVALS).max(axis=1)).rename("lead").reset_index()
     for colour, (budget, part) in zip(plots.COLOURS, gaps.groupby("budget"), strict=False):
         left.plot(
@@ -148,11 +148,11 @@ def printed(findings: Findings) -> Figure:
     Args:
         findings: from `kvlab.analyses.rocketkv.printed.findings`.
     """
-    table = findings.table.query("method == 'rocketkv'")
+    table: Any = findings.table.query("method == 'rocketkv'")
     figure, ax = plt.subplots(figsize=(9, 4.2))
     labels = {"longbench": "LongBench", "needle": "needles", "ruler": "RULER"}
     for place, benchmark in enumerate(labels):
-        part = table[table["benchmark"] == benchmark].sort_values("gap")
+        part: Any = table[table["benchmark"] == benchmark].sort_values("gap")
         across = [place + 0.7 * (i / max(1, len(part) - 1) - 0.5) for i in range(len(part))]
         colours = [RED if gap < 0 else BLUE for gap in part["gap"]]
         ax.scatter(across, part["gap"], s=16, c=colours)
