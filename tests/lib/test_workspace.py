@@ -55,7 +55,7 @@ def test_a_changed_file_is_read_again(bare):
     path = policy(bare, "mine.py", "mine")
     before = kvlab.policy("mine", budget=2)
     assert keep("mine", 2) == [0, 1] and type(kvlab.policy("mine", budget=2)) is type(before)
-    path.write_text(path.read_text().replace("torch.arange(budget)", "torch.arange(budget) + 1"))
+    path.write_text(path.read_text().replace("torch.arange(budget)", "(torch.arange(budget) + 1)"))
     assert keep("mine", 2) == [1, 2]
     path.unlink()
     assert "mine" not in kvlab.policies()
