@@ -181,7 +181,8 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
         str(tmp_path / "my-lab" / "tests" / "test_mine.py"),
     ]
     code, out, _ = call(capsys, "list", "claims", "--json")
-    assert {"streaming.table1.first_tokens", "dapq.table1.dcsp"} & {row["id"] for row in json.loads(out)}
+    named = {row["id"] for row in json.loads(out)}
+    assert code == 0 and {"streaming.table1.first_tokens", "dapq.table1.dc_sp"} <= named
     for name in ("new", "add"):
         assert "Examples" in call(capsys, name, "--help")[1]
     assert set(KINDS) == {"policy", "claim", "notebook", "task"}

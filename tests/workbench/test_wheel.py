@@ -62,9 +62,8 @@ def bin(wheel, tmp_path_factory) -> Path:
 
 def shell(bin: Path, folder: Path, line: str) -> str:
     """What a line prints in a shell with that environment, in which nothing points to this checkout."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVLAB_ROOT", "MLFLOW"))
-    }
+    ours = ("PYTHON", "KVLAB_ROOT", "MLFLOW", "PYTEST")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(
         ["bash", "-c", line],
         cwd=folder,
