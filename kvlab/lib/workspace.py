@@ -13,6 +13,7 @@ import os
 import sys
 import tomllib
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -82,7 +83,7 @@ def code_hash() -> str | None:
     return digest.hexdigest()
 
 
-def joined(shipped: dict[str, type[Named]], part: str, base: type[Named], kind: str) -> dict[str, type[Named]]:
+def joined(shipped: Mapping[str, type[Named]], part: str, base: type[Named], kind: str) -> dict[str, type[Named]]:
     """kvlab's classes and those of the workspace, by name.
 
     A class of the workspace is a subclass of `base` with a `name`, in a file of the folder `part` whose name does not

@@ -53,6 +53,9 @@ def bin(wheel, tmp_path_factory) -> Path:
     packages = Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
     # A path in a .pth file is searched, but the .pth files in it are not read: the editable kvlab's is one of them.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # nbconvert looks for its templates below the environment.
+    (folder / "share" / "jupyter").mkdir(parents=True)
+    (folder / "share" / "jupyter" / "nbconvert").symlink_to(Path(sys.prefix) / "share" / "jupyter" / "nbconvert")
     subprocess.run(
         [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)],
         check=True,
