@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from support.labs import bare, made  # noqa: F401 - fixtures for all
 from support.live_runs import prompt
 from support.projects import project  # noqa: F401 - a fixture for all
 from support.texts import FERRY

@@ -1,6 +1,7 @@
 """Policies by name: every class with a `name` in a file of this folder. The files are read when the first is asked for.
 
-A policy of a user needs no name: pass the object, or register its class as an entry point.
+A policy of a user needs no name: pass the object. A file in the folder `policies` of a workspace gives it one, and so
+does an entry point.
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ from pkgutil import iter_modules
 from typing import Any
 
 from kvlab.errors import KvlabError, nearest
+from kvlab.lib import workspace
 from kvlab.methods.base import Budget, Policy
 from kvlab.methods.prompt import Prompt
 
-__all__ = ["Budget", "Policy", "Prompt", "policies", "policy", "registry"]
+__all__ = ["Budget", "Policy", "Prompt", "installed", "policies", "policy", "registry"]
 
 GROUP = "kvlab.policies"
 
 
-@cache
 def registry() -> dict[str, type[Policy]]:
-    """Every named policy class: kvlab's own by alphabet, then the entry points of installed packages."""
+    """Every named policy class: kvlab's own by alphabet, the entry points of installed packages, the workspace's.
+
+    Raises KvlabError for a file of the workspace that cannot be read, and for a name that is taken.
+    """
+    return workspace.joined(installed(), "policies", Policy, "policy")
+
+
+@cache
+def installed() -> dict[str, type[Policy]]:
+    """The policy classes of kvlab and of installed packages."""
     classes = {cls.name: cls for cls in _own()}
     for point in entry_points(group=GROUP):
         if point.name in classes:

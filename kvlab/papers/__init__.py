@@ -18,19 +18,17 @@ from kvlab.papers.claim import (
     Claim,
     Paper,
     Verdict,
-    claims,
-    figure,
-    figures,
     load_file,
-    papers,
 )
 from kvlab.papers.conditions import Condition
 from kvlab.papers.judging import judge
+from kvlab.papers.shelf import OWN, claims, figure, figures, of_project, papers
 
 __all__ = [
     "DIRECTION",
     "FAILS",
     "HOLDS",
+    "OWN",
     "UNDECIDED",
     "UNMEASURED",
     "VERDICTS",
@@ -43,5 +41,6 @@ __all__ = [
     "figures",
     "judge",
     "load_file",
+    "of_project",
     "papers",
 ]

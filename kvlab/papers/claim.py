@@ -1,20 +1,15 @@
-"""Claims and printed figures: the models and the loader."""
+"""Claims: the models, and the loader of a paper's file."""
 
 from __future__ import annotations
 
-import functools
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvlab.errors import KvlabError, nearest
+from kvlab.errors import KvlabError
 from kvlab.lib import yamls
 from kvlab.papers.conditions import Combination, Condition, Covers, NotCompared, PrintsAs, Within
-
-if TYPE_CHECKING:
-    import pandas
 
 HOLDS: Final = "holds"
 DIRECTION: Final = "holds in direction only"
@@ -119,13 +114,17 @@ def _needs_paper_value(test: Condition) -> bool:
 
 
 class Paper(BaseModel):
-    """A paper: its short name, title, and the claims taken from it."""
+    """A paper: its short name, title, and the claims taken from it.
+
+    replaces: in a workspace, that the file stands in the place of kvlab's own of that name, as a copy to work on does.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     label: str
     title: str
+    replaces: bool = False
     claims: list[Claim]
 
 
@@ -170,40 +169,3 @@ def load_file(path: str | Path) -> Paper:
     if twice:
         raise KvlabError(f"{path.name}: the claim id {sorted(twice)[0]!r} occurs twice")
     return paper
-
-
-@functools.cache
-def papers() -> tuple[Paper, ...]:
-    """All papers that kvlab knows claims of, by name."""
-    folder = Path(str(files("kvlab.papers")))
-    return tuple(load_file(path) for path in sorted(folder.glob("*.yaml")))
-
-
-def claims(experiment: str | None = None, paper: str | None = None) -> list[Claim]:
-    """The claims, of one experiment or one paper if named. An unknown paper raises KvlabError; an experiment of the
-    user's own has no claims, which is no mistake."""
-    known = [p.name for p in papers()]
-    if paper is not None and paper not in known:
-        raise KvlabError(nearest(paper, known, "paper"))
-    return [
-        claim
-        for p in papers()
-        for claim in p.claims
-        if (paper is None or claim.paper == paper) and (experiment is None or claim.experiment == experiment)
-    ]
-
-
-def figures() -> list[str]:
-    """The printed tables and figures that are stored as data, as "paper/name"."""
-    folder = Path(str(files("kvlab.papers"))) / "figures"
-    return sorted(path.stem.replace("_", "/", 1) for path in folder.glob("*.csv"))
-
-
-def figure(paper: str, name: str) -> pandas.DataFrame:
-    """A table or figure as the paper prints it, tidy: figure("zsmerge", "figure4"). Raises KvlabError if unknown."""
-    import pandas
-
-    if f"{paper}/{name}" not in figures():
-        raise KvlabError(nearest(f"{paper}/{name}", figures(), "figure"))
-    path = Path(str(files("kvlab.papers"))) / "figures" / f"{paper}_{name}.csv"
-    return pandas.read_csv(path, comment="#")

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from kvlab.errors import KvlabError, nearest
+from kvlab.lib import workspace
 from kvlab.tasks.base import Example, Task
 
 __all__ = ["Example", "Task", "registry", "task", "tasks"]
 
 
 def registry() -> dict[str, type[Task]]:
-    """Every named task class."""
+    """Every named task class: kvlab's own, then the workspace's.
+
+    Raises KvlabError for a file of the workspace that cannot be read, and for a name that is taken.
+    """
     from kvlab.tasks.arithmetic import Arithmetic
     from kvlab.tasks.icl import ManyShot
     from kvlab.tasks.longbench import LongBench
@@ -19,7 +23,8 @@ def registry() -> dict[str, type[Task]]:
     from kvlab.tasks.needle import Needle
     from kvlab.tasks.ruler import Ruler
 
-    return {cls.name: cls for cls in (Needle, Ruler, LongBench, LongGen, ManyShot, Arithmetic)}
+    own = {cls.name: cls for cls in (Needle, Ruler, LongBench, LongGen, ManyShot, Arithmetic)}
+    return workspace.joined(own, "tasks", Task, "task")
 
 
 def tasks() -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import subprocess
 from pathlib import Path
 
 from kvlab.errors import KvlabError
-from kvlab.lib.files import expanded
+from kvlab.lib.workspace import root
+
+__all__ = ["checkout", "code_hash", "commit", "root", "version"]
 
 # Files and folders of the package that only show results and cannot change a number: no part of a content key.
 PRESENTATION = (
@@ -22,27 +23,13 @@ PRESENTATION = (
 )
 
 
-def root() -> Path:
-    """The nearest folder at or above the working directory with an `experiments/` folder, else the working directory.
-
-    KVLAB_ROOT, if set, is taken instead.
-    """
-    if named := os.environ.get("KVLAB_ROOT"):
-        return expanded(named).resolve()
-    try:
-        start = Path.cwd().resolve()
-    except OSError:
-        raise KvlabError("the folder that this runs in is gone; change into another") from None
-    return next((folder for folder in (start, *start.parents) if (folder / "experiments").is_dir()), start)
-
-
 def checkout() -> Path:
     """`root`, which has experiments. Raises KvlabError, with what to do, where there are none."""
     folder = root()
     if next((folder / "experiments").glob("*.yaml"), None) is None:
         raise KvlabError(
-            f"there are no experiments in {folder}: they are files in a checkout of kvlab, in its folder "
-            "`experiments`; change into one, or name it in KVLAB_ROOT"
+            f"there are no experiments in {folder}: they are files in a workspace or a checkout of kvlab, in its "
+            "folder `experiments`; change into one, name it in KVLAB_ROOT, or make one with `kvlab new my-lab`"
         )
     return folder
 

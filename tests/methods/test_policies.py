@@ -14,7 +14,6 @@ from support.tensors import exact, layer, sets, shaken
 import kvlab
 from kvlab import methods
 from kvlab.errors import KvlabError
-from kvlab.methods import registry
 
 SHAPES = [(6, 2), (4, 4), (4, 1)]  # grouped-query, multi-head, multi-query
 CASES = [
@@ -204,11 +203,11 @@ def test_a_policy_is_found_by_its_file_alone(tmp_path, monkeypatch):
     own = kvlab.policies()
     with monkeypatch.context() as patch:
         patch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
-        registry.cache_clear()
+        methods.installed.cache_clear()
         assert kvlab.policies() == sorted([*own, "mine"]), "what has no name, or came by an import, is not one of its"
         assert type(kvlab.policy("mine", budget=3)).__module__ == f"{methods.__name__}.added"
         assert kvlab.policy("mine", budget=3).family == "other"
-    registry.cache_clear()
+    methods.installed.cache_clear()
     sys.modules.pop(f"{methods.__name__}.added", None)
     assert kvlab.policies() == own == sorted(own)
 

@@ -52,7 +52,8 @@ def there(name: str) -> bool:
 def test_imports_in_texts_and_in_programs_within_strings_lead_somewhere():
     named = set()
     for path in written():
-        for module, things in re.findall(r"from (kvlab[\w.]*) import ([\w, ]+)", path.read_text(encoding="utf-8")):
+        text = path.read_text(encoding="utf-8")
+        for module, things in re.findall(r"from (kvlab(?:\.[\w.]+)?) import ([\w, ]+)", text):
             own = [imported.split()[0] for imported in things.split(",") if imported.strip()]
             named |= {(f"{module}.{imported}", path.name) for imported in own}
     assert len(named) > 100

@@ -29,7 +29,9 @@ LAYERS = (
     "papers analyses workbench commands cli __main__"
 ).split()
 # ... and those of `workbench`.
-SHELVES = "project experiments store jobs figures explorer method_pages report mlflow_app ui doctor listing lab".split()
+SHELVES = (
+    "project experiments store jobs figures explorer method_pages report mlflow_app ui doctor listing lab workspace"
+).split()
 
 
 def canonical(name: str) -> str:

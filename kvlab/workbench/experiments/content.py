@@ -13,6 +13,7 @@ from typing import Any
 from kvlab.inputs import packs
 from kvlab.inputs.models import MODELS, cached
 from kvlab.inputs.models.hashes import remembered_sha256
+from kvlab.lib import workspace
 from kvlab.lib.files import expanded, parsed
 from kvlab.workbench import project
 from kvlab.workbench.experiments import notebooks
@@ -24,13 +25,15 @@ AUTO = "auto"
 
 
 def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
-    """sha256 over the notebook's code, its parameters, the model and files that they name, and the package's code."""
+    """sha256 over the notebook's code, its parameters, the model and files that they name, and the code of the
+    package and of the workspace."""
     facts = {
         "notebook": notebooks.code(notebook),
         "parameters": dict(sorted(parameters.items())),
         "inputs": {text: _fingerprint(text) for text in sorted(set(_texts(parameters.values())))},
         "looked_up": {name: _shipped(name, parameters) for name in LOOKED_UP if name in parameters},
         "kvlab": [project.version(), project.code_hash()],
+        "workspace": workspace.code_hash(),
         "libraries": _libraries(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -132,8 +132,8 @@ class Tally:
 
 def by_paper(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Label of a paper -> its entries."""
-    sorted_out: dict[str, list[Entry]] = {paper.label: [] for paper in papers.papers()}
-    labels = {paper.name: paper.label for paper in papers.papers()}
+    sorted_out: dict[str, list[Entry]] = {paper.label: [] for paper in papers.of_project()}
+    labels = {paper.name: paper.label for paper in papers.of_project()}
     for entry in judged:
         sorted_out[labels[entry.claim.paper]].append(entry)
     return sorted_out
@@ -150,7 +150,7 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
         model: only this one, or these (names, with or without their hash); all if there is none.
         profile: only runs of this profile.
     """
-    every = papers.claims()
+    every = _claims()
     runs = _runs(_names(model), profile)
     known = sorted({_model_of(run) for of_experiment in runs.values() for run in of_experiment})
     verdicts = {name: [_judged(claim, name, runs.get(claim.experiment or "", [])) for claim in every] for name in known}
@@ -159,6 +159,10 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
         return [Entry(claim, papers.judge(claim, {})) for claim in every]
     order = [subject.name for subject in subjects(entry for mine in measured.values() for entry in mine)]
     return [measured[name][place] for place in range(len(every)) for name in order]
+
+
+def _claims() -> list[papers.Claim]:
+    return [claim for paper in papers.of_project() for claim in paper.claims]
 
 
 def _judged(claim: papers.Claim, model: str, runs: Iterable[Run]) -> Entry:
@@ -183,7 +187,7 @@ def _runs(models: set[str], profile: str | None) -> dict[str, list[Run]]:
     if not database.exists():
         return {}
     connection = database.client()
-    names = {claim.experiment for claim in papers.claims() if claim.experiment}
+    names = {claim.experiment for claim in _claims() if claim.experiment}
     return {
         name: [run for run in _finished(connection, name, profile) if not models or models & _names(_model_of(run))]
         for name in names

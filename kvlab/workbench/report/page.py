@@ -185,7 +185,7 @@ def _models_page(judged: list[Entry], order: list[Subject], files: Mapping[str, 
             paper.name: {
                 group: [row for row in rows if row.claim.paper == paper.name and row.group == group] for group in GROUPS
             }
-            for paper in papers.papers()
+            for paper in papers.of_project()
         },
         trends=growth.trends(rows),
         plot=lambda row: growth.plot(row, order),
@@ -224,6 +224,6 @@ def _sections(judged: Sequence[Entry]) -> list[dict[str, Any]]:
                 for group in GROUPS
             },
         }
-        for paper in papers.papers()
+        for paper in papers.of_project()
         for mine in [[entry for entry in judged if entry.claim.paper == paper.name]]
     ]

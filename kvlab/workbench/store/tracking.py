@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 from kvlab.errors import KvlabError
+from kvlab.lib import workspace
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import experiments, project
 from kvlab.workbench.experiments.given import parameters as read_parameters
@@ -356,6 +357,8 @@ def origin() -> dict[str, str]:
         "kvlab.pid": str(os.getpid()),
         "kvlab.pid_started": f"{psutil.Process().create_time():.2f}",
     }
+    if own := workspace.code_hash():
+        tags["kvlab.workspace"] = own[:16]
     if commit := project.commit():
         tags["mlflow.source.git.commit"] = tags["kvlab.commit"] = commit
     return tags

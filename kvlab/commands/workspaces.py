@@ -1,0 +1,46 @@
+"""Workspaces: new, add."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command(epilog="Examples:   kvlab new my-lab   |   kvlab new my-lab --paper dapq")
+def new(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make; it must not exist yet.")],
+    paper: Annotated[
+        str | None,
+        typer.Option(
+            "--paper",
+            metavar="PAPER",
+            show_default=False,
+            help="Start from a copy of this paper's notebooks, experiments and claims, not from the example.",
+        ),
+    ] = None,
+) -> None:
+    """Make a workspace of your own: a folder with a worked example, in which all commands work."""
+    from kvlab.workbench import workspace
+
+    made = workspace.new(folder, paper)
+    names = sorted(path.stem for path in (made / "experiments").glob("*.yaml"))
+    typer.echo(f"{made}\nNext:   cd {folder} && kvlab run {names[0]}   |   kvlab reproduce   |   make test")
+
+
+@app.command(
+    epilog="Examples:   kvlab add policy mine   |   kvlab add task riddles   |   kvlab add notebook first_try   "
+    "|   kvlab add claim mypaper.table1.gain"
+)
+def add(
+    kind: Annotated[str, typer.Argument(metavar="WHAT", help="policy, claim, notebook or task.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A word in small letters; of a claim, PAPER.NAME.")],
+) -> None:
+    """Write the skeleton of a policy, claim, notebook or task into the workspace, with its test."""
+    from kvlab.workbench import workspace
+
+    for path in workspace.add(kind, name):
+        typer.echo(path)

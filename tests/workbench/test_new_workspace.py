@@ -1,0 +1,188 @@
+"""`kvlab new` and `kvlab add`: what they write works as it is, and appears whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from support.commands import call, complaint
+from support.notebook_runs import executed
+from support.paths import ROOT
+from support.refusals import refusal
+
+import kvlab
+from kvlab import papers, tasks
+from kvlab.papers import shelf
+from kvlab.workbench import experiments
+from kvlab.workbench.experiments import notebooks
+from kvlab.workbench.workspace import KINDS, add, making, new, rendering
+
+
+def hidden(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def pytest_passes(folder: Path, *files: str | Path) -> str:
+    """Run pytest on these files as a user would, in a process of its own; returns its last line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout.splitlines()[-1]
+
+
+def test_a_workspace_has_the_layout_of_a_project(made):
+    wanted = "notebooks experiments papers mlruns tests policies tasks environment.yml README.md Makefile".split()
+    assert {path.name for path in made.iterdir()} >= set(wanted)
+    assert experiments.names() == ["first_tokens"] and experiments.jobs("first_tokens", "full")
+    assert [claim.kind for claim in papers.claims(paper="streaming")] == ["finding", "finding", "control"]
+    assert papers.figure("streaming", "table1").perplexity.tolist() == [5158.07, 5.40, 5.60]
+    assert kvlab.policies()[-1] == "ends"
+    pins = (made / "requirements.txt").read_text().splitlines()[1:]
+    assert pins[0] == f"kvlab[notebooks]=={kvlab.__version__}" and not [pin for pin in pins if "+" in pin]
+    assert {"nbval", "pytest", "ipykernel", "torch"} <= {pin.partition("==")[0] for pin in pins}
+
+
+def test_python_files_and_notebooks_that_are_written_pass_ruff_and_nbformat(made):
+    for kind, name in {"policy": "mine", "task": "riddles", "notebook": "tried", "claim": "paper.gain"}.items():
+        add(kind, name)
+    for asked in (["check", "--select", "E,F,I,N,W"], ["format", "--check"]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *asked, "."], cwd=made, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    for path in (made / "notebooks").glob("*.ipynb"):
+        nbformat.validate(nbformat.read(path, as_version=4))
+
+
+def test_the_example_measures_what_its_claims_read(made, reader, monkeypatch):
+    run = executed(made / "notebooks" / "first_tokens.ipynb", reader, monkeypatch, tokens=60, new_tokens=3, budget=8)
+    assert run.state == "FINISHED" and run.figures == ["table_1"] and run.tables == ["losses"]
+    for claim in papers.claims(paper="streaming"):
+        assert claim.metrics <= run.metrics.keys()
+        assert papers.judge(claim, run.metrics).verdict != "not measured"
+    assert run.metrics["entries/difference"] == 0 and run.metrics["attention/even"] > 0
+
+
+def test_the_examples_tests_pass(made):
+    assert "9 passed" in pytest_passes(made, "tests"), "its policy's five, two profiles, and three claims less one"
+
+
+def test_a_copy_of_a_paper_is_that_paper(tmp_path, monkeypatch):
+    monkeypatch.delenv("KVLAB_ROOT", raising=False)
+    (known,) = [paper for paper in shelf.shipped() if paper.name == "dapq"]
+    folder = new(tmp_path / "my-dapq", "dapq")
+    monkeypatch.chdir(folder)
+    assert set(experiments.names()) == {claim.experiment for claim in known.claims if claim.experiment}
+    (copy,) = papers.of_project()
+    assert copy.replaces and copy.claims == known.claims
+    for name in experiments.names():
+        job = experiments.jobs(name, "quick")[0]
+        assert job.notebook.is_relative_to(folder) and job.notebook.is_file()
+    figures = {name for name in papers.figures() if name.startswith("dapq/")}
+    assert figures and all(
+        (folder / "papers" / "figures" / f"{name.replace('/', '_')}.csv").is_file() for name in figures
+    )
+
+
+def test_what_is_there_is_never_touched(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("there", "link"):
+        assert "exists already" in refusal(new, tmp_path / name)
+    assert "there is no folder" in refusal(new, tmp_path / "no" / "where")
+    assert "did you mean 'dapq'" in refusal(new, tmp_path / "lab", "dapk")
+    assert "is no name for a workspace" in refusal(new, tmp_path / "a\nb")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
+
+
+def test_nothing_half_made_is_left(tmp_path, monkeypatch):
+    written = itertools.count()
+
+    def full(*arguments, **values):
+        if next(written) == 3:
+            raise OSError(28, "No space left on device")
+        return rendering.render(*arguments, **values)
+
+    monkeypatch.setattr(making, "render", full)
+    assert "No space left on device" in refusal(new, tmp_path / "lab")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_add_writes_passes_its_tests_as_it_is(made):
+    asked = [("policy", "mine"), ("task", "riddles"), ("claim", "mypaper.table1.gain"), ("claim", "mypaper.loss")]
+    files = [path for kind, name in asked for path in add(kind, name)]
+    assert kvlab.policies()[-1] == "mine" and tasks.tasks()[-1] == "riddles"
+    assert [claim.id for claim in papers.claims(paper="mypaper")] == ["mypaper.table1.gain", "mypaper.loss"]
+    assert len(papers.figure("mypaper", "table1")) == 1
+    tests = [path for path in files if path.parent.name == "tests"]
+    assert len(tests) == len(asked)
+    assert "14 passed" in pytest_passes(made, *tests)
+
+
+def test_a_notebook_that_add_writes_runs(made, reader, monkeypatch):
+    notebook, experiment = add("notebook", "tried")
+    assert experiments.names() == ["first_tokens", "tried"] and experiment.name == "tried.yaml"
+    run = executed(notebook, reader, monkeypatch, tokens=60, new_tokens=3, budget=40)
+    assert run.state == "FINISHED" and run.metrics["output_error/snapkv"] > 0
+    cells = [cell for cell in notebooks.cells(notebook) if "NBVAL_CHECK_OUTPUT" in notebooks.source(cell)]
+    assert [cell["outputs"][0]["text"] for cell in cells] == [["within the budget: True\n"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("polcy", "mine", "did you mean 'policy'"),
+        ("policy", "snapkv", "there is a policy 'snapkv' already"),
+        ("policy", "../mine", "is no name for a policy"),
+        ("policy", "class", "is no name for a policy"),
+        ("task", "My", "is no name for a task"),
+        ("task", "needle", "there is a task 'needle' already"),
+        ("notebook", "first_tokens", "first_tokens.ipynb exists already"),
+        ("claim", "gain", "PAPER.NAME"),
+        ("claim", "dapq.gain", "kvlab new my-lab --paper dapq"),
+        ("claim", "streaming.table1.first_tokens", "already"),
+        ("task", "ends", "test_ends.py exists already"),
+    ],
+)
+def test_what_cannot_be_added_is_one_sentence_and_nothing_is_written(kind, name, words, made):
+    before = sorted(made.rglob("*"))
+    assert words in refusal(add, kind, name)
+    assert sorted(made.rglob("*")) == before
+
+
+def test_a_claim_is_added_only_at_the_end_of_the_claims(made):
+    path = made / "papers" / "streaming.yaml"
+    path.write_text(path.read_text() + "\nreplaces: false\n")
+    before = path.read_bytes()
+    assert "move `claims` to its end" in refusal(add, "claim", "streaming.more")
+    assert path.read_bytes() == before and not hidden(made / "papers")
+
+
+def test_the_commands(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("KVLAB_ROOT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert "is no workspace" in complaint(capsys, "add", "policy", "mine")
+    code, out, _ = call(capsys, "new", "my-lab")
+    assert code == 0 and out.splitlines()[0] == str(tmp_path / "my-lab") and "kvlab run first_tokens" in out
+    assert "exists already" in complaint(capsys, "new", "my-lab")
+    monkeypatch.chdir(tmp_path / "my-lab")
+    code, out, _ = call(capsys, "add", "policy", "mine")
+    assert code == 0 and out.split() == [
+        str(tmp_path / "my-lab" / "policies" / "mine.py"),
+        str(tmp_path / "my-lab" / "tests" / "test_mine.py"),
+    ]
+    code, out, _ = call(capsys, "list", "claims", "--json")
+    named = {row["id"] for row in json.loads(out)}
+    assert code == 0 and {"streaming.table1.first_tokens", "dapq.table1.dc_sp"} <= named
+    for name in ("new", "add"):
+        assert "Examples" in call(capsys, name, "--help")[1]
+    assert set(KINDS) == {"policy", "claim", "notebook", "task"}
