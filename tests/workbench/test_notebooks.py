@@ -100,7 +100,8 @@ def test_no_notebook_holds_a_papers_figure(path):
     """Rule: no numeric literal of three or more significant digits in a code cell equals a figure that a paper prints
     (a claim's paper_value, or an entry of a value column of a table under kvlab/papers/figures), as printed, as a
     percentage or as a fraction. Such numbers come from `papers.figure` and `papers.claims`, where they are checked and
-    sourced. Whole numbers in the cell of parameters are settings (tokens, budgets), and so is the layout of a figure.
+    sourced. In the cell of parameters whole numbers are settings (tokens, budgets), and so are binary fractions (an
+    eighth of the bytes); the layout of a figure is one, too.
     """
     known, found = printed(), []
     for cell in notebooks.cells(path):
@@ -109,7 +110,7 @@ def test_no_notebook_holds_a_papers_figure(path):
             found += [
                 f"{number} ({known[number]})"
                 for number in literals(notebooks.source(cell))
-                if digits(number) >= 3 and number in known and not (is_setting and isinstance(number, int))
+                if digits(number) >= 3 and number in known and not (is_setting and float(1024 * number).is_integer())
             ]
     assert not found
 

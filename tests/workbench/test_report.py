@@ -128,7 +128,7 @@ def test_a_thumbnail_leads_to_the_figure_which_is_embedded_once(project, monkeyp
     """Two claims share a figure; what the run has not drawn is simply not shown."""
     two = (CLAIM, "zsmerge.figure4.reduction_10")
     changed = with_figure("error curves", *two)
-    monkeypatch.setattr(papers, "claims", lambda: [claim for paper in changed for claim in paper.claims])
+    monkeypatch.setattr(papers, "of_project", lambda: changed)
     run = tracking.create_run(database.client(), EXPERIMENT, {}, {"kvlab.kind": "job", "model": "toy"}, "both")
     run.log({"reduction/0.20": 0.6, "reduction/0.10": 0.4})
     picture = Figure(figsize=(3, 2))
