@@ -51,7 +51,7 @@ def beside(row: Row, paper: float) -> str:
     printed = _shown(paper, 4)
     if row.low is None or row.high is None:
         where = f"the paper has {printed}"
-    elif row.low <= paper <= row.high:
+    elif row.low <= paper <= row.high or any(math.isclose(paper, end) for end in (row.low, row.high)):
         return f"the paper's {printed} lies inside this interval"
     else:
         where = f"the paper's {printed} lies outside this interval"

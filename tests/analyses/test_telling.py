@@ -53,6 +53,7 @@ def test_a_side_may_be_that_of_another_number_than_zero():
     [
         (row(0.246, 0.2, 0.3), 0.3971, "the paper's 0.3971 lies outside this interval: ours is 0.62 of it"),
         (row(0.246, 0.2, 0.4), 0.3971, "the paper's 0.3971 lies inside this interval"),
+        (row(63.0, 63 * (1 - 1e-15), 63 * (1 - 1e-15)), 63, "the paper's 63.00 lies inside this interval"),
         (row(-0.1, -0.2, -0.05), 0.4, "the paper's 0.4000 lies outside this interval: ours has the other sign"),
         (row(0.2), 0.4, "the paper has 0.4000: ours is 0.50 of it"),
         (row(0.2, 0.1, 0.3), 0, "the paper's 0 lies outside this interval"),

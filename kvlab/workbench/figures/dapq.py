@@ -114,7 +114,7 @@ def control_cells(findings: Findings, measure: str = "similarity") -> Figure:
         title="The same tokens in two places",
         ax=left,
     )
-    left.legend(loc="lower right")
+    left.legend(**plots.BELOW)
     places = range(len(worth))
     right.errorbar(places, worth["value"], plots.spread(worth), fmt="o", capsize=3, color=plots.COLOURS[0])
     content = findings.row(control.CONTENT, measure=measure, place="right")
@@ -123,7 +123,7 @@ def control_cells(findings: Findings, measure: str = "similarity") -> Figure:
     right.set_xticks(places, [CONTENTS[name] for name in worth["content"]])
     right.set_ylabel(f"{MEASURES[measure]}: L less L - 32")
     right.set_title("What the position is worth")
-    right.legend()
+    right.legend(**plots.BELOW)
     return figure
 
 

@@ -26,6 +26,8 @@ INK = "#1c2430"
 EDGE = "#566173"
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B5B5B"]
 MAP = "cividis"
+BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
+"""Where a legend stands that would hide what is drawn: under the axes."""
 
 
 def style() -> None:

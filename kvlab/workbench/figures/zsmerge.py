@@ -56,7 +56,7 @@ def figure_4(findings: Findings) -> Figure:
         [*printed["error_evict"], *printed["error_merge"]],
         "paper, eviction and merging at 50 %",
     )
-    errors.legend(loc="upper right", fontsize=9)
+    errors.legend(fontsize=9, **plots.BELOW)
     plots.estimates(
         findings.frame(merging.REDUCTION),
         x="ratio",
@@ -92,7 +92,7 @@ def figure_4(findings: Findings) -> Figure:
     gains.plot(printed["ratio"], printed["reduction"], color=plots.PAPER, linestyle="--", linewidth=1.2)
     plots.paper_points(gains, list(printed["ratio"]), list(printed["reduction"]), "paper (LLaMA-2-7B)")
     gains.axhline(0, color=plots.EDGE, linewidth=1)
-    gains.legend(loc="center right")
+    gains.legend(fontsize=9, **plots.BELOW)
     return figure
 
 
