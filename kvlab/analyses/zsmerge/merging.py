@@ -110,7 +110,7 @@ def figure_4(
         if "merge_alpha0" in errors:
             findings.add_difference(BIAS, errors["merge_alpha0"], errors["merge"], ratio=ratio)
             findings.add(REDUCTION_ALPHA0, 1 - errors["merge_alpha0"] / errors["evict"], ratio=ratio)
-        for choice in CHOICES.keys() & errors.keys():
+        for choice in sorted(CHOICES.keys() & errors.keys()):
             findings.add(REDUCTION_OF_CHOICE, 1 - errors[choice] / errors["evict"], choice=choice, ratio=ratio)
             findings.add_difference(SAVED_BY_CHOICE, errors["merge"], errors[choice], choice=choice, ratio=ratio)
     return findings
