@@ -232,6 +232,8 @@ def adjacent(traces: Sequence[Trace], far: int = 16) -> Findings:
         Metrics with intervals over documents: `adjacent/post/1`, `adjacent/post/16` and `adjacent/post/near_less_far`,
         of all pairs of response tokens at that distance; the same for the others.
     """
+    # A short response has no tokens so far apart.
+    far = min(far, *(trace.steps - 1 for trace in traces))
     rows = []
     for trace in traces:
         kinds = {"post": attention.exact(trace.response_queries), "pre": attention.exact(trace.response_pre_queries)}
