@@ -95,12 +95,12 @@ def test_a_file_with_a_comma_in_its_name_is_one_document(tmp_path, monkeypatch):
 
 
 def kinds(path):
-    """parameter -> type of those that are lists or mappings, by the notebook's own values."""
+    """parameter -> type of those that are lists with entries or mappings, by the notebook's own values."""
     types = {}
     for name, default in notebooks.parameters_of(path).items():
         if isinstance(default, dict):
             types[name] = "dict"
-        elif isinstance(default, list):
+        elif isinstance(default, list) and default:  # an empty one has no entry to give
             entries = {type(entry) for entry in default}
             types[name] = f"list[{'float' if float in entries else entries.pop().__name__}]"
     return types
