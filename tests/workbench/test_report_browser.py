@@ -23,6 +23,11 @@ def page_of_report(project, monkeypatch):
         for claim in asked
     ]
     monkeypatch.setattr(papers, "claims", lambda: shown)
+    own = [
+        paper.model_copy(update={"claims": [claim for claim in shown if claim.paper == paper.name]})
+        for paper in papers.papers()
+    ]
+    monkeypatch.setattr(papers, "of_project", lambda: own)
     for name in (EXPERIMENT, "dapq_position_vs_content"):
         run = tracking.create_run(database.client(), name, {}, {"kvlab.kind": "job", "model": LONG}, "job")
         run.log(
