@@ -100,19 +100,27 @@ class Findings:
     def frame(self, effect: str) -> pd.DataFrame:
         """All rows of an effect: a column for each of its keys, then value, low, high."""
         columns = [*fields(effect), "value", "low", "high"]
-        rows = [
-            {**row.keys, "value": row.value, "low": row.low, "high": row.high}
-            for row in self.rows
-            if row.effect == effect
-        ]
+        rows = [{**row.keys, "value": row.value, "low": row.low, "high": row.high} for row in self.of(effect)]
         return pd.DataFrame(rows, columns=columns)
+
+    def of(self, effect: str, /, **keys: Hashable) -> list[Row]:
+        """The rows of an effect that have these keys, in the order in which they were added."""
+        return [
+            row
+            for row in self.rows
+            if row.effect == effect and all(row.keys[key] == value for key, value in keys.items())
+        ]
+
+    def found(self, effect: str, /, **keys: Hashable) -> Row | None:
+        """The row of an effect at certain keys; None where it was not measured."""
+        return self._rows.get(effect.format(**keys))
 
     def row(self, effect: str, /, **keys: Hashable) -> Row:
         """The row of an effect at certain keys. Raises KvlabError if there is none."""
-        name = effect.format(**keys)
-        if name not in self._rows:
-            raise KvlabError(f"no finding has the name {name}")
-        return self._rows[name]
+        row = self.found(effect, **keys)
+        if row is None:
+            raise KvlabError(f"no finding has the name {effect.format(**keys)}")
+        return row
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from kvlab.analyses.findings import Row
 
@@ -40,6 +41,14 @@ def side(row: Row, above: str, below: str, undecided: str = UNDECIDED, at: float
     if low > at:
         return above
     return below if high < at else undecided
+
+
+def by_side(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by the side of 0 that their whole interval lies on: "above", "below", "undecided"."""
+    sides: dict[str, list[Row]] = {"above": [], "below": [], "undecided": []}
+    for row in rows:
+        sides[side(row, above="above", below="below", undecided="undecided")].append(row)
+    return sides
 
 
 def beside(row: Row, paper: float) -> str:

@@ -23,12 +23,12 @@ from torch import Tensor
 from kvlab.compile import log
 from kvlab.compile.contexts import checked
 from kvlab.compile.log import Journal
+from kvlab.compile.settings import Acting
 from kvlab.compile.trials import with_thresholds
 from kvlab.core import attention
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
-from kvlab.lib.parameters import Parameters
 from kvlab.methods import Prompt
 from kvlab.methods.compilerkv import CompilerKV
 from kvlab.methods.lookup import DecisionTables
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvlab.traces.trace import Trace
 
 
-class Alone(Parameters):
+class Alone(Acting):
     """What is tried alone, and how tables follow from it.
 
     Attributes:
@@ -76,19 +76,11 @@ class Alone(Parameters):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        for name, action in (("weights", 1.0), ("thresholds", 0.0)):
-            actions = getattr(self, name)
-            if action not in actions or len(set(actions)) != len(actions) or len(actions) < 2:
-                raise ValueError(f"{name} must be at least two different actions, the neutral {action:g} among them")
         if min(self.lengths) <= max(self.budgets):
             raise ValueError(
                 f"a prompt of {min(self.lengths)} tokens fits the budget of {max(self.budgets)}: nothing to learn"
             )
         return self
-
-    def at_rest(self, phase: str) -> int:
-        """Index of the neutral action of "heads" or "risk"."""
-        return self.weights.index(1.0) if phase == "heads" else self.thresholds.index(0.0)
 
     def policy(self, budget: int) -> CompilerKV:
         """The policy without tables."""

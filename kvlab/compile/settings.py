@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
 from kvlab.lib.parameters import Parameters
 
 
-class Settings(Parameters):
+class Acting(Parameters):
+    """Settings with actions on heads and thresholds, the neutral ones among them."""
+
+    if TYPE_CHECKING:  # each has the fields where they stand in its file and its command
+        weights: tuple[float, ...]
+        thresholds: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _acts(self) -> Self:
+        for name, action in (("weights", 1.0), ("thresholds", 0.0)):
+            actions = getattr(self, name)
+            if action not in actions or len(set(actions)) != len(actions) or len(actions) < 2:
+                raise ValueError(f"{name} must be at least two different actions, the neutral {action:g} among them")
+        return self
+
+    def actions(self, phase: str) -> tuple[float, ...]:
+        """The actions of "heads" or "risk"."""
+        return self.weights if phase == "heads" else self.thresholds
+
+    def at_rest(self, phase: str) -> int:
+        """Index of the neutral action."""
+        return self.actions(phase).index(1.0 if phase == "heads" else 0.0)
+
+
+class Settings(Acting):
     """How both tables are learnt.
 
     Attributes:
@@ -58,10 +82,6 @@ class Settings(Parameters):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        for name, action in (("weights", 1.0), ("thresholds", 0.0)):
-            actions = getattr(self, name)
-            if action not in actions or len(set(actions)) != len(actions) or len(actions) < 2:
-                raise ValueError(f"{name} must be at least two different actions, the neutral {action:g} among them")
         if min(self.lengths) <= self.budget:
             shortest = min(self.lengths)
             raise ValueError(f"a context of {shortest} tokens fits the budget of {self.budget}: nothing to learn")
@@ -78,10 +98,3 @@ class Settings(Parameters):
             return [1 / len(actions)] * len(actions)
         rest = (1 - self.neutral) / (len(actions) - 1)
         return [self.neutral if i == neutral else rest for i in range(len(actions))]
-
-    def actions(self, phase: str) -> tuple[float, ...]:
-        return self.weights if phase == "heads" else self.thresholds
-
-    def at_rest(self, phase: str) -> int:
-        """Index of the neutral action."""
-        return self.actions(phase).index(1.0 if phase == "heads" else 0.0)

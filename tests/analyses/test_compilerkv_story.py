@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+from support.stories import around, paragraph
 
 from kvlab import papers
 from kvlab.analyses.compilerkv import ablation, alone, held_out, printed, quality, story, tables, theorem, veto
@@ -13,22 +14,14 @@ from kvlab.analyses.findings import Findings
 SIDES = {"gain": 0.05, "loss": -0.05}
 
 
-def around(value, width=0.01):
-    return value, (value - width, value + width)
+def told(sentences) -> str:
+    return paragraph(sentences, most=4)
 
 
 def signalled(p, question="heads"):
     found = Findings(pd.DataFrame())
     found.set(P, p, question=question)
     return found
-
-
-def told(sentences) -> str:
-    """As one paragraph; each of them ends as a sentence does."""
-    sentences = [sentence for sentence in sentences if sentence]
-    assert 1 <= len(sentences) <= 4
-    assert all(sentence[0].isupper() and sentence.endswith(".") and "  " not in sentence for sentence in sentences)
-    return " ".join(sentences)
 
 
 def gains(filled, gated, twin):

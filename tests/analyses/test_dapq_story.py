@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import pandas
 import pytest
+from support.stories import findings_of
+from support.stories import short as told
 
 from kvlab.analyses.dapq import control, position, printed, pseudo, recall, story
 from kvlab.analyses.findings import Findings
 
 
 def made(effects: dict, table: pandas.DataFrame | None = None) -> Findings:
-    """Findings of made-up values: by effect, a list of (value, keys); each interval reaches 0.02 to either side."""
-    findings = Findings(pandas.DataFrame() if table is None else table)
-    for effect, rows in effects.items():
-        for value, keys in rows:
-            findings.set(effect, value, (value - 0.02, value + 0.02), **keys)
-    return findings
-
-
-def told(sentences: list[str]) -> str:
-    """As one text, which must be short and whole."""
-    assert 2 <= len(sentences) <= 4 and all(sentence.endswith(".") for sentence in sentences)
-    return " ".join(sentences)
+    return findings_of(effects, pandas.DataFrame() if table is None else table)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def test_quest_and_sparq_spend_the_budget_that_they_are_given(traces, compressio
     budget = budgets.budget_at(trace, compression)
     whole = trace.prompt_length + (trace.steps + 1) / 2
     for method in ("quest", "sparq"):
-        numbers = budgets.measured(Replay(trace, budgets.contenders(trace, budget, None)[method]), budget)
+        contender = budgets.contenders(trace, budget, None)[method]
+        numbers = budgets.measured(Replay(trace, contender, k=budget))
         assert 0.9 < numbers["read"] * whole / budget <= 1.001, method
 
 
@@ -171,19 +172,19 @@ def test_recall_and_mass_lost_of_what_was_read(found, traces, method):
     row = rows_of(found, method=method, compression=8).loc[trace.document]
     assert row["step_recall"] == pytest.approx(np.mean(recall), abs=1e-5)
     assert row["mass_lost"] == pytest.approx(np.mean(lost), abs=1e-5)
-    assert budgets.share_of_top(result, budget).mean() == pytest.approx(np.mean(recall), abs=1e-5)
+    assert Replay(trace, contender, k=budget).step_recall.mean() == pytest.approx(np.mean(recall), abs=1e-5)
 
 
 def test_what_is_stored_counts_apart_from_what_is_read(traces):
     trace = traces[0]
     result = Replay(trace, policy("rocketkv", budget=57))
-    share = budgets.share_of_top(result, 57, stored=True)
+    share = budgets.share_stored(result, 57)
     i, h, t = 1, 0, 5
     stored = {p for p in result.stored(i, t)[h].tolist() if p >= 0}
     assert share[i, h, t - 1] == pytest.approx(len(top_of_group(trace, i, h, t, 57) & stored) / 57)
-    assert bool((share >= budgets.share_of_top(result, 57)).all())
+    assert bool((share >= Replay(trace, result.policy, k=57).step_recall).all())
     everything = Replay(trace, policy("exact_topk", budget=57))
-    assert bool((budgets.share_of_top(everything, 57, stored=True) == 1).all())
+    assert bool((budgets.share_stored(everything, 57) == 1).all())
 
 
 def test_bytes_are_shares_of_the_full_cache(found):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+from support.stories import around, paragraph
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.speed import footprint, ratios
@@ -14,15 +15,8 @@ from kvlab.analyses.together import equal_bytes
 from kvlab.analyses.together import story as of_all
 
 
-def around(value, width=0.01):
-    return value, (value - width, value + width)
-
-
 def told(sentences) -> str:
-    sentences = [sentence for sentence in sentences if sentence]
-    assert 1 <= len(sentences) <= 5
-    assert all(sentence[0].isupper() and sentence.endswith(".") and "  " not in sentence for sentence in sentences)
-    return " ".join(sentences)
+    return paragraph(sentences, most=5)
 
 
 def empty() -> Findings:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pandas
 import pytest
+from support.stories import whole as told
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.zsmerge import decoding, merging, printed, sensitivity, story, theorem
-
-
-def told(sentences: list[str]) -> str:
-    assert all(sentence == "" or sentence.rstrip()[-1] in ".?" for sentence in sentences)
-    return " ".join(sentences)
 
 
 def reductions(value: float, growth: float, layer: float, similarity: float) -> Findings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -10,16 +10,7 @@ import pandas as pd
 from kvlab.analyses.compilerkv import ablation, alone, held_out, printed, quality, tables, theorem, veto
 from kvlab.analyses.compilerkv.signal import LEVEL, P
 from kvlab.analyses.findings import Findings, Row
-from kvlab.analyses.telling import listed, number, percent, side
-
-
-def _sides(findings: Findings, effect: str, keys: Sequence[Mapping[str, Hashable]]) -> dict[str, list[Row]]:
-    """Rows of an effect by the side of 0 that their intervals lie on: "above", "below", "undecided"."""
-    found: dict[str, list[Row]] = {"above": [], "below": [], "undecided": []}
-    for key in keys:
-        row = findings.row(effect, **key)
-        found[side(row, above="above", below="below", undecided="undecided")].append(row)
-    return found
+from kvlab.analyses.telling import by_side, listed, number, percent, side
 
 
 def _rivals(rows: Sequence[Row]) -> str:
@@ -34,7 +25,7 @@ def table_1(findings: Findings, paper: pd.Series) -> list[str]:
         paper: of `printed.gains`.
     """
     keys = [{"measure": "kept", "rival": rival} for rival in quality.RIVALS]
-    filled = _sides(findings, quality.GAIN_FILLED, keys)
+    filled = by_side(findings.row(quality.GAIN_FILLED, **key) for key in keys)
     parts = [
         f"{words} {_rivals(filled[where])}"
         for where, words in (
@@ -75,7 +66,7 @@ def table_1(findings: Findings, paper: pd.Series) -> list[str]:
 def figure_2(findings: Findings) -> list[str]:
     """How curves fall towards small budgets, and how far the gate fills them."""
     keys = [{"rival": rival} for rival in quality.RIVALS]
-    flatter = _sides(findings, quality.FLATTER_FILLED, keys)
+    flatter = by_side(findings.row(quality.FLATTER_FILLED, **key) for key in keys)
     drop = findings.row(quality.DROP, method="filled")
     parts = [
         f"{words} {_rivals(flatter[where])}"

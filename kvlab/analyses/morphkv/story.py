@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from kvlab import papers
-from kvlab.analyses.findings import Findings, Row
+from kvlab.analyses.findings import Findings
 from kvlab.analyses.morphkv import facts, groups, headlines, responses, sizes
 from kvlab.analyses.morphkv import printed as tables
 from kvlab.analyses.morphkv import windows as ablation
@@ -29,7 +29,7 @@ METHODS = {
 def windows(found: Findings) -> list[str]:
     """Under the measures by window; found: of `windows.window_ablation`."""
     sentences = []
-    for row in _rows(found, ablation.WINDOW_GAIN, measure="mass_lost", fusion="max"):
+    for row in found.of(ablation.WINDOW_GAIN, measure="mass_lost", fusion="max"):
         keys = row.keys
         verdict = side(
             row, above="loses clearly less than", below="loses clearly more than", undecided="is not told from"
@@ -68,7 +68,7 @@ def fusions(found: Findings, regimes: Findings, printed: Findings) -> list[str]:
             row, above="the sum is clearly better", below="the maximum is clearly better", undecided="both " + EQUAL
         )
         sentences.append(f"{where} {verdict} (gain of the sum {percent(row)}).")
-    by_window = _rows(found, ablation.FUSION_GAIN, measure="mass_lost")
+    by_window = found.of(ablation.FUSION_GAIN, measure="mass_lost")
     better = sum(row.low is not None and row.low > 0 for row in by_window)
     worse = sum(row.high is not None and row.high < 0 for row in by_window)
     sentences.append(
@@ -309,12 +309,3 @@ def printed_tables(on_responses: Findings, on_contexts: Findings) -> list[str]:
         "with them."
     )
     return sentences
-
-
-def _rows(findings: Findings, effect: str, **keys: object) -> list[Row]:
-    """The rows of an effect at these keys, in their order."""
-    return [
-        row
-        for row in findings.rows
-        if row.effect == effect and all(row.keys[key] == value for key, value in keys.items())
-    ]

@@ -131,27 +131,28 @@ def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy
     return {name: methods[name] for name in NAMES if name in methods}
 
 
-def share_of_top(result: Replay, k: int, stored: bool = False) -> Tensor:
-    """Share of each step's true top `k` that the step read, or that was stored after it: `[layers, kv_heads, steps]`.
-
-    A replay counts with its policy's own budget; SnapKV's is not the budget of this comparison.
-    """
+def share_stored(result: Replay, k: int) -> Tensor:
+    """Share of each step's true top `k` that was stored after it: `[layers, kv_heads, steps]`."""
     trace, full = result.trace, reference(result.trace)
     shares = torch.empty(full.step_ranks.shape[:3])
     for now in range(trace.steps):
-        of_layer = [(result.stored if stored else result.kept)(layer, now + 1) for layer in trace.layers]
+        of_layer = [result.stored(layer, now + 1) for layer in trace.layers]
         widest = max(slots.shape[1] for slots in of_layer)
         sets = torch.stack([F.pad(slots, (0, widest - slots.shape[1]), value=EMPTY) for slots in of_layer])
         shares[:, :, now] = full.share_found(full.step_ranks[:, :, now], sets, k)
     return shares
 
 
-def measured(result: Replay, budget: int) -> dict[str, float]:
-    """Means of the measures of quality, and bytes as shares of the full cache, which grows with each step."""
+def measured(result: Replay) -> dict[str, float]:
+    """Means of the measures of quality, and bytes as shares of the full cache, which grows with each step.
+
+    Args:
+        result: with k the budget of the comparison, which is not SnapKV's own.
+    """
     trace, own = result.trace, result.summary
     whole = (trace.keys.nbytes + trace.values.nbytes) * (trace.prompt_length + (trace.steps + 1) / 2) / trace.length
     return {
-        "step_recall": own["step_recall"] if result.budget == budget else float(share_of_top(result, budget).mean()),
+        "step_recall": own["step_recall"],
         "mass_lost": own["mass_lost"],
         "output_error": own["output_error"],
         "stored": own["stored_bytes"] / whole,
@@ -189,9 +190,9 @@ def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, hea
     for trace, c in bars.each([(trace, c) for trace in traces for c in tried], "figure 4", "budget"):
         budget = budget_at(trace, c)
         for method, contender in contenders(trace, budget, heads).items():
-            result = Replay(trace, contender)
+            result = Replay(trace, contender, k=budget)
             about = {"document": trace.document, "method": method, "compression": c, "budget": budget}
-            rows.append(about | measured(result, budget))
+            rows.append(about | measured(result))
             if method == "rocketkv" and c == max(tried) and trace.n_layers > FIRST:
                 by_layer.append({name: first_layers(getattr(result, name)) for name in LOSSES})
     findings = Findings(pd.DataFrame(rows))

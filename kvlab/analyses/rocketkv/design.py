@@ -23,7 +23,7 @@ from kvlab.analyses.rocketkv.budgets import (
     budget_at,
     compressions,
     measured,
-    share_of_top,
+    share_stored,
     snapkv_as_compared,
     values_of,
 )
@@ -118,7 +118,7 @@ def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = Non
         if snapkv is not None:
             shared[trace.document, c], blind[trace.document, c] = redundancy(trace, snapkv)
         for method, contender in ladder(trace, budget).items():
-            numbers = measured(Replay(trace, contender), budget)
+            numbers = measured(Replay(trace, contender, k=budget))
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     if not shared:
         smallest = min(tried)
@@ -158,7 +158,7 @@ def first_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = None) 
         budget = budget_at(trace, math.sqrt(c))
         for method in FIRST_STAGE:
             contender = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
-            numbers = measured(Replay(trace, contender), budget)
+            numbers = measured(Replay(trace, contender, k=budget))
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
     _gains(findings, [("snapkv_pp", "snapkv_gqa")], ALONE)
@@ -309,7 +309,7 @@ def splits(
         for method, exponent, contender in tried:
             result = Replay(trace, contender)
             numbers = {m: result.summary[m] for m in QUALITY}
-            numbers["survived"] = float(share_of_top(result, budget, stored=True).mean())
+            numbers["survived"] = float(share_stored(result, budget).mean())
             about = {"document": trace.document, "compression": c, "method": method, "exponent": exponent}
             rows.append(about | numbers)
     findings = Findings(pd.DataFrame(rows))

@@ -27,7 +27,7 @@ ERROR = "output_error"
 
 def figure_1(findings: Findings) -> list[str]:
     """Is it finding the tokens that fails, or reading few of them?"""
-    share, quarter = findings.row(FINDING, measure="mass_lost"), _if_any(findings, AT_A_QUARTER, measure="mass_lost")
+    share, quarter = findings.row(FINDING, measure="mass_lost"), findings.found(AT_A_QUARTER, measure="mass_lost")
     oracle = findings.row(AT_TIGHTEST, measure="mass_lost", method="exact_topk")
     decided = telling.side(
         share,
@@ -81,7 +81,7 @@ def figure_4(findings: Findings) -> list[str]:
         f"in the order {ranked}.",
         f"{fails[0]}; {fails[1]}.",
     ]
-    first = _if_any(findings, FIRST_LAYERS, measure=ERROR)
+    first = findings.found(FIRST_LAYERS, measure=ERROR)
     if first is not None:
         told.append(
             f"RocketKV's error in the first two layers less that in the others is {telling.number(first)}: "
@@ -101,7 +101,7 @@ def gains(findings: Findings) -> list[str]:
     tightest = findings.row(GAIN_AT_TIGHTEST, measure=ERROR, better="rocketkv", other=NEXT_BEST)
     every: Any = findings.frame(GAIN).query("measure == @ERROR and better == 'rocketkv' and other == @NEXT_BEST")
     wins = int((every["low"] > 0).sum())
-    widening = _if_any(findings, WIDENING, measure=ERROR, better="rocketkv", other=NEXT_BEST)
+    widening = findings.found(WIDENING, measure=ERROR, better="rocketkv", other=NEXT_BEST)
     told = [
         f"At the largest compression RocketKV's output error is {telling.number(tightest)} below that of the best "
         "rival: "
@@ -198,11 +198,6 @@ def _tightest(findings: Findings) -> float:
     """The largest compression."""
     compressions: Any = findings.table["compression"]
     return float(compressions.max())
-
-
-def _if_any(findings: Findings, effect: str, **keys: str) -> Row | None:
-    """The row, or None where it was not measured (at one compression alone, or with two layers)."""
-    return findings.row(effect, **keys) if effect.format(**keys) in findings.metrics else None
 
 
 def _bare(row: Row) -> Row:

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.speed import footprint, ratios
-from kvlab.analyses.telling import listed, number, percent, side
+from kvlab.analyses.telling import by_side, listed, number, percent, side
 
 VARY = "Times belong to this machine and this run, and are no findings; a step in Python costs what a kernel would not."
-
-
-def _by_side(rows: list[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {"above": [], "below": [], "undecided": []}
-    for row in rows:
-        found[side(row, above="above", below="below", undecided="undecided")].append(row)
-    return found
 
 
 def _shown(rows: list[Row]) -> str:
@@ -22,8 +15,7 @@ def _shown(rows: list[Row]) -> str:
 
 def speed(findings: Findings) -> list[str]:
     """Which policies decode faster than the full cache after the longest prompt."""
-    rows = [row for row in findings.rows if row.effect == ratios.GAIN and row.keys["where"] == "longest"]
-    found = _by_side(rows)
+    found = by_side(findings.of(ratios.GAIN, where="longest"))
     faster, slower, even = (_shown(found[where]) for where in ("above", "below", "undecided"))
     return [
         f"After the longest prompt a step is clearly faster than the full cache's with {faster}." if faster else "",
@@ -53,7 +45,7 @@ def first_token(findings: Findings) -> list[str]:
         if row.effect == ratios.FIRST_TOKEN:
             cost = side(row, above="later", below="earlier", undecided="at no clearly different time")
             told.append(f"The first token comes {cost} with {row.keys['policy']} ({percent(row)}).")
-    saved = _by_side([row for row in findings.rows if row.effect == ratios.ANSWER_SAVED])
+    saved = by_side(findings.of(ratios.ANSWER_SAVED))
     earned = _shown(saved["above"])
     told.append(
         f"A whole answer is clearly quicker with {earned}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvlab import papers
-from kvlab.analyses.findings import Findings, Row
+from kvlab.analyses.findings import Findings
 from kvlab.analyses.telling import beside, listed, number, percent, side
 from kvlab.analyses.zsmerge import decoding, merging, printed, sensitivity, theorem
 
@@ -25,7 +25,7 @@ def figure_4(findings: Findings) -> list[str]:
                 f"At {100 * ratio:.0f} % of the cache it removes {percent(row)} of eviction's error; "
                 f"{beside(row, float(paper.loc[ratio]))}."
             )
-    grows = _found(findings, merging.GROWTH, first=0.05, last=0.50)
+    grows = findings.found(merging.GROWTH, first=0.05, last=0.50)
     if grows is not None:
         sentences.append(
             "From 5 to 50 % of the cache the share "
@@ -46,7 +46,7 @@ def _definitions(findings: Findings) -> str:
     """Whether another reading of "relative error" would explain the difference from the paper."""
     at = 0.2
     effects = {"heads": merging.REDUCTION, "squares": merging.REDUCTION_SQUARED, "layers": merging.REDUCTION_LAYER}
-    rows = {name: _found(findings, effect, ratio=at) for name, effect in effects.items()}
+    rows = {name: findings.found(effect, ratio=at) for name, effect in effects.items()}
     if any(row is None for row in rows.values()):
         return ""
     paper = float(papers.figure("zsmerge", "figure4").set_index("ratio").loc[at, "reduction"])
@@ -59,7 +59,7 @@ def _definitions(findings: Findings) -> str:
 
 
 def _similarity(findings: Findings) -> str:
-    row = _found(findings, merging.SAVED_BY_CHOICE, choice="similarity", ratio=0.2)
+    row = findings.found(merging.SAVED_BY_CHOICE, choice="similarity", ratio=0.2)
     if row is None:
         return ""
     reduced = findings.row(merging.REDUCTION_OF_CHOICE, choice="similarity", ratio=0.2)
@@ -96,7 +96,7 @@ def while_decoding(findings: Findings, theorem_1: Findings) -> list[str]:
         f"Along a response that outgrows the cache merging one by one removes {percent(merge)} of eviction's error: "
         + side(merge, above="it is clearly ahead.", below="it is clearly behind.", undecided="no clear difference.")
     ]
-    last = _found(findings, decoding.REDUCTION_OF_PART, part=decoding.PARTS)
+    last = findings.found(decoding.REDUCTION_OF_PART, part=decoding.PARTS)
     if last is not None:
         ahead = side(
             last,
@@ -110,7 +110,7 @@ def while_decoding(findings: Findings, theorem_1: Findings) -> list[str]:
         row = findings.row(decoding.AHEAD, choice=choice)
         better = side(row, above="clearly lower", below="clearly higher", undecided="not clearly other")
         sentences.append(f"With {words} the error is {better} ({number(row, 2)} saved).")
-    fullest = _found(theorem_1, theorem.FULLEST, moment=theorem.WHILE_DECODING)
+    fullest = theorem_1.found(theorem.FULLEST, moment=theorem.WHILE_DECODING)
     if fullest is not None:
         even = theorem_1.row(theorem.EVEN, moment=theorem.WHILE_DECODING)
         crowded = side(
@@ -168,7 +168,7 @@ def figure_5(findings: Findings) -> list[str]:
             sentences.append(
                 f"The best {row.keys['parameter']} is {number(row, 2)}, the paper recommends {recommended:g}."
             )
-    none = _found(findings, sensitivity.WORSE, parameter="residual", setting=0.0)
+    none = findings.found(sensitivity.WORSE, parameter="residual", setting=0.0)
     if none is not None:
         costs = side(none, above="clearly costs", below="clearly saves", undecided="does not clearly change")
         sentences.append(f"Giving up the residual slots {costs} error ({number(none, 2)}).")
@@ -193,9 +193,3 @@ def choices(findings: Findings) -> list[str]:
         way = side(worse, above="for the worse", below="for the better", undecided="in no clear direction")
         sentences.append(f"{words} {verdict} ({number(row, 2)} times its gain, {way}).")
     return sentences
-
-
-def _found(findings: Findings, effect: str, **keys: object) -> Row | None:
-    """The row, or None where this run did not measure it."""
-    name = effect.format(**keys)
-    return next((row for row in findings.rows if row.metric == name), None)

@@ -84,7 +84,7 @@ def figure_a3(tables: DecisionTables) -> Figure:
         label="paper: falls (no numbers)",
         zorder=1,
     )
-    right.legend(fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    right.legend(fontsize=9, **plots.BELOW)
     return figure
 
 

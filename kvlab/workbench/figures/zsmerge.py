@@ -66,24 +66,13 @@ def figure_4(findings: Findings) -> Figure:
         ax=gains,
     )
     gains.lines[0].set_label("of the error")
-    squared = findings.frame(merging.REDUCTION_SQUARED)
-    gains.plot(
-        squared["ratio"],
-        squared["value"],
-        color=plots.COLOURS[1],
-        marker="s",
-        linestyle=":",
-        label="of the squared error",
-    )
-    whole = findings.frame(merging.REDUCTION_LAYER)
-    gains.plot(
-        whole["ratio"],
-        whole["value"],
-        color=plots.COLOURS[2],
-        marker="^",
-        linestyle=":",
-        label="of the error of whole layers",
-    )
+    others = {
+        "of the squared error": merging.REDUCTION_SQUARED,
+        "of the error of whole layers": merging.REDUCTION_LAYER,
+    }
+    for colour, marker, (label, effect) in zip(plots.COLOURS[1:], "s^", others.items(), strict=False):
+        reduced = findings.frame(effect)
+        gains.plot(reduced["ratio"], reduced["value"], color=colour, marker=marker, linestyle=":", label=label)
     chosen = findings.frame(merging.REDUCTION_OF_CHOICE)
     for colour, (choice, part) in zip(plots.COLOURS[3:], chosen.groupby("choice", sort=False), strict=False):
         gains.errorbar(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvlab import papers
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib.files import replacing, why
-from kvlab.workbench.report.ledger import Entry, by_model, entries, refuse
+from kvlab.workbench.report.ledger import Entry, by_model, claims, entries, refuse
 from kvlab.workbench.report.subjects import Subject
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def read(path: Path) -> list[Entry]:
         raise KvlabError(f"cannot read the kept ledger {path}: {error}") from error
     if missing := [name for name in COLUMNS if name not in table]:
         raise KvlabError(f"{path} is no kept ledger: it has no column {missing[0]!r}")
-    known = {claim.id: claim for paper in papers.of_project() for claim in paper.claims}
+    known = {claim.id: claim for claim in claims()}
     if unknown := set(table["claim"]) - known.keys():
         raise KvlabError(f"{path}: {nearest(min(unknown), known, 'claim')}")
     judged = {}

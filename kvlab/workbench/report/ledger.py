@@ -150,7 +150,7 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
         model: only this one, or these (names, with or without their hash); all if there is none.
         profile: only runs of this profile.
     """
-    every = _claims()
+    every = claims()
     runs = _runs(_names(model), profile)
     known = sorted({_model_of(run) for of_experiment in runs.values() for run in of_experiment})
     verdicts = {name: [_judged(claim, name, runs.get(claim.experiment or "", [])) for claim in every] for name in known}
@@ -161,7 +161,8 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
     return [measured[name][place] for place in range(len(every)) for name in order]
 
 
-def _claims() -> list[papers.Claim]:
+def claims() -> list[papers.Claim]:
+    """The claims that the project's ledger holds."""
     return [claim for paper in papers.of_project() for claim in paper.claims]
 
 
@@ -187,7 +188,7 @@ def _runs(models: set[str], profile: str | None) -> dict[str, list[Run]]:
     if not database.exists():
         return {}
     connection = database.client()
-    names = {claim.experiment for claim in _claims() if claim.experiment}
+    names = {claim.experiment for claim in claims() if claim.experiment}
     return {
         name: [run for run in _finished(connection, name, profile) if not models or models & _names(_model_of(run))]
         for name in names
