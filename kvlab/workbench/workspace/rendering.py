@@ -65,7 +65,8 @@ def _finished(cell: dict[str, Any]) -> dict[str, Any]:
     shown = [line.removeprefix(SHOWN) for line in lines if line.startswith(SHOWN)]
     printed = [{"name": "stdout", "output_type": "stream", "text": [f"{line}\n" for line in shown]}] if shown else []
     code = [line for line in lines if not line.startswith(SHOWN)]
-    return cell | {"execution_count": None, "outputs": printed, "source": _source(code)}
+    # nbval takes a cell with outputs that was never run for a mistake.
+    return cell | {"execution_count": 1 if printed else None, "outputs": printed, "source": _source(code)}
 
 
 def _source(lines: list[str]) -> list[str]:
