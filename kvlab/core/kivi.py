@@ -313,6 +313,8 @@ class Kivi:
 
     def truncate(self, n: int) -> None:
         lost = [min(n, count) for count in self.counts]
+        # Positions come again, so that entries of the same age as those that left may be waiting sooner.
+        self._next = 0
         self.cut([count - less for count, less in zip(self.counts, lost, strict=True)], lost)
 
     def put(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import oracles
 from support.oracles.core import Slot
@@ -186,6 +186,9 @@ class Twin:
     form=st.sampled_from(list(FORMS)),
     seed=st.integers(0, 10**6),
     verbs=st.lists(st.sampled_from(VERBS), max_size=10),
+)
+@example(
+    n=3, form="kivi-4", seed=1, verbs=["append"] * 2 + ["merge"] + ["append"] * 4 + ["truncate", "append", "several"]
 )
 def test_the_verbs_do_what_they_do_to_a_list(n, form, seed, verbs):
     twin = Twin(n, form, seed)
