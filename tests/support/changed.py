@@ -12,8 +12,21 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Sweeps, servers and browsers: minutes, and `make test` runs them.
-LONG = ("tests/workbench/test_sweep.py", "tests/lib/test_never_lose.py", "tests/workbench/test_lab.py")
+# Sweeps, servers, browsers, whole notebooks and every example of the docs: minutes, and `make test` runs them.
+LONG = (
+    "tests/lib/test_never_lose.py",
+    "tests/project/test_docs.py",
+    "tests/project/test_site.py",
+    "tests/workbench/test_lab.py",
+    "tests/workbench/test_new_workspace.py",
+    "tests/workbench/test_notebooks_by_shape.py",
+    "tests/workbench/test_papermill.py",
+    "tests/workbench/test_places.py",
+    "tests/workbench/test_report_browser.py",
+    "tests/workbench/test_roundtrip.py",
+    "tests/workbench/test_sweep.py",
+    "tests/workbench/test_wheel.py",
+)
 
 
 def changed() -> list[str]:
