@@ -113,7 +113,12 @@ def report(
     profile: Annotated[str | None, typer.Option("--profile", help="Only runs of this profile.")] = None,
     keep: Annotated[
         Path | None,
-        typer.Option("--keep", help="Keep the ledger in this folder, a CSV for each model.", show_default=False),
+        typer.Option(
+            "--keep",
+            metavar="FOLDER",
+            help="Keep the ledger as data, a CSV for each model; what was not measured here stays as FOLDER has it.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
@@ -121,8 +126,10 @@ def report(
     from kvlab.workbench.report import page as ledger
 
     if keep is not None:
-        for path in kept.keep(keep, options.models(models or []), profile):
-            typer.echo(path)
+        for one in kept.keep(keep, options.models(models or []), profile):
+            typer.echo(f"{one.path}: {one.replaced} claims of this store, {one.stayed} as they were kept")
+            for name in one.dropped:
+                typer.echo(f"  dropped {name}: there is no such claim any more")
         return
     page = ledger.write(out, options.models(models or []), profile)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")

@@ -20,7 +20,7 @@ KEPT = ROOT / "docs" / "ledger"
 
 def test_a_kept_ledger_reads_as_the_store_does(project, tmp_path):
     run_id = job(0.6)
-    (path,) = kept.keep(tmp_path / "ledger")
+    path = kept.keep(tmp_path / "ledger")[0].path
     line = pandas.read_csv(path).set_index("claim").loc[CLAIM]
     assert line["verdict"] == report.ledger().set_index("id").loc[CLAIM]["verdict"] and line["seconds"] >= 0
     assert run_id not in path.read_text()
@@ -40,7 +40,7 @@ def test_nothing_measured_is_nothing_kept(project, tmp_path):
 
 def test_a_file_that_is_no_kept_ledger_is_refused_in_a_sentence(project, tmp_path):
     job(0.6)
-    (path,) = kept.keep(tmp_path)
+    path = kept.keep(tmp_path)[0].path
     whole = path.read_text()
     path.write_text(whole.replace("verdict", "judgement", 1))
     with pytest.raises(KvlabError, match="is no kept ledger: it has no column 'verdict'"):
@@ -48,6 +48,12 @@ def test_a_file_that_is_no_kept_ledger_is_refused_in_a_sentence(project, tmp_pat
     path.write_text(whole.replace(CLAIM, f"{CLAIM}_x"))
     with pytest.raises(KvlabError, match=rf"did you mean '{re.escape(CLAIM)}'"):
         kept.read(path)
+    path.write_text(whole.replace(",0.6,0.5,", ",much,0.5,"))
+    with pytest.raises(KvlabError, match=f"'{re.escape(CLAIM)}' has no readable numbers"):
+        kept.read(path)
+    with pytest.raises(KvlabError, match="has no readable numbers"):
+        kept.keep(tmp_path)
+    assert ",much,0.5," in path.read_text(), "what cannot be read is not written over"
     with pytest.raises(KvlabError, match="cannot read the kept ledger"):
         kept.read(tmp_path / "none.csv")
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvlab.errors import KvlabError
-from kvlab.lib.files import read_text
 from kvlab.workbench.report.ledger import Entry
+from kvlab.workbench.report.told import stories
 from kvlab.workbench.store import database
-from kvlab.workbench.store.tracking import STORY, file_name
+from kvlab.workbench.store.tracking import file_name
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -67,7 +67,7 @@ def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
         connection = database.client()
         for run_id, item in shown.items():
             item.pictures = {picture.name: picture for picture in _pictures(connection, run_id)}
-            item.stories = _stories(connection, run_id)
+            item.stories = stories(connection, run_id)
     return dict(sorted(shown.items(), key=lambda pair: pair[1].experiment))
 
 
@@ -107,15 +107,6 @@ def _pictures(connection: Patient, run_id: str) -> Iterable[Picture]:
                 _data_uri(plain, WIDEST, lossless=True),
                 _data_uri(plain, THUMB, quality=80),
             )
-
-
-def _stories(connection: Patient, run_id: str) -> dict[str, str]:
-    told = {}
-    for artifact in sorted(connection.list_artifacts(run_id, STORY), key=lambda each: each.path):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(connection.download_artifacts(run_id, artifact.path, folder))
-            told[path.stem] = read_text(path).strip()
-    return told
 
 
 def _data_uri(image: Image, widest: int, **how: Any) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.workbench import project
+from kvlab.workbench.report.origins import Origin
 from kvlab.workbench.report.subjects import subjects
 from kvlab.workbench.store import database, earlier
 
@@ -49,12 +50,31 @@ GROUPS = ("findings", "checks", "recomputed", "timings")
 
 @dataclass
 class Entry:
-    """A claim on a model: the verdict of our numbers on it, and the run that they come from (None if there is none)."""
+    """A claim on a model: the verdict of our numbers on it, and what they come from.
+
+    That is a run of the store, or what a kept ledger says of one (`kept`); both are None where nothing was measured.
+    """
 
     claim: papers.Claim
     verdict: papers.Verdict
     run: Run | None = None
     model: str = ""
+    kept: Origin | None = None
+
+    @property
+    def measured(self) -> bool:
+        return self.run is not None or self.kept is not None
+
+    @property
+    def profile(self) -> str:
+        return self._said("kvlab.profile", "profile")
+
+    @property
+    def signature(self) -> str:
+        return self._said("signature", "signature")
+
+    def _said(self, tag: str, name: str) -> str:
+        return self.run.data.tags.get(tag, "") if self.run else getattr(self.kept, name, "")
 
     @property
     def state(self) -> str:
@@ -70,8 +90,8 @@ class Entry:
 
     @property
     def machine(self) -> str:
-        """The hardware that its run names, as those do that time something."""
-        return self.run.data.tags.get("hardware", "") if self.run else ""
+        """The hardware that its run names, as those do that time something; kept lines name it wherever it is known."""
+        return self._said("hardware", "machine")
 
     @property
     def row(self) -> dict[str, Any]:
@@ -151,14 +171,20 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
         profile: only runs of this profile.
     """
     every = claims()
-    runs = _runs(_names(model), profile)
+    runs = _runs(names(model), profile)
     known = sorted({_model_of(run) for of_experiment in runs.values() for run in of_experiment})
     verdicts = {name: [_judged(claim, name, runs.get(claim.experiment or "", [])) for claim in every] for name in known}
-    measured = {name: mine for name, mine in verdicts.items() if any(entry.run for entry in mine)}
-    if not measured:
-        return [Entry(claim, papers.judge(claim, {})) for claim in every]
-    order = [subject.name for subject in subjects(entry for mine in measured.values() for entry in mine)]
-    return [measured[name][place] for place in range(len(every)) for name in order]
+    return side_by_side({name: mine for name, mine in verdicts.items() if any(entry.run for entry in mine)})
+
+
+def side_by_side(of_models: Mapping[str, Sequence[Entry]]) -> list[Entry]:
+    """Model -> an entry for each claim, as one list: claim by claim, the smallest model first; without any model every
+    claim stands there once, unmeasured.
+    """
+    if not of_models:
+        return [Entry(claim, papers.judge(claim, {})) for claim in claims()]
+    order = [subject.name for subject in subjects(entry for mine in of_models.values() for entry in mine)]
+    return [entry for row in zip(*(of_models[name] for name in order), strict=True) for entry in row]
 
 
 def claims() -> list[papers.Claim]:
@@ -178,7 +204,7 @@ def _model_of(run: Run) -> str:
     return run.data.tags.get("model", "")
 
 
-def _names(model: str | Sequence[str] | None) -> set[str]:
+def names(model: str | Sequence[str] | None) -> set[str]:
     """Names without their hashes."""
     return {name.split("@")[0] for name in ([model] if isinstance(model, str) else model or ()) if name}
 
@@ -190,7 +216,7 @@ def _runs(models: set[str], profile: str | None) -> dict[str, list[Run]]:
     connection = database.client()
     names = {claim.experiment for claim in claims() if claim.experiment}
     return {
-        name: [run for run in _finished(connection, name, profile) if not models or models & _names(_model_of(run))]
+        name: [run for run in _finished(connection, name, profile) if not models or models & names(_model_of(run))]
         for name in names
     }
 
@@ -217,10 +243,10 @@ def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
         project.checkout()
         raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")
     there = {
-        "model": {name for run in runs for name in _names(_model_of(run))},
+        "model": {name for run in runs for name in names(_model_of(run))},
         "profile": {run.data.tags.get("kvlab.profile", "") for run in runs},
     }
-    for what, wanted in (("profile", {profile} if profile else set()), ("model", _names(model))):
+    for what, wanted in (("profile", {profile} if profile else set()), ("model", names(model))):
         if missing := wanted - there[what]:
             listed = ", ".join(sorted(there[what] - {""})) or "none"
             raise KvlabError(f"no run of the {what} {min(missing)!r} has finished; there are runs of: {listed}")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
     from kvlab.papers import Claim
+    from kvlab.workbench.report.origins import Origin
 
 LACKING = {"tables": ("compilerkv", "neutral tables"), "heads": ("duoattention", "no measured head scores")}
 """Tag of a run that says NONE where nothing comes with kvlab for its model -> the policy that went without, and what to
@@ -26,6 +27,8 @@ class Judged(Protocol):
     def claim(self) -> Claim: ...
     @property
     def run(self) -> Run | None: ...
+    @property
+    def kept(self) -> Origin | None: ...
     @property
     def model(self) -> str: ...
     @property
@@ -74,23 +77,29 @@ def in_words(parameters: float) -> str:
 
 
 def subjects(judged: Iterable[Judged]) -> list[Subject]:
-    """The models that entries with a run are about, the smallest first; those of unknown size last."""
+    """The models that measured entries are about, the smallest first; those of unknown size last."""
     runs: dict[str, dict[str, Run]] = {}
+    sizes: dict[str, int | None] = {}
     for entry in judged:
         if entry.run:
             runs.setdefault(entry.model, {})[entry.run.info.run_id] = entry.run
-    every = [_subject(name, list(mine.values())) for name, mine in runs.items()]
+        elif entry.kept:
+            runs.setdefault(entry.model, {})
+            sizes[entry.model] = sizes.get(entry.model) or entry.kept.parameters
+    every = [_subject(name, list(mine.values()), sizes.get(name)) for name, mine in runs.items()]
     return sorted(every, key=lambda subject: (subject.parameters or math.inf, subject.name))
 
 
-def _subject(name: str, runs: list[Run]) -> Subject:
+def _subject(name: str, runs: list[Run], size: int | None) -> Subject:
     newest = sorted(runs, key=lambda run: run.info.end_time or 0, reverse=True)
     tags = [run.data.tags for run in newest]
-    return Subject(name, _parameters(name, tags), _first(tags, "shape"), _first(tags, "dtype"))
+    return Subject(name, size or _parameters(name, tags), _first(tags, "shape"), _first(tags, "dtype"))
 
 
 def remarks(entry: Judged) -> list[str]:
     """What a reader of an entry should know of what its run went without."""
+    if entry.kept:
+        return list(entry.kept.remarks)
     if entry.run is None or entry.group == "recomputed":
         return []
     tags, claim = entry.run.data.tags, entry.claim

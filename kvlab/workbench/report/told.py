@@ -1,0 +1,114 @@
+"""What runs told of their figures, in sentences, kept as data beside a ledger: stories/MODEL.csv."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvlab.errors import KvlabError
+from kvlab.lib.files import read_text, replacing
+from kvlab.workbench.report.ledger import Entry, claims
+from kvlab.workbench.store import database
+from kvlab.workbench.store.tracking import STORY
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+    from kvlab.workbench.store.patience import Patient
+
+FOLDER = "stories"  # a folder of its own, so that every CSV beside it is a ledger
+COLUMNS = ["model", "experiment", "figure", "profile", "signature", "commit", "story"]
+
+
+def keep(folder: Path, label: str, sweeps: Iterable[Sequence[Entry]], goes_before: Callable[[str, str], bool]) -> None:
+    """Write what the runs of a model told as FOLDER/stories/LABEL.csv: a line for each figure of each experiment.
+
+    An experiment's stories are replaced together, by those of the newest run that entries rest on; those of experiments
+    without one stay, unless no claim names the experiment any more.
+
+    Args:
+        folder: of the ledger.
+        label: the name of the model's file.
+        sweeps: its entries; later ones are kept in place of earlier ones.
+        goes_before: whether a run of the first profile replaces one of the second.
+    """
+    path = folder / FOLDER / f"{label}.csv"
+    known = {claim.experiment for claim in claims()}
+    kept: dict[str, list[dict[str, str]]] = {}
+    for line in table(path, COLUMNS) if path.exists() else []:
+        if line["experiment"] in known:
+            kept.setdefault(line["experiment"], []).append(line)
+    for judged in sweeps:
+        for experiment, run in _newest(judged).items():
+            old = kept.get(experiment, [])
+            if not old or goes_before(run.data.tags.get("kvlab.profile", ""), old[0]["profile"]):
+                kept[experiment] = _lines(experiment, run)
+    lines = [line for experiment in sorted(kept) for line in kept[experiment]]
+    if not lines and not path.exists():
+        return
+    import pandas
+
+    with replacing(path) as part:
+        pandas.DataFrame(lines, columns=COLUMNS).to_csv(part, index=False)
+
+
+def read(folder: Path, label: str) -> list[dict[str, str]]:
+    """The kept stories of a model, in the order of their experiments and figures; none where none are kept.
+
+    Raises:
+        KvlabError: the file cannot be read, or lacks a column.
+    """
+    path = folder / FOLDER / f"{label}.csv"
+    return table(path, COLUMNS) if path.exists() else []
+
+
+def stories(connection: Patient, run_id: str) -> dict[str, str]:
+    """Figure -> what the run told of it."""
+    found = {}
+    for artifact in sorted(connection.list_artifacts(run_id, STORY), key=lambda each: each.path):
+        with tempfile.TemporaryDirectory() as temporary:
+            path = Path(connection.download_artifacts(run_id, artifact.path, temporary))
+            found[path.stem] = read_text(path).strip()
+    return found
+
+
+def table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """The lines of a CSV that has these columns, as texts.
+
+    Raises:
+        KvlabError: it cannot be read, or lacks a column.
+    """
+    import pandas
+
+    try:
+        frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
+    except (OSError, ValueError) as error:
+        raise KvlabError(f"cannot read the kept ledger {path}: {error}") from error
+    if missing := [name for name in columns if name not in frame]:
+        raise KvlabError(f"{path} is no kept ledger: it has no column {missing[0]!r}")
+    return frame.to_dict("records")
+
+
+def _newest(judged: Iterable[Entry]) -> dict[str, Run]:
+    """Experiment -> the newest run that its entries rest on."""
+    found: dict[str, Run] = {}
+    for entry in judged:
+        if entry.run and entry.claim.experiment:
+            other = found.get(entry.claim.experiment, entry.run)
+            found[entry.claim.experiment] = max(other, entry.run, key=lambda run: run.info.end_time or 0)
+    return found
+
+
+def _lines(experiment: str, run: Run) -> list[dict[str, str]]:
+    tags = run.data.tags
+    about = {
+        "model": tags.get("model", ""),
+        "experiment": experiment,
+        "profile": tags.get("kvlab.profile", ""),
+        "signature": tags.get("signature", ""),
+        "commit": tags.get("kvlab.commit", ""),
+    }
+    found = stories(database.client(), run.info.run_id)
+    return [{**about, "figure": figure, "story": story} for figure, story in found.items()]

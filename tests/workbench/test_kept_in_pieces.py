@@ -1,0 +1,161 @@
+"""A ledger that is kept in pieces: several stores, several profiles, and claims that come and go."""
+
+from __future__ import annotations
+
+import pandas
+import pytest
+from support.commands import call
+from support.projects import EXPERIMENT, blank_store
+from support.report_pages import CLAIM
+from support.runs import job
+
+from kvlab import papers
+from kvlab.errors import KvlabError
+from kvlab.workbench.report import kept, told
+from kvlab.workbench.report.subjects import subjects
+from kvlab.workbench.store import database, tracking
+
+OTHER = "zsmerge.figure4.reduction_10"
+
+
+def other_store(project) -> None:
+    """Go on with an empty store, as on another day or another machine."""
+    (project / "mlruns" / "mlflow.db").write_bytes(blank_store())
+
+
+def lines(path) -> pandas.DataFrame:
+    return pandas.read_csv(path, dtype=str, keep_default_na=False).set_index("claim")
+
+
+def test_what_another_store_measured_stays_with_all_that_it_says(project, tmp_path):
+    folder = tmp_path / "ledger"
+    job(0.6, hardware="one machine")
+    (first,) = kept.keep(folder)
+    before = lines(first.path).loc[CLAIM]
+    other_store(project)
+    job(0.4, metric="reduction/0.10", hardware="another machine")
+    (second,) = kept.keep(folder)
+    after = lines(second.path)
+    assert (second.replaced, second.stayed, second.dropped) == (1, 1, [])
+    assert after.loc[CLAIM].equals(before) and before["machine"] == "one machine"
+    assert after.loc[OTHER][["value", "machine"]].tolist() == ["0.4", "another machine"]
+    assert list(after.index) == [claim.id for claim in papers.claims()]
+
+
+def test_keeping_again_changes_nothing_and_a_newer_run_replaces(project, tmp_path):
+    job(0.6)
+    path = kept.keep(tmp_path / "ledger")[0].path
+    once = path.read_bytes()
+    kept.keep(tmp_path / "ledger")
+    assert path.read_bytes() == once
+    job(0.3)
+    kept.keep(tmp_path / "ledger")
+    assert lines(path).loc[CLAIM][["value", "verdict"]].tolist() == ["0.3", "holds in direction only"]
+
+
+@pytest.mark.parametrize("between", [True, False], ids=["kept before", "in one store"])
+def test_the_full_profile_goes_before_the_quick_one(project, tmp_path, between):
+    folder = tmp_path / "ledger"
+    job(0.3, profile="full")
+    if between:
+        kept.keep(folder)
+        other_store(project)
+    job(0.6, profile="quick")
+    path = kept.keep(folder)[0].path
+    assert lines(path).loc[CLAIM][["value", "profile"]].tolist() == ["0.3", "full"]
+    kept.keep(folder, profile="quick")
+    assert lines(path).loc[CLAIM][["value", "profile"]].tolist() == ["0.6", "quick"]
+    job(0.2, profile="full")
+    kept.keep(folder)
+    assert lines(path).loc[CLAIM][["value", "profile"]].tolist() == ["0.2", "full"]
+
+
+def test_a_run_that_lacks_a_number_does_not_take_a_verdict_away(project, tmp_path):
+    """A claim on a trend needs two numbers; what is not given for it (`provided`) is a result, though."""
+    trend = "zsmerge.figure4.reduction_50"
+    whole = tracking.create_run(
+        database.client(), EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.profile": "quick", "model": "toy@0"}, "whole"
+    )
+    whole.log({"reduction/0.50": 0.9, "growth/0.20_to_0.50": 0.3}, {"growth/0.20_to_0.50": (0.2, 0.4)})
+    whole.finish()
+    path = kept.keep(tmp_path / "ledger")[0].path
+    before = lines(path).loc[trend]
+    assert before["verdict"] == "holds"
+    other_store(project)
+    job(0.8, metric="reduction/0.50")
+    kept.keep(tmp_path / "ledger")
+    assert lines(path).loc[trend].equals(before)
+
+
+def test_claims_that_are_gone_are_dropped_with_a_note(project, tmp_path, capsys):
+    job(0.6)
+    folder = tmp_path / "ledger"
+    path = kept.keep(folder)[0].path
+    path.write_text(path.read_text().replace(OTHER, "zsmerge.figure4.long_gone"))
+    code, out, _ = call(capsys, "report", "--keep", str(folder))
+    assert code == 0 and "dropped zsmerge.figure4.long_gone: there is no such claim any more" in out
+    assert f"{path}: 1 claims of this store, 0 as they were kept" in out
+    assert "zsmerge.figure4.long_gone" not in path.read_text() and OTHER in lines(path).index
+    assert "dropped" not in call(capsys, "report", "--keep", str(folder))[1]
+
+
+def test_models_do_not_mix_in_one_file(project, tmp_path):
+    job(0.6, model="toy@0")
+    path = kept.keep(tmp_path / "ledger")[0].path
+    before = path.read_bytes()
+    other_store(project)
+    job(0.6, model="toy@1")
+    with pytest.raises(KvlabError, match="is of the model 'toy@0', not of 'toy@1'"):
+        kept.keep(tmp_path / "ledger")
+    assert path.read_bytes() == before
+    job(0.6, model="toy@2")
+    with pytest.raises(KvlabError, match=r"is of the model 'toy@\d', not of 'toy@\d'"):
+        kept.keep(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_older_ledgers_say_nothing_of_sizes_and_are_read(project, tmp_path):
+    job(0.6, parameters=26_854, tables="none")
+    path = kept.keep(tmp_path / "ledger")[0].path
+    (subject,) = subjects(kept.read(path))
+    assert subject.parameters == 26_854
+    lines(path).reset_index().drop(columns=kept.LATER).to_csv(path, index=False)
+    (subject,) = subjects(kept.read(path))
+    assert subject.parameters is None and len(kept.read(path)) == len(papers.claims())
+
+
+# ---------------------------------------------------------------- stories
+
+
+def telling(figure: str, sentence: str, profile: str = "quick") -> None:
+    """A job that measures a claim and tells a figure."""
+    tags = {"kvlab.kind": "job", "kvlab.profile": profile, "model": "toy@0"}
+    run = tracking.create_run(database.client(), EXPERIMENT, {}, tags, "toy")
+    run.log({"reduction/0.20": 0.6}, {"reduction/0.20": (0.5, 0.7)})
+    run.tell(figure, [sentence])
+    run.finish()
+
+
+def test_stories_are_kept_beside_the_ledger_and_replaced_together(project, tmp_path):
+    folder = tmp_path / "ledger"
+    telling("curve", "It rises, by 3.")
+    telling("other", "It falls, by 2.", profile="full")
+    kept.keep(folder)
+
+    def found() -> list[tuple[str, ...]]:
+        return [(line["experiment"], line["figure"], line["story"]) for line in told.read(folder, "toy")]
+
+    assert found() == [(EXPERIMENT, "other", "It falls, by 2.")], "the full profile's, as the ledger's numbers"
+    other_store(project)
+    telling("curve", "It rises, by 4.")
+    kept.keep(folder)
+    assert found() == [(EXPERIMENT, "other", "It falls, by 2.")]
+    kept.keep(folder, profile="quick")
+    assert found() == [(EXPERIMENT, "curve", "It rises, by 4.")]
+    assert [path.name for path in folder.glob("*.csv")] == ["toy.csv"], "every CSV beside the stories is a ledger"
+
+
+def test_without_a_story_no_file_of_stories_is_made(project, tmp_path):
+    job(0.6)
+    kept.keep(tmp_path / "ledger")
+    assert not (tmp_path / "ledger" / "stories").exists() and told.read(tmp_path / "ledger", "toy") == []
