@@ -96,7 +96,10 @@ def reproduce(
     _finish(results, quiet=True)
 
 
-@app.command(epilog="Examples:   kvlab report   |   kvlab report --out /tmp/report --model smollm2-135m")
+@app.command(
+    epilog="Examples:   kvlab report   |   kvlab report --out /tmp/report --model smollm2-135m   "
+    "|   kvlab report --from docs/ledger"
+)
 def report(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write to (default: report).", show_default=False)
@@ -120,18 +123,30 @@ def report(
             show_default=False,
         ),
     ] = None,
+    origin: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FOLDER",
+            help="Report the ledgers that are kept in this folder, without any run.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
     from kvlab.workbench.report import kept
     from kvlab.workbench.report import page as ledger
 
+    chosen = options.models(models or [])
+    if keep is not None and origin is not None:
+        raise typer.BadParameter("--keep writes what runs measured, and --from reads what is kept: take one of them")
     if keep is not None:
-        for one in kept.keep(keep, options.models(models or []), profile):
+        for one in kept.keep(keep, chosen, profile):
             typer.echo(f"{one.path}: {one.replaced} claims of this store, {one.stayed} as they were kept")
             for name in one.dropped:
                 typer.echo(f"  dropped {name}: there is no such claim any more")
         return
-    page = ledger.write(out, options.models(models or []), profile)
+    page = ledger.save(kept.kept(origin, chosen, profile), out) if origin else ledger.write(out, chosen, profile)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import base64
 import datetime
+import hashlib
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvlab.errors import KvlabError
+from kvlab.workbench.report import told
 from kvlab.workbench.report.ledger import Entry
+from kvlab.workbench.report.origins import Origin
 from kvlab.workbench.report.told import stories
 from kvlab.workbench.store import database
 from kvlab.workbench.store.tracking import file_name
@@ -42,33 +45,64 @@ class Picture:
 class Evidence:
     """What is shown of a run: its signature line, its figures and stories by name, and the claims that rest on it.
 
-    A story is what the run told with `tracking.Run.tell`; one may have no figure.
+    A story is what the run told with `tracking.Run.tell`; one may have no figure. Of a run that a kept ledger tells of
+    (`run` is None, `kept` is not) there are the stories that were kept, and no figures.
     """
 
-    run: Run
+    anchor: str
+    experiment: str
+    profile: str
     signature: str
+    run: Run | None = None
+    kept: Origin | None = None
     pictures: dict[str, Picture] = field(default_factory=dict)
     stories: dict[str, str] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
 
-    @property
-    def experiment(self) -> str:
-        return self.run.data.tags.get("kvlab.experiment", "run")
+    @classmethod
+    def of(cls, entry: Entry) -> Evidence:
+        run = entry.run
+        experiment = run.data.tags.get("kvlab.experiment", "run") if run else entry.claim.experiment or "run"
+        line = signature(run) if run else entry.signature
+        return cls(anchor(entry), experiment, entry.profile, line, run, entry.kept)
 
 
 def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
-    """Run id -> what is shown of that run, for the runs that the entries rest on, sorted by experiment."""
+    """Source of an entry (`source`) -> what is shown of that run, for all measured entries, sorted by experiment."""
     shown: dict[str, Evidence] = {}
     for entry in judged:
-        if entry.run:
-            run_id = entry.run.info.run_id
-            shown.setdefault(run_id, Evidence(entry.run, signature(entry.run))).entries.append(entry)
-    if shown:
-        connection = database.client()
-        for run_id, item in shown.items():
+        if entry.measured:
+            shown.setdefault(source(entry), Evidence.of(entry)).entries.append(entry)
+    for item in shown.values():
+        if item.run:
+            connection, run_id = database.client(), item.run.info.run_id
             item.pictures = {picture.name: picture for picture in _pictures(connection, run_id)}
             item.stories = stories(connection, run_id)
+    _add_kept_stories([item for item in shown.values() if item.kept])
     return dict(sorted(shown.items(), key=lambda pair: pair[1].experiment))
+
+
+def source(entry: Entry) -> str:
+    """What tells the runs behind entries apart: the run's id; of kept lines what they say of the run."""
+    if entry.run:
+        return entry.run.info.run_id
+    about = (entry.model, entry.claim.experiment, entry.profile, entry.signature)
+    return hashlib.sha256("\n".join(map(str, about)).encode()).hexdigest()
+
+
+def anchor(entry: Entry) -> str:
+    """The name of its run on the page."""
+    return source(entry)[:8]
+
+
+def _add_kept_stories(shown: Sequence[Evidence]) -> None:
+    """Give the kept stories of each experiment to the run that told them, else to the experiment's first."""
+    for file in {item.kept.file for item in shown if item.kept and item.kept.file}:
+        for line in told.read(file.parent, file.stem):
+            mine = [item for item in shown if item.experiment == line["experiment"]]
+            mine.sort(key=lambda item: item.signature != line["signature"])
+            if mine:
+                mine[0].stories[line["figure"]] = line["story"]
 
 
 def signature(run: Run) -> str:
@@ -120,9 +154,9 @@ def _data_uri(image: Image, widest: int, **how: Any) -> str:
 
 
 def thumbnail(entry: Entry, shown: Mapping[str, Evidence]) -> Picture | None:
-    if not entry.run or not entry.claim.figure or entry.run.info.run_id not in shown:
+    if not entry.measured or not entry.claim.figure or source(entry) not in shown:
         return None
-    return shown[entry.run.info.run_id].pictures.get(file_name(entry.claim.figure))
+    return shown[source(entry)].pictures.get(file_name(entry.claim.figure))
 
 
 def beside_claims(judged: Iterable[Entry], shown: Mapping[str, Evidence]) -> list[Picture]:

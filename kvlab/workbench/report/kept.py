@@ -186,10 +186,10 @@ def read(path: Path) -> list[Entry]:
     if unknown := lines.keys() - known.keys():
         raise KvlabError(f"{path}: {nearest(min(unknown), known, 'claim')}")
     model = next((line["model"] for line in lines.values() if line["model"]), path.stem)
-    return [_entry(claim, lines.get(name), model) for name, claim in known.items()]
+    return [_entry(claim, lines.get(name), model, path) for name, claim in known.items()]
 
 
-def _entry(claim: papers.Claim, line: Line | None, model: str) -> Entry:
+def _entry(claim: papers.Claim, line: Line | None, model: str, path: Path) -> Entry:
     if line is None:
         return Entry(claim, papers.judge(claim, {}), None, model)
     origin = Origin(
@@ -197,6 +197,7 @@ def _entry(claim: papers.Claim, line: Line | None, model: str) -> Entry:
         seconds=int(line["seconds"]) if line["seconds"] else None,
         parameters=int(line["parameters"]) if line["parameters"] else None,
         remarks=tuple(filter(None, line["remarks"].split("; "))),
+        file=path,
     )
     return Entry(claim, _verdict(line), None, model, origin if _knows(line) else None)
 

@@ -214,10 +214,10 @@ def _runs(models: set[str], profile: str | None) -> dict[str, list[Run]]:
     if not database.exists():
         return {}
     connection = database.client()
-    names = {claim.experiment for claim in claims() if claim.experiment}
+    measuring = {claim.experiment for claim in claims() if claim.experiment}
     return {
         name: [run for run in _finished(connection, name, profile) if not models or models & names(_model_of(run))]
-        for name in names
+        for name in measuring
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class Origin:
         seconds: how long the run took.
         parameters: the number of the model's weights; None where neither the run nor the catalogue told.
         remarks: what the run went without, as `subjects.remarks` says it.
+        file: the kept ledger that says so.
     """
 
     profile: str = ""
@@ -24,3 +26,4 @@ class Origin:
     seconds: int | None = None
     parameters: int | None = None
     remarks: tuple[str, ...] = ()
+    file: Path | None = None

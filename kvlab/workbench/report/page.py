@@ -19,6 +19,7 @@ from kvlab.workbench.report import growth
 from kvlab.workbench.report.evidence import (
     UI,
     Evidence,
+    anchor,
     beside_claims,
     evidence,
     run_link,
@@ -147,6 +148,8 @@ def _page(template: str, judged: list[Entry], shown: Mapping[str, Evidence], **g
         states=STATES,
         thumbnail=lambda entry: thumbnail(entry, shown),
         run_link=run_link,
+        anchor=anchor,
+        stored=any(entry.run for entry in judged),
         when=when,
         scale=scale,
         remarks=remarks,
@@ -198,7 +201,7 @@ def _elsewhere(judged: Iterable[Entry], model: str) -> dict[str, list[Entry]]:
     """Claim id -> its measured entries on the other models."""
     others: dict[str, list[Entry]] = {}
     for entry in judged:
-        if entry.model != model and entry.run:
+        if entry.model != model and entry.measured:
             others.setdefault(entry.claim.id, []).append(entry)
     return others
 

@@ -1,0 +1,89 @@
+"""The report of a kept ledger: without a run, without a store, and with what the runs told."""
+
+from __future__ import annotations
+
+import pandas
+import pytest
+from support.commands import call, complaint
+from support.paths import ROOT
+from support.projects import EXPERIMENT
+from support.report_pages import CLAIM, Page, slug
+from support.runs import job
+
+from kvlab import papers
+from kvlab.errors import KvlabError
+from kvlab.workbench.report import kept, ledger
+from kvlab.workbench.report import page as report
+from kvlab.workbench.store import database, tracking
+
+KEPT = ROOT / "docs" / "ledger"
+
+
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch):
+    """The working directory is empty, and no store is named."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("KVLAB_ROOT", raising=False)
+    folder = tmp_path / "nowhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def two_kept(project, tmp_path, nowhere, monkeypatch):
+    """A folder with the ledgers of two models, one of which told a figure of its run."""
+    monkeypatch.chdir(project)
+    job(0.3, model="small", parameters=135_000_000, tables="none")
+    tags = {"kvlab.kind": "job", "kvlab.profile": "quick", "model": "large", "parameters": 8_000_000_000}
+    run = tracking.create_run(database.client(), EXPERIMENT, {}, tags, "toy")
+    run.log({"reduction/0.20": 0.6}, {"reduction/0.20": (0.5, 0.7)})
+    run.tell("curve", ["It rises <fast>, by 3."])
+    run.finish()
+    folder = tmp_path / "kept"
+    kept.keep(folder)
+    in_store = report.ledger()
+    monkeypatch.chdir(nowhere)
+    return folder, in_store
+
+
+def test_the_report_of_kept_ledgers_is_that_of_their_store(two_kept, nowhere, capsys):
+    folder, in_store = two_kept
+    code, out, _ = call(capsys, "report", "--from", str(folder), "--out", "page")
+    assert code == 0 and "page/claims.csv" in out
+    assert sorted(path.name for path in nowhere.iterdir()) == ["page"], "no store is made"
+    again = pandas.read_csv(nowhere / "page" / "claims.csv")
+    same = [name for name in ledger.COLUMNS if name not in ("run_id", "machine")]
+    pandas.testing.assert_frame_equal(again[same], in_store[same].replace("", None), check_dtype=False)
+    assert again["run_id"].isna().all()
+    pages = {path.name: path.read_text() for path in (nowhere / "page").glob("*.html")}
+    assert set(pages) == {"report.html", "model-small.html", "model-large.html"}
+    assert "It rises &lt;fast&gt;, by 3." in pages["model-large.html"] + pages["report.html"]
+    assert "8B" in pages["report.html"] and "127.0.0.1" not in "".join(pages.values())
+    parsed = {name: Page(text) for name, text in pages.items()}
+    for name, page in parsed.items():
+        assert len(page.ids) == len(set(page.ids))
+        for address in page.addresses:
+            if address.startswith("data:") or address == "claims.csv":
+                continue
+            file, _, place = address.partition("#")
+            assert not place or place in parsed[file or name].ids, (name, address)
+
+
+def test_models_and_profiles_narrow_what_is_kept(two_kept, nowhere, capsys):
+    folder, _ = two_kept
+    assert {entry.model for entry in kept.kept(folder)} == {"small", "large"}
+    assert [entry.model for entry in kept.kept(folder, "large@1") if entry.measured] == ["large"]
+    for narrow in ({"model": "none"}, {"profile": "full"}):
+        with pytest.raises(KvlabError, match=r"it has: large \(quick profile\), small \(quick profile\)"):
+            kept.kept(folder, **narrow)
+    assert "holds no kept ledger; `kvlab report --keep" in complaint(capsys, "report", "--from", "none")
+    assert "take one of them" in complaint(capsys, "report", "--from", str(folder), "--keep", "x", code=2)
+
+
+def test_the_ledger_of_this_project_has_a_report(nowhere):
+    page = report.save(kept.kept(KEPT), nowhere / "page")
+    text = page.read_text()
+    for claim in papers.claims():
+        assert text.count(f'id="{slug(claim.id)}"') == 1
+    assert CLAIM in text and "kept of commit" in text
