@@ -12,6 +12,7 @@ from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
     from kvlab.workbench.jobs.running import Result
+    from kvlab.workbench.report.ledger import Entry
 
 PROFILES = "quick: minutes on two cores; full: hours on a CPU; gpu: an 8B model"
 
@@ -36,6 +37,16 @@ Cluster = Annotated[
         help="Hand the jobs to a Dask scheduler (tcp://HOST:8786), or to Slurm (`slurm`, set up by slurm.yaml).",
     ),
 ]
+Compare = Annotated[
+    Path | None,
+    typer.Option(
+        "--compare",
+        metavar="FOLDER",
+        show_default=False,
+        help="Say where the numbers differ from the ledgers kept in this folder; exit code 3 if any does.",
+    ),
+]
+DIFFERENT = 3  # exit code, after everything has been written
 Fresh = Annotated[bool, typer.Option("--fresh", help="Run finished jobs again.")]
 app = typer.Typer()
 
@@ -70,7 +81,7 @@ def run(
 
 @app.command(
     epilog="Examples:   kvlab reproduce --profile quick --jobs 2   |   "
-    "kvlab reproduce --model smollm2-135m,qwen2.5-coder-0.5b"
+    "kvlab reproduce --model smollm2-135m,qwen2.5-coder-0.5b   |   kvlab reproduce --compare docs/ledger"
 )
 def reproduce(
     profile: Profile = "quick",
@@ -78,22 +89,27 @@ def reproduce(
     jobs: Jobs = None,
     fresh: Fresh = False,
     cluster: Cluster = None,
+    compare: Compare = None,
 ) -> None:
     """Run all experiments, write the report and print the claims with their verdicts."""
     from kvlab.workbench import experiments
     from kvlab.workbench.jobs import driver
+    from kvlab.workbench.report import kept
     from kvlab.workbench.report import page as report
 
     names = experiments.names()
     if not names:
         experiments.load("")  # says where experiments would have to be
     chosen = options.models(models or [])
+    before = kept.kept(compare) if compare else None  # a wrong folder is refused before hours of work
     results = driver.run(names, profile, None, jobs, fresh, cluster=cluster, models=chosen)
     ledger = report.entries()
     page = report.save(ledger)
     claims.show(ledger)
     _places(page, names)
     _finish(results, quiet=True)
+    if before is not None:
+        _compare(before, report.entries(chosen, profile), page.parent)
 
 
 @app.command(
@@ -132,22 +148,39 @@ def report(
             show_default=False,
         ),
     ] = None,
+    compare: Compare = None,
 ) -> None:
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
     from kvlab.workbench.report import kept
     from kvlab.workbench.report import page as ledger
 
     chosen = options.models(models or [])
-    if keep is not None and origin is not None:
-        raise typer.BadParameter("--keep writes what runs measured, and --from reads what is kept: take one of them")
+    if keep is not None and (origin or compare):
+        raise typer.BadParameter(
+            "--keep writes what runs measured; --from and --compare read what is kept: not at once"
+        )
     if keep is not None:
         for one in kept.keep(keep, chosen, profile):
             typer.echo(f"{one.path}: {one.replaced} claims of this store, {one.stayed} as they were kept")
             for name in one.dropped:
                 typer.echo(f"  dropped {name}: there is no such claim any more")
         return
-    page = ledger.save(kept.kept(origin, chosen, profile), out) if origin else ledger.write(out, chosen, profile)
+    before = kept.kept(compare) if compare else None
+    judged = kept.kept(origin, chosen, profile) if origin else ledger.measured(chosen, profile)
+    page = ledger.save(judged, out)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
+    if before is not None:
+        _compare(before, judged, page.parent)
+
+
+def _compare(before: list[Entry], now: list[Entry], folder: Path) -> None:
+    """Print and write where a ledger differs from the kept one, and leave with DIFFERENT if it does."""
+    from kvlab.workbench.report import comparing
+
+    found = comparing.compare(before, now)
+    typer.echo(f"\n{found}\n{found.write(folder)}")
+    if found.differences:
+        raise typer.Exit(DIFFERENT)
 
 
 def _finish(results: list[Result], quiet: bool = False) -> None:

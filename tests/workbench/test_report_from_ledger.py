@@ -78,7 +78,7 @@ def test_models_and_profiles_narrow_what_is_kept(two_kept, nowhere, capsys):
         with pytest.raises(KvlabError, match=r"it has: large \(quick profile\), small \(quick profile\)"):
             kept.kept(folder, **narrow)
     assert "holds no kept ledger; `kvlab report --keep" in complaint(capsys, "report", "--from", "none")
-    assert "take one of them" in complaint(capsys, "report", "--from", str(folder), "--keep", "x", code=2)
+    assert "not at once" in complaint(capsys, "report", "--from", str(folder), "--keep", "x", code=2)
 
 
 def test_the_ledger_of_this_project_has_a_report(nowhere):

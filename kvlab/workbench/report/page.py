@@ -44,7 +44,19 @@ from kvlab.workbench.report.ledger import (
 from kvlab.workbench.report.scales import scale
 from kvlab.workbench.report.subjects import Subject, remarks, subjects
 
-__all__ = ["entries", "evidence", "ledger", "number", "render", "run_link", "save", "scale", "signature", "write"]
+__all__ = [
+    "entries",
+    "evidence",
+    "ledger",
+    "measured",
+    "number",
+    "render",
+    "run_link",
+    "save",
+    "scale",
+    "signature",
+    "write",
+]
 
 MARKS = {
     "holds": ("holds", "●"),
@@ -65,11 +77,16 @@ def write(out: str | Path | None = None, model: str | Sequence[str] | None = Non
     With several models there is a page for each beside report.html. Each file appears whole or not at all. Raises
     KvlabError where they cannot be written, the store not be read, or no run in it measured a claim.
     """
-    folder = _folder(out)
+    _folder(out)  # refused before the store is read
+    return save(measured(model, profile), out)
+
+
+def measured(model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Entry]:
+    """`entries` of the store; raises KvlabError where no run of it measured a claim."""
     judged = entries(model, profile)
     if not any(entry.run for entry in judged):
         refuse(model, profile)
-    return save(judged, folder)
+    return judged
 
 
 def _folder(out: str | Path | None) -> Path:
