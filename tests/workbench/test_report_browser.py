@@ -6,6 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from support.browsing import DESKTOP, PHONE, missing_images, opened, overflow
 from support.projects import EXPERIMENT
+from support.report_pages import CLAIM, slug
 
 from kvlab import papers
 from kvlab.workbench.report import page as report
@@ -65,19 +66,66 @@ def test_the_page_loads_whole_and_fits(browser, page_of_report, size, scheme):
             return image.decode().then(() => image.naturalWidth, () => 0);
         }))""")
         assert min(sizes) > 100
-        assert overflow(page) == 0
+        assert overflow(page) == 0 and height(page) < 20_000
         page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
         assert overflow(page) == 0
+        assert complaints == []
+
+
+def height(page) -> int:
+    """Of the whole page, in pixels."""
+    return page.evaluate("document.documentElement.scrollHeight")
+
+
+def shown(page) -> list[str]:
+    """The ids of the claims that are not filtered away."""
+    return page.evaluate("[...document.querySelectorAll('details.claim:not([hidden])')].map(each => each.id)")
+
+
+def test_every_claim_is_one_line_until_it_is_opened(browser, page_of_report):
+    with opened(browser, page_of_report) as (page, complaints):
+        assert len(shown(page)) == len(papers.claims())
+        lines = page.locator("details.claim").filter(visible=True)
+        heights = [line.bounding_box()["height"] for line in lines.all()]
+        assert len(heights) > 150 and max(heights) < 40
+        first = lines.first
+        assert not first.locator(".inside").is_visible()
+        first.locator("summary").click()
+        assert first.locator(".inside").is_visible() and first.locator(".chip").is_visible()
+        places = [page.locator(name).bounding_box()["y"] for name in ("#stories", "#summary", "#claims", "#figures")]
+        assert places == sorted(places)
+        assert complaints == []
+
+
+def test_claims_are_narrowed_by_paper_verdict_and_words(browser, page_of_report):
+    with opened(browser, page_of_report) as (page, complaints):
+        form, said = page.locator("form.filters"), page.locator("form.filters output")
+        form.locator("[name=paper]").select_option("zsmerge")
+        mine = {slug(claim.id) for claim in papers.claims(paper="zsmerge")}
+        assert set(shown(page)) == mine and said.inner_text() == f"{len(mine)} of {len(papers.claims())} claims"
+        assert page.locator("#dapq").is_hidden() and page.locator("#zsmerge-checks").get_attribute("open") is not None
+        form.locator("[name=verdict]").select_option("untested")
+        assert set(shown(page)) == {slug(claim.id) for claim in papers.claims(paper="zsmerge") if claim.untested}
+        form.locator("button").click()
+        page.wait_for_function("document.querySelectorAll('details.claim[hidden]').length === 0")
+        assert page.locator("#zsmerge-checks").get_attribute("open") is None, "what the filter opened it closed again"
+        form.locator("[name=words]").fill("  figure4 REDUCTION_20 ")
+        assert slug(CLAIM) in shown(page) and len(shown(page)) < 10
+        form.locator("[name=words]").fill("no claim says this")
+        assert shown(page) == [] and page.locator("section.paper").filter(visible=True).count() == 0
+        page.locator("#glance .strip a").first.click()
+        assert page.locator("details.claim:target .inside").is_visible(), "a link leads to what was filtered away"
         assert complaints == []
 
 
 def test_a_header_that_stays_and_links_that_lead_somewhere(browser, page_of_report):
     with opened(browser, page_of_report) as (page, complaints):
         page.locator("header.bar-top a", has_text="ZSMerge").click()
-        heading = page.locator("#zsmerge h2").bounding_box()
+        heading = page.locator("#zsmerge h3").first.bounding_box()
         bar = page.locator("header.bar-top").bounding_box()
         assert bar["y"] == 0 and bar["height"] <= heading["y"] < 200
 
+        page.locator("#zsmerge details.claim:has(.thumb) > summary").first.click()
         page.locator("#zsmerge .thumb").first.click()
         figure = page.locator("figure:target")
         assert figure.count() == 1 and figure.locator("img").get_attribute("alt") == "curve"
@@ -90,7 +138,7 @@ def test_a_header_that_stays_and_links_that_lead_somewhere(browser, page_of_repo
         assert figure.locator("img").bounding_box()["width"] == small["width"]
 
         page.locator("figcaption a").first.click()
-        assert page.locator("tr:target").count() == 1
+        assert page.locator("details.claim:target .inside").is_visible()
         assert complaints == []
 
 
@@ -126,12 +174,12 @@ def test_models_side_by_side_fit_and_link_to_their_pages(browser, pages_of_model
         assert overflow(page) == 0
         plots = page.locator("svg.growth")
         assert plots.count() > 20 and min(plots.nth(0).bounding_box()[side] for side in ("width", "height")) > 60
-        row = page.locator(".by-model tr[id]").first
-        assert row.locator("td.model").count() == 5
-        for cell in row.locator("td.model").all():
+        row = page.locator("details.claim:has(.by-model)").first
+        assert row.locator("li.model").count() == 5
+        for cell in row.locator("li.model").all():
             assert cell.locator(".mark").inner_text() in ("●", "◐", "○", "–")
         page.locator("#glance .strip a").last.click()
-        assert page.locator("tr:target, li:target").count() == 1
+        assert page.locator("details.claim:target .inside").is_visible()
         page.locator(".matrix.models tbody a").last.click()
         assert page.locator("h1").inner_text().endswith("of-unknown-size")
         assert overflow(page) == 0
@@ -140,9 +188,33 @@ def test_models_side_by_side_fit_and_link_to_their_pages(browser, pages_of_model
         assert complaints == []
 
 
+def test_claims_are_narrowed_by_what_a_model_says(browser, pages_of_models):
+    """The values grow from model to model, so that what the first says of a claim is not what the last does."""
+    with opened(browser, (pages_of_models / "report.html").as_uri()) as (page, complaints):
+        form = page.locator("form.filters")
+        found = {}
+        for model in ("tiny", "large"):
+            form.locator("[name=model]").select_option(label=model)
+            form.locator("[name=verdict]").select_option("")
+            assert set(shown(page)) == {
+                slug(claim.id)
+                for claim in papers.claims()
+                if claim.experiment in (EXPERIMENT, "dapq_position_vs_content")
+            }
+            form.locator("[name=verdict]").select_option("holds")
+            found[model] = set(shown(page))
+        judged = [(entry.model, slug(entry.claim.id)) for entry in report.entries() if entry.state == "holds"]
+        assert found == {name: {claim for model, claim in judged if model == name} for name in found}
+        assert found["tiny"] != found["large"]
+        form.locator("[name=model]").select_option("")
+        assert set(shown(page)) == {claim for _, claim in judged}
+        assert complaints == []
+
+
 def test_without_any_run_the_page_is_whole_too(browser, project):
     """What `kvlab reproduce` leaves where every job failed; `kvlab report` refuses to write it."""
     address = report.save(report.entries()).as_uri()
     with opened(browser, address, PHONE) as (page, complaints):
         assert overflow(page) == 0 and page.locator(".thumb, figure").count() == 0 and complaints == []
-        assert page.locator(".claims tr[id]").count() + page.locator("ul.untested li").count() == len(papers.claims())
+        assert page.locator("details.claim").count() == len(papers.claims())
+        assert page.locator("#stories").get_by_text("has been measured yet").count() == len(papers.papers())

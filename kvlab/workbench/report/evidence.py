@@ -59,6 +59,15 @@ class Evidence:
     stories: dict[str, str] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
 
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """What was told, by name, and where on the page it stands."""
+        return [(name, self.place(name)) for name in self.stories]
+
+    def place(self, name: str) -> str:
+        """Where on the page a story stands: at its figure, if there is one."""
+        return self.pictures[name].anchor if name in self.pictures else f"told-{self.anchor}-{slug(name)}"
+
     @classmethod
     def of(cls, entry: Entry) -> Evidence:
         run = entry.run

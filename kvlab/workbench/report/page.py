@@ -1,6 +1,7 @@
 """The claims ledger as HTML that needs nothing else, with the runs' figures, and as CSV.
 
-With one model report.html is its page; with several it sets them side by side, and each has a page beside it.
+With one model report.html is its page; with several it sets them side by side, and each has a page beside it. A page
+begins with the papers' stories, goes on with findings and models, and ends with the claims, each one line until opened.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib.files import replacing
 from kvlab.workbench import project
 from kvlab.workbench.report import growth
+from kvlab.workbench.report.digest import digest
 from kvlab.workbench.report.evidence import (
     UI,
     Evidence,
@@ -68,6 +70,13 @@ MARKS = {
 }
 MAIN = "report.html"
 OF_MODELS = "model-*.html"
+FOLDED = {
+    "checks": "Controls, identities and examples",
+    "recomputed": "Recomputed from what the paper prints; no model ran for these",
+    "untested": "Cannot be tested here",
+    "timings": "Timings",
+}
+"""The groups of claims that are folded under a paper's findings, with their headings."""
 GENERATOR = '<meta name="generator" content="kvlab report">'
 
 
@@ -115,26 +124,23 @@ def save(judged: list[Entry], out: str | Path | None = None) -> Path:
 def render(judged: list[Entry]) -> dict[str, str]:
     """Name of a file -> the page, as one string that needs nothing else but the other pages."""
     models = by_model(judged)
-    known = {subject.name: subject for subject in subjects(judged)}
+    order = subjects(judged)
+    known = {subject.name: subject for subject in order}
     files = _files(known) if len(models) > 1 else dict.fromkeys(models, MAIN)
     pages = {
         files[name]: _page(
-            "model.html.j2",
             mine,
-            shown := evidence(mine),
-            subject=known.get(name),
-            others=[(known[other], files[other]) for other in models if other != name],
-            elsewhere=_elsewhere(judged, name),
+            [known[name]] if name in known else [],
+            evidence(mine),
             files=files,
             names=known,
-            evidence=list(shown.values()),
-            pictures=beside_claims(mine, shown),
+            others=[(known[other], files[other]) for other in models if other != name],
+            elsewhere=_elsewhere(judged, name),
         )
         for name, mine in models.items()
     }
     if len(models) > 1:
-        order = [known[name] for name in models]
-        pages[MAIN] = _models_page(judged, order, files)
+        pages[MAIN] = _page(judged, order, {}, files=files, names=known, others=[], elsewhere={})
     return pages
 
 
@@ -148,8 +154,8 @@ def _files(names: Iterable[str]) -> dict[str, str]:
     return taken
 
 
-def _page(template: str, judged: list[Entry], shown: Mapping[str, Evidence], **given: Any) -> str:
-    """The page of a template, with what both kinds of pages show."""
+def _page(judged: Sequence[Entry], order: Sequence[Subject], shown: Mapping[str, Evidence], **given: Any) -> str:
+    """The page of these entries, on one model or on several; `shown`: their runs, on the page of one model."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -160,58 +166,66 @@ def _page(template: str, judged: list[Entry], shown: Mapping[str, Evidence], **g
         undefined=jinja2.StrictUndefined,
     )
     environment.filters.update(number=number, slug=slug)
+    rows = growth.rows(judged, order)
+    totals = {name: Tally.of(mine) for name, mine in by_model(judged).items()}
     environment.globals.update(
         marks=MARKS,
         states=STATES,
         thumbnail=lambda entry: thumbnail(entry, shown),
         run_link=run_link,
         anchor=anchor,
-        stored=any(entry.run for entry in judged),
         when=when,
         scale=scale,
         remarks=remarks,
-        together=_together(judged),
+        growth=growth,
+        plot=lambda row: growth.plot(row, order),
+    )
+    return environment.get_template("page.html.j2").render(
         generator=GENERATOR,
         main=MAIN,
         ui=UI,
+        stored=any(entry.run for entry in judged),
         version=project.version(),
         commit=project.commit(),
         written=datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
-    )
-    return environment.get_template(template).render(
-        sections=_sections(judged),
-        total=Tally.of(judged),
-        claims=len(judged),
+        subjects=order,
+        groups=FOLDED,
+        sections=[_section(paper, judged, rows, order, shown) for paper in papers.of_project()],
+        totals=totals,
+        total=next(iter(totals.values())),
+        claims=len(rows),
+        trends=growth.trends(rows),
+        together=_together(next(iter(by_model(judged).values()))),
+        evidence=list(shown.values()),
+        pictures=beside_claims(judged, shown),
         **given,
     )
 
 
-def _models_page(judged: list[Entry], order: list[Subject], files: Mapping[str, str]) -> str:
-    """The page that sets the models side by side."""
-    rows = growth.rows(judged, order)
-    names = [subject.name for subject in order]
-    per_model = by_model(judged)
-    return _page(
-        "models.html.j2",
-        per_model[names[0]],
-        {},
-        subjects=order,
-        files=files,
-        tallies={name: Tally.of(per_model[name]) for name in names},
-        papers={
-            name: {section["paper"].name: section["tally"] for section in _sections(per_model[name])} for name in names
+def _section(
+    paper: papers.Paper,
+    judged: Sequence[Entry],
+    rows: Sequence[growth.Row],
+    order: Sequence[Subject],
+    shown: Mapping[str, Evidence],
+) -> dict[str, Any]:
+    """Of a paper: its story, its counts on each model, and its claims by group."""
+    mine = [entry for entry in judged if entry.claim.paper == paper.name]
+    of_paper = [row for row in rows if row.claim.paper == paper.name]
+    asked = {entry.claim.experiment for entry in mine}
+    return {
+        "paper": paper,
+        "digest": digest(mine, order),
+        "told": [place for item in shown.values() if item.experiment in asked for place in item.places],
+        "tallies": {name: Tally.of(of_model) for name, of_model in by_model(mine).items()},
+        "untested": [row for row in of_paper if row.claim.untested],
+        "findings": [row for row in of_paper if row.group == "findings"],
+        **{
+            group: [row for row in of_paper if row.group == group and not row.claim.untested]
+            for group in GROUPS
+            if group != "findings"
         },
-        rows={
-            paper.name: {
-                group: [row for row in rows if row.claim.paper == paper.name and row.group == group] for group in GROUPS
-            }
-            for paper in papers.of_project()
-        },
-        trends=growth.trends(rows),
-        plot=lambda row: growth.plot(row, order),
-        growth=growth,
-        names={subject.name: subject for subject in order},
-    )
+    }
 
 
 def _elsewhere(judged: Iterable[Entry], model: str) -> dict[str, list[Entry]]:
@@ -230,20 +244,3 @@ def _together(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
         if entry.claim.finding:
             facts.setdefault(entry.claim.fact, []).append(entry)
     return {one.claim.id: [other for other in mine if other is not one] for mine in facts.values() for one in mine}
-
-
-def _sections(judged: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Of each paper: its entries on one model, by group, and their counts."""
-    return [
-        {
-            "paper": paper,
-            "tally": Tally.of(mine),
-            "untested": [entry for entry in mine if entry.claim.untested],
-            **{
-                group: [entry for entry in mine if entry.group == group and not entry.claim.untested]
-                for group in GROUPS
-            },
-        }
-        for paper in papers.of_project()
-        for mine in [[entry for entry in judged if entry.claim.paper == paper.name]]
-    ]
