@@ -43,8 +43,8 @@ def test_on_one_model_it_says_what_holds_what_fails_and_what_is_open():
         "What holds, at least in direction: one; two; table 2 (2 findings).",
         "What fails: three.",
         "What stays undecided: four.",
-        "On small none of 6 printed numbers that ours can be compared with lies inside our interval; the closest is 0.600 "
-        "(table 1), 0.500 here.",
+        "On small none of 6 printed numbers that ours can be compared with lies inside our interval; the closest is "
+        "0.600 (table 1), 0.500 here.",
         "Counted apart: 0 of 1 checks are met and 1 of 1 recomputed claims agree.",
     ]
 

@@ -112,9 +112,10 @@ def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
     inside = sum(_covers(entry, paper) for entry, paper, _ in pairs)
     entry, paper, value = min(pairs, key=lambda pair: _apart_by(pair[1], pair[2]))
     lie = "lies" if inside < 2 else "lie"
+    numbers = _plural(len(pairs), "number")
     text = (
-        f"On {largest.label} {inside or 'none'} of {len(pairs)} printed {_plural(len(pairs), 'number')} that ours can be "
-        f"compared with {lie} inside our interval; the closest is {number(paper)} ({entry.claim.where}), {number(value)} here"
+        f"On {largest.label} {inside or 'none'} of {len(pairs)} printed {numbers} that ours can be compared with {lie} "
+        f"inside our interval; the closest is {number(paper)} ({entry.claim.where}), {number(value)} here"
     )
     ways = growth.trends(growth.rows(of_paper, order))
     if not ways:
