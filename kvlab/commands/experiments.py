@@ -161,7 +161,7 @@ def report(
         )
     if keep is not None:
         for one in kept.keep(keep, chosen, profile):
-            typer.echo(f"{one.path}: {one.replaced} claims of this store, {one.stayed} as they were kept")
+            typer.echo(f"{one.path}: from this store {one.replaced}, as kept before {one.stayed}")
             for name in one.dropped:
                 typer.echo(f"  dropped {name}: there is no such claim any more")
         return

@@ -93,7 +93,7 @@ def test_files_that_keys_are_taken_over_are_there():
         assert (PACKAGE / name).exists(), name
     assert len(set(shared.CODE)) == len(shared.CODE)
     assert list(lookup.SHIPPED.glob("*.json")) and list(lookup.SHIPPED_TABLES.glob("*.parquet"))
-    assert (Path(page.__file__).parent / "templates" / "model.html.j2").is_file()
+    assert (Path(page.__file__).parent / "templates" / "page.html.j2").is_file()
     assert all(paper.claims for paper in papers.papers()) and list((PACKAGE / "papers" / "figures").glob("*.csv"))
 
 

@@ -94,7 +94,7 @@ def test_claims_that_are_gone_are_dropped_with_a_note(project, tmp_path, capsys)
     path.write_text(path.read_text().replace(OTHER, "zsmerge.figure4.long_gone"))
     code, out, _ = call(capsys, "report", "--keep", str(folder))
     assert code == 0 and "dropped zsmerge.figure4.long_gone: there is no such claim any more" in out
-    assert f"{path}: 1 claims of this store, 0 as they were kept" in out
+    assert f"{path}: from this store 1, as kept before 0" in out
     assert "zsmerge.figure4.long_gone" not in path.read_text() and OTHER in lines(path).index
     assert "dropped" not in call(capsys, "report", "--keep", str(folder))[1]
 
