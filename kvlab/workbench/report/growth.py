@@ -68,14 +68,19 @@ def rows(judged: Iterable[Entry], subjects: Sequence[Subject]) -> list[Row]:
         by_claim.setdefault(entry.claim.id, Row(entry.claim, [])).entries.append(entry)
     known = {subject.name: subject for subject in subjects}
     for row in by_claim.values():
-        points = [_point(known[entry.model], entry) for entry in row.entries]
+        points = [_point(known.get(entry.model), entry) for entry in row.entries]
         row.points = sorted(filter(None, points), key=lambda point: point.parameters)
     return list(by_claim.values())
 
 
-def _point(subject: Subject, entry: Entry) -> Point | None:
+def _point(subject: Subject | None, entry: Entry) -> Point | None:
+    """None where nothing was measured, or on a model of unknown size."""
     value = entry.verdict.value
-    return None if value is None or not subject.parameters else Point(subject, entry, subject.parameters, value)
+    return (
+        None
+        if value is None or subject is None or not subject.parameters
+        else Point(subject, entry, subject.parameters, value)
+    )
 
 
 def paper_value(claim: papers.Claim) -> float | None:
