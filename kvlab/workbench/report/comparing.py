@@ -126,7 +126,7 @@ def compare(kept: Iterable[Entry], new: Iterable[Entry]) -> Comparison:
 def _by_name(judged: Iterable[Entry]) -> dict[tuple[str, str], Entry]:
     """(claim, model's name) -> its entry, for all that was measured and is no timing."""
     return {
-        (entry.claim.id, *names(entry.model)): entry
+        (entry.claim.id, min(names(entry.model))): entry
         for entry in judged
         if entry.measured and entry.group != "timings" and entry.model
     }

@@ -158,16 +158,17 @@ def _frame(lines: Iterable[Line]) -> pandas.DataFrame:
 
 def _lines(path: Path) -> dict[str, Line]:
     """Claim -> its line, as the file has it. Raises KvlabError where it is no kept ledger."""
-    lines = told.table(path, [name for name in COLUMNS if name not in LATER])
-    for line in lines:
+    found = told.table(path, [name for name in COLUMNS if name not in LATER])
+    lines = {line["claim"]: {**dict.fromkeys(LATER, ""), **line} for line in found}
+    for line in lines.values():
         try:
             _verdict(line)
-            int(line["seconds"] or 0), int(line.get("parameters") or 0)
+            _origin(line, path)
         except ValueError as error:
             raise KvlabError(
                 f"{path} is no kept ledger: {line['claim']!r} has no readable numbers or verdict"
             ) from error
-    return {line["claim"]: {**dict.fromkeys(LATER, ""), **line} for line in lines}
+    return lines
 
 
 def _verdict(line: Line) -> papers.Verdict:
@@ -192,14 +193,17 @@ def read(path: Path) -> list[Entry]:
 def _entry(claim: papers.Claim, line: Line | None, model: str, path: Path) -> Entry:
     if line is None:
         return Entry(claim, papers.judge(claim, {}), None, model)
-    origin = Origin(
+    return Entry(claim, _verdict(line), None, model, _origin(line, path) if _knows(line) else None)
+
+
+def _origin(line: Line, path: Path) -> Origin:
+    return Origin(
         **{name: line[name] for name in ("profile", "signature", "commit", "machine")},
         seconds=int(line["seconds"]) if line["seconds"] else None,
         parameters=int(line["parameters"]) if line["parameters"] else None,
         remarks=tuple(filter(None, line["remarks"].split("; "))),
         file=path,
     )
-    return Entry(claim, _verdict(line), None, model, origin if _knows(line) else None)
 
 
 def kept(folder: Path, model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Entry]:
