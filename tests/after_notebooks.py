@@ -17,6 +17,7 @@ from kvlab.workbench.store import database
 from kvlab.workbench.store.tracking import file_name
 
 MEASURED = [claim for claim in papers.claims() if claim.experiment]
+QUICK = [claim for claim in MEASURED if claim.profile == "quick"]
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def test_a_notebook_with_claims_judged_them(name):
     assert "claims.json" in artifacts(run_of(name).info.run_id)
 
 
-@pytest.mark.parametrize("claim", MEASURED, ids=lambda claim: claim.id)
+@pytest.mark.parametrize("claim", QUICK, ids=lambda claim: claim.id)
 def test_what_a_claim_reads_was_logged(claim):
     """Its metric and those that its tests name, the ends of intervals among them; and the figure that shows it."""
     run = run_of(claim.experiment)
@@ -69,3 +70,10 @@ def test_what_a_claim_reads_was_logged(claim):
     assert (papers.judge(claim, run.data.metrics).verdict != "not measured") == resting
     if claim.figure:
         assert f"figures/{file_name(claim.figure)}.png" in artifacts(run.info.run_id, "figures")
+
+
+@pytest.mark.parametrize("claim", [claim for claim in MEASURED if claim not in QUICK], ids=lambda claim: claim.id)
+def test_what_only_the_full_profile_measures_was_not_logged(claim):
+    """Else the claim would say that it waits for a profile that it does not need."""
+    verdict = papers.judge(claim, run_of(claim.experiment).data.metrics)
+    assert verdict.verdict == "not measured" and verdict.why.startswith(papers.FULL_ONLY)

@@ -11,7 +11,7 @@ from kvlab.lib.terminal import titled
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvlab.workbench.report.ledger import Entry
+    from kvlab.workbench.report.ledger import Entry, Tally
 
 STYLES = {
     "holds": "green",
@@ -80,6 +80,7 @@ def _about(label: str, entry: Entry) -> tuple[str, str, str]:
 
 
 def _on_one(ledger: list[Entry], title: str) -> Table:
+    from kvlab.papers import FULL_ONLY
     from kvlab.workbench.report.ledger import by_paper, number
 
     table = _claims(title)
@@ -93,7 +94,8 @@ def _on_one(ledger: list[Entry], title: str) -> Table:
                 continue
             has_interval = verdict.low is not None and verdict.high is not None
             interval = f"{number(verdict.low)} to {number(verdict.high)}" if has_interval else ""
-            state = f"[{STYLES[entry.state]}]{entry.state}[/]"
+            reason = f": {FULL_ONLY}" if entry.full_only else ""
+            state = f"[{STYLES[entry.state]}]{entry.state}{reason}[/]"
             table.add_row(*_about(label, entry), number(verdict.value), interval, state)
         table.add_section()
     return table
@@ -131,7 +133,7 @@ def _counts(ledger: list[Entry], on: str = "") -> Table:
     total = Tally.of(ledger)
     table.add_column("paper", footer="all")
     for state, style in STYLES.items():
-        table.add_column(state, justify="right", footer=f"[{style}]{total.findings[state]}[/]")
+        table.add_column(state, justify="right", footer=f"[{style}]{_number_of(total, state, '0')}[/]")
     table.add_column("checks met", justify="right", footer=total.met("checks"))
     table.add_column("recomputed, agree", justify="right", footer=total.met("recomputed"))
     for label, of_paper in by_paper(ledger).items():
@@ -139,8 +141,14 @@ def _counts(ledger: list[Entry], on: str = "") -> Table:
         style = "red" if tally.checks_missed else "dim"
         table.add_row(
             label,
-            *(f"[{STYLES[state]}]{tally.findings[state] or '·'}[/]" for state in STYLES),
+            *(f"[{STYLES[state]}]{_number_of(tally, state)}[/]" for state in STYLES),
             f"[{style}]{tally.met('checks')}[/]",
             f"[dim]{tally.met('recomputed')}[/]",
         )
     return table
+
+
+def _number_of(tally: Tally, state: str, none: str = "·") -> str:
+    """How many findings stand so, and below it how many of them wait for the full profile."""
+    waiting = tally.waiting(state)
+    return str(tally.findings[state] or none) + (f"\n{waiting}" if waiting else "")

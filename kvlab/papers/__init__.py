@@ -11,6 +11,7 @@ from __future__ import annotations
 from kvlab.papers.claim import (
     DIRECTION,
     FAILS,
+    FULL_ONLY,
     HOLDS,
     UNDECIDED,
     UNMEASURED,
@@ -27,6 +28,7 @@ from kvlab.papers.shelf import OWN, claims, figure, figures, of_project, papers
 __all__ = [
     "DIRECTION",
     "FAILS",
+    "FULL_ONLY",
     "HOLDS",
     "OWN",
     "UNDECIDED",

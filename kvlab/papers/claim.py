@@ -17,6 +17,8 @@ FAILS: Final = "fails"
 UNDECIDED: Final = "undecided"
 UNMEASURED: Final = "not measured"
 VERDICTS = (HOLDS, DIRECTION, FAILS, UNDECIDED, UNMEASURED)
+FULL_ONLY: Final = "full profile only"
+"""The reason of a claim that is not measured because the quick profile leaves its numbers out."""
 
 
 class Claim(BaseModel):
@@ -30,6 +32,7 @@ class Claim(BaseModel):
     stands_in says which measure replaces the paper's own where that cannot be taken here; empty where it is the same.
     untested says, of a claim that no experiment here can measure, why not and what would test it.
     figure is the name under which the experiment keeps the picture that shows it.
+    profile is the least profile of the experiment that measures it.
     provided is a test that must be met for the numbers to say anything about the claim (a table of what a log teaches
     means something only if the log holds a signal); where it is not met, the claim is not measured.
     """
@@ -50,6 +53,7 @@ class Claim(BaseModel):
     note: str = ""
     untested: str = ""
     figure: str = ""
+    profile: Literal["quick", "full"] = "quick"
     provided: Condition | None = None
     direction: Condition
     size: Condition
@@ -67,6 +71,8 @@ class Claim(BaseModel):
             raise ValueError(f"no experiment measures {self.id}: say in `untested` why not, and what would test it")
         if self.experiment is not None and self.untested:
             raise ValueError(f"{self.id} has an `untested` reason, although {self.experiment} measures it")
+        if self.experiment is None and self.profile != "quick":
+            raise ValueError(f"{self.id} names a profile, although no experiment measures it")
         return self
 
     @model_validator(mode="after")

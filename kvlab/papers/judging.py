@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from kvlab.papers.claim import DIRECTION, FAILS, HOLDS, UNDECIDED, UNMEASURED, Claim, Verdict
+from kvlab.papers.claim import DIRECTION, FAILS, FULL_ONLY, HOLDS, UNDECIDED, UNMEASURED, Claim, Verdict
 from kvlab.papers.doubts import Doubt, Lookup, Standing, ends
 
 GENRE = "genre"  # METRIC/genre/GENRE is the mean of a metric over the documents of one genre
@@ -23,7 +23,8 @@ def judge(
     metrics: name -> value; intervals: name -> (low, high), else taken from the metrics NAME/low and NAME/high. A number
     that is not finite counts as missing. Where an interval contains the point at which the direction turns, the verdict
     is "undecided". Without an interval it rests on the value, and says so; a timing is undecided then. What is
-    recomputed either holds or fails. Where what a claim is `provided` with is not given, it is "not measured".
+    recomputed either holds or fails. Where what a claim is `provided` with is not given, it is "not measured"; so it is
+    where numbers are missing, and of a claim that only the full profile measures the comparison says so.
     """
     ranges = {
         f"{name}/{end}": number
@@ -39,7 +40,7 @@ def judge(
     )
     absent = sorted(claim.metrics - known.keys())
     if absent:
-        return told(verdict=UNMEASURED, why=claim.untested or f"no run has measured {_listed(absent)}")
+        return told(verdict=UNMEASURED, why=claim.untested or _absent(claim, absent))
     value_of = known.__getitem__
     if claim.provided is not None:
         given, why = claim.provided.check(claim.metric, value_of, claim.paper_value)
@@ -129,6 +130,12 @@ def _genres(claim: Claim, known: Mapping[str, float]) -> str:
             shown = ", ".join(f"{genre} {mean:.4g}" for genre, mean in means.items())
             return f" Kinds of text differ in {name} by {apart:.3g}, more than the effect itself ({shown})."
     return ""
+
+
+def _absent(claim: Claim, names: list[str]) -> str:
+    if claim.profile == "full":
+        return f"{FULL_ONLY}: the quick profile leaves out {_listed(names)}, and no run has measured it"
+    return f"no run has measured {_listed(names)}"
 
 
 def _listed(names: list[str]) -> str:

@@ -62,6 +62,7 @@ def _claims() -> list[dict[str, Any]]:
             "metric": claim.metric,
             "measured": claim.experiment is not None,
             "experiment": claim.experiment,
+            "profile": claim.profile,
             "paper_value": claim.paper_value,
             "unit": claim.unit,
             "kind": claim.kind,

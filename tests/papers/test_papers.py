@@ -16,6 +16,7 @@ from support.toy_claims import claim
 from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.papers import Claim, judge
+from kvlab.workbench import experiments
 
 CLAIMS = papers.claims()
 
@@ -46,6 +47,14 @@ def test_verdict_follows_the_number(value, verdict):
 def test_a_missing_reference_is_not_measured_and_named():
     verdict = judge(claim(direction={"kind": "greater", "than": "other"}), {"m": 0.6})
     assert verdict.verdict == "not measured" and "other" in verdict.why and verdict.value == 0.6
+
+
+def test_what_only_the_full_profile_measures_says_so_until_it_is_measured():
+    waiting = claim(profile="full")
+    unmeasured = judge(waiting, {"other": 1.0})
+    assert unmeasured.verdict == "not measured" and unmeasured.why.startswith("full profile only: ")
+    assert judge(waiting, {"m": 0.6}).verdict == "holds"
+    assert papers.FULL_ONLY not in judge(claim(), {}).why
 
 
 def test_intervals_come_along_and_doubt_is_said():
@@ -177,6 +186,12 @@ def test_doubt_follows_the_metric_that_the_direction_is_tested_on():
     tested = claim(direction={"kind": "greater", "metric": "d", "than": 0.0})
     assert "contains 0" in judge(tested, {"m": 0.6, "d": 0.1}, {"m": (0.5, 0.7), "d": (-0.1, 0.3)}).why
     assert "interval" not in judge(tested, {"m": 0.6, "d": 0.2}, {"m": (-0.5, 0.7), "d": (0.1, 0.3)}).why
+
+
+def test_who_waits_for_the_full_profile_has_an_experiment_with_one():
+    for entry in CLAIMS:
+        if entry.profile == "full":
+            assert "full" in experiments.load(entry.experiment).profiles, entry.id
 
 
 def test_a_factor_does_not_pass_with_the_wrong_sign():
@@ -332,6 +347,18 @@ def test_unknown_names_teach():
             "metric: m, paper_value: 1, "
             "untested: too large, direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
             "although e measures it",
+        ),
+        (
+            "name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, "
+            "metric: m, paper_value: 1, profile: gpu, "
+            "direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
+            "claims.0.profile: Input should be 'quick' or 'full'",
+        ),
+        (
+            "name: x\nlabel: X\ntitle: T\nclaims: [{id: a, where: w, summary: s, metric: m, paper_value: 1, "
+            "untested: too large, profile: full, "
+            "direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
+            "a names a profile, although no experiment measures it",
         ),
         (
             "name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, "

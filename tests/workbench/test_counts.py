@@ -42,6 +42,33 @@ def test_claims_without_a_finding_count_for_themselves():
     assert ledger.Tally.of(entries(HOLDS, HOLDS, FAILS)).findings == {"holds": 2, "fails": 1}
 
 
+@pytest.mark.parametrize(
+    ("intervals", "waiting"),
+    [((None, None), 1), ((HOLDS, None), 0)],
+    ids=["nothing is measured", "another claim of the finding is"],
+)
+def test_a_finding_that_is_not_measured_may_wait_for_the_full_profile(intervals, waiting):
+    mine = [*entries(*intervals, finding="one fact", profile="full"), *entries(None)]
+    assert [entry.full_only for entry in mine] == [pair is None for pair in intervals] + [False]
+    tally = ledger.Tally.of(mine)
+    assert tally.findings["not measured"] == 1 + waiting and tally.full_only == waiting
+    assert tally.waiting("not measured") == ("1 full profile only" if waiting else "")
+    assert tally.waiting("holds") == ""
+
+
+def test_the_page_says_who_waits_for_the_full_profile():
+    text = report.render([*entries(None, profile="full", finding="one fact"), *entries(HOLDS)])[report.MAIN]
+    assert text.count("1 full profile only") == 3, "beside the paper's count, all findings', and the chip"
+    assert text.count("<small>full profile only</small>") == 1, "and beside the verdict of the one that waits"
+
+
+def test_what_was_measured_and_rests_on_nothing_does_not_wait():
+    """A full run gave its number; what it is provided with was not there."""
+    resting = claim(profile="full", provided={"kind": "less", "metric": "p", "than": 0.05})
+    entry = ledger.Entry(resting, judge(resting, {"m": 0.6, "p": 0.5}))
+    assert entry.state == "not measured" and not entry.full_only
+
+
 def test_one_name_in_two_papers_is_two_findings():
     mine = entries(HOLDS, finding="one fact")
     other = claim(id="dapq.0", paper="dapq", finding="one fact")

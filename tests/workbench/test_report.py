@@ -187,7 +187,7 @@ def matrix(text: str) -> dict[str, list[int]]:
     rows = {}
     for row in re.findall(r'<tr><th scope="row">(.*?)</tr>', table, re.S):
         label, cells = row.split("</th>")
-        numbers = re.findall(r"<td[^>]*>([^<]*)</td>", cells)
+        numbers = re.findall(r"<td[^>]*>([^<]*)(?:<small>[^<]*</small>)?</td>", cells)
         rows[re.sub("<[^>]+>", "", label).strip()] = [0 if cell == "·" else int(cell) for cell in numbers[:-2]]
     return rows
 

@@ -81,6 +81,12 @@ class Entry:
         return UNTESTED if self.claim.untested else self.verdict.verdict
 
     @property
+    def full_only(self) -> bool:
+        """Whether it has no number because only the full profile measures it."""
+        verdict = self.verdict
+        return self.claim.profile == "full" and verdict.verdict == papers.UNMEASURED and verdict.value is None
+
+    @property
     def group(self) -> str:
         """How it is counted: "findings" say something about a method, "checks" (controls, identities, examples) about
         the instrument, what is "recomputed" about the paper's own figures, and "timings" about a machine.
@@ -119,25 +125,36 @@ class Entry:
 
 @dataclass
 class Tally:
-    """How many findings have which state, and how many claims of each other group."""
+    """How many findings have which state, and how many claims of each other group.
+
+    full_only: how many of the findings that are not measured wait for the full profile.
+    """
 
     findings: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
     recomputed: Counter[str] = field(default_factory=Counter)
     timings: Counter[str] = field(default_factory=Counter)
+    full_only: int = 0
 
     @classmethod
     def of(cls, judged: Iterable[Entry]) -> Tally:
         """Count these entries, of one model. A finding of several claims counts once, as its weakest claim stands."""
         counted = cls()
-        facts: dict[tuple[str, str], list[str]] = {}
+        facts: dict[tuple[str, str], list[Entry]] = {}
         for entry in judged:
             if entry.group == "findings":
-                facts.setdefault(entry.claim.fact, []).append(entry.state)
+                facts.setdefault(entry.claim.fact, []).append(entry)
             else:
                 getattr(counted, entry.group)[entry.state] += 1
-        counted.findings.update(min(states, key=WEAKEST.index) for states in facts.values())
+        for mine in facts.values():
+            state = min((entry.state for entry in mine), key=WEAKEST.index)
+            counted.findings[state] += 1
+            counted.full_only += state == papers.UNMEASURED and any(entry.full_only for entry in mine)
         return counted
+
+    def waiting(self, state: str) -> str:
+        """How many of the findings in a state wait for the full profile: "2 full profile only"; empty for none."""
+        return f"{self.full_only} {papers.FULL_ONLY}" if state == papers.UNMEASURED and self.full_only else ""
 
     def met(self, group: str) -> str:
         """How many of a group's claims hold: "3 of 4"; empty for a group without claims."""

@@ -170,6 +170,7 @@ def _page(judged: Sequence[Entry], order: Sequence[Subject], shown: Mapping[str,
     totals = {name: Tally.of(mine) for name, mine in by_model(judged).items()}
     environment.globals.update(
         marks=MARKS,
+        full_only=papers.FULL_ONLY,
         states=STATES,
         thumbnail=lambda entry: thumbnail(entry, shown),
         run_link=run_link,
