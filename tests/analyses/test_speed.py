@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import kvlab
 from kvlab import papers
 from kvlab.analyses.speed import footprint, ratios, timings
-from kvlab.bench import clock, meters
+from kvlab.bench import clock, meters, timing
 from kvlab.errors import KvlabError
 from kvlab.live.gather import gather
 
@@ -224,6 +224,45 @@ def test_the_overhead_of_a_first_token_is_that_of_its_round():
     assert found.intervals["first_token/zsmerge"] == pytest.approx(students((0.05, 0.1)), rel=1e-4)
 
 
+def test_pseudo_queries_stand_beside_as_many_steps_of_the_full_cache():
+    times = first(
+        {("full", 10): [1.0, 1.0], ("dapq", 10): [9.0, 9.0], ("full", 40): [10.0, 20.0], ("dapq", 40): [16.0, 23.0]}
+    )
+    found = ratios.pseudo_findings(times, BY_HAND, {"dapq": 8})
+    # Steps of the full cache after 40 tokens take 2 and 4 s, so that 8 of them take 24 s.
+    assert found.metrics == pytest.approx({"pseudo_share/dapq": 8 / 40, "pseudo_over_generated/dapq": 4.5 / 24})
+    assert found.intervals["pseudo_over_generated/dapq"] == pytest.approx(students((6 / 24, 3 / 24)), rel=1e-4)
+    assert found.table["extra"].tolist() == [6.0, 3.0]
+
+
+def test_steps_that_were_not_timed_are_compared_with_nothing():
+    times = first({("full", 80): [1.0, 1.0], ("dapq", 80): [2.0, 2.0]})
+    assert ratios.pseudo_findings(times, BY_HAND, {"dapq": 8}).metrics == {"pseudo_share/dapq": 0.1}
+    assert not ratios.pseudo_findings(times, BY_HAND, {}).metrics
+
+
+def test_only_policies_with_pseudo_tokens_have_a_window():
+    assert timings.pseudo_windows(timings.contenders(["snapkv", "dapq"], BUDGET + 16)) == {"dapq": 32}
+
+
+def test_peaks_are_compared_within_their_round(tiny, monkeypatch):
+    runs = []
+
+    def peak(lm, subject, contender, *sizes):
+        runs.append((subject.model, contender.name, *sizes))
+        return {"transformers": 50, "snapkv": 100, "dapq": 110 if len(runs) < 4 else 90}[contender.name]
+
+    monkeypatch.setattr(timing, "peak_bytes", peak)
+    table = timings.peaks(tiny(), "a/model", 40, 64, 2)
+    assert [name for _, name, *_ in runs] == ["transformers", "snapkv", "dapq", "dapq", "snapkv", "transformers"]
+    assert {(model, *sizes) for model, _, *sizes in runs} == {("a/model", 64, 1, 1)}
+    found = ratios.peak_findings(table)
+    assert found.metrics == pytest.approx({"peak_over_snapkv/dapq": 0.0})
+    assert found.intervals["peak_over_snapkv/dapq"] == pytest.approx(students((0.1, -0.1)), rel=1e-4)
+    none = timings.peaks(tiny(), "a/model", 40, 64, 0)
+    assert none.empty and not ratios.peak_findings(none).metrics and len(runs) == 6
+
+
 def test_an_answer_takes_its_first_token_and_its_steps():
     found = ratios.answer_findings(first({("full", 40): [10.0, 20.0], ("zsmerge", 40): [11.0, 21.0]}), BY_HAND)
     # A first token of 15 s and of 16 s; 9 steps more, of 2 and 4 s in the two rounds, and of 1 s in both.
@@ -348,7 +387,8 @@ def test_table_a1_prints_less_than_its_text():
 
 def test_the_metrics_that_claims_ask_for_are_there(decoded, tiny):
     have = set(ratios.speed_findings(decoded).metrics) | set(ratios.memory_findings(decoded, 1).metrics)
-    have |= {"first_token/compilerkv", "answer_saved/compilerkv"}
+    have |= {"first_token/compilerkv", "answer_saved/compilerkv", "first_token/dapq"}
+    have |= {"pseudo_share/dapq", "pseudo_over_generated/dapq", "peak_over_snapkv/dapq"}
     have |= {name.replace("rocketkv", "compilerkv") for name in have}
     for paper, figure, read in (
         ("zsmerge", "memory", footprint.zsmerge_memory),

@@ -53,6 +53,24 @@ def test_claimed_gains_are_counted_by_what_their_intervals_say(gain, clear, lost
     )
 
 
+def test_tiny_budgets_and_identifiers_are_told_where_they_were_measured():
+    assert "full profile only" in told(of_tasks.tiny_needles(empty()))
+    assert "full profile only" in told(of_tasks.single_3(empty()))
+    found = empty()
+    for task, measure in (("tiny_needle", "hits"), ("single_3", "nll")):
+        found.set(gains.WITHOUT_BUDGET, 0.9, measure=measure, task=task, policy="full")
+    for budget, share in ((64, 0.8), (32, 0.2)):
+        found.set(gains.AT_BUDGET, share, measure="hits", task="tiny_needle", policy="rocketkv", budget=budget)
+    for budget, gain in ((80, 0.5), (160, -0.5), (320, 0.0)):
+        ours = {"task": "single_3", "better": "dapq", "other": "snapkv", "budget": budget}
+        found.set(gains.GAIN, *around(gain), **ours)
+    text = told(of_tasks.tiny_needles(found))
+    assert text.index("reads 64 tokens") < text.index("rocketkv 80 %") < text.index("reads 32 tokens")
+    assert "rocketkv 20 %" in text and "full cache gets 90 %" in text
+    text = told(of_tasks.single_3(found))
+    assert "clearly ahead at 1 of 3" in text and "clearly behind at 1" in text and "0.500" in text
+
+
 @pytest.mark.parametrize(("cost", "says"), [(0.3, "costs"), (-0.3, "saves"), (0.001, "no clear amount")])
 def test_a_question_held_back(cost, says):
     found = empty()
@@ -81,6 +99,21 @@ def test_times_are_told_by_their_intervals_and_as_times(gain, says):
     assert {0.2: "later", -0.2: "earlier", 0.001: "no clearly different"}[gain] in text
     assert ("clearly quicker with h2o" in text) is (gain == 0.2)
     assert "not measured" in told(of_speed.batches(empty()))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "says"), [(0.4, "less time than"), (1.6, "more time than"), (1.001, "no clearly other time")]
+)
+def test_pseudo_queries_are_told_beside_generating(ratio, says):
+    assert "No policy with pseudo-queries" in told(of_speed.pseudo(empty()))
+    found = empty()
+    found.set(ratios.PSEUDO_SHARE, 0.128, policy="dapq")
+    found.set(ratios.PSEUDO_OVER_GENERATED, *around(ratio), policy="dapq")
+    text = told(of_speed.pseudo(found))
+    assert says in text and "12.8% longer" in text and "full profile only" in text and "no findings" in text
+    found.set(ratios.PEAK_OVER_SNAPKV, *around(0.05), policy="dapq")
+    text = told(of_speed.pseudo(found))
+    assert "differs from SnapKV's by 5 %" in text and "full profile only" not in text
 
 
 def test_memory_names_the_least_and_what_it_is_of_everything():

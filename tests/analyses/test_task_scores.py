@@ -1,6 +1,7 @@
 """Scores at small budgets: what one teacher-forced pass says, examples, resuming, and paired gains by hand."""
 
 import json
+import uuid
 from dataclasses import replace
 
 import pandas as pd
@@ -11,11 +12,13 @@ from support.spread import students
 from torch.nn import functional as F
 
 import kvlab
-from kvlab import evaluation
+from kvlab import evaluation, papers
 from kvlab.analyses.tasks import contenders, examples, gains, longbench, planning, scores
 from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
+from kvlab.inputs import corpus
 from kvlab.tasks import Example
+from kvlab.workbench import experiments
 
 POLICIES = [kvlab.policy("full"), *(kvlab.policy(name, budget=64) for name in ("snapkv", "h2o", "rocketkv"))]
 
@@ -132,6 +135,16 @@ def test_examples_come_from_different_documents(lm):
         assert item.example.max_new_tokens == examples.NEW_TOKENS
 
 
+def test_an_identifier_is_hidden_in_each_document(lm):
+    items = examples.identifiers(lm, ["sotu/1962", "squad/Rhine"], length=300)
+    assert [(item.task, item.document) for item in items] == [("single_3", "sotu/1962"), ("single_3", "squad/Rhine")]
+    assert len({uuid.UUID(item.answer.strip()) for item in items}) == 2
+    for item in items:
+        assert item.answer.strip() in item.example.context and item.answer.strip() not in item.example.question
+        tokens = len(lm.tokenizer(item.answer, add_special_tokens=False)["input_ids"])
+        assert scores.SCORED_FROM < tokens <= item.example.max_new_tokens
+
+
 def test_questions_stand_over_their_own_paragraph_in_longbenchs_format(lm):
     for item in examples.questions(lm, length=700, articles=examples.ARTICLES[:3]):
         assert item.answer in item.example.context and item.answer in item.example.answers
@@ -177,6 +190,27 @@ def test_a_plan_asks_each_document_and_article_and_says_where_policies_compress(
     assert asked["document"].tolist() == ["sotu/1962", "sotu/1975"] * 2 + ["squad/Oxygen"]
     assert asked["asked"].str.endswith("?").sum() >= 3 and "Answer:" not in set(asked["asked"])
     assert asked["right answer"].tolist() == [item.answer.strip() for items, _ in plan for item in items]
+
+
+def test_what_only_the_full_profile_asks_is_left_out_without_policies(reader):
+    given = {"tiny_documents": ["sotu/1975"], "tiny_length": 400}
+    assert planning.full_only(reader, ["sotu/1962"], 300, 0, **given, tiny_needle={}, identifier={}) == []
+    plan = planning.full_only(
+        reader, ["sotu/1962"], 300, 0, **given, tiny_needle={"sparq": [32]}, identifier={"dapq": [80]}
+    )
+    met = [
+        (item.task, item.document, item.example.marks["length"], policy.name, place)
+        for items, pairs in plan
+        for item in items
+        for policy, place in pairs
+    ]
+    assert met == [
+        ("tiny_needle", "sotu/1975", 400, "sparq", "prompt"),
+        ("single_3", "sotu/1962", 300, "dapq", "prompt"),
+    ]
+    same = {"tiny_documents": [], "tiny_length": 400, "tiny_needle": {"sparq": [32]}, "identifier": {}}
+    ((items, _),) = planning.full_only(reader, ["sotu/1962"], 300, 0, **same)
+    assert [item.document for item in items] == ["sotu/1962"]
 
 
 def test_longbench_meets_its_policies_at_every_budget(reader, tmp_path, monkeypatch):
@@ -239,6 +273,31 @@ def test_gains_are_paired_by_example():
     assert found.metrics["gain/qa/dapq_over_h2o/64"] == pytest.approx(2.3)
     assert "gain/all/dapq_over_h2o/64" not in found.metrics  # h2o met one of the two tasks only
     assert "nll/all/h2o/64" not in found.metrics
+
+
+def test_tasks_with_prompts_of_their_own_stand_apart_from_all():
+    more = [*rows("single_3", "full", None, [0.2, 0.4], [1, 1]), *rows("single_3", "dapq", 80, [1.0, 1.0], [0, 0])]
+    more += rows("single_3", "snapkv", 80, [2.0, 4.0], [0, 0])
+    before, after = gains.findings(TABLE).metrics, gains.findings(pd.concat([TABLE, pd.DataFrame(more)])).metrics
+    assert {name: after[name] for name in before} == before
+    assert after["gain/single_3/dapq_over_snapkv/80"] == pytest.approx(2.0)
+    assert after["nll/single_3/full"] == pytest.approx(0.3)
+    alone = gains.findings(pd.DataFrame(more)).metrics
+    assert alone and not any("/all/" in name for name in alone)
+
+
+def test_what_the_claims_of_the_full_profile_ask_for_is_there():
+    """By the policies and budgets that the full profile gives these tasks."""
+    job = experiments.jobs("tasks_at_small_budgets", "full")[0].parameters
+    table = [row for task in gains.APART for row in rows(task, "full", None, [0.2, 0.4], [1, 1])]
+    for task, asked in (("tiny_needle", job["tiny_needle"]), ("single_3", job["identifier"])):
+        for number, (policy, budgets) in enumerate(asked.items()):
+            table += [row for b in budgets for row in rows(task, policy, b, [0.3 + number, 0.9], [0, 1])]
+    found = gains.findings(pd.DataFrame(table))
+    names = set(found.metrics) | {f"{name}/{end}" for name in found.intervals for end in ("low", "high")}
+    waiting = [claim for claim in papers.claims("tasks_at_small_budgets") if claim.profile == "full"]
+    assert len(waiting) == 5 and not set().union(*(claim.metrics for claim in waiting)) - names
+    assert len(corpus.named(job["tiny_documents"])) == 30
 
 
 def test_a_gain_widens_from_the_largest_budget_to_the_smallest():

@@ -247,8 +247,9 @@ def test_timings_need_clear_intervals():
         assert found.verdict == "undecided" and "one round" in found.why
 
 
-def test_what_a_clock_decides_is_a_timing():
+def test_what_a_clock_or_a_peak_decides_is_a_timing():
     clocks = ("gain/", "gain_growth/", "batch_gain/", "gain_over_h2o/", "slowdown/", "first_token/", "answer_saved/")
+    clocks += ("pseudo_over_generated/", "peak_over_snapkv/")
     measured = [entry for entry in CLAIMS if entry.experiment == "speed_and_memory"]
     assert {entry.id for entry in measured if entry.metric.startswith(clocks)} == {
         entry.id for entry in CLAIMS if entry.kind == "timing"

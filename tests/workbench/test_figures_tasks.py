@@ -18,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("headless")
 MET = {
     "needle": {"dapq": [128, 256], "snapkv": [128, 256], "h2o": [128], "quest": [128]},
     "ruler": {"dapq": [128, 256], "snapkv": [128, 256], "compilerkv": [256]},
+    "tiny_needle": {"rocketkv": [64, 32], "sparq": [64, 32], "snapkv": [64]},
+    "single_3": {"dapq": [80, 160], "snapkv": [80, 160], "snapkv_unpooled": [80, 160]},
     "qa": {"zsmerge": [64, 128], "zsmerge_question": [64], "h2o": [64, 128], "dapq": [64], "snapkv": [64]},
 }
 
@@ -76,6 +78,27 @@ def test_losses_by_budget_stand_above_dapqs_tables(found):
         assert drawing.curves(ax)["DapQ"] == (printed["budget"].tolist(), printed[column].tolist())
         assert "full cache" in drawing.texts(ax) and drawing.ticks(ax)[0] == "64"
         assert drawing.legend(ax) == ["DapQ", "SnapKV", "PyramidKV", "H2O"]
+
+
+def test_each_tiny_budget_has_a_panel(found):
+    for ax, budget, policies in zip(
+        draw.tiny_needles(found).axes, (64, 32), (["rocketkv", "sparq", "snapkv"], ["rocketkv", "sparq"]), strict=True
+    ):
+        hits = {policy: found.metrics[f"hits/tiny_needle/{policy}/{budget}"] for policy in policies}
+        assert drawing.ticks(ax, "y") == sorted(policies, key=hits.get, reverse=True)
+        assert drawing.texts(ax) == [*(f"{value:.2f}" for value in sorted(hits.values(), reverse=True)), "full cache"]
+        assert ax.get_title() == f"{budget} tokens read"
+
+
+def test_identifiers_stand_beside_dapqs_table_5(found):
+    left, right = draw.single_3(found).axes
+    assert drawing.legend(left) == ["DapQ", "SnapKV", "SnapKV, unpooled"]
+    assert list(left.containers[0].lines[0].get_ydata()) == pytest.approx(
+        [found.metrics[f"loss/single_3/dapq/{budget}"] for budget in (80, 160)]
+    )
+    printed = papers.figure("dapq", "table5").query("model == 'Llama3-8B-Instruct' and method == 'DapQ'")
+    printed = printed[printed["budget"].between(256, 2048)].sort_values("budget")
+    assert drawing.curves(right)["DapQ"] == (printed["budget"].tolist(), printed["niah_single_3"].tolist())
 
 
 def test_zsmerges_gains_stand_beside_its_table_2(found):

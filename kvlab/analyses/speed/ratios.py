@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import pandas as pd
 
@@ -19,6 +19,9 @@ STORED = "stored/{policy}/longest"
 MEMORY_SAVING = "memory_saving/{policy}/longest"
 FIRST_TOKEN = "first_token/{policy}"
 ANSWER_SAVED = "answer_saved/{policy}"
+PSEUDO_SHARE = "pseudo_share/{policy}"
+PSEUDO_OVER_GENERATED = "pseudo_over_generated/{policy}"
+PEAK_OVER_SNAPKV = "peak_over_snapkv/{policy}"
 
 
 def speed_findings(decoded: pd.DataFrame) -> Findings:
@@ -138,6 +141,55 @@ def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 
     full = _of_the_full_cache(table, ["length", "round"], "answer_seconds")
     findings = Findings(table.assign(answer_saved=1 - table["answer_seconds"] / full))
     _add_longest(findings, ANSWER_SAVED, "answer_saved")
+    return findings
+
+
+def pseudo_findings(first: pd.DataFrame, decoded: pd.DataFrame, windows: Mapping[str, int]) -> Findings:
+    """What pseudo-queries cost at the longest prompt of `first`, beside generating as many tokens.
+
+    Args:
+        first: of `timings.first_tokens`.
+        decoded: of `timings.decoding`.
+        windows: pseudo-tokens of each policy that appends some.
+
+    Returns:
+        One row for each policy and round: extra (seconds to the first token above the full cache's in that round) and
+        generated (seconds of as many steps of the full cache, by the mean over its rounds); metrics
+        `pseudo_share/POLICY` (pseudo-tokens over the prompt's: how much longer DapQ's equation 4 makes it) and
+        `pseudo_over_generated/POLICY` (extra / generated), which only a prompt length that was decoded has.
+    """
+    findings = Findings(pd.DataFrame(columns=["policy", "round", "extra", "generated"]))
+    longest = first.query("length == length.max()").pivot(index="round", columns="policy", values="seconds")
+    length = max(first["length"])
+    steps = decoded.query("policy == @FULL and batch == 1 and length == @length")["seconds_per_step"]
+    rows = []
+    for name in windows.keys() & set(longest.columns):
+        extra = longest[name] - longest[FULL]
+        generated = windows[name] * steps.mean()
+        findings.set(PSEUDO_SHARE, windows[name] / length, policy=name)
+        _add(findings, PSEUDO_OVER_GENERATED, extra / generated, policy=name)
+        rows += [
+            {"policy": name, "round": turn, "extra": value, "generated": generated} for turn, value in extra.items()
+        ]
+    findings.table = pd.DataFrame(rows, columns=findings.table.columns)
+    return findings
+
+
+def peak_findings(peaks: pd.DataFrame) -> Findings:
+    """Peak memory against SnapKV's in the same round.
+
+    Args:
+        peaks: of `timings.peaks`.
+
+    Returns:
+        `peaks`; metrics `peak_over_snapkv/POLICY` (peak / SnapKV's - 1). A run that did not fit has no metric.
+    """
+    findings = Findings(peaks)
+    if peaks.empty:
+        return findings
+    wide = peaks.pivot(index="round", columns="policy", values="peak_bytes")
+    for name in (name for name in wide.columns if name not in (FULL, "snapkv")):
+        _add(findings, PEAK_OVER_SNAPKV, wide[name] / wide["snapkv"] - 1, policy=name)
     return findings
 
 

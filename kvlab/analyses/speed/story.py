@@ -55,6 +55,27 @@ def first_token(findings: Findings) -> list[str]:
     return [*told, VARY]
 
 
+def pseudo(findings: Findings) -> list[str]:
+    """What pseudo-queries cost beside the tokens that they stand for, and in memory."""
+    told = []
+    for row in findings.rows:
+        name = row.keys.get("policy")
+        if row.effect == ratios.PSEUDO_OVER_GENERATED:
+            cost = side(
+                row, above="more time than", below="less time than", undecided="no clearly other time than", at=1
+            )
+            told.append(f"The pseudo-queries of {name} take {cost} generating as many tokens, {percent(row)} of it.")
+        if row.effect == ratios.PSEUDO_SHARE:
+            told.append(f"They make the prompt {row.value:.1%} longer.")
+        if row.effect == ratios.PEAK_OVER_SNAPKV:
+            told.append(f"The peak of memory with {name} differs from SnapKV's by {percent(row)}.")
+    if not told:
+        return ["No policy with pseudo-queries was timed."]
+    if all(row.effect != ratios.PEAK_OVER_SNAPKV for row in findings.rows):
+        told.append("Peak memory is measured in the full profile only.")
+    return [*told, VARY]
+
+
 def memory(findings: Findings) -> list[str]:
     """What is stored, and what that is of all that must be held."""
     stored = {str(row.keys["policy"]): row.value for row in findings.rows if row.effect == ratios.STORED}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvlab.bench import clock, memory, meters
+from kvlab.bench import clock, memory, meters, timing
 from kvlab.core.adapter import twin
 from kvlab.core.hookable import text_config
 from kvlab.errors import KvlabError
@@ -30,6 +30,7 @@ from kvlab.lib import bars, devices
 from kvlab.live.gather import gather
 from kvlab.live.session import compress
 from kvlab.methods import Policy, policy
+from kvlab.methods.dapq import DapQ
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
@@ -227,6 +228,39 @@ def first_tokens(lm: LM, chosen: dict[str, Policy | None], lengths: Sequence[int
                 }
             )
     return pd.DataFrame(rows)
+
+
+PEAKS = ("snapkv", "dapq")
+"""Policies whose peak memory is compared: the one scores by queries of the prompt, the other by additional ones."""
+
+
+def pseudo_windows(chosen: Mapping[str, Policy | None]) -> dict[str, int]:
+    """How many pseudo-tokens each policy appends, for those that append some."""
+    return {name: policy.window for name, policy in chosen.items() if isinstance(policy, DapQ)}
+
+
+def peaks(lm: LM, model: str, budget: float, length: int, repeats: int) -> pd.DataFrame:
+    """Peak memory of a prompt and its first token, for the full cache and `PEAKS`; on a CPU each run has a process.
+
+    Args:
+        model: the name by which a fresh process loads the model.
+        length: of the prompt, in tokens.
+        repeats: rounds; with none the table is empty.
+
+    Returns:
+        One row for each policy and round: policy, round, peak_bytes (above the loaded model), nan for a run that
+        does not fit into a GPU's memory. Empty where the device does not count its peak.
+    """
+    chosen = contenders(PEAKS, budget)
+    turns = clock.rounds(list(chosen), repeats if devices.counts_peak(lm.device) else 0)
+    rows = []
+    for turn, name in bars.each(turns, "peak memory", "run"):
+        try:
+            peak = timing.peak_bytes(lm, timing.Subject(model), timing.Contender(chosen[name]), length, 1, 1)
+        except torch.OutOfMemoryError:
+            peak = math.nan
+        rows.append({"policy": name, "round": turn, "peak_bytes": peak})
+    return pd.DataFrame(rows, columns=["policy", "round", "peak_bytes"])
 
 
 def _first_token(lm: LM, policy: Policy | None, ids: Tensor) -> tuple[float, float]:

@@ -25,6 +25,9 @@ ARTICLES = ("squad/Oxygen", "squad/Rhine", "squad/Pharmacy", "squad/Yuan_dynasty
 NEW_TOKENS = 16
 """The longest answer that a policy is told to expect."""
 
+IDENTIFIER_TOKENS = 48
+"""The longest identifier that a policy is told to expect: a blank and 36 characters, at most a token for each."""
+
 QUESTION_TOKENS = range(6, NEW_TOKENS + 1)
 """Allowed tokens of a question's answer: at least four scored ones, as many as a needle of five digits has."""
 
@@ -64,11 +67,23 @@ def multikey(
     lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0, kind: str = "niah_multikey_1"
 ) -> list[Item]:
     """RULER's needle with three distracting ones of other keys, one example in each document."""
+    return _ruler(lm, documents, length, seed, kind, "ruler", NEW_TOKENS)
+
+
+def identifiers(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0) -> list[Item]:
+    """RULER's third single needle, whose value is a UUID (S-NIAH-3), one example in each document."""
+    return _ruler(lm, documents, length, seed, "niah_single_3", "single_3", IDENTIFIER_TOKENS)
+
+
+def _ruler(
+    lm: LM, documents: Sequence[str], length: int, seed: int, kind: str, name_of_task: str, new_tokens: int
+) -> list[Item]:
+    """One of RULER's needles in each document."""
     items = []
     for place, name in enumerate(corpus.named(documents)):
         made = task("ruler", lengths=[length], kinds=[kind], trials=1, document=name, seed=seed + place)
         (example,) = made.examples(lm)
-        items.append(Item("ruler", name, replace(example, max_new_tokens=NEW_TOKENS), f" {example.answers[0]}"))
+        items.append(Item(name_of_task, name, replace(example, max_new_tokens=new_tokens), f" {example.answers[0]}"))
     return items
 
 

@@ -34,6 +34,9 @@ PAIRS = (
 )
 """Pairs of policies that the papers compare; the one that should be better comes first."""
 
+APART = ("tiny_needle", "single_3")
+"""Tasks with prompts or budgets of their own, which are left out where all tasks are taken together."""
+
 CLAIMED = {
     "DapQ, tables 2 to 9": (
         ("qa", "dapq", "snapkv", (64, 128, 256)),
@@ -45,10 +48,15 @@ CLAIMED = {
         ("needle", "dapq", "pyramidkv", (128,)),
         ("needle", "dapq", "h2o", (128,)),
         ("needle", "dapq", "streamingllm", (128,)),
+        ("single_3", "dapq", "snapkv", (80, 160, 320)),
     ),
     "DapQ, with the same pooling": tuple(
         (task, better, other, (budget,))
         for task, budget in (("qa", 64), ("ruler", 256), ("needle", 128), ("needle", 256))
+        for better, other in (("dapq", "snapkv_unpooled"), ("dapq_pooled", "snapkv"))
+    )
+    + tuple(
+        ("single_3", better, other, (80, 160, 320))
         for better, other in (("dapq", "snapkv_unpooled"), ("dapq_pooled", "snapkv"))
     ),
     "ZSMerge, table 2": (
@@ -61,6 +69,10 @@ CLAIMED = {
             for other in ("snapkv", "quest", "sparq", "duoattention", "hybrid", "exact_topk")
         ),
         *(("needle", "hybrid", other, (128,)) for other in ("quest", "sparq")),
+        *(
+            ("tiny_needle", "rocketkv", other, (64, 32))
+            for other in ("snapkv", "quest", "sparq", "duoattention", "hybrid", "exact_topk")
+        ),
     ),
     "MorphKV, figures 10 and 11": (
         ("qa", "morphkv", "snapkv", (64,)),
@@ -91,13 +103,16 @@ def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> F
     - `score_gain/...`, the scores of A less those of B;
     - `widening/TASK/A_over_B`: the gain at the smallest budget at which both were measured less that at the largest;
     - `question_aware/TASK/POLICY/BUDGET`: NLL with the question held back less that with the question in the prompt.
-    TASK is a task's name, or `all`: all tasks, each example with the same weight, for policies that met all tasks.
+    TASK is a task's name, or `all`: all tasks but those of `APART`, each example with the same weight, for policies
+    that met all of these.
     """
     findings = Findings(table)
     at_prompt = table.query("compress_at == 'prompt'")
     at_prompt = at_prompt.assign(example=_names(at_prompt))
     for task in [*at_prompt["task"].unique(), "all"]:
-        part = at_prompt if task == "all" else at_prompt.query("task == @task")
+        part = at_prompt.query("task not in @APART" if task == "all" else "task == @task")
+        if part.empty:
+            continue
         cells = _cells(part)
         _levels(findings, task, cells)
         for better, other in pairs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -53,6 +54,37 @@ def plan(
         (examples.multikey(lm, documents, length, seed), compressed_at("prompt", ruler)),
         (examples.questions(lm, articles, length, seed), compressed_at("prompt", qa)),
     ]
+
+
+def full_only(
+    lm: LM,
+    documents: Sequence[str],
+    length: int,
+    seed: int,
+    *,
+    tiny_documents: Sequence[str],
+    tiny_length: int,
+    tiny_needle: Budgets,
+    identifier: Budgets,
+    heads: str | None = None,
+) -> Plan:
+    """What only the full profile asks: needles in longer prompts at tiny budgets, and RULER's identifiers.
+
+    Args:
+        documents, length: of the prompts with identifiers.
+        tiny_documents, tiny_length: of those with needles for tiny budgets; no documents are the same ones.
+        tiny_needle, identifier: which policies meet each task, compressed once the prompt has been read; without a
+            policy a task is left out.
+    """
+    plan: Plan = []
+    if tiny_needle:
+        needles = examples.needles(lm, tiny_documents or documents, tiny_length, seed)
+        items = [replace(item, task="tiny_needle") for item in needles]
+        plan.append((items, [(policy, "prompt") for policy in by_name(tiny_needle, heads)]))
+    if identifier:
+        items = examples.identifiers(lm, documents, length, seed)
+        plan.append((items, [(policy, "prompt") for policy in by_name(identifier, heads)]))
+    return plan
 
 
 def asked(plan: Plan) -> pd.DataFrame:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.tasks import gains
-from kvlab.analyses.telling import listed, number, percent, side
+from kvlab.analyses.telling import by_side, listed, number, percent, side
 
 
 def _levels(findings: Findings, measure: str, task: str) -> pd.DataFrame:
@@ -35,6 +35,37 @@ def needles(findings: Findings) -> list[str]:
         f"{worst['policy']} {percent(rows[1])}; the full cache finds {percent(full)}.",
         f"Of {len(hits)} policies {all_found} lose nothing there: one needle parts those that keep its tokens from "
         "those that do not, and says little about what is between.",
+    ]
+
+
+def tiny_needles(findings: Findings) -> list[str]:
+    """Who finds the needle where a step reads one token in 32 or 64."""
+    hits = _levels(findings, "hits", "tiny_needle")
+    if hits.empty:
+        return ["Needles at tiny budgets are looked for in the full profile only."]
+    full = findings.row(gains.WITHOUT_BUDGET, measure="hits", task="tiny_needle", policy="full")
+    found = findings.frame(gains.AT_BUDGET).query("measure == 'hits' and task == 'tiny_needle'")
+    told = []
+    for budget in sorted(set(found["budget"]), reverse=True):
+        rows = findings.of(gains.AT_BUDGET, measure="hits", task="tiny_needle", budget=budget)
+        shares = listed([f"{row.keys['policy']} {percent(row)}" for row in rows])
+        told.append(f"Where a step reads {budget:g} tokens, they come out right so often: {shares}.")
+    return [f"The full cache gets {percent(full)} of the needle's digits right.", *told]
+
+
+def single_3(findings: Findings) -> list[str]:
+    """Whether DapQ keeps an identifier better than SnapKV does."""
+    rows = findings.of(gains.GAIN, task="single_3", better="dapq", other="snapkv")
+    if not rows:
+        return ["RULER's identifiers are asked for in the full profile only."]
+    full = findings.row(gains.WITHOUT_BUDGET, measure="nll", task="single_3", policy="full")
+    told = listed([f"{number(row)} at {row.keys['budget']:g}" for row in rows])
+    found = by_side(rows)
+    ahead, behind = len(found["above"]), len(found["below"])
+    return [
+        f"A token of the identifier costs the full cache {number(full)} nats; a digit drawn from sixteen costs 2.77.",
+        f"DapQ's gain on SnapKV is, in nats a token, {told} entries: it is clearly ahead at {ahead} of {len(rows)} "
+        f"budgets and clearly behind at {behind}.",
     ]
 
 
@@ -97,6 +128,8 @@ def _named(rows: pd.DataFrame, most: int = 4) -> str:
         .replace(", needle", " on needles")
         .replace(", qa", " on questions")
         .replace(", ruler", " on RULER")
+        .replace(", tiny_needle", " on needles at tiny budgets")
+        .replace(", single_3", " on identifiers")
     )
 
 

@@ -22,6 +22,13 @@ NEEDLE_BUDGET = 128
 NLL = "NLL of the needle's digits, nats"
 COMPARED = {"dapq": "DapQ", "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "h2o": "H2O", "compilerkv": "CompilerKV"}
 COLOURS = dict(zip(COMPARED, plots.COLOURS, strict=False))
+POOLINGS = {
+    "dapq": "DapQ",
+    "snapkv": "SnapKV",
+    "dapq_pooled": "DapQ, pooled",
+    "snapkv_unpooled": "SnapKV, unpooled",
+}
+"""Who is asked for RULER's identifiers, with both poolings."""
 SHARES = {256: 0.20, 128: 0.10, 64: 0.05}
 """These budgets as shares of a prompt of about 1,280 tokens: ZSMerge's table 2 has the same shares."""
 WAYS = {"zsmerge_question": "2 slots, scores from the question", "zsmerge": "recommended settings"}
@@ -67,6 +74,24 @@ def _printed_needles() -> pandas.DataFrame:
     return accuracies.filter(["policy", "value"])
 
 
+def tiny_needles(findings: Findings) -> Figure:
+    """The needle at each tiny budget: the share of digits that are right, policy by policy, a panel for each budget.
+
+    findings: of `gains.findings`, with the task `tiny_needle`.
+    """
+    levels = at(findings.frame(analysis.AT_BUDGET), task="tiny_needle", measure="hits")
+    full = findings.row(analysis.WITHOUT_BUDGET, measure="hits", task="tiny_needle", policy="full")
+    budgets = sorted(levels["budget"].unique(), reverse=True)
+    figure, panels = plt.subplots(1, len(budgets), figsize=(6 * len(budgets), 3.8), squeeze=False)
+    for ax, budget in zip(panels[0], budgets, strict=True):
+        part = at(levels, budget=budget).sort_values("value", ascending=False)
+        reference = (full.value, "full cache")
+        comparing.dots(
+            part, xlabel="share of digits right", title=f"{budget:g} tokens read", reference=reference, ax=ax
+        )
+    return figure
+
+
 # ------------------------------------------------------------------------------------------------- against the budget
 
 
@@ -93,6 +118,25 @@ def against_budget(findings: Findings) -> Figure:
         ax.set_xscale("log", base=2)
         low, high = ax.get_xlim()
         plots.doublings(ax, [budget for budget in (64, 128, 256, 512) if low <= budget <= high])
+    return figure
+
+
+def single_3(findings: Findings) -> Figure:
+    """Losses on RULER's identifiers over the budget, beside the scores that DapQ's table 5 prints.
+
+    findings: of `gains.findings`, with the task `single_3`.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2))
+    losses = at(findings.frame(analysis.AT_BUDGET), measure="loss", task="single_3")
+    colours = dict(zip(POOLINGS, plots.COLOURS, strict=False))
+    comparing.whiskers(losses, names=POOLINGS, colours=colours, ax=left)
+    left.set(xlabel="budget, entries for each layer and KV head", ylabel="NLL above the full cache's, nats")
+    left.set_title("Here: an identifier among other text")
+    left.legend()
+    _printed_scores(right, "table5", "niah_single_3", (256, 2048), "DapQ, table 5: RULER, S-NIAH-3")
+    for ax, budgets in ((left, sorted(losses["budget"].unique())), (right, [256, 512, 1024, 2048])):
+        ax.set_xscale("log", base=2)
+        plots.doublings(ax, budgets)
     return figure
 
 
