@@ -113,7 +113,7 @@ def test_pseudo_queries_are_told_beside_generating(ratio, says):
     assert says in text and "12.8% longer" in text and "full profile only" in text and "no findings" in text
     found.set(ratios.PEAK_OVER_SNAPKV, *around(0.05), policy="dapq")
     text = told(of_speed.pseudo(found))
-    assert "differs from SnapKV's by 5 %" in text and "full profile only" not in text
+    assert "differs from SnapKV's by 5.0 %" in text and "full profile only" not in text
 
 
 def test_memory_names_the_least_and_what_it_is_of_everything():

@@ -87,7 +87,7 @@ def test_each_tiny_budget_has_a_panel(found):
         hits = {policy: found.metrics[f"hits/tiny_needle/{policy}/{budget}"] for policy in policies}
         assert drawing.ticks(ax, "y") == sorted(policies, key=hits.get, reverse=True)
         assert drawing.texts(ax) == [*(f"{value:.2f}" for value in sorted(hits.values(), reverse=True)), "full cache"]
-        assert ax.get_title() == f"{budget} tokens read"
+        assert ax.get_title(loc="left") == f"{budget} tokens read"
 
 
 def test_identifiers_stand_beside_dapqs_table_5(found):
