@@ -228,6 +228,7 @@ def test_pseudo_queries_stand_beside_as_many_steps_of_the_full_cache():
     times = first(
         {("full", 10): [1.0, 1.0], ("dapq", 10): [9.0, 9.0], ("full", 40): [10.0, 20.0], ("dapq", 40): [16.0, 23.0]}
     )
+    assert timings.pseudo_windows(timings.contenders(["snapkv", "dapq"], 40)) == {"dapq": 32}
     found = ratios.pseudo_findings(times, BY_HAND, {"dapq": 8})
     # Steps of the full cache after 40 tokens take 2 and 4 s, so that 8 of them take 24 s.
     assert found.metrics == pytest.approx({"pseudo_share/dapq": 8 / 40, "pseudo_over_generated/dapq": 4.5 / 24})
@@ -239,10 +240,6 @@ def test_steps_that_were_not_timed_are_compared_with_nothing():
     times = first({("full", 80): [1.0, 1.0], ("dapq", 80): [2.0, 2.0]})
     assert ratios.pseudo_findings(times, BY_HAND, {"dapq": 8}).metrics == {"pseudo_share/dapq": 0.1}
     assert not ratios.pseudo_findings(times, BY_HAND, {}).metrics
-
-
-def test_only_policies_with_pseudo_tokens_have_a_window():
-    assert timings.pseudo_windows(timings.contenders(["snapkv", "dapq"], BUDGET + 16)) == {"dapq": 32}
 
 
 def test_peaks_are_compared_within_their_round(tiny, monkeypatch):

@@ -16,7 +16,6 @@ from support.toy_claims import claim
 from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.papers import Claim, judge
-from kvlab.workbench import experiments
 
 CLAIMS = papers.claims()
 
@@ -186,12 +185,6 @@ def test_doubt_follows_the_metric_that_the_direction_is_tested_on():
     tested = claim(direction={"kind": "greater", "metric": "d", "than": 0.0})
     assert "contains 0" in judge(tested, {"m": 0.6, "d": 0.1}, {"m": (0.5, 0.7), "d": (-0.1, 0.3)}).why
     assert "interval" not in judge(tested, {"m": 0.6, "d": 0.2}, {"m": (-0.5, 0.7), "d": (0.1, 0.3)}).why
-
-
-def test_who_waits_for_the_full_profile_has_an_experiment_with_one():
-    for entry in CLAIMS:
-        if entry.profile == "full":
-            assert "full" in experiments.load(entry.experiment).profiles, entry.id
 
 
 def test_a_factor_does_not_pass_with_the_wrong_sign():

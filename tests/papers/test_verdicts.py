@@ -8,6 +8,7 @@ from support.toy_claims import claim
 
 from kvlab import papers
 from kvlab.papers import judge
+from kvlab.workbench import experiments
 
 PAIRED = {"kind": "greater", "than": 0.0}
 CLAIMS = papers.claims()
@@ -254,6 +255,12 @@ def test_what_a_clock_or_a_peak_decides_is_a_timing():
     assert {entry.id for entry in measured if entry.metric.startswith(clocks)} == {
         entry.id for entry in CLAIMS if entry.kind == "timing"
     }
+
+
+def test_who_waits_for_the_full_profile_has_an_experiment_with_one():
+    for entry in CLAIMS:
+        if entry.profile == "full":
+            assert "full" in experiments.load(entry.experiment).profiles, entry.id
 
 
 # ---------------------------------------------------------------- 4: which claims are one finding
