@@ -163,8 +163,8 @@ def pseudo_findings(first: pd.DataFrame, decoded: pd.DataFrame, windows: Mapping
     length = max(first["length"])
     steps = decoded.query("policy == @FULL and batch == 1 and length == @length")["seconds_per_step"]
     rows = []
-    for name in windows.keys() & set(longest.columns):
-        extra = longest[name] - longest[FULL]
+    for name in [name for name in windows if name in longest]:
+        extra = longest.loc[:, name] - longest.loc[:, FULL]
         generated = windows[name] * steps.mean()
         findings.set(PSEUDO_SHARE, windows[name] / length, policy=name)
         _add(findings, PSEUDO_OVER_GENERATED, extra / generated, policy=name)
@@ -189,7 +189,7 @@ def peak_findings(peaks: pd.DataFrame) -> Findings:
         return findings
     wide = peaks.pivot(index="round", columns="policy", values="peak_bytes")
     for name in (name for name in wide.columns if name not in (FULL, "snapkv")):
-        _add(findings, PEAK_OVER_SNAPKV, wide[name] / wide["snapkv"] - 1, policy=name)
+        _add(findings, PEAK_OVER_SNAPKV, wide.loc[:, name] / wide.loc[:, "snapkv"] - 1, policy=name)
     return findings
 
 
