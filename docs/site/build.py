@@ -30,7 +30,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 MODULES = {
     "Findings and their words": ["kvlab.analyses.findings", "kvlab.analyses.telling"],
     "Measures": ["kvlab.instruments.measures"],
-    "Probes": ["kvlab.instruments.probes"],
+    "Probes": ["kvlab.instruments.probes", "kvlab.instruments.records"],
     "Claims": ["kvlab.papers.claim", "kvlab.papers.judging"],
     "Runs": ["kvlab.workbench.store.tracking"],
 }

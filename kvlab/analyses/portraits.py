@@ -19,7 +19,8 @@ from kvlab.analyses.texts import to_summarise
 from kvlab.bench import clock, memory, meters
 from kvlab.bench.timing import Contender, generate
 from kvlab.inputs import corpus
-from kvlab.instruments.probes import Probe, Records, Seen
+from kvlab.instruments.probes import Probe, Seen
+from kvlab.instruments.records import Records
 from kvlab.lib import bars, intervals
 from kvlab.methods import Policy, has_budget, policy
 from kvlab.replays.single import Replay

@@ -7,10 +7,7 @@ one asks.
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,13 +18,11 @@ from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError, nearest
 from kvlab.instruments import measures
-from kvlab.lib.files import replacing
+from kvlab.instruments.records import Records
 from kvlab.methods import Policy
 from kvlab.methods.clock import Step
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from kvlab.traces.trace import Trace
 
 
@@ -127,103 +122,6 @@ class Seen:
         return self.shadow.store
 
 
-class Records:
-    """Numbers of the probes of one session, and their running means.
-
-    Rows are the sequences of a live run's batch, or the layers of a replay.
-    """
-
-    def __init__(self, policy: str, budget: int | float | None, rows: str = "sequence", storage: str = "as_is"):
-        self._policy, self._budget, self._rows_are, self._storage = policy, budget, rows, storage
-        self._rows: list[tuple[str, int, int | None, int, str | None, list[int], Tensor, dict[int, int]]] = []
-        # What the budget came to, by sequence; replaced and never changed, since rows refer to it.
-        self._entries: dict[int, int] = {}
-        self._sums: dict[str, float] = defaultdict(float)
-        self._counts: dict[str, int] = defaultdict(int)
-        self._started, self._prompt = 0.0, 0
-        self._positions: dict[tuple[int, int, int | None, int], Tensor] = {}  # by prompt, sequence, layer and step
-
-    def note_entries(self, sequences: list[int], entries: int) -> None:
-        """What the budget came to for these sequences' prompt, in entries for each layer and KV head."""
-        self._entries = self._entries | dict.fromkeys(sequences, entries)
-
-    def start(self, prompt: int) -> None:
-        """A decoding step begins, of the prompt with this number (from 1) in its session."""
-        self._prompt = prompt
-        self._started = time.perf_counter()
-
-    def stop(self) -> float:
-        return time.perf_counter() - self._started
-
-    def add(
-        self, measure: str, values: Tensor, *, step: int, layer: int | None, rows: list[int], axis: str | None
-    ) -> None:
-        """Values `[rows]`, or `[rows, heads]` with `axis` "head" or "kv_head"."""
-        values = values.detach().float().cpu()
-        self._rows.append((measure, self._prompt, layer, step, axis, rows, values, self._entries))
-        self._sums[measure] += float(values.sum())
-        self._counts[measure] += values.numel()
-
-    def add_positions(self, positions: Tensor, *, step: int, layer: int | None, rows: list[int]) -> None:
-        """What a step read, `[rows, kv_heads, n]`, -1 padded."""
-        for row, row_positions in zip(rows, positions.cpu(), strict=True):
-            self._positions[self._prompt, *self._place(row, layer), step] = row_positions
-
-    def positions(self, layer: int, step: int, sequence: int = 0, prompt: int | None = None) -> Tensor:
-        """Positions that a step read, int64 `[kv_heads, n]`, -1 padded, as the probe `positions` wrote them down.
-
-        Args:
-            prompt: which of the session's, from 1; the last one unless given.
-
-        Raises:
-            KvlabError: nothing was written down there.
-        """
-        wanted = (self._prompt if prompt is None else prompt, sequence, layer, step)
-        if wanted not in self._positions:
-            raise KvlabError(
-                f"no positions are known of prompt {wanted[0]}, sequence {sequence}, layer {layer}, step {step}; "
-                "attach the probe 'positions', and count steps from 1"
-            )
-        return self._positions[wanted]
-
-    def _place(self, row: int, layer: int | None) -> tuple[int, int | None]:
-        """Sequence and layer of a row."""
-        return (row, layer) if self._rows_are == "sequence" else (0, row)
-
-    def save(self, path: str | Path) -> Path:
-        """Write `table` as one parquet file, under its name only once it is whole."""
-        path = Path(path)
-        with replacing(path) as part:
-            self.table.to_parquet(part, index=False)
-        return path
-
-    @property
-    def means(self) -> dict[str, float]:
-        """Of every measure, over everything it was recorded for."""
-        return {measure: total / self._counts[measure] for measure, total in self._sums.items()}
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """Tidy: policy, budget, entries (what the budget came to), storage, prompt, sequence, layer, kv_head, head,
-        step, measure, value.
-        """
-        import pandas as pd
-
-        whole = ["prompt", "sequence", "layer", "kv_head", "head", "step"]
-        columns = ["policy", "budget", "entries", "storage", *whole, "measure", "value"]
-        rows = []
-        for measure, prompt, layer, step, axis, sequences, values, entries in self._rows:
-            heads = range(values.shape[1]) if axis else [None]
-            for sequence, per_head in zip(sequences, values.view(len(sequences), -1).tolist(), strict=True):
-                for head, value in zip(heads, per_head, strict=True):
-                    place = (head, None) if axis == "kv_head" else (None, head)
-                    where = self._place(sequence, layer)
-                    budget = self._budget, entries.get(where[0]), self._storage
-                    rows.append((self._policy, *budget, prompt, *where, *place, step, measure, value))
-        table = pd.DataFrame(rows, columns=columns)
-        return table.astype(dict.fromkeys(["entries", *whole], "Int64"))
-
-
 class Probe:
     """One instrument. Subclass it, override `look`, and pass an object wherever a name is taken."""
 
@@ -303,7 +201,9 @@ class Entropy(Probe):
 
 
 class Positions(Probe):
-    """Which positions each step read: `session.records.positions(layer, step)`, int64 `[kv_heads, n]`."""
+    """Which positions each step read: `session.records.positions(layer, step)`, int64 `[kv_heads, n]`, or all of them
+    as the table `session.records.reads`.
+    """
 
     name, summary = "positions", "the positions that each step read"
 

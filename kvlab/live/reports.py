@@ -10,7 +10,8 @@ from torch import Tensor
 from kvlab.core import hooks
 from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
-from kvlab.instruments.probes import Probe, Records, Seen, Shadow
+from kvlab.instruments.probes import Probe, Seen, Shadow
+from kvlab.instruments.records import Records
 from kvlab.live.cache import Group, LiveCache
 from kvlab.methods import Policy
 from kvlab.methods.clock import Step

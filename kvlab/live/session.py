@@ -25,7 +25,8 @@ from kvlab.core import adapter, hookable, hooks
 from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import LM, lm_of
-from kvlab.instruments.probes import Probe, Records, probe
+from kvlab.instruments.probes import Probe, probe
+from kvlab.instruments.records import Records
 from kvlab.live.attending import ACCUMULATED, Attending
 from kvlab.live.cache import Group, LiveCache
 from kvlab.live.masks import masks_told
@@ -44,7 +45,7 @@ class Session:
     Attributes:
         model, policy, storage: as given.
         layout: which of the model's layers the policy compresses.
-        records: numbers of the probes; `table` is its tidy form.
+        records: numbers of the probes, whose tidy form is `table`, and, as `records.reads`, what each step read.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from kvlab.lib import bars
 from kvlab.methods import Policy, has_budget, listed, policy
 from kvlab.replays.results import Replays
 from kvlab.replays.single import Replay
-from kvlab.traces.trace import opened
+from kvlab.traces.opening import opened
 
 if TYPE_CHECKING:
     from kvlab.traces.trace import Trace

@@ -14,7 +14,8 @@ from kvlab.core.storage import AS_IS, Storage
 from kvlab.core.store import EMPTY, LayerStore, pick
 from kvlab.errors import KvlabError, whole
 from kvlab.instruments import measures
-from kvlab.instruments.probes import Probe, Records, Seen
+from kvlab.instruments.probes import Probe, Seen
+from kvlab.instruments.records import Records
 from kvlab.methods import Policy, Prompt
 from kvlab.methods.clock import decode
 from kvlab.replays.reference import reference

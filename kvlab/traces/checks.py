@@ -6,7 +6,17 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
+from torch import Tensor
+
 from kvlab.errors import KvlabError
+
+
+def check_kinds(**named: Any) -> None:
+    """Raise KvlabError for what is given as a tensor and is none, such as an array."""
+    for name, given in named.items():
+        if not isinstance(given, Tensor):
+            kind = type(given).__name__
+            raise KvlabError(f"{name} must be a torch tensor (torch.as_tensor makes one), not {kind}")
 
 
 def check(trace: Any) -> None:

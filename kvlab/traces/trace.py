@@ -21,8 +21,9 @@ from kvlab.errors import KvlabError
 from kvlab.lib.devices import resolved
 from kvlab.lib.files import parsed, replacing
 from kvlab.methods.prompt import Asks, Prompt
-from kvlab.traces.checks import check
+from kvlab.traces.checks import check, check_kinds
 from kvlab.traces.files import BLANK, CHECKSUM, apart, checksum, layout_of, popped, rotations_of, sign
+from kvlab.traces.naming import named
 
 T = TypeVar("T")
 
@@ -84,8 +85,7 @@ class Trace:
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
-        if self.layout is None:
-            self.layout = Layout.whole(self.keys.shape[0] if self.keys.dim() else 0)
+        self.layout = self.layout or Layout.whole(self.keys.shape[0] if self.keys.dim() else 0)
 
     @classmethod
     def from_tensors(
@@ -103,6 +103,7 @@ class Trace:
         projections: Tensor | None = None,
         rotations: Sequence[Rotation] | None = None,
         pre_queries: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Trace:
         """A trace from tensors that were captured elsewhere.
 
@@ -117,14 +118,12 @@ class Trace:
             projections: `[layers, hidden, heads x head_dim]`, for policies that look at projected values.
             rotations, pre_queries: how each layer turns by position, and the queries before that, of the shape of
                 `queries`, for policies that look at these.
+            ids: int64 `[tokens]`, the tokens themselves, which `kvlab.explore` shows.
 
         Raises:
             KvlabError: shapes that do not fit together.
         """
-        for name, given in {"queries": queries, "keys": keys, "values": values}.items():
-            if not isinstance(given, Tensor):
-                kind = type(given).__name__
-                raise KvlabError(f"{name} must be a torch tensor (torch.as_tensor makes one), not {kind}")
+        check_kinds(queries=queries, keys=keys, values=values)
         pseudo = {GIVEN: pseudo} if isinstance(pseudo, Tensor) else dict(pseudo or {})
         made = cls(
             queries,
@@ -139,6 +138,7 @@ class Trace:
             projections=projections,
             rotations=None if rotations is None else tuple(rotations),
             pre_queries=pre_queries,
+            ids=None if ids is None else ids.cpu(),
         )
         check(made)
         return made
@@ -222,6 +222,18 @@ class Trace:
             None if self.pre_queries is None else self.pre_queries[:, :, : self.queries.shape[2] - self.steps],
             self.repeated,
         )
+
+    def named(self, name: str, head: int | None = None, step: int | None = None) -> Tensor:
+        """A tensor of one layer by TransformerLens' name of it, such as `blocks.3.attn.hook_pattern`, without a batch.
+
+        Vectors are `[tokens, heads, head_dim]`, attention and its logits `[heads, queries, keys]`; all that comes of
+        queries covers the last n tokens, as `queries` does. A head (of keys and values a KV head) and a step leave out
+        their dimension; step t, from 1, is that of the token at position prompt_length + t - 1.
+
+        Raises:
+            KvlabError: no such name, layer, head or step, or one that this trace did not record.
+        """
+        return named(self, name, head, step)
 
     def share(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What `compute` gives, computed once for all that look at this trace, and kept as long as it."""
@@ -384,12 +396,3 @@ class Trace:
 _TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll", "sinks", "projections")
 
 _BY_KEY = ("pseudo", "repeated")
-
-
-def opened(given: Trace | str | Path) -> Trace:
-    """A trace, or the one that was saved at that path. Raises KvlabError for anything else."""
-    if isinstance(given, Trace):
-        return given
-    if isinstance(given, str | Path):
-        return Trace.load(given)
-    raise KvlabError(f"a trace is what kvlab.capture gives, or the path where one was saved, and not {given!r:.60}")

@@ -330,3 +330,33 @@ def test_positions_of_every_prompt_and_every_sequence_stay_apart(tiny):
     assert sets(found(1, 2))[0] == sets(found(1, 2, prompt=2))[0] == [0, 1, 2, 3, 17, 18, 19, 20, 21]
     with pytest.raises(KvlabError, match="step 9.*positions"):
         found(0, 9)
+
+
+def test_what_every_step_read_is_one_table(tiny):
+    """The same as by layer and step; in a replay of the same prompt the same again."""
+    lm, policy = tiny("tiny-llama-gqa"), kvlab.policy("streamingllm", budget=8)
+    with kvlab.compress(lm.model, policy, probes=["positions"]) as session:
+        generate(lm.model, prompt(30, seed=2), 4)
+        generate(lm.model, prompt(20, seed=3), 4)
+    reads = session.records.reads
+    columns = ["policy", "budget", "storage", "prompt", "sequence", "layer", "kv_head", "step", "position"]
+    assert reads.columns.tolist() == columns and set(reads.policy) == {"streamingllm"} and set(reads.budget) == {8}
+    for keys, rows in reads.groupby(["prompt", "sequence", "layer", "step"]):
+        number, sequence, layer, step = (int(key) for key in keys)
+        by_head = [part.position.tolist() for _, part in rows.groupby("kv_head")]
+        assert by_head == sets(session.records.positions(layer, step, sequence, number))
+    assert len(reads) == 2 * 3 * 2 * 2 * 9, (
+        "prompts, decoding steps, layers, KV heads, and the budget with the own entry"
+    )
+    trace = kvlab.capture(lm, prompt(20, seed=3), new_tokens=3, pseudo=())
+    replayed = kvlab.replay(trace, policy, probes=["positions"]).records.reads
+    last = reads[reads.prompt == 2].assign(prompt=replayed.prompt.iloc[0])
+    order = ["layer", "step", "kv_head", "position"]
+    assert last.sort_values(order)[order].values.tolist() == replayed.sort_values(order)[order].values.tolist()
+
+
+def test_without_the_probe_there_is_an_empty_table(tiny):
+    lm = tiny("tiny-llama-gqa")
+    with kvlab.compress(lm.model, kvlab.policy("streamingllm", budget=8), probes=["time"]) as session:
+        generate(lm.model, prompt(20, seed=3), 4)
+    assert session.records.reads.empty and "position" in session.records.reads

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvlab.errors import KvlabError, whole
 from kvlab.methods import Policy, policies, unknown
-from kvlab.traces.trace import opened
+from kvlab.traces.opening import opened
 from kvlab.workbench.explorer import choices
 from kvlab.workbench.explorer.explorer import Explorer
 from kvlab.workbench.explorer.look import Spot

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pandas.io.formats.style import Styler
 
     from kvlab.inputs.models import LM
-    from kvlab.instruments.probes import Records
+    from kvlab.instruments.records import Records
     from kvlab.workbench.store.patience import Patient
 
 __all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri"]
