@@ -29,7 +29,7 @@ def eval_(
         str,
         typer.Argument(
             metavar="TASK",
-            help="Tasks with commas between them: needle, ruler, longbench, longgen, icl, arithmetic.",
+            help="Tasks with commas between them: needle, ruler, longbench, longgen, icl, arithmetic, turns.",
         ),
     ],
     policies: Annotated[

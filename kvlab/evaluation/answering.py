@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
 from kvlab.live.gather import gather
-from kvlab.live.session import compress
+from kvlab.live.session import Session, compress
 from kvlab.methods import Policy
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
@@ -75,7 +75,7 @@ def _tokens_of_context(lm: LM, example: Example) -> int:
 
 
 @torch.inference_mode()
-def _generate(lm: LM, past: Any, logits: Tensor, example: Example) -> list[int]:
+def generated(lm: LM, past: Any, logits: Tensor, example: Example) -> list[int]:
     """Greedy tokens, up to the model's end token, the text `until` of the example, or the limit."""
     stops, tokens = _stops(lm), []
     for step in range(example.max_new_tokens):
@@ -108,11 +108,7 @@ def answers(
     """
     fed = feed(lm, example, compress_at)
     systems = [(each, AS_IS) if isinstance(each, Policy) else each for each in wanted]
-    start = time.perf_counter()
-    with gather(lm.model, [policy for policy, _ in systems]):
-        out = lm.model(fed.ids[:, : fed.context], use_cache=True, logits_to_keep=1)
-        prefilled, logits = out.past_key_values, out.logits[0, -1]
-    prefill_seconds = time.perf_counter() - start
+    prefilled, logits, prefill_seconds = prefilled_for(lm, systems, fed.ids[:, : fed.context])
     options: dict[str, Any] = dict(turns="leave", tokenizer=lm.tokenizer, max_new_tokens=example.max_new_tokens)
     for policy, storage in systems:
         start = time.perf_counter()
@@ -123,16 +119,31 @@ def answers(
                 session.end_prompt()
                 rest = fed.ids[:, fed.context :]
                 first = lm.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
-            tokens = _generate(lm, past, first, example)
+            tokens = generated(lm, past, first, example)
             # The first decoding step ends the prompt, but an answer that ends at once has none.
             session.end_prompt()
-            yield {
-                "prediction": lm.decode(tokens) if tokens else "",
-                "prompt_tokens": fed.ids.shape[1],
-                "generated_tokens": len(tokens),
-                "prefill_seconds": prefill_seconds,
-                "seconds": time.perf_counter() - start,
-                "kv_bytes": session.kv_bytes,
-                "aux_bytes": session.aux_bytes,
-                "uncompressed_bytes": session.uncompressed_bytes,
-            }
+            yield told(lm, session, tokens, fed.ids.shape[1], prefill_seconds, start)
+
+
+def prefilled_for(lm: LM, systems: Sequence[System], ids: Tensor) -> tuple[Any, Tensor, float]:
+    """The cache of a prompt `[1, tokens]` that all systems can branch off, its last logits, and the seconds it took."""
+    start = time.perf_counter()
+    with gather(lm.model, [policy for policy, _ in systems]):
+        out = lm.model(ids, use_cache=True, logits_to_keep=1)
+    return out.past_key_values, out.logits[0, -1], time.perf_counter() - start
+
+
+def told(
+    lm: LM, session: Session, tokens: list[int], prompt_tokens: int, prefill_seconds: float, start: float
+) -> dict[str, Any]:
+    """What is written down of an answer whose generation began at the time `start`."""
+    return {
+        "prediction": lm.decode(tokens) if tokens else "",
+        "prompt_tokens": prompt_tokens,
+        "generated_tokens": len(tokens),
+        "prefill_seconds": prefill_seconds,
+        "seconds": time.perf_counter() - start,
+        "kv_bytes": session.kv_bytes,
+        "aux_bytes": session.aux_bytes,
+        "uncompressed_bytes": session.uncompressed_bytes,
+    }

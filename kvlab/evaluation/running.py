@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.core.hookable import head_dim_of, layers_of
 from kvlab.errors import KvlabError
-from kvlab.evaluation.answering import answers
+from kvlab.evaluation.conversing import answered
 from kvlab.evaluation.planning import Plan, System
 from kvlab.evaluation.records import Answer, read
 from kvlab.lib.files import why
@@ -68,18 +68,24 @@ def _complete(lm: LM, wanted: Plan, path: Path, advance: Advance) -> list[Answer
     complete: list[Answer] = []
     with path.open("a", encoding="utf-8") as file:
         for example in examples:
-            keys = {system: _key(signatures[system], example) for system in systems}
-            missing = [system for system in systems if keys[system] not in known]
-            produced = zip(missing, answers(lm, example, missing, wanted.compress_at), strict=True) if missing else ()
+            parts = example.parts
+            earlier = [[] if example.branched else [part.question for part in parts[:n]] for n in range(len(parts))]
+            keys = {
+                system: [_key(signatures[system], *asked) for asked in zip(parts, earlier, strict=True)]
+                for system in systems
+            }
+            missing = [system for system in systems if any(key not in known for key in keys[system])]
+            produced = zip(missing, answered(lm, example, missing, wanted.compress_at), strict=True) if missing else ()
             for system, made in produced:
-                answer = _answer(wanted, example, system, keys[system], signatures[system], made)
-                known[answer.key] = answer
-                file.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
+                for part, key, one in zip(parts, keys[system], made, strict=True):
+                    if key not in known:
+                        known[key] = _answer(wanted, part, system, key, signatures[system], one)
+                        file.write(json.dumps(asdict(known[key]), ensure_ascii=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
                 policy, storage = system
                 advance(f"{example.id}, {storage.behind(policy.name)}", done + missing.index(system) + 1, total)
-            complete += [known[keys[system]] for system in systems]
+            complete += [known[key] for system in systems for key in keys[system]]
             done += len(systems)
             advance(example.id, done, total)
     return complete
@@ -110,8 +116,7 @@ def _answer(wanted: Plan, example: Example, system: System, key: str, signature:
     )
 
 
-def _key(signature: str, example: Example) -> str:
-    text = json.dumps(
-        [signature, example.id, example.prompt, example.prefix, example.chat, example.max_new_tokens, example.until]
-    )
+def _key(signature: str, example: Example, earlier: Sequence[str] = ()) -> str:
+    asked = [signature, example.id, example.prompt, example.prefix, example.chat, example.max_new_tokens, example.until]
+    text = json.dumps([*asked, *([earlier] if earlier else [])])
     return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -22,8 +22,9 @@ def registry() -> dict[str, type[Task]]:
     from kvlab.tasks.longgen import LongGen
     from kvlab.tasks.needle import Needle
     from kvlab.tasks.ruler import Ruler
+    from kvlab.tasks.turns import Turns
 
-    own = {cls.name: cls for cls in (Needle, Ruler, LongBench, LongGen, ManyShot, Arithmetic)}
+    own = {cls.name: cls for cls in (Needle, Ruler, LongBench, LongGen, ManyShot, Arithmetic, Turns)}
     return workspace.joined(own, "tasks", Task, "task")
 
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvlab.lib.parameters import Parameters
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One of several questions over one context, as `Example` has them."""
+
+    question: str
+    answers: tuple[str, ...]
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,8 @@ class Example:
         marks: columns for the result tables: length, depth, kind, all_classes, ...
         until: generation ends at this text (whitespace at the start does not count); empty for the model's own end
             alone.
+        turns: several questions over the context, where a task asks them, the first one's own among them.
+        branched: whether each of these is a request of its own, and not the next turn of one chat.
     """
 
     id: str
@@ -38,10 +49,30 @@ class Example:
     prefix: str = ""
     marks: dict[str, Any] = field(default_factory=dict)
     until: str = ""
+    turns: tuple[Turn, ...] = ()
+    branched: bool = False
 
     @property
     def prompt(self) -> str:
         return self.context + self.question
+
+    @property
+    def parts(self) -> tuple[Example, ...]:
+        """One example for each question, whose mark `turn` counts from 1; itself where there is only one question."""
+        if not self.turns:
+            return (self,)
+        return tuple(
+            replace(
+                self,
+                id=f"{self.id}-{number}",
+                question=turn.question,
+                answers=turn.answers,
+                prefix=turn.prefix,
+                marks={**self.marks, "turn": number},
+                turns=(),
+            )
+            for number, turn in enumerate(self.turns, 1)
+        )
 
 
 class Task(Parameters):
