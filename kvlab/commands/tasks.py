@@ -92,8 +92,7 @@ def eval_(
             typer.echo(figure, err=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
     evaluation.show(evaluate.summary(answers), console)
-    if len({answer.marks.get("kind") for answer in answers}) > 1:
-        evaluation.show_kinds(evaluate.summary(answers, by="kind"), console)
+    evaluation.show_parts(answers, console)
     if log:
         kept = {
             "tasks": names,

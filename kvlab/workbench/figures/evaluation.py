@@ -45,6 +45,9 @@ def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
         run.table("answers", table(answers))
         run.table("summary", rows)
         run.table("by_kind", summary(answers, by="kind"))
+        for title, (by, part) in parted(answers).items():
+            if by == "turn":
+                run.table(f"by_turn_{title.rpartition(' ')[2]}", summary(part, by))
         if heatmap := needles(answers):
             run.figure("needle_heatmap", heatmap)
         run.json("signatures", sorted({answer.signature for answer in answers}))
@@ -113,21 +116,40 @@ def show(rows: pd.DataFrame, console: Console) -> None:
     )
 
 
-def show_kinds(rows: pd.DataFrame, console: Console) -> None:
-    """Print a table of `kvlab.evaluation.results.summary` by kind: scores, with a column for each kind."""
+def parted(answers: Sequence[Answer]) -> dict[str, tuple[str, list[Answer]]]:
+    """The answers in parts that are worth a table of their own, by its title, each with the mark of its columns: all of
+    them by kind, where there are several, and those of each mode by turn, where there are turns.
+    """
+    found: dict[str, tuple[str, list[Answer]]] = {}
+    if len({answer.marks.get("kind") for answer in answers}) > 1:
+        found["score by kind, %"] = "kind", list(answers)
+    turned = [answer for answer in answers if "turn" in answer.marks]
+    for mode in dict.fromkeys(answer.marks["mode"] for answer in turned):
+        of_mode = [answer for answer in turned if answer.marks["mode"] == mode]
+        found[f"score by turn, %: {mode}"] = "turn", of_mode
+    return found
+
+
+def show_parts(answers: Sequence[Answer], console: Console) -> None:
+    """Print the scores of all parts, with a column for each kind or turn."""
+    for title, (by, part) in parted(answers).items():
+        _show_by(summary(part, by), by, title, console)
+
+
+def _show_by(rows: pd.DataFrame, by: str, title: str, console: Console) -> None:
     if len(rows["task"].unique()) > 1:
-        rows = rows.assign(kind=rows["task"] + " " + rows["kind"].fillna("").astype(str))
+        rows = rows.assign(**{by: rows["task"] + " " + rows[by].fillna("").astype(str)})
     settings = rows.drop_duplicates(["policy", "budget", "storage"]).to_dict("records")
-    kinds = list(dict.fromkeys(rows["kind"]))
+    kinds = list(dict.fromkeys(rows[by]))
     for first in range(0, len(kinds), KINDS_ABREAST):
-        grid = titled("policy", "budget", "storage", title="score by kind, %")
+        grid = titled("policy", "budget", "storage", title=title)
         for kind in kinds[first : first + KINDS_ABREAST]:
             grid.add_column(str(kind), justify="right")
         for setting in settings:
             policy, budget, storage = setting["policy"], setting["budget"], setting["storage"]
             same = rows["budget"].isna() if _missing(budget) else rows["budget"] == budget
             group = rows.loc[(rows["policy"] == policy) & same & (rows["storage"] == storage)]
-            scores = dict(zip(group["kind"], group["score"], strict=True))
+            scores = dict(zip(group[by], group["score"], strict=True))
             grid.add_row(
                 policy,
                 _in_words(budget),

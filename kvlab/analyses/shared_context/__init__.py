@@ -1,0 +1,1 @@
+"""Several questions over one compressed context: what a policy that has read the question knows of the next one."""

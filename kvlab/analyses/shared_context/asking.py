@@ -1,0 +1,251 @@
+"""Several questions over one context, compressed knowing each of them, the first alone, or none.
+
+The right answers are fed (teacher forcing), so that a handful of contexts tells something: after each question the mean
+negative log-likelihood of its answer's tokens, less that under the full cache in the same place. In a chat the earlier
+answers are the right ones, too, so that no mistake is carried on. The first token of an answer is left out everywhere,
+since a cache that is compressed after the question has not yet been used for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvlab.analyses.findings import Findings
+from kvlab.errors import KvlabError
+from kvlab.evaluation import feed
+from kvlab.evaluation.conversing import next_turn
+from kvlab.lib import bars
+from kvlab.live.gather import gather
+from kvlab.live.session import Session, compress
+from kvlab.methods import Policy
+from kvlab.methods.full import Full
+from kvlab.tasks.base import Example
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+    from kvlab.live.cache import LiveCache
+
+WAYS = {
+    "each": "each question read before its cache is compressed",
+    "first": "only the first question read: one chat",
+    "none": "compressed before any question: requests",
+}
+"""What has been read when the cache is compressed."""
+
+SCORED_FROM = 1
+"""The first scored token of an answer."""
+
+LOSS = "loss/{way}/{policy}/{budget:g}"
+"""Log-likelihood of the right answers that the full cache has and the policy has not, nats a token."""
+BY_TURN = "loss/{way}/{policy}/{budget:g}/turn_{turn}"
+HITS = "hits/{way}/{policy}/{budget:g}"
+"""Share of the answers' tokens that are the likeliest after the right ones before them."""
+FULL_HITS = "hits/{way}/full"
+UNKNOWN = "question_agnostic/{policy}/{budget:g}"
+"""What it costs not to know the question: the loss of `none` less that of `each`, paired by context."""
+DECLINE = "decline/{policy}/{budget:g}"
+"""How much more a chat loses over its later turns than over its first, paired by context."""
+BETWEEN = "between/{way}/{left}/{right}/{budget:g}"
+"""The loss of the policy `left` less that of `right`."""
+
+Scored = list[tuple[float, float]]
+"""NLL and share of hits, by turn."""
+
+
+def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> pd.DataFrame:
+    """Every question of every context under every policy and the full cache, in all three ways.
+
+    Args:
+        examples: of the task `turns`, in its mode "requests".
+        policies: those that evict at the end of a prompt and do nothing while decoding.
+
+    Returns:
+        One row for each: context, kind, turn, way, policy, budget, nll, hits, and loss (nll less the full cache's).
+
+    Raises:
+        KvlabError: a policy that acts while decoding, for which feeding an answer at once is something else.
+    """
+    for policy in policies:
+        if policy.acts_while_decoding:
+            raise KvlabError(
+                f"{policy.name} acts at every decoding step, and answers are fed at once here; leave it out"
+            )
+    every, rows = [Full(), *(policy for policy in policies if policy.name != "full")], []
+    with bars.counting(len(examples), "contexts", "context") as bar:
+        for example in examples:
+            context = _Context(lm, example, every)
+            for way, asked in _WAYS.items():
+                for policy, scored in zip(every, asked(context), strict=True):
+                    marks = {"context": example.id, "kind": example.marks["kind"], "way": way, "policy": policy.name}
+                    marks["budget"] = getattr(policy, "budget", None)
+                    rows += [
+                        {**marks, "turn": turn, "nll": nll, "hits": hits} for turn, (nll, hits) in enumerate(scored, 1)
+                    ]
+            bar.update()
+    table = pd.DataFrame(rows)
+    place = ["context", "turn", "way"]
+    full = table[table["policy"] == "full"].set_index(place)["nll"]
+    return table.assign(loss=table["nll"] - full.loc[list(table[place].itertuples(index=False, name=None))].to_numpy())
+
+
+# ---------------------------------------------------------------------------------------------------- three ways
+
+
+class _Context:
+    """One context, prefilled once for all policies, and what is asked of it.
+
+    Attributes:
+        parts: an example for each question.
+        asked: the ids `[1, tokens]` of each question, from the end of the context on.
+        answers: those of the shortest right answers, `[1, n]`.
+        gathered, prefilled: the session in which the context was fed, and its cache.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, lm: LM, example: Example, policies: Sequence[Policy]):
+        self.lm, self.policies, self.parts = lm, policies, example.parts
+        fed = [feed(lm, part, "context") for part in self.parts]
+        shared = min(each.context for each in fed)
+        self.asked = [each.ids[:, shared:] for each in fed]
+        self.answers = [self._answer(part) for part in self.parts]
+        self.gathered = gather(lm.model, policies)
+        with self.gathered:
+            self.prefilled = lm.model(fed[0].ids[:, :shared], use_cache=True, logits_to_keep=1).past_key_values
+
+    def _answer(self, part: Example) -> Tensor:
+        shortest = min(part.answers, key=len)
+        tokenizer = self.lm.require_tokenizer("answers cannot be scored")
+        text = f" {shortest}" if part.prefix else shortest
+        return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(self.lm.device)
+
+    def read(self, question: Tensor) -> LiveCache:
+        """A cache, not yet compressed, that holds the context and a question."""
+        with self.gathered:
+            cache = self.gathered.branch(self.prefilled)
+            self.lm.model(question, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache
+
+    def session(self, policy: Policy) -> Session:
+        options: dict[str, Any] = dict(tokenizer=self.lm.tokenizer, max_new_tokens=self.parts[0].max_new_tokens)
+        return compress(self.lm.model, policy, turns="leave", **options)
+
+    def told(self, ids: Tensor, cache: LiveCache) -> Tensor:
+        """Logits `[n, vocabulary]` of ids `[1, n]` that are fed on top of a cache."""
+        return self.lm.model(ids, past_key_values=cache, use_cache=True).logits[0]
+
+
+def _score(logits: Tensor, answer: Tensor) -> tuple[float, float]:
+    """Of an answer `[1, n]`, and the logits `[n - 1, vocabulary]` from behind its first token on."""
+    target = answer[0, SCORED_FROM:]
+    if not len(target):
+        return 0.0, 1.0  # nothing of an answer of one token rests on what was kept
+    return float(F.cross_entropy(logits.float(), target)), float((logits.argmax(-1) == target).float().mean())
+
+
+@torch.inference_mode()
+def _each(context: _Context) -> list[Scored]:
+    found: list[Scored] = [[] for _ in context.policies]
+    for question, answer in zip(context.asked, context.answers, strict=True):
+        read = context.read(question)
+        for policy, scored in zip(context.policies, found, strict=True):
+            with context.session(policy) as session:
+                past = session.branch(read)
+                session.end_prompt()
+                scored.append(_score(context.told(answer, past)[:-1], answer))
+    return found
+
+
+@torch.inference_mode()
+def _none(context: _Context) -> list[Scored]:
+    found = []
+    for policy in context.policies:
+        with context.session(policy) as session:
+            past, scored = session.branch(context.prefilled), []
+            session.end_prompt()
+            for question, answer in zip(context.asked, context.answers, strict=True):
+                told = context.told(torch.cat([question, answer], 1), copy.deepcopy(past))
+                scored.append(_score(told[question.shape[1] : -1], answer))
+        found.append(scored)
+    return found
+
+
+@torch.inference_mode()
+def _first(context: _Context) -> list[Scored]:
+    read = context.read(context.asked[0])
+    between = [context.asked[0][:, :0], *(next_turn(context.lm, part) for part in context.parts[1:])]
+    fed = torch.cat([ids for pair in zip(between, context.answers, strict=True) for ids in pair], 1)
+    found = []
+    for policy in context.policies:
+        with context.session(policy) as session:
+            past = session.branch(read)
+            session.end_prompt()
+            told = context.told(fed, past)
+        scored, stop = [], 0
+        for question, answer in zip(between, context.answers, strict=True):
+            start = stop + question.shape[1]
+            stop = start + answer.shape[1]
+            scored.append(_score(told[start : stop - 1], answer))
+        found.append(scored)
+    return found
+
+
+_WAYS: dict[str, Callable[[_Context], list[Scored]]] = {"each": _each, "first": _first, "none": _none}
+
+
+# ---------------------------------------------------------------------------------------------------- findings
+
+
+def findings(table: pd.DataFrame) -> Findings:
+    """Losses by way and turn, what not knowing the question costs, and the decline over the turns of a chat; intervals
+    are over contexts, since questions over one context are no independent ones.
+
+    table: of `measure`.
+    """
+    found = Findings(table)
+    for way, part in table[table["policy"] == "full"].groupby("way"):
+        found.add(FULL_HITS, part.groupby("context")["hits"].mean(), way=way)
+    means: dict[tuple[str, float], dict[str, pd.Series]] = {}
+    for (policy, budget, way), part in table.dropna(subset="budget").groupby(["policy", "budget", "way"], sort=False):
+        keys = {"way": way, "policy": policy, "budget": budget}
+        losses: pd.Series = part.groupby("context")["loss"].mean()
+        found.add(LOSS, losses, **keys)
+        found.add(HITS, part.groupby("context")["hits"].mean(), **keys)
+        for turn, of_turn in part.groupby("turn"):
+            found.add(BY_TURN, of_turn.set_index("context")["loss"], turn=turn, **keys)
+        means.setdefault((policy, budget), {})[way] = losses
+        if way == "first":
+            first, later = part[part["turn"] == 1], part[part["turn"] > 1]
+            found.add_difference(
+                DECLINE,
+                later.groupby("context")["loss"].mean(),
+                first.set_index("context")["loss"],
+                policy=policy,
+                budget=budget,
+            )
+    for (policy, budget), ways in means.items():
+        found.add_difference(UNKNOWN, ways["none"], ways["each"], policy=policy, budget=budget)
+    _between(found, means)
+    return found
+
+
+def _between(found: Findings, means: dict[tuple[str, float], dict[str, pd.Series]]) -> None:
+    """Each policy against the first one at the same budget."""
+    first = next(iter(means), (None, 0))[0]
+    for (policy, budget), ways in means.items():
+        if policy != first and (first, budget) in means:
+            for way, losses in ways.items():
+                keys = {"way": way, "left": policy, "right": first, "budget": budget}
+                found.add_difference(BETWEEN, losses, means[first, budget][way], **keys)
+
+
+def in_words(table: pd.DataFrame) -> str:
+    """How much was asked."""
+    contexts, answers = table["context"].nunique(), len(table)
+    return f"{contexts} contexts, {table['turn'].max()} questions on each, {answers} answers scored"
