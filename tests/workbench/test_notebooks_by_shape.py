@@ -35,6 +35,7 @@ OWN = {
     "morphkv_window_ablation": {"tokens": 560},
     "rocketkv_budgets": {"tokens": 1700},
     "rocketkv_design": {"tokens": 2000},
+    "shared_context": {"length": 300, "turns": 2, "trials": 1, "kinds": ["kv"], "budgets": [64]},
     "speed_and_memory": {"lengths": [200, 400], "batches": [1, 2], "repeats": 2},
     "tasks_at_small_budgets": {"documents": TWO[:1], "articles": ["squad/Oxygen"], "length": 640},
 }
