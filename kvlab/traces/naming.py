@@ -1,10 +1,10 @@
-"""What a trace holds under the names that TransformerLens has for its hooks."""
+"""What a `Trace` holds under the names that TransformerLens has for its hooks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +12,10 @@ from torch import Tensor
 from kvlab.core import attention
 from kvlab.errors import KvlabError, nearest
 
-if TYPE_CHECKING:
-    from kvlab.traces.trace import Trace
-
 NAME = re.compile(r"blocks\.(\d+)\.attn\.(\w+)")
 
 
-def named(trace: Trace, name: str, head: int | None = None, step: int | None = None) -> Tensor:
+def named(trace: Any, name: str, head: int | None = None, step: int | None = None) -> Tensor:
     """A tensor of one layer by TransformerLens' name of it; see `Trace.named`."""
     parts = NAME.fullmatch(name)
     if parts is None:
@@ -41,13 +38,13 @@ def named(trace: Trace, name: str, head: int | None = None, step: int | None = N
     return found[tuple(0 if drop else slice(None) for drop in gone)]
 
 
-def _queries(trace: Trace, place: int) -> Tensor:
+def _queries(trace: Any, place: int) -> Tensor:
     if trace.pre_queries is None:
         raise KvlabError("this trace holds no queries before RoPE; those after it are 'hook_rot_q'")
     return trace.pre_queries[place]
 
 
-def _keys(trace: Trace, place: int) -> Tensor:
+def _keys(trace: Any, place: int) -> Tensor:
     rotation = None if trace.rotations is None else trace.rotations[place]
     if rotation is None:
         raise KvlabError(
@@ -57,20 +54,20 @@ def _keys(trace: Trace, place: int) -> Tensor:
     return rotation.turned_back(trace.keys[place], torch.arange(trace.length, device=trace.device))
 
 
-def _visible(trace: Trace) -> Tensor:
+def _visible(trace: Any) -> Tensor:
     return attention.last_visible(trace.queries.shape[2], trace.length, trace.device)
 
 
-def _scores(trace: Trace, place: int) -> Tensor:
+def _scores(trace: Any, place: int) -> Tensor:
     scores = attention.logits(trace.queries[place], trace.keys[place], trace.softmax.row(place))
     return scores.masked_fill(~_visible(trace), -torch.inf)
 
 
-def _pattern(trace: Trace, place: int) -> Tensor:
+def _pattern(trace: Any, place: int) -> Tensor:
     return attention.weights(trace.queries[place], trace.keys[place], trace.softmax.row(place), _visible(trace))
 
 
-HOOKS: dict[str, Callable[[Trace, int], Tensor]] = {
+HOOKS: dict[str, Callable[[Any, int], Tensor]] = {
     "hook_q": _queries,
     "hook_k": _keys,
     "hook_v": lambda trace, place: trace.values[place],

@@ -143,6 +143,6 @@ def test_between_turns_stands_what_the_template_puts_there(lm):
 
 
 def test_a_chat_that_grows_beyond_the_context_is_refused_before_anything_runs(words):
-    many = replace(CHAT, turns=ASKED * 60, max_new_tokens=5)
+    many = replace(CHAT, turns=ASKED * 80, max_new_tokens=5)
     with pytest.raises(KvlabError, match="with all of its turns"):
         next(conversing.answered(words, many, EVERY[:1], "prompt"))

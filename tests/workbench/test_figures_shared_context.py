@@ -23,8 +23,9 @@ def test_a_row_for_each_policy_and_what_it_had_read():
 
 
 def test_a_panel_for_each_way_with_a_line_for_each_policy():
-    each, first, none = draw.turns(asking.findings(LOSSES)).axes
-    assert [ax.get_title() for ax in (each, first, none)] == list(draw.TITLES.values())
+    figure = draw.turns(asking.findings(LOSSES))
+    each, first, none = figure.axes
+    assert drawing.titles(figure) == list(draw.TITLES.values())
     assert drawing.legend(each) == ["snapkv", "keydiff"] and first.get_legend() is None
     curve = next(line for line in first.lines if line.get_label() == "snapkv")
     assert (list(curve.get_xdata()), list(curve.get_ydata())) == ([1, 2], pytest.approx([0.2, 0.7]))
