@@ -128,4 +128,4 @@ class Records:
         whole = ["prompt", "sequence", "layer", "kv_head", "step", "position"]
         table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=whole)
         table = table.assign(policy=self._policy, budget=self._budget, storage=self._storage)
-        return table[["policy", "budget", "storage", *whole]].astype(dict.fromkeys(whole, "Int64"))
+        return table.reindex(columns=["policy", "budget", "storage", *whole]).astype(dict.fromkeys(whole, "Int64"))

@@ -109,24 +109,24 @@ class Turns(Task):
         else:
             # The shortest paragraphs, several questions on each where not all of them have room.
             sizes = dict(zip(by_paragraph, piece_lengths(lm, list(by_paragraph)), strict=True))
-            shortest, taken = sorted(sizes, key=lambda text: sizes[text]), 0
+            shortest, taken = sorted(sizes, key=sizes.__getitem__), 0
             paragraphs = []
-            for text in shortest[: self.turns]:
-                taken += sizes[text]
+            for paragraph in shortest[: self.turns]:
+                taken += sizes[paragraph]
                 if taken <= room or not paragraphs:
-                    paragraphs.append(text)
+                    paragraphs.append(paragraph)
         asked = [
             question
             for place in range(max(map(len, by_paragraph.values())))
-            for text in paragraphs
-            for question in draw.sample(by_paragraph[text], len(by_paragraph[text]))[place : place + 1]
+            for paragraph in paragraphs
+            for question in draw.sample(by_paragraph[paragraph], len(by_paragraph[paragraph]))[place : place + 1]
         ]
         asked = list({question.id: question for question in asked}.values())[: self.turns]
         if len(asked) < self.turns:
             raise KvlabError(f"turns: {article} has too few questions with short answers for {self.turns} turns")
-        rest = "\n\n".join(text for text in dict.fromkeys(q.paragraph for q in corpus.questions(article)))
-        for text in paragraphs:
-            rest = rest.replace(text, "")
+        rest = "\n\n".join(dict.fromkeys(question.paragraph for question in corpus.questions(article)))
+        for paragraph in paragraphs:
+            rest = rest.replace(paragraph, "")
         hay = Hay(lm, corpus.Document(article, rest))
 
         def text(tokens: int) -> str:

@@ -28,5 +28,5 @@ def test_a_panel_for_each_way_with_a_line_for_each_policy():
     assert drawing.titles(figure) == list(draw.TITLES.values())
     assert drawing.legend(each) == ["snapkv", "keydiff"] and first.get_legend() is None
     curve = next(line for line in first.lines if line.get_label() == "snapkv")
-    assert (list(curve.get_xdata()), list(curve.get_ydata())) == ([1, 2], pytest.approx([0.2, 0.7]))
+    assert curve.get_xydata().tolist() == [[1, pytest.approx(0.2)], [2, pytest.approx(0.7)]]
     assert drawing.ticks(none) == ["1", "2"]

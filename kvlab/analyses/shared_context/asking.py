@@ -209,10 +209,12 @@ def findings(table: pd.DataFrame) -> Findings:
     table: of `measure`.
     """
     found = Findings(table)
-    for way, part in table[table["policy"] == "full"].groupby("way"):
+    whole: Any = table[table["policy"] == "full"].groupby("way")
+    for way, part in whole:
         found.add(FULL_HITS, part.groupby("context")["hits"].mean(), way=way)
     means: dict[tuple[str, float], dict[str, pd.Series]] = {}
-    for (policy, budget, way), part in table.dropna(subset="budget").groupby(["policy", "budget", "way"], sort=False):
+    groups: Any = table.dropna(subset="budget").groupby(["policy", "budget", "way"], sort=False)
+    for (policy, budget, way), part in groups:
         keys = {"way": way, "policy": policy, "budget": budget}
         losses: pd.Series = part.groupby("context")["loss"].mean()
         found.add(LOSS, losses, **keys)
@@ -237,7 +239,7 @@ def findings(table: pd.DataFrame) -> Findings:
 
 def _between(found: Findings, means: dict[tuple[str, float], dict[str, pd.Series]]) -> None:
     """Each policy against the first one at the same budget."""
-    first = next(iter(means), (None, 0))[0]
+    first = next(iter(means), ("", 0.0))[0]
     for (policy, budget), ways in means.items():
         if policy != first and (first, budget) in means:
             for way, losses in ways.items():

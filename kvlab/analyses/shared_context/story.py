@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.shared_context import asking
-from kvlab.analyses.telling import by_side, listed, number, percent, side
+from kvlab.analyses.telling import listed, number, percent, side
 
 
 def question(findings: Findings) -> list[str]:
@@ -14,9 +14,9 @@ def question(findings: Findings) -> list[str]:
         return ["No policy was asked."]
     told = []
     for row in rows:
-        cost = side(row, above="costs", below="saves", undecided="changes by no clear amount,")
-        told.append(f"with {_named(row)} it {cost} {number(row)} nats a token")
-    lines = [f"Compressing before any question instead of after each: {listed(told)}."]
+        cost = side(row, above="costs", below="saves", undecided="makes no clear difference,")
+        told.append(f"with {_named(row)} this {cost} {number(row)} nats a token")
+    lines = [f"The cache compressed before any question instead of after each: {listed(told)}."]
     for row in findings.of(asking.BETWEEN, way="none"):
         less = side(row, above="loses more than", below="loses less than", undecided="cannot be told from")
         reads = findings.row(asking.BETWEEN, **{**row.keys, "way": "each"})
@@ -34,12 +34,13 @@ def turns(findings: Findings) -> list[str]:
     rows = findings.of(asking.DECLINE)
     if not rows:
         return ["No chat was held."]
-    told = [f"with {_named(row)} by {number(row)}" for row in rows]
-    sides = by_side(rows)
+    told = []
+    for row in rows:
+        way = side(row, above="grows by", below="falls by", undecided="changes by no clear amount,")
+        told.append(f"with {_named(row)} it {way} {number(row)}")
     return [
-        "From the first turn of a chat, whose question was read, to the later ones the loss grows "
-        f"{listed(told)} nats a token.",
-        f"It clearly grows in {len(sides['above'])} of {len(rows)} cases and clearly falls in {len(sides['below'])}.",
+        f"From the first turn of a chat, whose question was read, to the later ones the loss changes: {listed(told)} "
+        "nats a token.",
         "The order of the questions is random: without this knowledge no turn would be harder than another, but for "
         "the text between them.",
     ]

@@ -36,7 +36,7 @@ def question(findings: Findings) -> Figure:
         part = at(table, budget=budget)
         part = part.assign(
             place=part["policy"].map(policies.index) * len(SHORT) + part["way"].map(list(SHORT).index),
-            policy=part["policy"] + ", " + part["way"].map(SHORT),
+            policy=part["policy"] + ", " + part["way"].replace(SHORT),
         ).sort_values("place")
         comparing.dots(part, xlabel=LOSS, title=f"{budget:g} entries", reference=(0.0, "full cache"), ax=ax)
     return figure
@@ -58,5 +58,5 @@ def turns(findings: Findings) -> Figure:
     for ax in axes[1:]:
         ax.set_ylabel("")
         ax.get_legend().remove()
-    figure.suptitle(f"{least:g} entries", y=1.02)
+    figure.suptitle(f"{least:g} entries", x=0.01, y=1.06, ha="left")
     return figure
