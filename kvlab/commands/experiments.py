@@ -166,11 +166,11 @@ def report(
                 typer.echo(f"  dropped {name}: there is no such claim any more")
         return
     before = kept.kept(compare) if compare else None
-    judged = kept.kept(origin, chosen, profile) if origin else ledger.measured(chosen, profile)
-    page = ledger.save(judged, out)
+    judged = kept.kept(origin, chosen, profile) if origin else None
+    page = ledger.write(out, chosen, profile) if judged is None else ledger.save(judged, out)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
     if before is not None:
-        _compare(before, judged, page.parent)
+        _compare(before, judged or ledger.entries(chosen, profile), page.parent)
 
 
 def _compare(before: list[Entry], now: list[Entry], folder: Path) -> None:
