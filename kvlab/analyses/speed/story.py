@@ -57,8 +57,8 @@ def first_token(findings: Findings) -> list[str]:
 
 def pseudo(findings: Findings) -> list[str]:
     """What pseudo-queries cost beside the tokens that they stand for, and in memory."""
-    told = []
-    for row in findings.rows:
+    told, order = [], [ratios.PSEUDO_OVER_GENERATED, ratios.PSEUDO_SHARE, ratios.PEAK_OVER_SNAPKV]
+    for row in sorted((row for row in findings.rows if row.effect in order), key=lambda row: order.index(row.effect)):
         name = row.keys.get("policy")
         if row.effect == ratios.PSEUDO_OVER_GENERATED:
             cost = side(
