@@ -44,9 +44,9 @@ class Item:
 
 def needles(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0) -> list[Item]:
     """One needle of five digits in each document, each at a depth of its own between 0.1 and 0.9."""
-    items = []
-    for place, name in enumerate(corpus.named(documents)):
-        depth = round(0.1 + 0.8 * place / max(1, len(documents) - 1), 2)
+    items, names = [], corpus.named(documents)
+    for place, name in enumerate(names):
+        depth = round(0.1 + 0.8 * place / max(1, len(names) - 1), 2)
         items += needle_grid(lm, [length], [depth], name, seed + place)
     return items
 
