@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention
-from kvlab.errors import KvlabError, nearest
+from kvlab.errors import KvlabError, nearest, whole
 
 NAME = re.compile(r"blocks\.(\d+)\.attn\.(\w+)")
 
@@ -25,12 +25,12 @@ def named(trace: Any, name: str, head: int | None = None, step: int | None = Non
     found = HOOKS[parts[2]](trace, trace.layout.place(int(parts[1])))
     # By head comes first: [heads, tokens, head_dim], or [heads, queries, keys] of attention.
     if step is not None:
-        if not 1 <= step <= trace.steps:
+        if not 1 <= whole("step", step) <= trace.steps:
             raise KvlabError(f"step {step} is outside 1 .. {trace.steps}, the decoding steps of this trace")
         row = found.shape[1] - trace.steps + step - 1
         found = found[:, row : row + 1]
     if head is not None:
-        if not 0 <= head < len(found):
+        if not 0 <= whole("head", head) < len(found):
             raise KvlabError(f"head {head} is outside 0 .. {len(found) - 1}, the heads of {parts[2]}")
         found = found[head : head + 1]
     found = found if parts[2] in BY_HEAD else found.transpose(0, 1)

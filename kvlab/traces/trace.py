@@ -123,7 +123,7 @@ class Trace:
         Raises:
             KvlabError: shapes that do not fit together.
         """
-        check_kinds(queries=queries, keys=keys, values=values)
+        check_kinds(queries=queries, keys=keys, values=values, **({} if ids is None else {"ids": ids}))
         pseudo = {GIVEN: pseudo} if isinstance(pseudo, Tensor) else dict(pseudo or {})
         made = cls(
             queries,

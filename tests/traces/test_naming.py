@@ -71,6 +71,8 @@ def test_a_head_and_a_step_are_those_of_the_whole(captured):
         ("blocks.0.attn.hook_v", {"head": 2}, "head 2 is outside 0 .. 1"),
         ("blocks.0.attn.hook_v", {"step": 0}, "step 0 is outside 1 .. 5"),
         ("blocks.0.attn.hook_v", {"step": 6}, "step 6 is outside 1 .. 5"),
+        ("blocks.0.attn.hook_v", {"step": 1.5}, "step must be a whole number"),
+        ("blocks.0.attn.hook_v", {"head": 0.5}, "head must be a whole number"),
     ],
 )
 def test_what_there_is_not_is_said(captured, name, options, said):
@@ -121,6 +123,12 @@ def test_policies_keep_and_read_the_same_of_a_trace_recorded_elsewhere(tiny, nam
         for step in range(STEPS + 1):
             assert torch.equal(here.kept(layer, step), there.kept(layer, step))
     assert there.summary["mass_lost"] == pytest.approx(here.summary["mass_lost"], abs=1e-5)
+
+
+def test_ids_from_elsewhere_are_a_tensor(captured):
+    trace = captured[1]
+    with pytest.raises(KvlabError, match="ids must be a torch tensor"):
+        kvlab.Trace.from_tensors(trace.queries, trace.keys, trace.values, PROMPT, ids=trace.ids.tolist())
 
 
 def test_tensors_from_elsewhere_know_nothing_before_rope(captured):
