@@ -134,7 +134,7 @@ def _genres(claim: Claim, known: Mapping[str, float]) -> str:
 
 def _absent(claim: Claim, names: list[str]) -> str:
     if claim.profile == "full":
-        return f"{FULL_ONLY}: the quick profile leaves out {_listed(names)}, and no run has measured it"
+        return f"{FULL_ONLY}: the quick profile leaves out {_listed(names)}, which no run has measured"
     return f"no run has measured {_listed(names)}"
 
 

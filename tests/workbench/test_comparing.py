@@ -75,6 +75,9 @@ def test_the_commands_say_it_with_an_exit_code(project, tmp_path, capsys, monkey
     assert "holds no kept ledger" in complaint(capsys, "reproduce", "--compare", folder)
     job(0.6)
     kept.keep(tmp_path / "ledger")
+    assert "keeps nothing of that model" in complaint(
+        capsys, "reproduce", "--compare", folder, "--model", "qwen2.5-coder-0.5b"
+    )
     code, out, _ = call(capsys, "report", "--compare", folder)
     assert code == 0 and "Of 1 kept verdicts that were measured again, 0 flipped" in out
     table = project / "report" / "differences.csv"

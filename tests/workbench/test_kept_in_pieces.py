@@ -114,6 +114,15 @@ def test_models_do_not_mix_in_one_file(project, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_two_files_of_one_model_are_not_read_together(project, tmp_path):
+    """One of them would be left out without a word."""
+    job(0.6)
+    path = kept.keep(tmp_path / "ledger")[0].path
+    path.with_name("copy.csv").write_bytes(path.read_bytes())
+    with pytest.raises(KvlabError, match="as another ledger in"):
+        kept.kept(tmp_path / "ledger")
+
+
 def test_older_ledgers_say_nothing_of_sizes_and_are_read(project, tmp_path):
     job(0.6, parameters=26_854, tables="none")
     path = kept.keep(tmp_path / "ledger")[0].path

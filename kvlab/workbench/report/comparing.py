@@ -26,8 +26,12 @@ COLUMNS = [
     "kept_high",
     "value",
     "low",
+    "high",
+    "kept_profile",
+    "profile",
+    "kept_commit",
+    "note",
 ]
-COLUMNS += ["high", "kept_profile", "profile", "kept_commit", "note"]
 
 
 @dataclass(frozen=True)

@@ -215,12 +215,18 @@ def kept(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
         profile: only lines of this profile; the others count as not measured.
 
     Raises:
-        KvlabError: there is no ledger, one cannot be read, or none is left.
+        KvlabError: there is no ledger, one cannot be read, two are of one model, or none is left.
     """
     paths = sorted(folder.glob("*.csv"))
     if not paths:
         raise KvlabError(f"{folder} holds no kept ledger; `kvlab report --keep {folder}` makes one")
-    found = {mine[0].model: mine for mine in map(read, paths)}
+    found: dict[str, list[Entry]] = {}
+    for path in paths:
+        mine = read(path)
+        if found.setdefault(mine[0].model, mine) is not mine:
+            raise KvlabError(
+                f"{path} is of the model {mine[0].model!r}, as another ledger in {folder}: take one of them away"
+            )
     wanted = names(model)
     of_models = {
         name: [_of_profile(entry, profile) for entry in mine]
