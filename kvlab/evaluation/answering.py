@@ -109,10 +109,9 @@ def answers(
     fed = feed(lm, example, compress_at)
     systems = [(each, AS_IS) if isinstance(each, Policy) else each for each in wanted]
     prefilled, logits, prefill_seconds = prefilled_for(lm, systems, fed.ids[:, : fed.context])
-    options: dict[str, Any] = dict(turns="leave", tokenizer=lm.tokenizer, max_new_tokens=example.max_new_tokens)
-    for policy, storage in systems:
+    for system in systems:
         start = time.perf_counter()
-        with compress(lm.model, policy, storage=storage, **options) as session:
+        with session_of(lm, system, example.max_new_tokens) as session:
             past = session.branch(prefilled)
             first = logits
             if fed.context < fed.ids.shape[1]:
@@ -131,6 +130,14 @@ def prefilled_for(lm: LM, systems: Sequence[System], ids: Tensor) -> tuple[Any, 
     with gather(lm.model, [policy for policy, _ in systems]):
         out = lm.model(ids, use_cache=True, logits_to_keep=1)
     return out.past_key_values, out.logits[0, -1], time.perf_counter() - start
+
+
+def session_of(lm: LM, system: System, max_new_tokens: int) -> Session:
+    """A session in which what follows the compressed prompt is stored whole."""
+    policy, storage = system
+    return compress(
+        lm.model, policy, storage=storage, turns="leave", tokenizer=lm.tokenizer, max_new_tokens=max_new_tokens
+    )
 
 
 def told(

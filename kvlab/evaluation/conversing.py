@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
-from kvlab.evaluation.answering import Fed, answers, feed, generated, prefilled_for, told
+from kvlab.evaluation.answering import Fed, answers, feed, generated, prefilled_for, session_of, told
 from kvlab.live.gather import gather
-from kvlab.live.session import compress
 from kvlab.methods import Policy
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
@@ -72,16 +71,9 @@ def _chat(
     longest = fed.ids.shape[1] + sum(ids.shape[1] for ids in later) + sum(part.max_new_tokens for part in parts)
     _check_length(lm, example, longest)
     prefilled, logits, seconds = prefilled_for(lm, systems, fed.ids[:, : fed.context])
-    for policy, storage in systems:
+    for system in systems:
         made: list[dict[str, Any]] = []
-        with compress(
-            lm.model,
-            policy,
-            storage=storage,
-            turns="leave",
-            tokenizer=lm.tokenizer,
-            max_new_tokens=longest - fed.context,
-        ) as session:
+        with session_of(lm, system, longest - fed.context) as session:
             past, unfed = session.branch(prefilled), fed.ids[:, fed.context :]
             first = logits
             if unfed.shape[1]:
@@ -115,21 +107,14 @@ def _check_length(lm: LM, example: Example, longest: int) -> None:
 @torch.inference_mode()
 def _requests(lm: LM, example: Example, systems: Sequence[System]) -> Iterator[list[dict[str, Any]]]:
     """Compressed once, before any question; every question goes on from a copy."""
-    parts, asked, context = _asked(lm, example)
+    parts, rests, context = asked(lm, example)
     prefilled, _, seconds = prefilled_for(lm, systems, context)
-    for policy, storage in systems:
+    for system in systems:
         made: list[dict[str, Any]] = []
-        with compress(
-            lm.model,
-            policy,
-            storage=storage,
-            turns="leave",
-            tokenizer=lm.tokenizer,
-            max_new_tokens=max(part.max_new_tokens for part in parts),
-        ) as session:
+        with session_of(lm, system, max(part.max_new_tokens for part in parts)) as session:
             past = session.branch(prefilled)
             session.end_prompt()
-            for part, rest in zip(parts, asked, strict=True):
+            for part, rest in zip(parts, rests, strict=True):
                 start, own = time.perf_counter(), copy.deepcopy(past)
                 first = lm.model(rest, past_key_values=own, use_cache=True, logits_to_keep=1).logits[0, -1]
                 before = own.seen
@@ -140,20 +125,19 @@ def _requests(lm: LM, example: Example, systems: Sequence[System]) -> Iterator[l
 @torch.inference_mode()
 def _requests_that_are_known(lm: LM, example: Example, systems: Sequence[System]) -> Iterator[list[dict[str, Any]]]:
     """Compressed for each question anew, after it has been read; the context is prefilled once."""
-    parts, asked, context = _asked(lm, example)
+    parts, rests, context = asked(lm, example)
     gathered = gather(lm.model, [policy for policy, _ in systems])
     start = time.perf_counter()
     with gathered:
         prefilled = lm.model(context, use_cache=True, logits_to_keep=1).past_key_values
     seconds, made = time.perf_counter() - start, [[] for _ in systems]
-    for part, rest in zip(parts, asked, strict=True):
+    for part, rest in zip(parts, rests, strict=True):
         with gathered:
             read = gathered.branch(prefilled)
             logits = lm.model(rest, past_key_values=read, use_cache=True, logits_to_keep=1).logits[0, -1]
-        for (policy, storage), answers_of in zip(systems, made, strict=True):
+        for system, answers_of in zip(systems, made, strict=True):
             start = time.perf_counter()
-            options: dict[str, Any] = dict(tokenizer=lm.tokenizer, max_new_tokens=part.max_new_tokens)
-            with compress(lm.model, policy, storage=storage, turns="leave", **options) as session:
+            with session_of(lm, system, part.max_new_tokens) as session:
                 past = session.branch(read)
                 before, tokens = past.seen, generated(lm, past, logits, part)
                 session.end_prompt()
@@ -161,8 +145,12 @@ def _requests_that_are_known(lm: LM, example: Example, systems: Sequence[System]
     yield from made
 
 
-def _asked(lm: LM, example: Example) -> tuple[tuple[Example, ...], list[Tensor], Tensor]:
-    """The parts, the ids that each has after the context, and those of the context, `[1, tokens]` each."""
+def asked(lm: LM, example: Example) -> tuple[tuple[Example, ...], list[Tensor], Tensor]:
+    """The parts, the ids that each has after the context, and those of the context, `[1, tokens]` each.
+
+    Raises:
+        KvlabError: a question changes how the context before it is read.
+    """
     parts = example.parts
     fed: list[Fed] = [feed(lm, part, "context") for part in parts]
     shared = min(each.context for each in fed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch.nn import functional as F
 import kvlab
 from kvlab import evaluation
 from kvlab.analyses.shared_context import asking, story
+from kvlab.analyses.tasks import contenders
 from kvlab.errors import KvlabError
 from kvlab.evaluation import conversing
 from kvlab.tasks.turns import Turns
+from kvlab.workbench import experiments
 
 POLICY = kvlab.policy("snapkv", budget=40)
 
@@ -67,6 +71,13 @@ def test_a_policy_that_acts_while_decoding_is_refused(reader, measured):
         asking.measure(reader, [measured[0]], [kvlab.policy("h2o", budget=40)])
 
 
+@pytest.mark.parametrize("profile", ["quick", "full", "gpu"])
+def test_every_profile_names_policies_that_are_not_refused(profile):
+    job = experiments.jobs("shared_context", profile)[0].parameters
+    chosen = contenders.contenders(job["budgets"], names=job["policies"])
+    assert chosen and not [policy.name for policy in chosen if policy.acts_while_decoding]
+
+
 def test_costs_and_declines_are_paired_by_context():
     found = asking.findings(LOSSES)
     assert found.metrics["loss/each/snapkv/64"] == pytest.approx(0.2)
@@ -77,6 +88,27 @@ def test_costs_and_declines_are_paired_by_context():
     assert found.intervals["decline/snapkv/64"] == pytest.approx(students((0.4, 0.6)), rel=1e-4)
     assert found.metrics["between/none/keydiff/snapkv/64"] == pytest.approx((-0.3 - 0.5) / 2)
     assert found.metrics["hits/none/full"] == 1.0
+
+
+def test_an_answer_of_one_token_has_no_score(reader, measured):
+    example = measured[0]
+    turns = (replace(example.turns[0], answers=("the",), prefix=""), *example.turns[1:])
+    assert reader.encode("the", chat=False).shape[1] == 1
+    table = asking.measure(reader, [replace(example, turns=turns)], [POLICY])
+    assert (table[["nll", "hits", "loss"]].isna().all(axis=1) == (table.turn == 1)).all()
+
+
+def test_what_has_no_score_counts_nowhere():
+    bare = LOSSES.copy()
+    bare.loc[(bare.context == "c0") & (bare.turn == 1), ["nll", "hits", "loss"]] = float("nan")
+    found = asking.findings(bare)
+    assert found.metrics["loss/none/snapkv/64"] == pytest.approx((0.7 + (1.1 + 1.5) / 2) / 2)
+    assert found.metrics["loss/none/snapkv/64/turn_1"] == pytest.approx(1.1)
+    assert found.metrics["decline/snapkv/64"] == pytest.approx(0.6)
+    assert found.metrics["hits/none/full"] == 1.0
+    assert asking.in_words(bare).endswith("27 answers scored")
+    none = asking.findings(bare[bare.context == "c0"])
+    assert "decline/snapkv/64" not in none.metrics and "loss/first/snapkv/64/turn_1" not in none.metrics
 
 
 def test_sentences_say_what_the_intervals_allow():

@@ -138,7 +138,9 @@ def test_examples_come_from_different_documents(lm):
 def test_the_documents_of_a_set_have_depths_of_their_own(lm):
     items = examples.needles(lm, ["mixed/8"], length=170)
     assert [item.document for item in items] == corpus.named("mixed/8")
-    assert [item.example.marks["depth"] for item in items] == pytest.approx([0.1 + 0.8 * n / 7 for n in range(8)], abs=0.01)
+    assert [item.example.marks["depth"] for item in items] == pytest.approx(
+        [0.1 + 0.8 * n / 7 for n in range(8)], abs=0.01
+    )
 
 
 def test_an_identifier_is_hidden_in_each_document(lm):

@@ -9,6 +9,7 @@ since a cache that is compressed after the question has not yet been used for it
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvlab.analyses.findings import Findings
+from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
-from kvlab.evaluation import feed
-from kvlab.evaluation.conversing import next_turn
+from kvlab.evaluation.answering import session_of
+from kvlab.evaluation.conversing import asked, next_turn
 from kvlab.lib import bars
 from kvlab.live.gather import gather
-from kvlab.live.session import Session, compress
+from kvlab.live.session import Session
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 from kvlab.tasks.base import Example
@@ -56,7 +58,7 @@ BETWEEN = "between/{way}/{left}/{right}/{budget:g}"
 """The loss of the policy `left` less that of `right`."""
 
 Scored = list[tuple[float, float]]
-"""NLL and share of hits, by turn."""
+"""NLL and share of hits, by turn; nan for an answer of one token, of which nothing is scored."""
 
 
 def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> pd.DataFrame:
@@ -67,7 +69,8 @@ def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> 
         policies: those that evict at the end of a prompt and do nothing while decoding.
 
     Returns:
-        One row for each: context, kind, turn, way, policy, budget, nll, hits, and loss (nll less the full cache's).
+        One row for each: context, kind, turn, way, policy, budget, nll, hits, and loss (nll less the full cache's);
+        these three are nan for an answer of one token, of which nothing is scored.
 
     Raises:
         KvlabError: a policy that acts while decoding, for which feeding an answer at once is something else.
@@ -81,8 +84,8 @@ def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> 
     with bars.counting(len(examples), "contexts", "context") as bar:
         for example in examples:
             context = _Context(lm, example, every)
-            for way, asked in _WAYS.items():
-                for policy, scored in zip(every, asked(context), strict=True):
+            for way, answered in _WAYS.items():
+                for policy, scored in zip(every, answered(context), strict=True):
                     marks = {"context": example.id, "kind": example.marks["kind"], "way": way, "policy": policy.name}
                     marks["budget"] = getattr(policy, "budget", None)
                     rows += [
@@ -110,14 +113,12 @@ class _Context:
 
     @torch.inference_mode()
     def __init__(self, lm: LM, example: Example, policies: Sequence[Policy]):
-        self.lm, self.policies, self.parts = lm, policies, example.parts
-        fed = [feed(lm, part, "context") for part in self.parts]
-        shared = min(each.context for each in fed)
-        self.asked = [each.ids[:, shared:] for each in fed]
+        self.lm, self.policies = lm, policies
+        self.parts, self.asked, context = asked(lm, example)
         self.answers = [self._answer(part) for part in self.parts]
         self.gathered = gather(lm.model, policies)
         with self.gathered:
-            self.prefilled = lm.model(fed[0].ids[:, :shared], use_cache=True, logits_to_keep=1).past_key_values
+            self.prefilled = lm.model(context, use_cache=True, logits_to_keep=1).past_key_values
 
     def _answer(self, part: Example) -> Tensor:
         shortest = min(part.answers, key=len)
@@ -133,8 +134,7 @@ class _Context:
         return cache
 
     def session(self, policy: Policy) -> Session:
-        options: dict[str, Any] = dict(tokenizer=self.lm.tokenizer, max_new_tokens=self.parts[0].max_new_tokens)
-        return compress(self.lm.model, policy, turns="leave", **options)
+        return session_of(self.lm, (policy, AS_IS), self.parts[0].max_new_tokens)
 
     def told(self, ids: Tensor, cache: LiveCache) -> Tensor:
         """Logits `[n, vocabulary]` of ids `[1, n]` that are fed on top of a cache."""
@@ -145,7 +145,7 @@ def _score(logits: Tensor, answer: Tensor) -> tuple[float, float]:
     """Of an answer `[1, n]`, and the logits `[n - 1, vocabulary]` from behind its first token on."""
     target = answer[0, SCORED_FROM:]
     if not len(target):
-        return 0.0, 1.0  # nothing of an answer of one token rests on what was kept
+        return math.nan, math.nan
     return float(F.cross_entropy(logits.float(), target)), float((logits.argmax(-1) == target).float().mean())
 
 
@@ -208,7 +208,7 @@ def findings(table: pd.DataFrame) -> Findings:
 
     table: of `measure`.
     """
-    found = Findings(table)
+    found, table = Findings(table), table.dropna(subset="nll")
     whole: Any = table[table["policy"] == "full"].groupby("way")
     for way, part in whole:
         found.add(FULL_HITS, part.groupby("context")["hits"].mean(), way=way)
@@ -223,14 +223,11 @@ def findings(table: pd.DataFrame) -> Findings:
             found.add(BY_TURN, of_turn.set_index("context")["loss"], turn=turn, **keys)
         means.setdefault((policy, budget), {})[way] = losses
         if way == "first":
-            first, later = part[part["turn"] == 1], part[part["turn"] > 1]
-            found.add_difference(
-                DECLINE,
-                later.groupby("context")["loss"].mean(),
-                first.set_index("context")["loss"],
-                policy=policy,
-                budget=budget,
-            )
+            first = part[part["turn"] == 1].set_index("context")["loss"]
+            later = part[part["turn"] > 1].groupby("context")["loss"].mean()
+            both = first.index.intersection(later.index)
+            if len(both):
+                found.add_difference(DECLINE, later[both], first[both], policy=policy, budget=budget)
     for (policy, budget), ways in means.items():
         found.add_difference(UNKNOWN, ways["none"], ways["each"], policy=policy, budget=budget)
     _between(found, means)
@@ -249,5 +246,5 @@ def _between(found: Findings, means: dict[tuple[str, float], dict[str, pd.Series
 
 def in_words(table: pd.DataFrame) -> str:
     """How much was asked."""
-    contexts, answers = table["context"].nunique(), len(table)
+    contexts, answers = table["context"].nunique(), table["nll"].notna().sum()
     return f"{contexts} contexts, {table['turn'].max()} questions on each, {answers} answers scored"
