@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvlab.core.storage import AS_IS
@@ -44,7 +44,8 @@ def table(answers: Sequence[Answer]) -> pd.DataFrame:
 
 def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     """One row for each task, policy, budget and storage: the mean score, its paired difference from the full cache (as
-    it is) on the same examples (both with 95 % intervals over examples), bytes and seconds.
+    it is) on the same examples, bytes and seconds. The 95 % intervals of both are over examples; those that share a
+    mark `context` count as one, since questions over one text are not independent.
 
     Args:
         by: a mark ("kind", "length", "depth") whose values get rows of their own.
@@ -62,12 +63,11 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     rows = []
     mixed = any(answer.uncompressed_bytes for answer in answers)
     for (task, value, name, budget, storage, at, signature), members in groups.items():
-        full = {a.example: whole[task, at, a.example] for a in members if (task, at, a.example) in whole}
-        scores = [a.scores[a.metric] for a in members]
-        score, (low, high) = summarise(scores)
-        pairs = [a.scores[a.metric] - full[a.example] for a in members if a.example in full]
+        scores = [(a, a.scores[a.metric]) for a in members]
+        score, (low, high) = summarise(_by_context(scores))
+        pairs = [(a, s - whole[task, at, a.example]) for a, s in scores if (task, at, a.example) in whole]
         parameters = signature.split("|")[2] if signature.count("|") > 2 else ""
-        difference, (least, most) = summarise(pairs) if pairs else (float("nan"), (float("nan"),) * 2)
+        difference, (least, most) = summarise(_by_context(pairs)) if pairs else (float("nan"), (float("nan"),) * 2)
         rows.append(
             {
                 "task": task,
@@ -91,3 +91,11 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def _by_context(values: Iterable[tuple[Answer, float]]) -> list[float]:
+    """One mean for each context; an example without the mark is its own."""
+    found: dict[str, list[float]] = {}
+    for answer, value in values:
+        found.setdefault(answer.marks.get("context", answer.example), []).append(value)
+    return [sum(mine) / len(mine) for mine in found.values()]

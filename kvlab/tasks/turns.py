@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from random import Random
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -46,7 +46,7 @@ class Turns(Task):
     `turns` counts the questions, `trials` the contexts of each mode, kind and length; a length is that of the context
     with its first question. Answers over `kv` and `needle` begin as the question's own sentence does. Scores: `score`,
     which is the F1 over words of LongBench for `squad`, and otherwise whether the number stands in the prediction. The
-    mark `turn` counts from 1. A limit counts contexts.
+    mark `turn` counts from 1, and the mark `context` names what both modes ask about. A limit counts contexts.
     """
 
     name: ClassVar[str] = "turns"
@@ -87,7 +87,14 @@ class Turns(Task):
                 answers=made[0].answers,
                 prefix=made[0].prefix,
                 max_new_tokens=_NEW_TOKENS[kind],
-                marks={"kind": kind, "mode": mode, "length": length, "document": document, "trial": trial},
+                marks={
+                    "kind": kind,
+                    "mode": mode,
+                    "length": length,
+                    "document": document,
+                    "trial": trial,
+                    "context": f"{kind}-{length}-{trial}",
+                },
                 turns=made,
                 branched=mode == "requests",
             )
@@ -95,7 +102,7 @@ class Turns(Task):
         return fit(lm, build, length, f"{self.name} of kind {kind}")
 
     def _squad(self, lm: LM, draw: Random, length: int, trial: int) -> Made:
-        """Paragraphs with answers, and before and between them other text of the article."""
+        """Paragraphs with answers, and before them other text of the article."""
         article = self.articles[trial % len(self.articles)]
         by_paragraph: dict[str, list[Question]] = {}
         for question in corpus.questions(article):
@@ -115,13 +122,9 @@ class Turns(Task):
                 taken += sizes[paragraph]
                 if taken <= room or not paragraphs:
                     paragraphs.append(paragraph)
-        asked = [
-            question
-            for place in range(max(map(len, by_paragraph.values())))
-            for paragraph in paragraphs
-            for question in draw.sample(by_paragraph[paragraph], len(by_paragraph[paragraph]))[place : place + 1]
-        ]
-        asked = list({question.id: question for question in asked}.values())[: self.turns]
+        on_each = [draw.sample(by_paragraph[paragraph], len(by_paragraph[paragraph])) for paragraph in paragraphs]
+        by_round = [question for asked in zip_longest(*on_each) for question in asked if question is not None]
+        asked = list({question.id: question for question in by_round}.values())[: self.turns]
         if len(asked) < self.turns:
             raise KvlabError(f"turns: {article} has too few questions with short answers for {self.turns} turns")
         rest = "\n\n".join(dict.fromkeys(question.paragraph for question in corpus.questions(article)))
@@ -135,8 +138,9 @@ class Turns(Task):
         return tuple(Turn(_ASKED.format(q.question.strip()), q.answers) for q in asked), text
 
     def _kv(self, lm: LM, draw: Random, length: int, trial: int) -> Made:
-        """Lines `word: number.`, the asked ones spread evenly among them."""
-        names = draw.sample([word for word in words("noun") if 4 <= len(word) <= 9], length // 4 + self.turns)
+        """Lines `word: number`, the asked ones spread evenly among them."""
+        known = [word for word in words("noun") if 4 <= len(word) <= 9]
+        names = draw.sample(known, min(length // 4 + self.turns, len(known)))
         lines = [(name, str(draw.randrange(10_000, 100_000))) for name in names]
         asked, others = lines[: self.turns], [f"{name}: {number}" for name, number in lines[self.turns :]]
         lengths = piece_lengths(lm, [f"{line}\n" for line in others])

@@ -91,8 +91,17 @@ def test_one_question_is_its_own_part():
     ]
 
 
+def test_a_paragraph_gives_as_many_questions_as_it_has(lm):
+    """Where only the shortest paragraphs fit, none is asked twice, so that there are enough."""
+    for seed in range(6):
+        for example in Turns(lengths=(180,), kinds=("squad",), modes=("chat",), turns=4, seed=seed).examples(lm):
+            assert len({turn.question for turn in example.turns}) == 4
+
+
 def test_too_few_questions_or_tokens_are_said(lm):
     with pytest.raises(KvlabError, match="too few"):
         list(Turns(lengths=(64,), kinds=("needle",)).examples(lm))
     with pytest.raises(KvlabError, match="turns"):
         Turns(turns=1)
+    with pytest.raises(KvlabError, match="was made for"):
+        list(Turns(lengths=(64_000,), kinds=("kv",)).examples(lm))

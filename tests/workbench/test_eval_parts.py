@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import pytest
 from rich.console import Console
+from support.spread import students
 
-from kvlab.evaluation import Answer
+from kvlab.evaluation import Answer, summary
 from kvlab.workbench.figures import evaluation
 
 
@@ -39,6 +42,12 @@ def answers(mode, kind, by_policy):
     ]
 
 
+def shown(found):
+    console = Console(width=100, record=True)
+    evaluation.show_parts(found, console)
+    return console.export_text()
+
+
 FOUND = [
     *answers("chat", "kv", {"full": [1.0, 1.0], "snapkv": [1.0, 0.25]}),
     *answers("requests", "kv", {"full": [1.0, 1.0], "snapkv": [0.5, 0.5]}),
@@ -46,13 +55,7 @@ FOUND = [
 
 
 def test_each_mode_has_its_scores_by_turn():
-    assert {title: by for title, (by, _) in evaluation.parted(FOUND).items()} == {
-        "score by turn, %: chat": "turn",
-        "score by turn, %: requests": "turn",
-    }
-    console = Console(width=100, record=True)
-    evaluation.show_parts(FOUND, console)
-    text = console.export_text()
+    text = shown(FOUND)
     assert "score by turn, %: chat" in text and "score by turn, %: requests" in text
     rows = [re.findall(r"\d+\.\d", line) for line in text.splitlines() if "snapkv" in line]
     assert rows == [["100.0", "25.0"], ["50.0", "50.0"]]
@@ -60,8 +63,32 @@ def test_each_mode_has_its_scores_by_turn():
 
 def test_kinds_have_a_table_where_there_are_several_and_turns_need_not_be():
     other = answers("chat", "squad", {"full": [1.0], "snapkv": [0.0]})
-    assert next(iter(evaluation.parted([*FOUND, *other]).items()))[1][0] == "kind"
+    assert "score by kind" in shown([*FOUND, *other]) and "score by kind" not in shown(FOUND)
     plain = answers("chat", "kv", {"full": [1.0]})
     for answer in plain:
         answer.marks = {"kind": "kv"}
-    assert evaluation.parted(plain) == {}
+    assert not shown(plain).strip()
+
+
+def test_turns_need_no_modes():
+    """A task of one's own may ask several questions in one way."""
+    alone = answers("chat", "kv", {"full": [1.0, 0.5]})
+    for answer in alone:
+        del answer.marks["mode"]
+    (heading,) = [line.strip() for line in shown(alone).splitlines() if "score" in line]
+    assert heading == "score by turn, %" and "50.0" in shown(alone)
+
+
+def test_questions_over_one_context_are_one_repetition():
+    """Of both modes, too: four answers on each of two contexts have the interval of two numbers."""
+    scores = {"a": (0.0, 0.5, 0.5, 0.2), "b": (1.0, 0.5, 0.9, 0.8)}
+    asked = [
+        replace(
+            FOUND[0], key=f"{context}{n}", example=f"{context}-{n}", scores={"score": score}, marks={"context": context}
+        )
+        for context, mine in scores.items()
+        for n, score in enumerate(mine)
+    ]
+    (row,) = summary(asked).to_dict("records")
+    assert row["n"] == 8 and row["score"] == pytest.approx(0.55)
+    assert (row["low"], row["high"]) == pytest.approx(students((0.3, 0.8)), rel=1e-4)

@@ -45,9 +45,8 @@ def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
         run.table("answers", table(answers))
         run.table("summary", rows)
         run.table("by_kind", summary(answers, by="kind"))
-        for title, (by, part) in parted(answers).items():
-            if by == "turn":
-                run.table(f"by_turn_{title.rpartition(' ')[2]}", summary(part, by))
+        for name, part in by_turn(answers).items():
+            run.table("_".join(["by_turn", *name.split()]), summary(part, "turn"))
         if heatmap := needles(answers):
             run.figure("needle_heatmap", heatmap)
         run.json("signatures", sorted({answer.signature for answer in answers}))
@@ -116,24 +115,21 @@ def show(rows: pd.DataFrame, console: Console) -> None:
     )
 
 
-def parted(answers: Sequence[Answer]) -> dict[str, tuple[str, list[Answer]]]:
-    """The answers in parts that are worth a table of their own, by its title, each with the mark of its columns: all of
-    them by kind, where there are several, and those of each mode by turn, where there are turns.
-    """
-    found: dict[str, tuple[str, list[Answer]]] = {}
-    if len({answer.marks.get("kind") for answer in answers}) > 1:
-        found["score by kind, %"] = "kind", list(answers)
-    turned = [answer for answer in answers if "turn" in answer.marks]
-    for mode in dict.fromkeys(answer.marks["mode"] for answer in turned):
-        of_mode = [answer for answer in turned if answer.marks["mode"] == mode]
-        found[f"score by turn, %: {mode}"] = "turn", of_mode
+def by_turn(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """The answers that have a turn, by their mark `mode`; by "" where the task knows no modes."""
+    found: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if "turn" in answer.marks:
+            found.setdefault(str(answer.marks.get("mode", "")), []).append(answer)
     return found
 
 
 def show_parts(answers: Sequence[Answer], console: Console) -> None:
-    """Print the scores of all parts, with a column for each kind or turn."""
-    for title, (by, part) in parted(answers).items():
-        _show_by(summary(part, by), by, title, console)
+    """Print the scores by kind, where there are several, and those of each mode by turn, where there are turns."""
+    if len({answer.marks.get("kind") for answer in answers}) > 1:
+        _show_by(summary(answers, "kind"), "kind", "score by kind, %", console)
+    for mode, part in by_turn(answers).items():
+        _show_by(summary(part, "turn"), "turn", f"score by turn, %: {mode}".removesuffix(": "), console)
 
 
 def _show_by(rows: pd.DataFrame, by: str, title: str, console: Console) -> None:
