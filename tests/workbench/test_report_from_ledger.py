@@ -14,6 +14,8 @@ from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.workbench.report import kept, ledger
 from kvlab.workbench.report import page as report
+from kvlab.workbench.report.evidence import evidence
+from kvlab.workbench.report.origins import Origin
 from kvlab.workbench.store import database, tracking
 
 KEPT = ROOT / "docs" / "ledger"
@@ -79,6 +81,14 @@ def test_models_and_profiles_narrow_what_is_kept(two_kept, nowhere, capsys):
             kept.kept(folder, **narrow)
     assert "holds no kept ledger; `kvlab report --keep" in complaint(capsys, "report", "--from", "none")
     assert "not at once" in complaint(capsys, "report", "--from", str(folder), "--keep", "x", code=2)
+
+
+def test_kept_runs_of_two_commits_stand_apart():
+    """Each is said to be kept of its own commit, though texts and parameters were the same."""
+    judged = papers.Verdict(value=0.5, verdict="holds", why="")
+    origins = [Origin("quick", "same", commit) for commit in ("a1", "b2")]
+    shown = evidence(ledger.Entry(papers.claims()[0], judged, None, "toy@0", origin) for origin in origins)
+    assert [(item.kept.commit, len(item.entries)) for item in shown.values()] == [("a1", 1), ("b2", 1)]
 
 
 def test_the_ledger_of_this_project_has_a_report(nowhere):

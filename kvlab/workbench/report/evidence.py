@@ -95,7 +95,7 @@ def source(entry: Entry) -> str:
     """What tells the runs behind entries apart: the run's id; of kept lines what they say of the run."""
     if entry.run:
         return entry.run.info.run_id
-    about = (entry.model, entry.claim.experiment, entry.profile, entry.signature)
+    about = (entry.model, entry.claim.experiment, entry.profile, entry.signature, _commit(entry))
     return hashlib.sha256("\n".join(map(str, about)).encode()).hexdigest()
 
 
@@ -109,9 +109,13 @@ def _add_kept_stories(shown: Sequence[Evidence]) -> None:
     for file in {item.kept.file for item in shown if item.kept and item.kept.file}:
         for line in told.read(file.parent, file.stem):
             mine = [item for item in shown if item.experiment == line["experiment"]]
-            mine.sort(key=lambda item: item.signature != line["signature"])
             if mine:
+                mine.sort(key=lambda item: (item.signature != line["signature"], _commit(item) != line["commit"]))
                 mine[0].stories[line["figure"]] = line["story"]
+
+
+def _commit(given: Entry | Evidence) -> str:
+    return given.kept.commit if given.kept else ""
 
 
 def signature(run: Run) -> str:
