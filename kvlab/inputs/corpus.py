@@ -85,7 +85,7 @@ SETS: dict[str, tuple[str, ...]] = {
         *(f"code/{module}" for module in ("argparse", "statistics", "optparse", "shutil", "threading")),
     ),
 }
-"""Names that stand for several documents, of 6,500 tokens and more: speeches, encyclopedia, conversations and code."""
+"""Names that stand for several documents, of 5,200 tokens and more: speeches, encyclopedia, conversations and code."""
 
 
 @dataclass(frozen=True)
