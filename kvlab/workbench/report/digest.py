@@ -30,7 +30,7 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject]) -> list[str]:
     """
     standings = _standings(of_paper)
     measured = [standing for standing in standings if standing[1]]
-    if not measured or not order:
+    if not measured:
         count = len(standings)
         return [f"None of its {count} findings has been measured yet." if count else "It has no findings."]
     sentences = [
