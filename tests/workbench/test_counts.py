@@ -56,10 +56,15 @@ def test_a_finding_that_is_not_measured_may_wait_for_the_full_profile(intervals,
     assert tally.waiting("holds") == ""
 
 
-def test_the_page_says_who_waits_for_the_full_profile():
-    text = report.render([*entries(None, profile="full", finding="one fact"), *entries(HOLDS)])[report.MAIN]
-    assert text.count("1 full profile only") == 3, "beside the paper's count, all findings', and the chip"
-    assert text.count("<small>full profile only</small>") == 1, "and beside the verdict of the one that waits"
+def test_the_page_says_who_waits_for_the_full_profile(project):
+    job(0.6)
+    judged = ledger.entries()
+    waiting = [entry for entry in judged if entry.full_only]
+    assert {entry.claim.profile for entry in waiting} == {"full"}
+    text = report.render(judged)[report.MAIN]
+    assert text.count("<small>full profile only</small>") == len(waiting), "beside each verdict"
+    findings = {entry.claim.fact for entry in waiting if entry.group == "findings"}
+    assert f"<small>{len(findings)} full profile only</small>" in text, "beside the count of all findings"
 
 
 def test_what_was_measured_and_rests_on_nothing_does_not_wait():
