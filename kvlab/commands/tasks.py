@@ -1,4 +1,4 @@
-"""Tasks: eval, score."""
+"""Tasks: eval, lm-eval, score."""
 
 from __future__ import annotations
 
@@ -105,6 +105,32 @@ def eval_(
             **given,
         }
         typer.echo(f"MLflow run {evaluation.log(answers, kept)}", err=True)
+
+
+@app.command(
+    "lm-eval",
+    # Every option is the harness's own, --help among them.
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def lm_eval_(context: typer.Context) -> None:
+    """Run the lm-evaluation-harness's own command, which then knows the model kvlab (the extra lm-eval)."""
+    import importlib
+
+    from kvlab.errors import KvlabError
+
+    try:
+        importlib.import_module("kvlab.lm_eval")
+        harness = importlib.import_module("lm_eval.__main__")
+    except ModuleNotFoundError as error:
+        raise KvlabError(
+            f"the lm-evaluation-harness is not installed (there is no {error.name}): pip install 'kvlab[lm-eval]'"
+        ) from None
+    given, sys.argv = sys.argv, ["lm-eval", *context.args]
+    try:
+        harness.cli_evaluate()
+    finally:
+        sys.argv = given
 
 
 @app.command("score", epilog="Example:   kvlab score qasper predictions/qasper.jsonl")

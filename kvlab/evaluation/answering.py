@@ -77,10 +77,10 @@ def _tokens_of_context(lm: LM, example: Example) -> int:
 @torch.inference_mode()
 def generated(lm: LM, past: Any, logits: Tensor, example: Example) -> list[int]:
     """Greedy tokens, up to the model's end token, the text `until` of the example, or the limit."""
-    stops, tokens = _stops(lm), []
+    ends, tokens = stops(lm), []
     for step in range(example.max_new_tokens):
         token = int(logits.argmax(-1))
-        if token in stops:
+        if token in ends:
             break
         tokens.append(token)
         if example.until and example.until in lm.decode(tokens).lstrip():
@@ -91,7 +91,8 @@ def generated(lm: LM, past: Any, logits: Tensor, example: Example) -> list[int]:
     return tokens
 
 
-def _stops(lm: LM) -> set[int]:
+def stops(lm: LM) -> set[int]:
+    """The tokens at which an answer of the model ends."""
     configured = getattr(lm.model.generation_config, "eos_token_id", None)
     tokens = configured if isinstance(configured, list) else [configured]
     return {token for token in [*tokens, getattr(lm.tokenizer, "eos_token_id", None)] if token is not None}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each may import only from those that stand before it, and from its own: the folders and files of the package ...
 LAYERS = (
-    "version errors lib core inputs methods traces instruments replays live scores tasks evaluation bench compile "
-    "papers analyses workbench commands cli __main__"
+    "version errors lib core inputs methods traces instruments replays live scores tasks evaluation lm_eval bench "
+    "compile papers analyses workbench commands cli __main__"
 ).split()
 # ... and those of `workbench`.
 SHELVES = (
@@ -69,7 +70,7 @@ def test_everything_is_pinned_to_one_version():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "a pin is NAME==VERSION without local part"
     assert len(CONSTRAINTS) == len(lines)
-    assert CONSTRAINTS.keys() >= DIRECT
+    assert CONSTRAINTS.keys() >= DIRECT | set(map(canonical, EXTRAS["lm-eval"]))
     assert CONSTRAINTS["torch"] == "2.13.0"
 
 
@@ -87,7 +88,9 @@ def test_what_is_installed_is_what_is_pinned():
     """Nothing that the project needs, directly or not, is left without a pin (this platform's share of it)."""
     from packaging.requirements import Requirement
 
-    todo, needed = [f"kvlab[{','.join(EXTRAS)}]"], set()
+    # The environment does without the harness; where somebody has put it there, what it needs is looked at, too.
+    extras = [extra for extra in EXTRAS if extra != "lm-eval" or find_spec("lm_eval")]
+    todo, needed = [f"kvlab[{','.join(extras)}]"], set()
     while todo:
         wanted = Requirement(todo.pop())
         if (canonical(wanted.name), frozenset(wanted.extras)) in needed:
@@ -105,7 +108,10 @@ def test_what_is_installed_is_what_is_pinned():
 
 
 def test_every_import_is_a_declared_dependency():
-    known = {canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["cluster"]]}
+    known = {
+        canonical(name)
+        for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["cluster"], *EXTRAS["lm-eval"]]
+    }
     used = {(name.partition(".")[0], path.name) for path in sources() for name in imports(path)}
     undeclared = {
         (name, file)
@@ -202,6 +208,8 @@ def test_no_name_that_kvlab_hands_on_is_the_name_of_a_module():
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_what_its_import_gives(name):
     """No package hides one of its modules behind a function of the same name."""
+    if name == "kvlab.lm_eval.model":
+        pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed (the extra lm-eval)")
     names = {}
     exec(f"import {name} as given", names)
     assert names["given"] is sys.modules[name] and inspect.ismodule(names["given"])

@@ -1,0 +1,304 @@
+"""The model "kvlab" of the lm-evaluation-harness. Only this file needs the harness to be installed."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, cast
+
+from lm_eval import utils  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from tqdm import tqdm
+
+from kvlab.core.storage import Storage, stored_as
+from kvlab.errors import KvlabError, whole
+from kvlab.evaluation.answering import stops
+from kvlab.inputs.models.catalogue import DEFAULT
+from kvlab.lm_eval.reading import Held, Known, Reader
+from kvlab.lm_eval.settings import Moment, chosen, generation, loaded
+from kvlab.methods import Policy
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+
+# Below the harness's own logger, so that its settings hold.
+LOG = logging.getLogger("lm_eval.kvlab")
+
+
+class KvlabLM(TemplateLM):
+    """A language model whose cache a policy compresses, for the harness's tasks; one sequence at a time.
+
+    `lm_eval.simple_evaluate(model="kvlab", model_args="pretrained=...,policy=snapkv,budget=512", ...)` makes one (once
+    `kvlab.lm_eval` is imported); one that was made by hand can be given as `model=`, too.
+
+    Args:
+        pretrained: name, folder, GGUF file or Hugging Face id, or what `kvlab.load` gives.
+        policy, budget: as `kvlab.policy` takes them; further `parameters` are the policy's own.
+        storage: in what form what is kept is stored (`kvlab list storages`).
+        compress_at: "prompt" compresses a response's prompt after all of it was read, "context" all but the question.
+        question: the text that a question begins with, for compress_at="context"; None for the last token alone.
+        rolling_chunk: how many tokens of a rolling likelihood are read after each compression, at least 2.
+        max_length: the longest sequence in tokens, at most the model's own; longer ones lose their beginning.
+        device, dtype: as `kvlab.load` takes them.
+        batch_size, max_batch_size: what the harness was told; sequences are read one at a time all the same.
+
+    Raises:
+        KvlabError: an argument that there is not, or whose value is not right; a model without tokenizer.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | LM = DEFAULT,
+        policy: str | Policy = "full",
+        budget: int | float | None = None,
+        storage: str | Storage = "as_is",
+        compress_at: str = "prompt",
+        question: str | None = None,
+        rolling_chunk: int = 512,
+        max_length: int | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        trust_remote_code: bool = False,
+        **parameters: Any,
+    ):
+        super().__init__()
+        if trust_remote_code:
+            raise KvlabError("kvlab never runs a model's remote code; leave trust_remote_code out")
+        own = [name for name in inspect.signature(KvlabLM).parameters if name != "parameters"]
+        method, self._moment = chosen(policy, budget, parameters, own), Moment(compress_at, question)
+        form = stored_as(storage)
+        if (chunk := whole("rolling_chunk", rolling_chunk)) < 2:
+            raise KvlabError(f"rolling_chunk must be at least 2, and is {chunk}")
+        self._chunk = chunk
+        self.lm = loaded(pretrained, device, dtype)
+        self.tokenizer: Any = self.lm.tokenizer
+        self.max_length = self.lm.context_length if max_length is None else whole("max_length", max_length)
+        if not 2 <= self.max_length <= self.lm.context_length:
+            raise KvlabError(
+                f"max_length must be from 2 to the {self.lm.context_length} that {self.lm.name} takes, and is {max_length}"
+            )
+        self._reader = Reader(self.lm, method, form)
+        self._device, self._ends = self.lm.device, stops(self.lm)
+        self._held: dict[str, list[Held | None]] = defaultdict(list)
+        self._cut = 0
+        self._asking: list[Any] = []
+        if batch_size not in (None, 1, "1"):
+            LOG.info("kvlab reads one sequence at a time, whatever the batch size")
+        if compress_at == "context" and question is None:
+            LOG.warning(
+                "compress_at=context without question=...: a request of the harness is one text, so all of it but its "
+                "last token is compressed, the question included"
+            )
+
+    # ------------------------------------------------------------------ what the harness asks about the model
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has nothing before it."""
+        tokens = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, *sorted(self._ends)
+        return next((token for token in tokens if token is not None), 0)
+
+    @property
+    def max_gen_toks(self) -> int:
+        """The length of a response whose task says none; the harness's own models have the same."""
+        return 256
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Marks the requests that the harness keeps: model and hash, since a folder's name may stand for two."""
+        return self.lm.signature.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise KvlabError(f"{self.lm.name} has no chat template: leave apply_chat_template out")
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self._encoded(string, add_special_tokens)["input_ids"]
+
+    def _encoded(self, text: str, special: bool | None = None, **more: Any) -> Any:
+        if special is None:
+            # A chat template has written it already.
+            begin = self.tokenizer.bos_token
+            special = not (begin and text.startswith(begin))
+        return self.tokenizer(text, add_special_tokens=special, verbose=False, **more)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes beside its results: the model, and under "kvlab" what was compressed, how, and what
+        that took: for each task the means of `Held` over its requests (`read_bytes` over those that had a step).
+        """
+        reader = self._reader
+        signature = f"{self.lm.signature} {str(self.lm.dtype).removeprefix('torch.')}"
+        return {
+            "model_num_parameters": self.lm.model.num_parameters(),
+            "model_dtype": str(self.lm.dtype),
+            "model_sha": self.lm.sha256,
+            "kvlab": {
+                "signature": f"{signature}|{reader.storage.behind(str(reader.policy))}|{_version()}",
+                "compress_at": self._moment.compress_at,
+                "question": self._moment.question,
+                "rolling_chunk": self._chunk,
+                "cut_requests": self._cut,
+                "tasks": {task: _means(held) for task, held in self._held.items()},
+            },
+        }
+
+    # ------------------------------------------------------------------ likelihoods
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        self._asking = list(requests)
+        return cast("list[tuple[float, bool]]", super().loglikelihood(requests, disable_tqdm=disable_tqdm))
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        asking, self._asking = self._asking or [None] * len(requests), []
+        found = []
+        for request, (texts, context, continuation) in zip(
+            asking, self._shown(requests, "loglikelihood", disable_tqdm), strict=True
+        ):
+            if not continuation:
+                raise KvlabError(f"a continuation has no token of its own: {texts[1]!r:.60} after {texts[0][-60:]!r}")
+            if len(continuation) > self.max_length:
+                raise KvlabError(
+                    f"a continuation has {len(continuation)} tokens, which is beyond the {self.max_length} that "
+                    f"{self.lm.name} takes"
+                )
+            # The last token of a continuation is told, and never fed.
+            context, cut = self._fitting(context, self.max_length + 1 - len(continuation))
+            known = self._reader.likelihood(context, continuation, self._compressed(texts[0], cut))
+            found.append((known.logprob, known.greedy))
+            self._note(request, known.held)
+            self.cache_hook.add_partial("loglikelihood", texts, found[-1])
+        self._tell()
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        found = []
+        for request in self._shown(requests, "loglikelihood_rolling", disable_tqdm):
+            (text,) = request.args
+            windows = utils.get_rolling_token_windows(
+                self.tok_encode(text), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            read = [self._rolled(*utils.make_disjoint_window(window)) for window in windows]
+            found.append(sum(each.logprob for each in read))
+            self._note(request, next((each.held for each in reversed(read) if each.held), None))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
+        self._tell()
+        return found
+
+    def _rolled(self, context: list[int], text: list[int]) -> Known:
+        return self._reader.rolling(context, text, self._chunk)
+
+    # ------------------------------------------------------------------ responses
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        found = []
+        for request in self._shown(requests, "generate_until", disable_tqdm):
+            text, asked = request.args
+            found.append(self._response(request, text, asked))
+            self.cache_hook.add_partial("generate_until", (text, asked), found[-1])
+        self._tell()
+        return found
+
+    def _response(self, request: Any, text: str, asked: dict[str, Any]) -> str:
+        wanted = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
+        until = [each for each in cast("list[Any]", wanted.pop("until")) if each]
+        if not all(isinstance(each, str) for each in until):
+            raise KvlabError(f"until={until!r:.60} is no list of texts")
+        new_tokens = int(cast("int", wanted.pop("max_gen_toks")))
+        how = generation(self.lm, wanted, new_tokens, self._ends)
+        if new_tokens >= self.max_length:
+            raise KvlabError(
+                f"a task asks for {new_tokens} new tokens, and {self.lm.name} takes {self.max_length} in all; give "
+                "fewer, as in --gen_kwargs max_gen_toks=64"
+            )
+        whole_prompt = self.tok_encode(text)
+        if not whole_prompt:
+            whole_prompt = [self.prefix_token_id]
+        prompt, cut = self._fitting(whole_prompt, self.max_length - new_tokens)
+        compressed = len(prompt)
+        if self._moment.compress_at == "context" and len(prompt) > 1:
+            split = self._compressed(text, cut)
+            compressed = max(1, len(prompt) - 1 if split is None else min(split, len(prompt) - 1))
+
+        def over(tokens: list[int]) -> bool:
+            said = self.tokenizer.decode(tokens) if until else ""
+            return any(end in said for end in until)
+
+        tokens, held = self._reader.response(prompt, how, over, compressed)
+        self._note(request, held)
+        return str(postprocess_generated_text(self.lm.decode(tokens) if tokens else "", until, None))
+
+    # ------------------------------------------------------------------ what they share
+
+    def _shown(self, requests: Sequence[Any], kind: str, hidden: bool) -> Any:
+        return tqdm(requests, desc=f"Running {kind} requests", disable=hidden)
+
+    def _fitting(self, tokens: list[int], room: int) -> tuple[list[int], int]:
+        """The last `room` of the tokens, and how many are left out; the first time this is told."""
+        cut = max(0, len(tokens) - room)
+        if cut and not self._cut:
+            LOG.warning(
+                "a request has %d tokens more than fit into the %d of %s: it loses its beginning, as in the harness's "
+                "own models; the results count such requests",
+                cut,
+                self.max_length,
+                self.lm.name,
+            )
+        self._cut += cut > 0
+        return tokens[cut:], cut
+
+    def _compressed(self, text: str, cut: int) -> int | None:
+        """How many tokens of a text lie wholly before its question, but for the `cut` first ones; None for all but the
+        last, where no question is told apart.
+        """
+        start = self._moment.start(text)
+        if start is None:
+            return None
+        offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
+        return sum(1 for _, end in offsets if end <= start) - cut
+
+    def _note(self, request: Any, held: Held | None) -> None:
+        self._held[getattr(request, "task_name", None) or "unnamed"].append(held)
+
+    def _tell(self) -> None:
+        for task, held in self._held.items():
+            LOG.info("%s: %s", task, ", ".join(f"{name} {value:,.0f}" for name, value in _means(held).items()))
+
+
+def _means(held: Sequence[Held | None]) -> dict[str, float]:
+    """The number of requests, of those of them in which anything was compressed, and the means over these."""
+    read = [asdict(each) for each in held if each is not None]
+    found: dict[str, float] = {"requests": len(held), "compressed_requests": len(read)}
+    for name in read[0] if read else ():
+        values = [each[name] for each in read if each[name] or name != "read_bytes"]
+        if name != "uncompressed_bytes" or any(values):
+            found[name] = sum(values) / len(values) if values else 0.0
+    return found
+
+
+def _version() -> str:
+    from kvlab import __version__
+
+    return f"kvlab {__version__}"
