@@ -120,7 +120,7 @@ def lm_eval_(context: typer.Context) -> None:
     from kvlab.errors import KvlabError
 
     try:
-        importlib.import_module("kvlab.lm_eval")
+        importlib.import_module("kvlab.harness")
         harness = importlib.import_module("lm_eval.__main__")
     except ModuleNotFoundError as error:
         raise KvlabError(

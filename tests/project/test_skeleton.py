@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each may import only from those that stand before it, and from its own: the folders and files of the package ...
 LAYERS = (
-    "version errors lib core inputs methods traces instruments replays live scores tasks evaluation lm_eval bench "
+    "version errors lib core inputs methods traces instruments replays live scores tasks evaluation harness bench "
     "compile papers analyses workbench commands cli __main__"
 ).split()
 # ... and those of `workbench`.
@@ -208,7 +208,7 @@ def test_no_name_that_kvlab_hands_on_is_the_name_of_a_module():
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_what_its_import_gives(name):
     """No package hides one of its modules behind a function of the same name."""
-    if name == "kvlab.lm_eval.model":
+    if name == "kvlab.harness.model":
         pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed (the extra lm-eval)")
     names = {}
     exec(f"import {name} as given", names)

@@ -15,7 +15,7 @@ def _register() -> None:
     except ModuleNotFoundError:
         return
     if "kvlab" not in model_registry:
-        model_registry.register("kvlab", target="kvlab.lm_eval.model:KvlabLM")
+        model_registry.register("kvlab", target="kvlab.harness.model:KvlabLM")
 
 
 _register()

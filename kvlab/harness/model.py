@@ -20,9 +20,9 @@ from tqdm import tqdm
 from kvlab.core.storage import Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.evaluation.answering import stops
+from kvlab.harness.reading import Held, Known, Reader
+from kvlab.harness.settings import Moment, chosen, generation, loaded
 from kvlab.inputs.models.catalogue import DEFAULT
-from kvlab.lm_eval.reading import Held, Known, Reader
-from kvlab.lm_eval.settings import Moment, chosen, generation, loaded
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class KvlabLM(TemplateLM):
     """A language model whose cache a policy compresses, for the harness's tasks; one sequence at a time.
 
     `lm_eval.simple_evaluate(model="kvlab", model_args="pretrained=...,policy=snapkv,budget=512", ...)` makes one (once
-    `kvlab.lm_eval` is imported); one that was made by hand can be given as `model=`, too.
+    `kvlab.harness` is imported); one that was made by hand can be given as `model=`, too.
 
     Args:
         pretrained: name, folder, GGUF file or Hugging Face id, or what `kvlab.load` gives.
@@ -84,7 +84,7 @@ class KvlabLM(TemplateLM):
         self.max_length = self.lm.context_length if max_length is None else whole("max_length", max_length)
         if not 2 <= self.max_length <= self.lm.context_length:
             raise KvlabError(
-                f"max_length must be from 2 to the {self.lm.context_length} that {self.lm.name} takes, and is {max_length}"
+                f"max_length={max_length} is not between 2 and the {self.lm.context_length} that {self.lm.name} takes"
             )
         self._reader = Reader(self.lm, method, form)
         self._device, self._ends = self.lm.device, stops(self.lm)
