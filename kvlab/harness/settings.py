@@ -84,13 +84,14 @@ HOW = {
     "no_repeat_ngram_size": 0,
 }
 SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "typical_p": 1.0}
+SHARES = ("top_p", "min_p", "typical_p")
 
 
 def generation(lm: LM, asked: Mapping[str, Any], new_tokens: int, ends: set[int]) -> GenerationConfig:
     """How a response is generated, of what a task asks (without `until` and its length).
 
     Raises:
-        KvlabError: something that kvlab does not do, such as beams, or a value that transformers refuses.
+        KvlabError: something that kvlab does not do, such as beams, or a value that cannot be.
     """
     from transformers import GenerationConfig
 
@@ -98,6 +99,9 @@ def generation(lm: LM, asked: Mapping[str, Any], new_tokens: int, ends: set[int]
         raise KvlabError(nearest(unknown[0], {*HOW, *SAMPLED}, "argument of a generation", limit=40))
     if new_tokens < 1:
         raise KvlabError(f"max_gen_toks must be at least 1, and is {new_tokens}")
+    for name, value in asked.items():
+        if not isinstance(value, int | float) or (name in SHARES and not 0 <= value <= 1):
+            raise KvlabError(f"{name} = {value!r:.40} is not right: give a number{' from 0 to 1' * (name in SHARES)}")
     settings = HOW | (SAMPLED if asked.get("do_sample") else {})
     settings = settings | {name: value for name, value in asked.items() if name in settings}
     pad = getattr(lm.tokenizer, "pad_token_id", None)
