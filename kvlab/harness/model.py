@@ -99,6 +99,19 @@ class KvlabLM(TemplateLM):
                 "last token is compressed, the question included"
             )
 
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> KvlabLM:
+        return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> KvlabLM:
+        """The model of its own arguments, which go before those that the harness adds."""
+        added = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        # The harness's command has this default on every machine, and its own models take what there is.
+        if added.get("device") == "cuda:0":
+            added["device"] = "auto"
+        return cls(**added | arg_dict)
+
     # ------------------------------------------------------------------ what the harness asks about the model
 
     @property

@@ -7,7 +7,7 @@ merges or selects at each step does so here as in a response.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -139,7 +139,8 @@ class Reader:
         """
         self._prefilled = None
         ids, place, fed = [*context, *text], len(context) - 1, 0
-        gathered, past, found = gather(self.lm.model, [self.policy]), None, []
+        gathered, found = gather(self.lm.model, [self.policy]), []
+        past: Any = None
         while place < len(ids) - 1:
             told = ids[place + 1 : place + 1 + chunk]
             with gathered:
@@ -176,7 +177,7 @@ class Reader:
         from transformers import StoppingCriteria, StoppingCriteriaList
 
         class Until(StoppingCriteria):
-            def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
                 rows = [over(row[len(prompt) :].tolist()) for row in input_ids]
                 return torch.tensor(rows, dtype=torch.bool, device=input_ids.device)
 
@@ -187,7 +188,7 @@ class Reader:
                 out = self.lm.model(ids[:, :compressed], use_cache=True, logits_to_keep=1)
                 session.end_prompt()
                 begun["past_key_values"] = out.past_key_values
-            out = self.lm.model.generate(
+            out = cast("Any", self.lm.model).generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=how,

@@ -264,7 +264,7 @@ def test_the_command_hands_its_arguments_to_the_harness(folder, tmp_path, monkey
         "--tasks",
         path,
     ]
-    done = command(*model, "--device", "cpu", "--output_path", str(tmp_path / "out"), cwd=tmp_path)
+    done = command(*model, "--output_path", str(tmp_path / "out"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "kvlab_ferry" in done.stdout
     (results,) = (tmp_path / "out").rglob("results_*.json")
