@@ -96,4 +96,7 @@ def test_the_ledger_of_this_project_has_a_report(nowhere):
     text = page.read_text()
     for claim in papers.claims():
         assert text.count(f'id="{slug(claim.id)}"') == 1
-    assert CLAIM in text and "kept of commit" in text
+    assert CLAIM in text
+    of_models = list(page.parent.glob("model-*.html"))
+    assert len(of_models) == len(list(KEPT.glob("*.csv"))) > 1
+    assert all("kept of commit" in path.read_text() for path in of_models)
