@@ -34,6 +34,8 @@ class Claim(BaseModel):
     untested says, of a claim that no experiment here can measure, why not and what would test it.
     figure is the name under which the experiment keeps the picture that shows it.
     profile is the least profile of the experiment that measures it.
+    lacking says why a run of the experiment may leave metrics out, by the start of their names: a model's shape, or
+    tables that were never learnt. A paper's file says it once for all of its claims.
     provided is a test that must be met for the numbers to say anything about the claim (a table of what a log teaches
     means something only if the log holds a signal); where it is not met, the claim is not measured.
     """
@@ -55,6 +57,7 @@ class Claim(BaseModel):
     untested: str = ""
     figure: str = ""
     profile: Literal["quick", "full"] = "quick"
+    lacking: dict[str, str] = Field({}, repr=False)
     provided: Condition | None = None
     direction: Condition
     size: Condition
@@ -153,7 +156,7 @@ class Verdict(BaseModel):
 
 
 def load_file(path: str | Path) -> Paper:
-    """A paper's claims from a YAML file; `paper` and `experiment` of a claim default to those of the file.
+    """A paper's claims from a YAML file; `paper`, `experiment` and `lacking` of a claim default to those of the file.
 
     Raises KvlabError, in one sentence, for YAML that does not parse, unknown keys and missing tests.
     """
@@ -161,7 +164,7 @@ def load_file(path: str | Path) -> Paper:
     raw, lines = yamls.load(path)
     if not isinstance(raw, dict):
         raise KvlabError(f"{path.name}: a paper's file is a mapping with name, label, title and claims")
-    defaults = {"paper": raw.get("name"), "experiment": raw.pop("experiment", None)}
+    defaults = {"paper": raw.get("name"), "experiment": raw.pop("experiment", None), "lacking": raw.pop("lacking", {})}
     claimed = raw.get("claims") or []
     if isinstance(claimed, list):
         raw["claims"] = [{**defaults, **claim} if isinstance(claim, dict) else claim for claim in claimed]

@@ -24,7 +24,8 @@ def judge(
     that is not finite counts as missing. Where an interval contains the point at which the direction turns, the verdict
     is "undecided". Without an interval it rests on the value, and says so; a timing is undecided then. What is
     recomputed either holds or fails. Where what a claim is `provided` with is not given, it is "not measured"; so it is
-    where numbers are missing, and of a claim that only the full profile measures the comparison says so.
+    where numbers are missing, and of a claim that only the full profile measures the comparison says so. Of other
+    numbers that a run left out, the comparison gives the reason that the claim knows (`lacking`).
     """
     ranges = {
         f"{name}/{end}": number
@@ -40,7 +41,7 @@ def judge(
     )
     absent = sorted(claim.metrics - known.keys())
     if absent:
-        return told(verdict=UNMEASURED, why=claim.untested or _absent(claim, absent))
+        return told(verdict=UNMEASURED, why=claim.untested or _absent(claim, absent, bool(known)))
     value_of = known.__getitem__
     if claim.provided is not None:
         given, why = claim.provided.check(claim.metric, value_of, claim.paper_value)
@@ -132,10 +133,13 @@ def _genres(claim: Claim, known: Mapping[str, float]) -> str:
     return ""
 
 
-def _absent(claim: Claim, names: list[str]) -> str:
+def _absent(claim: Claim, names: list[str], ran: bool) -> str:
+    """Why a claim lacks the metrics `names`; `ran` says that its experiment gave others."""
     if claim.profile == "full":
         return f"{FULL_ONLY}: the quick profile leaves out {_listed(names)}, which no run has measured"
-    return f"no run has measured {_listed(names)}"
+    reasons = (why for start, why in claim.lacking.items() if ran and any(name.startswith(start) for name in names))
+    known = next(reasons, None)
+    return f"{known} (no {_listed(names)})" if known else f"no run has measured {_listed(names)}"
 
 
 def _listed(names: list[str]) -> str:

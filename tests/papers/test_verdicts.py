@@ -295,6 +295,25 @@ def test_without_what_a_claim_rests_on_it_is_not_measured(p, verdict):
     assert judge(tested, {"m": 0.6}).why == "no run has measured signal/p"
 
 
+def test_a_run_that_leaves_a_metric_out_has_the_reason_that_the_claim_knows():
+    why = "prompts as short as these leave no room"
+    tested = claim(
+        direction={"kind": "greater", "metric": "lost/few", "than": "lost/many"}, lacking={"lost/few": why, "x": "y"}
+    )
+    assert judge(tested, {"lost/many": 0.1}).why == f"{why} (no lost/few, m)"
+    assert judge(tested, {}).why == "no run has measured lost/few, lost/many, m"
+    assert judge(tested, {"lost/few": 0.2, "m": 1.0}).why == "no run has measured lost/many"
+
+
+@pytest.mark.parametrize("paper", ["compilerkv", "rocketkv"])
+def test_what_the_papers_files_say_of_lacking_metrics_is_about_metrics_that_claims_read(paper):
+    own = [entry for entry in CLAIMS if entry.paper == paper]
+    read = set().union(*(entry.metrics for entry in own))
+    assert own[0].lacking
+    for start in own[0].lacking:
+        assert any(name.startswith(start) for name in read), start
+
+
 def test_what_rests_on_learnt_tables_is_provided_with_a_signal():
     gated = [entry for entry in CLAIMS if "gated sets" in entry.finding]
     assert len(gated) > 10 and all(entry.provided for entry in gated)

@@ -116,6 +116,15 @@ def test_what_went_without_tables_says_so(project):
     assert remarks(ledger.Entry(theirs, mine.verdict, None)) == []
 
 
+def test_a_claim_that_a_model_cannot_be_asked_says_why(project, monkeypatch):
+    (asked,) = [each for each in papers.claims() if each.id == CLAIM]
+    knowing = asked.model_copy(update={"lacking": {asked.metric: "this model's groups are too large"}})
+    monkeypatch.setattr(ledger, "claims", lambda: [knowing, asked.model_copy(update={"id": "p.other", "metric": "m"})])
+    job(0.6, metric="m", **SMALL)
+    found = of_claim(report.entries())["small"]
+    assert found.verdict.why.startswith("this model's groups are too large (no ") and found.run is None
+
+
 # ---------------------------------------------------------------- effect against size
 
 

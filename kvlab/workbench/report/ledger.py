@@ -211,10 +211,13 @@ def claims() -> list[papers.Claim]:
 
 def _judged(claim: papers.Claim, model: str, runs: Iterable[Run]) -> Entry:
     """A claim on a model, from the runs of its experiment, newest first."""
-    candidates = [run for run in runs if _model_of(run) == model and claim.metric in run.data.metrics]
+    mine = [run for run in runs if _model_of(run) == model]
+    candidates = [run for run in mine if claim.metric in run.data.metrics]
     complete = [run for run in candidates if claim.metrics <= set(run.data.metrics)]
     run = next(iter(complete or candidates), None)
-    return Entry(claim, papers.judge(claim, run.data.metrics if run else {}), run, model)
+    # One that lacks the claim's metric measured nothing of it, but tells the judge what is missing.
+    read = run or next(iter(mine), None)
+    return Entry(claim, papers.judge(claim, read.data.metrics if read else {}), run, model)
 
 
 def _model_of(run: Run) -> str:
