@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 POLL = 0.05  # seconds between looks at the running processes
 GLANCE = 1.0  # seconds between looks at larger things: the notebooks under way, and the jobs of other sweeps
+FEW = 200  # jobs of an experiment that are asked for one by one; all of its runs are read for more
 TRIES = 3  # how often a job is begun if its process dies, because memory ran out or a machine was lost
 
 
@@ -145,18 +146,29 @@ class Sweep:
         """
         kinds: dict[tuple[str, str, str], float | None] = {_kind(job): job.seconds for job in self.queue}
         for (experiment, profile, model), job_seconds in kinds.items():
-            if last := earlier.newest(self.client, self.ids[experiment], model, profile=profile):
+            if last := earlier.newest(self.client, self.ids[experiment], model or None, profile=profile):
                 kinds[experiment, profile, model] = float(last.data.tags.get("kvlab.seconds", 0)) or job_seconds
         done: dict[tuple[str, str], str] = {}
-        for name, experiment_id in () if self.fresh else self.ids.items():
-            for run in earlier.finished(self.client, experiment_id, code=project.code_hash()[:16]):
-                done.setdefault((name, run.data.tags.get("kvlab.key", "")), run.info.run_id)
+        for name in () if self.fresh else self.ids:
+            done |= {(name, key): run for key, run in self._done(name).items()}
         for number, job in enumerate(self.queue):
             self.progress.expect(number, kinds[_kind(job)])
             if run_id := done.get((job.experiment, job.key)):
                 self._is_done(number, run_id)
             else:
                 self.waiting.append(number)
+
+    def _done(self, name: str) -> dict[str, str]:
+        """Key -> run of the finished jobs of an experiment, of those in the queue or of all with today's code."""
+        wanted = {job.key for job in self.queue if job.experiment == name}
+        if len(wanted) > FEW:
+            runs = earlier.finished(self.client, self.ids[name], code=project.code_hash()[:16])
+        else:
+            runs = filter(None, (earlier.newest(self.client, self.ids[name], key=key) for key in wanted))
+        found: dict[str, str] = {}
+        for run in runs:
+            found.setdefault(run.data.tags.get("kvlab.key", ""), run.info.run_id)
+        return found
 
     def _is_done(self, number: int, run_id: str) -> None:
         self.results[number] = Result(self.queue[number], "done earlier", run_id)

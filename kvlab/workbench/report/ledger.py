@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.workbench import project
+from kvlab.workbench.report import runs
 from kvlab.workbench.report.origins import Origin
 from kvlab.workbench.report.subjects import subjects
-from kvlab.workbench.store import database, earlier
+from kvlab.workbench.store import database
 
 if TYPE_CHECKING:
     import pandas
     from mlflow.entities import Run
 
-    from kvlab.workbench.store.patience import Patient
 
 COLUMNS = [
     "id",
@@ -187,11 +187,31 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
         model: only this one, or these (names, with or without their hash); all if there is none.
         profile: only runs of this profile.
     """
-    every = claims()
-    runs = _runs(names(model), profile)
-    known = sorted({_model_of(run) for of_experiment in runs.values() for run in of_experiment})
-    verdicts = {name: [_judged(claim, name, runs.get(claim.experiment or "", [])) for claim in every] for name in known}
+    tags = {"profile": _quotable(profile)} if profile else {}
+    every, measured = claims(), runs.values(_measuring(), "model", **tags)
+    wanted = names(model)
+    known = sorted({name for found in measured.values() for name in found if not wanted or names(name) & wanted})
+    verdicts = {name: _judged(every, name, {of for of in measured if name in measured[of]}, tags) for name in known}
     return side_by_side({name: mine for name, mine in verdicts.items() if any(entry.run for entry in mine)})
+
+
+def _judged(every: Sequence[papers.Claim], model: str, measured: set[str], tags: Mapping[str, str]) -> list[Entry]:
+    """All claims on one model, of which there are finished jobs in the experiments `measured`.
+
+    One experiment after the other, so that the runs of one are in memory at a time.
+    """
+    found: dict[str, Entry] = {}
+    connection = database.client()
+    for experiment in sorted(measured):
+        number = runs.experiment_id(connection, experiment)
+        of_model = runs.Runs(connection, number, model, **tags) if number else None
+        for claim in every:
+            if of_model is not None and claim.experiment == experiment:
+                run = of_model.measuring(claim)
+                # One that lacks the claim's metric measured nothing of it, but tells the judge what is missing.
+                read = run or of_model.newest
+                found[claim.id] = Entry(claim, papers.judge(claim, read.data.metrics if read else {}), run, model)
+    return [found.get(claim.id) or Entry(claim, papers.judge(claim, {}), None, model) for claim in every]
 
 
 def side_by_side(of_models: Mapping[str, Sequence[Entry]]) -> list[Entry]:
@@ -209,43 +229,14 @@ def claims() -> list[papers.Claim]:
     return [claim for paper in papers.of_project() for claim in paper.claims]
 
 
-def _judged(claim: papers.Claim, model: str, runs: Iterable[Run]) -> Entry:
-    """A claim on a model, from the runs of its experiment, newest first."""
-    mine = [run for run in runs if _model_of(run) == model]
-    candidates = [run for run in mine if claim.metric in run.data.metrics]
-    complete = [run for run in candidates if claim.metrics <= set(run.data.metrics)]
-    run = next(iter(complete or candidates), None)
-    # One that lacks the claim's metric measured nothing of it, but tells the judge what is missing.
-    read = run or next(iter(mine), None)
-    return Entry(claim, papers.judge(claim, read.data.metrics if read else {}), run, model)
-
-
-def _model_of(run: Run) -> str:
-    return run.data.tags.get("model", "")
+def _measuring() -> set[str]:
+    """The experiments that claims rest on."""
+    return {claim.experiment for claim in claims() if claim.experiment}
 
 
 def names(model: str | Sequence[str] | None) -> set[str]:
     """Names without their hashes."""
     return {name.split("@")[0] for name in ([model] if isinstance(model, str) else model or ()) if name}
-
-
-def _runs(models: set[str], profile: str | None) -> dict[str, list[Run]]:
-    """Experiment -> its finished jobs, newest first, for the experiments that claims rest on."""
-    if not database.exists():
-        return {}
-    connection = database.client()
-    measuring = {claim.experiment for claim in claims() if claim.experiment}
-    return {
-        name: [run for run in _finished(connection, name, profile) if not models or models & names(_model_of(run))]
-        for name in measuring
-    }
-
-
-def _finished(connection: Patient, experiment: str, profile: str | None) -> Iterator[Run]:
-    known = connection.get_experiment_by_name(experiment)
-    if known is not None:
-        tags = {"profile": _quotable(profile)} if profile else {}
-        yield from earlier.finished(connection, known.experiment_id, earlier.PAGE, **tags)
 
 
 def by_model(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
@@ -258,13 +249,13 @@ def by_model(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
     """Raise KvlabError that says why no run of these models and that profile measured a claim."""
-    runs = [run for of_experiment in _runs(set(), None).values() for run in of_experiment]
-    if not runs:
+    models = set().union(*runs.values(_measuring(), "model").values())
+    if not models:
         project.checkout()
         raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")
     there = {
-        "model": {name for run in runs for name in names(_model_of(run))},
-        "profile": {run.data.tags.get("kvlab.profile", "") for run in runs},
+        "model": names(sorted(models)),
+        "profile": set().union(*runs.values(_measuring(), "kvlab.profile").values()),
     }
     for what, wanted in (("profile", {profile} if profile else set()), ("model", names(model))):
         if missing := wanted - there[what]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,33 +23,65 @@ if TYPE_CHECKING:
 # Replaces the key of a job during which the code was edited: its numbers may come from both versions of the code.
 EDITED = "edited while it ran"
 FINISHED_JOB = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
-PAGE = 1000
+PAGE = 200  # runs that are in memory at once: each may hold thousands of metrics
+ASKED = 20  # metrics in one question: each costs a database one more join
+LEAST = "-1.7976931348623157e308"  # as MLflow stores minus infinity; it cannot read e+308
 
 
 def finished(
-    connection: Patient, experiment: str, page_size: int = PAGE, model: str = "", **tags: str
+    connection: Patient,
+    experiment: str,
+    page_size: int = PAGE,
+    model: str | None = None,
+    metrics: Collection[str] = (),
+    **tags: str,
 ) -> Iterator[Run]:
     """The finished jobs of an experiment (its id) with these tags of kvlab, newest first.
 
-    model: only those on the model that is called so; on any if empty.
+    model: only those on the model that is called so, "" for those on none; on any by default.
+    metrics: only those that have logged all of these.
     """
     query = FINISHED_JOB + "".join(f" and tags.`kvlab.{name}` = '{value}'" for name, value in tags.items())
+    query += "".join(f" and metrics.`{name}` >= {LEAST}" for name in sorted(metrics)[:ASKED])
     if model and "'" not in model:  # a path with a quote cannot be asked for, and is looked for below
         query += f" and tags.model = '{model}'"
+    for run in _found(connection, experiment, query, page_size):
+        if (model is None or run.data.tags.get("model", "") == model) and run.data.metrics.keys() >= set(metrics):
+            yield run
+
+
+def _found(connection: Patient, experiment: str, query: str, page_size: int) -> Iterator[Run]:
+    """What a query finds, newest first, page by page; without jobs during which the code was edited."""
     token = None
     while True:
         page = connection.search_runs(
             [experiment], query, max_results=page_size, page_token=token, order_by=["attributes.end_time DESC"]
         )
-        kept = (run for run in page if not model or run.data.tags.get("model") == model)
-        yield from (run for run in kept if run.data.tags.get("kvlab.key") != EDITED)
+        yield from (run for run in page if run.data.tags.get("kvlab.key") != EDITED)
         token = page.token
         if not token:
             return
 
 
-def newest(connection: Patient, experiment: str, model: str = "", **tags: str) -> Run | None:
-    """The last finished job of an experiment (its id) on a model (any if empty) with these tags of kvlab."""
+def values(connection: Patient, experiment: str, tag: str, **tags: str) -> set[str]:
+    """The values that a tag has among the finished jobs of an experiment (its id) with these tags of kvlab; "" where
+    the newest has none. One question for each value, however many runs there are.
+    """
+    query = FINISHED_JOB + "".join(f" and tags.`kvlab.{name}` = '{value}'" for name, value in tags.items())
+    known: set[str] = set()
+    while True:
+        others = "".join(f" and tags.`{tag}` != '{value}'" for value in sorted(known))
+        run = next(_found(connection, experiment, query + others, 1), None)
+        if run is None:
+            return known
+        value = run.data.tags.get(tag, "")
+        known.add(value)
+        if "'" in value:  # cannot be asked for
+            return known | {run.data.tags.get(tag, "") for run in _found(connection, experiment, query, PAGE)}
+
+
+def newest(connection: Patient, experiment: str, model: str | None = None, **tags: str) -> Run | None:
+    """The last finished job of an experiment (its id) on a model (any by default) with these tags of kvlab."""
     return next(finished(connection, experiment, page_size=1, model=model, **tags), None)
 
 

@@ -1,0 +1,117 @@
+"""The runs that claims rest on are those that reading the whole store would find, asked for a few at a time."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from mlflow.entities import Metric
+from support.projects import EXPERIMENT
+from support.runs import job
+
+from kvlab import papers
+from kvlab.errors import KvlabError
+from kvlab.workbench.report import ledger, runs
+from kvlab.workbench.report import page as report
+from kvlab.workbench.store import database, earlier, tracking
+
+METRICS = ["m", "n", "m/low", "m/high"]
+MODELS = ["toy@0", "other", "it's"]
+
+
+def claim(**fields) -> papers.Claim:
+    needed = {"id": "p.toy", "paper": "p", "where": "w", "summary": "s", "metric": "m", "paper_value": None}
+    tests = {"direction": {"kind": "greater", "than": 0.0}, "size": {"kind": "greater", "metric": "n", "than": 0.0}}
+    return papers.Claim.model_validate({**needed, "experiment": EXPERIMENT, **tests, **fields})
+
+
+def logged(metrics: dict[str, float], model: str, profile: str = "quick", **fields) -> str:
+    """A finished job with exactly these metrics."""
+    tags = {"kvlab.kind": "job", "kvlab.profile": profile, "model": model, **fields}
+    run = tracking.create_run(database.client(), EXPERIMENT, {}, tags, "toy")
+    stored = [Metric(name, value, 0, 0) for name, value in metrics.items()]
+    database.client().log_batch(run.id, stored, synchronous=True)
+    run.finish()
+    return run.id
+
+
+def questions(monkeypatch) -> list[str]:
+    """The queries that reach the store from now on."""
+    asked, search = [], earlier._found
+
+    def counted(connection, experiment, query, page_size):
+        asked.append(query)
+        return search(connection, experiment, query, page_size)
+
+    monkeypatch.setattr(earlier, "_found", counted)
+    return asked
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_finds_what_reading_every_run_finds(project, seed):
+    draw = random.Random(seed)
+    history = []
+    for _ in range(14):
+        model, names = draw.choice(MODELS), draw.sample(METRICS, draw.randint(0, 4))
+        values = {name: draw.choice([0.5, -math.inf, math.inf, -2.0]) for name in names}
+        history.append((logged(values, model), model, set(names)))
+    connection = database.client()
+    number = runs.experiment_id(connection, EXPERIMENT)
+    assert number is not None and runs.experiment_id(connection, "nothing") is None
+    for model in MODELS:
+        newest_first = [(run, names) for run, of, names in reversed(history) if of == model]
+        found = runs.Runs(connection, number, model)
+        assert (found.newest and found.newest.info.run_id) == next((run for run, _ in newest_first), None)
+        for size in ({"kind": "greater", "than": 0.0}, {"kind": "greater", "metric": "n", "than": 0.0}):
+            asked = claim(size=size)
+            own = [run for run, names in newest_first if "m" in names]
+            whole = [run for run, names in newest_first if asked.metrics <= names]
+            best = found.measuring(asked)
+            assert (best and best.info.run_id) == next(iter([*whole, *own][: 1 if whole else None]), None)
+
+
+def test_a_store_is_asked_no_more_when_it_grows(project, monkeypatch):
+    asked = questions(monkeypatch)
+    monkeypatch.setattr(ledger, "claims", lambda: [claim(), claim(id="p.other", metric="absent")])
+
+    def read() -> int:
+        asked.clear()
+        judged = report.entries()
+        assert [entry.verdict.value for entry in judged if entry.claim.id == "p.toy"] == [0.5]
+        return len(asked)
+
+    logged({"m": 0.5, "n": 1.0}, "toy@0")
+    for _ in range(runs.FEW):
+        logged({}, "toy@0")
+    few = read()
+    for _ in range(20):
+        logged({}, "toy@0")
+    assert read() == few
+
+
+def test_values_of_a_tag_are_found_however_they_are_spelt(project):
+    for model, profile in [("toy@0", "quick"), ("it's", "full"), ("toy@0", "full"), ("other", "quick")]:
+        job(0.1, model=model, profile=profile)
+    assert runs.values([EXPERIMENT, "nothing"], "model") == {EXPERIMENT: {"toy@0", "it's", "other"}}
+    assert runs.values([EXPERIMENT], "model", profile="full") == {EXPERIMENT: {"toy@0", "it's"}}
+    assert runs.values([EXPERIMENT], "kvlab.profile") == {EXPERIMENT: {"quick", "full"}}
+    job(0.1, status="FAILED", model="failed")
+    assert "failed" not in runs.values([EXPERIMENT], "model")[EXPERIMENT]
+
+
+def test_a_job_whose_code_was_edited_is_passed_over(project):
+    kept = logged({"m": 0.5}, "toy@0")
+    for _ in range(3):
+        logged({"m": 0.7}, "toy@0", **{"kvlab.key": earlier.EDITED})
+    number = runs.experiment_id(database.client(), EXPERIMENT)
+    best = runs.Runs(database.client(), number, "toy@0").measuring(claim())
+    assert best is not None and best.info.run_id == kept
+
+
+def test_what_is_asked_for_and_is_not_there_is_named(project):
+    job(0.1, model="toy@0", profile="quick")
+    with pytest.raises(KvlabError, match="profile 'gpu'.*there are runs of: quick"):
+        ledger.refuse(None, "gpu")
+    with pytest.raises(KvlabError, match="model 'mine'.*there are runs of: toy"):
+        ledger.refuse("mine", None)
