@@ -1,7 +1,7 @@
 """One job in a process of its own: executes a notebook, and writes a note of how it ended.
 
-Started by `places.Process` as `python -m kvlab.workbench.jobs.worker SPEC.json`. Whatever happens, the
-executed notebook stays on disk; the note is missing only if this process died.
+Started by `processes.Process` as `python -m kvlab.workbench.jobs.worker SPEC.json`, or by `forking` in a fork of
+its own. Whatever happens, the executed notebook stays on disk; the note is missing only if this process died.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from typing import Any
 START_S = 300  # seconds for a kernel to start: many that start at once from a slow disk need long
 
 
-def main(spec_path: str) -> int:
-    """Run the job that the spec describes; 0 if the notebook ran to its end."""
+def main(spec_path: str, manager: type | None = None) -> int:
+    """Run the job that the spec describes; 0 if the notebook ran to its end.
+
+    Args:
+        manager: class of the kernel manager; papermill's own if there is none.
+    """
     spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
     _end_with(spec["parent"])
-    result = execute(spec)
+    result = execute(spec, manager)
     note = Path(spec["result"])
     note.with_suffix(".part").write_text(json.dumps(result), encoding="utf-8")
     os.replace(note.with_suffix(".part"), note)
     return 0 if result["ok"] else 1
 
 
-def execute(spec: dict[str, Any]) -> dict[str, Any]:
+def execute(spec: dict[str, Any], manager: type | None = None) -> dict[str, Any]:
     """Execute the notebook of `spec` and export it as HTML; returns {"ok", "error", "html", "died"}.
 
     Whether it failed is read from the exception: the notebook's metadata do not show that its kernel died. "died" is
@@ -55,6 +59,7 @@ def execute(spec: dict[str, Any]) -> dict[str, Any]:
             progress_bar=False,
             request_save_on_cell_execute=True,
             start_timeout=START_S,
+            **({"kernel_manager_class": manager} if manager else {}),
         )
     except PapermillExecutionError as failure:
         sentence = " ".join(str(failure.evalue).split())
