@@ -8,6 +8,7 @@ standard output; nobody else can talk to it. When its owner is gone, it ends wit
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -164,7 +165,18 @@ def load() -> str | None:
     for package in map(importlib.import_module, PACKAGES):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+    _export_once()
     return _threads()
+
+
+def _export_once() -> None:
+    """The first export of a notebook imports as much as it writes: lexers, filters, the parts of templates."""
+    from nbformat import v4
+
+    from kvlab.workbench.jobs import worker
+
+    told = [v4.new_output("stream", text="1"), v4.new_output("display_data", {"text/html": "<p>1</p>"})]
+    worker.page(v4.new_notebook(cells=[v4.new_markdown_cell("# 1"), v4.new_code_cell("1", outputs=told)]), "first")
 
 
 def _has_gpu() -> bool:
@@ -207,8 +219,24 @@ def _renew() -> None:
     numpy.random.seed()
 
 
+class Exit:
+    """Ends a fork once what was registered with `atexit` has run: to take five thousand modules apart takes long."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        atexit.register(self._leave)  # to be made first, since these run in the opposite order
+
+    def _leave(self) -> None:
+        if self.code is not None:
+            for stream in (sys.__stdout__, sys.__stderr__):
+                with contextlib.suppress(OSError, ValueError):
+                    stream and stream.flush()
+            os._exit(self.code)
+
+
 def main() -> int:
     """Serve; in a fork, run the job, or be its kernel."""
+    leaving = Exit()
     server = Server(int(sys.argv[1]))
     # Nothing may be imported from the folder that the sweep was started in.
     if sys.path[0] in ("", os.getcwd()):
@@ -232,8 +260,10 @@ def main() -> int:
     if isinstance(kernel, dict):
         _renew()
         kernels.run(**kernel)
-        return 0
-    return worker.main(request["spec"], kernels.manager(kernel))
+        leaving.code = 0
+    else:
+        leaving.code = worker.main(request["spec"], kernels.manager(kernel))
+    return leaving.code
 
 
 if __name__ == "__main__":

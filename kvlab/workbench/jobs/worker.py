@@ -16,7 +16,10 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 START_S = 300  # seconds for a kernel to start: many that start at once from a slow disk need long
 
@@ -86,6 +89,19 @@ def to_html(path: Path) -> Path | None:
     None if the export fails, which must not fail a run whose numbers are good.
     """
     import nbformat
+
+    try:
+        body = page(nbformat.read(path, as_version=4), path.stem)
+        html = path.with_suffix(".html")
+        html.write_text(body, encoding="utf-8")
+    except Exception as error:
+        print(f"no HTML: {error}", file=sys.stderr)
+        return None
+    return html
+
+
+def page(content: NotebookNode, name: str) -> str:
+    """A notebook's content as one HTML page of that name."""
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter(embed_images=True)
@@ -100,18 +116,11 @@ def to_html(path: Path) -> Path | None:
     ):
         if exporter.has_trait(address):
             setattr(exporter, address, "")
-    try:
-        content = nbformat.read(path, as_version=4)
-        # The page has no scripts, so widgets would be empty. Without their state nbconvert shows HTML or text instead.
-        content.metadata.pop("widgets", None)
-        body, _ = exporter.from_notebook_node(content, {"metadata": {"name": path.stem}})
-        html = path.with_suffix(".html")
-        # An empty address would make the browser load the page as its own script.
-        html.write_text(re.sub(r'<script src=""\s*>\s*</script>', "", body), encoding="utf-8")
-    except Exception as error:
-        print(f"no HTML: {error}", file=sys.stderr)
-        return None
-    return html
+    # The page has no scripts, so widgets would be empty. Without their state nbconvert shows HTML or text instead.
+    content.metadata.pop("widgets", None)
+    body, _ = exporter.from_notebook_node(content, {"metadata": {"name": name}})
+    # An empty address would make the browser load the page as its own script.
+    return re.sub(r'<script src=""\s*>\s*</script>', "", body)
 
 
 def _end_with(parent: int) -> None:
