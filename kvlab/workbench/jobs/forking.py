@@ -152,6 +152,8 @@ def load() -> str | None:
     """
     import kvlab
 
+    # A kernel says so before a notebook imports matplotlib, which reads it only then.
+    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     for name in MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -213,10 +215,12 @@ def _become_worker(environment: dict[str, str], log: str) -> None:
 
 
 def _renew() -> None:
-    """What a fresh process has of its own; Python's own generator renews itself."""
+    """Give a fork random numbers of its own, as a fresh process has; Python's own generator sees to that itself."""
     import numpy
+    import torch
 
     numpy.random.seed()
+    torch.default_generator.seed()
 
 
 class Exit:

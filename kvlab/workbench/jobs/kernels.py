@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import uuid
@@ -83,8 +84,19 @@ def run(command: Sequence[str], folder: str, environment: Mapping[str, str]) -> 
     os.chdir(folder)
     options = command[len(LAUNCHER) :]
     sys.argv = [str(Path(sys.modules["ipykernel"].__file__ or "").parents[1] / "ipykernel_launcher.py"), *options]
-    # The app has taken its default from the environment when it was imported.
-    IPKernelApp.launch_instance(argv=options, parent_handle=int(environment.get("JPY_PARENT_PID", 0)))
+    # The app took its default from the environment when it was imported.
+    app = IPKernelApp.instance(parent_handle=int(environment.get("JPY_PARENT_PID", 0)))
+    app.initialize(options)
+    _show_logs()
+    app.start()
+
+
+def _show_logs() -> None:
+    """Let loggers that were set up before there was a notebook write into it."""
+    for name in (None, *logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.__stderr__:
+                handler.setStream(sys.stderr)
 
 
 def manager(reserve: Reserve) -> type[AsyncKernelManager]:
