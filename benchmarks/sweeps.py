@@ -4,10 +4,10 @@
 python benchmarks/sweeps.py
 python benchmarks/sweeps.py --jobs 40 --kills 20
 
-Short jobs (a notebook that logs one metric) in a project of its own in a temporary folder: one after the other, with cold
-and with warm starts in turns; two at once; and once more when all are done. Then the same sweep is killed (kill -9 of the
-driver, a worker, a kernel or the server for warm starts, at random moments) and started again until that many kills have
-struck; every job must be there exactly once.
+Short jobs (a notebook that logs one metric) in projects of their own in a temporary folder: one after the other, with
+cold and with warm starts in turns; two at once; and once more when all are done. Then the same sweep is killed (kill -9
+of the driver, a worker, a kernel or the server for warm starts, at random moments) and started again until that many
+kills have struck; every job must be there exactly once.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def make_project(folder: Path, jobs: int) -> None:
     )
 
 
-def begin(folder: Path, at_once: int, warm: bool = True) -> subprocess.Popen:
-    environment = {**os.environ, "KVLAB_ROOT": str(folder), "OMP_NUM_THREADS": "1", "KVLAB_WARM": str(int(warm))}
+def begin(folder: Path, at_once: int, warm: str = "1") -> subprocess.Popen:
+    environment = {**os.environ, "KVLAB_ROOT": str(folder), "OMP_NUM_THREADS": "1", "KVLAB_WARM": warm}
     environment.pop("MLFLOW_TRACKING_URI", None)
     return subprocess.Popen(
         [sys.executable, "-m", "kvlab", "run", "short", "--jobs", str(at_once)],
@@ -78,8 +78,8 @@ def begin(folder: Path, at_once: int, warm: bool = True) -> subprocess.Popen:
     )
 
 
-def sweep(folder: Path, at_once: int, warm: bool = True) -> None:
-    """One sweep to its end."""
+def sweep(folder: Path, at_once: int, warm: str = "1") -> None:
+    """One sweep to its end; `warm` is the value of KVLAB_WARM."""
     process = begin(folder, at_once, warm)
     _, said = process.communicate()
     if process.returncode:
@@ -122,7 +122,7 @@ def torment(folder: Path, kills: int, seed: int, console: Console) -> tuple[int,
     while struck < kills:
         if process.poll() is not None:
             process, starts = begin(folder, 2), starts + 1
-        time.sleep(draw.uniform(1, 12))
+        time.sleep(draw.uniform(1, 8))
         victim = draw.choice(list(VICTIMS))
         if strike(process, victim):
             struck += 1
@@ -147,15 +147,12 @@ def main(
     table = Table("what", "measured", "goal")
     with tempfile.TemporaryDirectory(prefix="kvlab-sweeps-") as place:
         folders = [Path(place) / name for name in ("cold", "warm", "cold again", "warm again", "two", "killed")]
-        for folder in folders:
+        for folder in folders[:5]:
             make_project(folder, jobs)
         # In turns, so that a machine that grows busier meanwhile does not favour one of them.
-        alone = [clock.seconds(CPU, sweep, folder, 1, folder.name.startswith("warm")) for folder in folders[:4]]
-        cold, warm = (min(alone[first], alone[first + 2]) for first in (0, 1))
-        each = [
-            statistics.median(sorted(finished(one)[1] + finished(two)[1]))
-            for one, two in zip(folders[:2], folders[2:4])
-        ]
+        alone = [clock.seconds(CPU, sweep, folder, 1, warm) for folder, warm in zip(folders[:4], "0101", strict=True)]
+        cold, warm = (min(alone[first::2]) for first in (0, 1))
+        each = [statistics.median(finished(folders[first])[1] + finished(folders[first + 2])[1]) for first in (0, 1)]
         own = alone[3] - sum(finished(folders[3])[1])
         again = clock.seconds(CPU, sweep, folders[3], 1)
         two = clock.seconds(CPU, sweep, folders[4], 2)
@@ -167,9 +164,10 @@ def main(
         table.add_row("the driver's own cost", f"{own / jobs:.2f} s a job", "0.20 s")
         table.add_row("the same sweep when all is done", f"{again:.1f} s", "10 s")
         if kills:
+            make_project(folders[5], 3 * jobs)  # warm jobs are soon done
             struck, starts = torment(folders[5], kills, seed, console)
             found, _, states = finished(folders[5])
-            lost, doubled = set(range(jobs)) - set(found), len(found) - len(set(found))
+            lost, doubled = set(list_of_jobs(folders[5])) - set(found), len(found) - len(set(found))
             table.add_row(
                 f"{struck} kills, {starts} starts",
                 f"{len(lost)} lost, {doubled} doubled, {'some' if 'RUNNING' in states else 'none'} running",

@@ -374,6 +374,63 @@ def test_with_a_gpu_nothing_is_forked(monkeypatch):
     assert "GPU" in forking.load()
 
 
+def test_a_job_that_cannot_be_forked_begins_cold(monkeypatch):
+    """Too many processes, say: the server and its other jobs go on."""
+    asked = [{"job": 0, "spec": "a"}, {"job": 1, "spec": "b"}]
+    server = object.__new__(forking.Server)
+    server.owner, server.children, server.waiting, server.retiring = os.getppid(), {}, asked, True
+    told = []
+    monkeypatch.setattr(forking.Server, "_listen", lambda *_: True)
+    monkeypatch.setattr(forking.Server, "reply", lambda _, **fields: told.append(fields))
+
+    def full():
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(forking.os, "fork", full)
+    assert server.serve() is None
+    assert told == [{"job": 0, "unborn": True}, {"job": 1, "unborn": True}]
+
+    class Alive:
+        def alive(self):
+            return True
+
+        def look(self, number):
+            return warm.Known(unborn=True)
+
+    class Cold:
+        def code(self):
+            return 7
+
+    job = warm.Forked(Alive(), 0, Cold)
+    assert (job.code(), job.code()) == (None, 7)
+
+
+def test_what_jobs_share_and_what_is_their_own(monkeypatch):
+    """A variable that jobs may have of their own comes from the place where they have none."""
+    asked = []
+
+    class Quiet:
+        def __init__(self, environment, stamp):
+            self.environment, self.stamp = environment, stamp
+
+        def alive(self):
+            return True
+
+        def ask(self, spec, folder, own):
+            asked.append((self, own))
+            return 0
+
+    monkeypatch.setattr(warm, "Server", Quiet)
+    monkeypatch.setattr(warm.sys, "platform", "linux")
+    starter, shared = warm.Starter(), {"A": "1", "KVLAB_ROOT": "/shared", "MLFLOW_RUN_ID": "outer"}
+    for own in ({"MLFLOW_RUN_ID": "one"}, {"MLFLOW_RUN_ID": "two", "KVLAB_ROOT": "/own"}):
+        starter.start({"more": True}, None, shared, own)
+    (first, one), (second, two) = asked
+    assert first is second and first.environment == {"A": "1"}
+    assert one == {"KVLAB_ROOT": "/shared", "MLFLOW_RUN_ID": "one"}
+    assert two == {"KVLAB_ROOT": "/own", "MLFLOW_RUN_ID": "two"}
+
+
 @pytest.mark.parametrize("without", ["macOS", "Windows", "switched off", "the last job", "more variables"])
 def test_where_no_server_would_do_or_pay_there_is_none(starter, tmp_path, monkeypatch, without):
     own, spec = {"MLFLOW_RUN_ID": "0"}, {"notebook": "none.ipynb", "more": without != "the last job"}

@@ -74,7 +74,11 @@ class Server:
                 request = self.waiting.pop(0)
                 sys.stdout.flush()
                 sys.stderr.flush()
-                pid = os.fork()
+                try:
+                    pid = os.fork()
+                except OSError:  # too many processes, or no memory; the jobs under way must not suffer
+                    self.reply(job=request["job"], unborn=True)
+                    continue
                 if not pid:
                     os.close(self.requests)
                     os.close(self.replies)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,11 @@ class Starter:
         def cold() -> Process:
             return Process(spec, folder, {**environment, **own})
 
+        shared = {name: value for name, value in environment.items() if name not in OWN}
+        alone = {name: value for name, value in {**environment, **own}.items() if shared.get(name) != value}
         with self._lock:
-            server = self._fitting(dict(environment), bool(spec.get("more"))) if own.keys() <= OWN else None
-        return Forked(server, server.ask(spec, folder, own), cold) if server else cold()
+            server = self._fitting(shared, bool(spec.get("more"))) if alone.keys() <= OWN else None
+        return Forked(server, server.ask(spec, folder, alone), cold) if server else cold()
 
     def close(self) -> None:
         """End the server, with all jobs that it still has."""
@@ -71,8 +73,7 @@ class Starter:
                 self._server.close()
             self._server = None
 
-    def _fitting(self, environment: dict[str, str], more: bool) -> Server | None:
-        shared = {name: value for name, value in environment.items() if name not in OWN}
+    def _fitting(self, shared: dict[str, str], more: bool) -> Server | None:
         stamp = _stamp()
         if self._server and not self._server.alive():
             self._cold = self._cold or self._server.failed()
@@ -92,10 +93,11 @@ class Starter:
 
 @dataclass
 class Known:
-    """What a server has told of a job: the process that runs it, and its exit code."""
+    """What a server has told of a job: the process that runs it, its exit code, and whether it could not be forked."""
 
     process: psutil.Process | None = None
     code: int | None = None
+    unborn: bool = False
 
 
 class Server:
@@ -194,13 +196,13 @@ class Server:
         if "pid" in reply:
             with contextlib.suppress(psutil.NoSuchProcess):
                 known.process = psutil.Process(reply["pid"])
-        known.code = reply.get("code")
+        known.code, known.unborn = reply.get("code"), "unborn" in reply
 
 
 class Forked:
     """A job that a server runs in a fork of itself; where the server is gone before that, it begins cold."""
 
-    def __init__(self, server: Server, number: int, cold: Any) -> None:
+    def __init__(self, server: Server, number: int, cold: Callable[[], Process]) -> None:
         self._server, self._number, self._begin_cold = server, number, cold
         self._cold: Process | None = None
         self._dropped = False
@@ -214,9 +216,10 @@ class Forked:
             return known.code
         if self._dropped:
             return -signal.SIGTERM
-        if alive:
+        if alive and not known.unborn:
             return None
-        self._server.failed()
+        if not alive:
+            self._server.failed()
         if known.process is None:
             self._cold = self._begin_cold()
             return None
@@ -238,8 +241,12 @@ class Forked:
 
 def _stamp() -> object:
     """What changes when somebody edits the package: the names, sizes and times of its files."""
-    files = sorted(Path(kvlab.__file__).parent.rglob("*.py"))
-    return [(path.name, status.st_size, status.st_mtime_ns) for path in files for status in [path.stat()]]
+    found = []
+    for path in sorted(Path(kvlab.__file__).parent.rglob("*.py")):
+        with contextlib.suppress(OSError):  # an editor's file, which is gone by now
+            status = path.stat()
+            found.append((str(path), status.st_size, status.st_mtime_ns))
+    return found
 
 
 STARTER = Starter()
