@@ -86,6 +86,7 @@ class Begun:
             "more": True,
         }
         shared = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", **variables}
+        shared.pop("PYTEST_CURRENT_TEST", None)  # another one in each test
         self.task = start(spec, folder, shared, {"MLFLOW_RUN_ID": folder.name})
 
     def end(self):
