@@ -326,6 +326,16 @@ def test_a_killed_driver_leaves_no_process_behind(tmp_path):
     assert gone(family)
 
 
+def test_a_server_that_is_still_importing_ends_at_once(starter, tmp_path, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    Begun(starter.start, tmp_path / "job", LOOK)
+    server = psutil.Process(starter._server._process.pid)
+    begun = time.monotonic()
+    starter.close()
+    assert not server.is_running() and time.monotonic() - begun < 2
+    assert "nobody" in forking.load(lambda: False)
+
+
 def test_a_sweep_leaves_no_server_and_its_jobs_start_warm(project, console):
     name = "import pathlib, psutil\npathlib.Path(f'{reduction}.txt').write_text(psutil.Process().parent().name())"
     notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(name))
@@ -372,7 +382,7 @@ def test_with_a_gpu_nothing_is_forked(monkeypatch):
     monkeypatch.setattr(forking, "MODULES", ("torch", "there.is.none"))
     monkeypatch.setattr(forking, "_has_gpu", lambda: True)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    assert "GPU" in forking.load()
+    assert "GPU" in forking.load(lambda: True)
 
 
 def test_a_job_that_cannot_be_forked_begins_cold(monkeypatch):

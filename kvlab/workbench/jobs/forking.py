@@ -17,7 +17,7 @@ import pkgutil
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Server:
     def serve(self) -> dict[str, Any] | None:
         """Returns in every fork what it has to do, and None in the server when it is no longer needed."""
         busy = time.monotonic()
-        while os.getppid() == self.owner and self._listen(TICK if self.children else 1.0):
+        while self.is_wanted() and self._listen(TICK if self.children else 1.0):
             self._reap()
             while self.waiting:
                 request = self.waiting.pop(0)
@@ -92,6 +92,10 @@ class Server:
         for pid in self.children:
             _end(pid)
         return None
+
+    def is_wanted(self) -> bool:
+        """Whether its owner lives."""
+        return os.getppid() == self.owner
 
     def reply(self, **fields: Any) -> None:
         """Tell the owner; if it is gone, the next look at it ends this server."""
@@ -149,16 +153,21 @@ def _as_in_a_notebook() -> Iterator[None]:
         InteractiveShell._instance = None
 
 
-def load() -> str | None:
-    """Import what notebooks need; returns why no fork of this process would do, and None if it would.
+def load(wanted: Callable[[], bool]) -> str | None:
+    """Import what notebooks need, as long as it is `wanted`.
 
-    A module that is not installed is no reason: a notebook that needs it will say so itself.
+    A module that is not installed is left out: a notebook that needs it will say so itself.
+
+    Returns:
+        Why no fork of this process would do, and None if it would.
     """
     import kvlab
 
     # A kernel says so before a notebook imports matplotlib, which reads it only then.
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     for name in MODULES:
+        if not wanted():
+            return "nobody waits for it any more"
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
         if name == "ipykernel.ipkernel":
@@ -249,7 +258,7 @@ def main() -> int:
     # Nothing may be imported from the folder that the sweep was started in.
     if sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
-    if why := load():
+    if why := load(server.is_wanted):
         server.reply(refused=why)
         return 0
     import gc

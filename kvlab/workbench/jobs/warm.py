@@ -171,6 +171,9 @@ class Server:
             self._closed = True
             with contextlib.suppress(OSError):
                 self._requests.close()
+            self._hear()
+            if not any(job.process and job.code is None for job in self._jobs):
+                self._process.kill()  # it may be importing for seconds yet
         try:
             self._process.wait(CLOSING_S)
         except subprocess.TimeoutExpired:
