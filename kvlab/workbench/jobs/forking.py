@@ -146,7 +146,7 @@ def _as_in_a_notebook() -> Iterator[None]:
 
     shell = InteractiveShell.__new__(InteractiveShell)
     shell.config = Config({"IPKernelApp": {}})
-    InteractiveShell._instance = shell
+    InteractiveShell._instance = shell  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
@@ -245,9 +245,9 @@ class Exit:
 
     def _leave(self) -> None:
         if self.code is not None:
-            for stream in (sys.__stdout__, sys.__stderr__):
+            for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
                 with contextlib.suppress(OSError, ValueError):
-                    stream and stream.flush()
+                    stream.flush()
             os._exit(self.code)
 
 

@@ -52,6 +52,7 @@ def execute(spec: dict[str, Any], manager: type | None = None) -> dict[str, Any]
     from papermill.exceptions import PapermillExecutionError
 
     error, died = None, False
+    options: dict[str, Any] = {"kernel_manager_class": manager} if manager else {}
     try:
         papermill.execute_notebook(
             _literally(spec["notebook"]),
@@ -62,7 +63,7 @@ def execute(spec: dict[str, Any], manager: type | None = None) -> dict[str, Any]
             progress_bar=False,
             request_save_on_cell_execute=True,
             start_timeout=START_S,
-            **({"kernel_manager_class": manager} if manager else {}),
+            **options,
         )
     except PapermillExecutionError as failure:
         sentence = " ".join(str(failure.evalue).split())
