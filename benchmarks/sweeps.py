@@ -92,7 +92,10 @@ def finished(folder: Path) -> tuple[list[int], list[float], set[str]]:
 
     os.environ["KVLAB_ROOT"] = str(folder)
     client = database.client()
-    where = [client.get_experiment_by_name("short").experiment_id]
+    experiment = client.get_experiment_by_name("short")
+    if experiment is None:  # the driver was killed before it came to that
+        return [], [], set()
+    where = [experiment.experiment_id]
     runs = client.search_runs(where, "tags.`kvlab.kind` = 'job'", max_results=5000)
     done = [run for run in runs if run.info.status == "FINISHED"]
     seconds = [float(run.data.tags["kvlab.seconds"]) for run in done]

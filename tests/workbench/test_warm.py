@@ -254,7 +254,7 @@ def test_memory_and_threads_are_limited_for_one_job_alone(shared, tmp_path):
 
 def test_another_environment_has_another_server_and_jobs_under_way_go_on(shared, tmp_path):
     older = Begun(shared.start, tmp_path / "older", WAIT, LOOK)
-    newer = Begun(shared.start, tmp_path / "newer", LOOK, OMP_NUM_THREADS="1").look()
+    newer = Begun(shared.start, tmp_path / "newer", LOOK, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1").look()
     (tmp_path / "older" / "go").touch()
     older = older.look()
     assert older["found"]["threads"] == 2 and newer["found"]["threads"] == 1

@@ -268,6 +268,7 @@ def main() -> int:
     gc.freeze()
     request = server.serve()
     if request is None:
+        leaving.code = 0
         return 0
     from kvlab.workbench.jobs import kernels, worker
 
