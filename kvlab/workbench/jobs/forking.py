@@ -142,10 +142,9 @@ def _end(pid: int) -> None:
 def _as_in_a_notebook() -> Iterator[None]:
     """Modules that ask while they are imported whether they are in a notebook are told so: tqdm and ipywidgets."""
     from IPython.core.interactiveshell import InteractiveShell
-    from traitlets.config import Config
 
     shell = InteractiveShell.__new__(InteractiveShell)
-    shell.config = Config({"IPKernelApp": {}})
+    shell.config = type(shell.config)({"IPKernelApp": {}})
     InteractiveShell._instance = shell  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
