@@ -4,9 +4,10 @@
 python benchmarks/sweeps.py
 python benchmarks/sweeps.py --jobs 40 --kills 20
 
-Short jobs (a notebook that logs one metric) in a project of its own in a temporary folder: one after the other, two at
-once, and once more when all are done. Then the same sweep is killed (kill -9 of the driver, a worker or a kernel, at
-random moments) and started again until that many kills have struck; every job must be there exactly once.
+Short jobs (a notebook that logs one metric) in projects of their own in a temporary folder: one after the other, with
+cold and with warm starts in turns; two at once; and once more when all are done. Then the same sweep is killed (kill -9
+of the driver, a worker, a kernel or the server for warm starts, at random moments) and started again until that many
+kills have struck; every job must be there exactly once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,7 +41,13 @@ BODY = (
     "run.log({'number': number})\nrun.finish()\n"
 )
 CPU = torch.device("cpu")
-VICTIMS = {"driver": None, "worker": r"kvlab\.workbench\.jobs\.worker", "kernel": r"ipykernel"}
+# By the name and the command line of a process: a fork has its parent's command line.
+VICTIMS = {
+    "driver": None,
+    "worker": r"^kvlab-worker |kvlab\.workbench\.jobs\.worker",
+    "kernel": r"^kvlab-kernel |ipykernel",
+    "server": r"^python.*kvlab\.workbench\.jobs\.forking",
+}
 
 
 def make_project(folder: Path, jobs: int) -> None:
@@ -57,8 +65,8 @@ def make_project(folder: Path, jobs: int) -> None:
     )
 
 
-def begin(folder: Path, at_once: int) -> subprocess.Popen:
-    environment = {**os.environ, "KVLAB_ROOT": str(folder), "OMP_NUM_THREADS": "1"}
+def begin(folder: Path, at_once: int, warm: str = "1") -> subprocess.Popen:
+    environment = {**os.environ, "KVLAB_ROOT": str(folder), "OMP_NUM_THREADS": "1", "KVLAB_WARM": warm}
     environment.pop("MLFLOW_TRACKING_URI", None)
     return subprocess.Popen(
         [sys.executable, "-m", "kvlab", "run", "short", "--jobs", str(at_once)],
@@ -70,24 +78,27 @@ def begin(folder: Path, at_once: int) -> subprocess.Popen:
     )
 
 
-def sweep(folder: Path, at_once: int) -> None:
-    """One sweep to its end."""
-    process = begin(folder, at_once)
+def sweep(folder: Path, at_once: int, warm: str = "1") -> None:
+    """One sweep to its end; `warm` is the value of KVLAB_WARM."""
+    process = begin(folder, at_once, warm)
     _, said = process.communicate()
     if process.returncode:
         raise SystemExit(f"the sweep failed: {said.strip()}")
 
 
-def finished(folder: Path) -> tuple[list[int], float, set[str]]:
-    """The numbers of the finished jobs, the seconds that they took together, and the states of all runs."""
+def finished(folder: Path) -> tuple[list[int], list[float], set[str]]:
+    """The numbers of the finished jobs, the seconds that each took, and the states of all runs."""
     from kvlab.workbench.store import database
 
     os.environ["KVLAB_ROOT"] = str(folder)
     client = database.client()
-    where = [client.get_experiment_by_name("short").experiment_id]
+    experiment = client.get_experiment_by_name("short")
+    if experiment is None:  # the driver was killed before it came to that
+        return [], [], set()
+    where = [experiment.experiment_id]
     runs = client.search_runs(where, "tags.`kvlab.kind` = 'job'", max_results=5000)
     done = [run for run in runs if run.info.status == "FINISHED"]
-    seconds = sum(float(run.data.tags["kvlab.seconds"]) for run in done)
+    seconds = [float(run.data.tags["kvlab.seconds"]) for run in done]
     return sorted(int(run.data.metrics["number"]) for run in done), seconds, {run.info.status for run in runs}
 
 
@@ -100,7 +111,7 @@ def strike(process: subprocess.Popen, victim: str) -> bool:
         return True
     try:
         for one in psutil.Process(process.pid).children(recursive=True):
-            if re.search(VICTIMS[victim], " ".join(one.cmdline())):
+            if re.search(VICTIMS[victim], " ".join([one.name(), *one.cmdline()])):
                 one.kill()
                 return True
     except psutil.Error:
@@ -114,7 +125,7 @@ def torment(folder: Path, kills: int, seed: int, console: Console) -> tuple[int,
     while struck < kills:
         if process.poll() is not None:
             process, starts = begin(folder, 2), starts + 1
-        time.sleep(draw.uniform(1, 12))
+        time.sleep(draw.uniform(1, 8))
         victim = draw.choice(list(VICTIMS))
         if strike(process, victim):
             struck += 1
@@ -138,21 +149,28 @@ def main(
     console = Console()
     table = Table("what", "measured", "goal")
     with tempfile.TemporaryDirectory(prefix="kvlab-sweeps-") as place:
-        folders = [Path(place) / name for name in ("one", "two", "killed")]
-        for folder in folders:
+        folders = [Path(place) / name for name in ("cold", "warm", "cold again", "warm again", "two", "killed")]
+        for folder in folders[:5]:
             make_project(folder, jobs)
-        one = clock.seconds(CPU, sweep, folders[0], 1)
-        own = one - finished(folders[0])[1]
-        again = clock.seconds(CPU, sweep, folders[0], 1)
-        two = clock.seconds(CPU, sweep, folders[1], 2)
-        table.add_row(f"{jobs} jobs, --jobs 1", f"{one:.0f} s", "")
-        table.add_row(f"{jobs} jobs, --jobs 2", f"{two:.0f} s, {two / one:.2f}x", "0.60x")
+        # In turns, so that a machine that grows busier meanwhile does not favour one of them.
+        alone = [clock.seconds(CPU, sweep, folder, 1, warm) for folder, warm in zip(folders[:4], "0101", strict=True)]
+        cold, warm = (min(alone[first::2]) for first in (0, 1))
+        each = [statistics.median(finished(folders[first])[1] + finished(folders[first + 2])[1]) for first in (0, 1)]
+        own = alone[3] - sum(finished(folders[3])[1])
+        again = clock.seconds(CPU, sweep, folders[3], 1)
+        two = clock.seconds(CPU, sweep, folders[4], 2)
+        table.add_row("a job that starts cold", f"{each[0]:.1f} s", "")
+        table.add_row("a job that starts warm", f"{each[1]:.1f} s, {each[1] / each[0]:.2f}x", "1.5 s")
+        table.add_row(f"{jobs} jobs, --jobs 1, cold", f"{cold:.0f} s", "")
+        table.add_row(f"{jobs} jobs, --jobs 1", f"{warm:.0f} s, {warm / cold:.2f}x", "")
+        table.add_row(f"{jobs} jobs, --jobs 2", f"{two:.0f} s, {two / warm:.2f}x", "")
         table.add_row("the driver's own cost", f"{own / jobs:.2f} s a job", "0.20 s")
         table.add_row("the same sweep when all is done", f"{again:.1f} s", "10 s")
         if kills:
-            struck, starts = torment(folders[2], kills, seed, console)
-            found, _, states = finished(folders[2])
-            lost, doubled = set(range(jobs)) - set(found), len(found) - len(set(found))
+            make_project(folders[5], 3 * jobs)  # warm jobs are soon done
+            struck, starts = torment(folders[5], kills, seed, console)
+            found, _, states = finished(folders[5])
+            lost, doubled = set(list_of_jobs(folders[5])) - set(found), len(found) - len(set(found))
             table.add_row(
                 f"{struck} kills, {starts} starts",
                 f"{len(lost)} lost, {doubled} doubled, {'some' if 'RUNNING' in states else 'none'} running",

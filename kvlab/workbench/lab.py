@@ -17,7 +17,7 @@ from pathlib import Path
 from kvlab.errors import KvlabError
 from kvlab.lib.files import parsed, replacing
 from kvlab.workbench import project, ui
-from kvlab.workbench.jobs import places
+from kvlab.workbench.jobs import processes
 from kvlab.workbench.store import database
 
 FOLDER = "lab"
@@ -86,7 +86,7 @@ def _mlflow(uri: str, port: int) -> Iterator[str]:
         yield ui.address(port)
     finally:
         note.unlink(missing_ok=True)
-        places.stop(server)
+        processes.stop(server)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,6 +25,7 @@ LONG = (
     "tests/workbench/test_report_browser.py",
     "tests/workbench/test_roundtrip.py",
     "tests/workbench/test_sweep.py",
+    "tests/workbench/test_warm.py",
     "tests/workbench/test_wheel.py",
 )
 

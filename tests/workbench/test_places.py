@@ -7,12 +7,13 @@ import socket
 import stat
 import sys
 
+import psutil
 import pytest
 from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, notebook
 from support.runs import ARTIFACTS, artifacts, runs
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import driver, places
+from kvlab.workbench.jobs import driver, places, warm
 from kvlab.workbench.store import database
 
 distributed = pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
@@ -37,6 +38,26 @@ def test_a_cluster_keeps_what_this_machine_would_have_kept(project, console, clu
         assert artifacts(run) == ARTIFACTS
     again = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
     assert [result.state for result in again] == ["done earlier"] * 2
+
+
+@pytest.mark.skipif(not warm.possible(), reason="nothing forks here")
+def test_jobs_on_a_cluster_start_warm_and_their_server_ends_with_its_worker(project, console, cluster):
+    seen = (
+        "import pathlib, psutil\nparents = psutil.Process().parents()\n"
+        f"path = pathlib.Path({str(project)!r}) / f'{{reduction}}.txt'\n"
+        "path.write_text(f'{parents[0].name()} {parents[1].pid}')"
+    )
+    notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(seen))
+    experiment(project, grid={"reduction": [0.5, 0.6, 0.7]})
+    found = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
+    assert [result.state for result in found] == ["finished"] * 3, console.file.getvalue()
+    told = {path.read_text() for path in project.glob("*.txt")}
+    assert len(told) == 1, "one server for all three"
+    name, server = told.pop().split()
+    assert name == "kvlab-worker"
+    server = psutil.Process(int(server))
+    server.parent().kill()
+    assert psutil.wait_procs([server], timeout=20)[1] == []
 
 
 def test_a_worker_that_is_killed_is_replaced_and_its_job_begun_anew(project, console, cluster):

@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,19 +17,19 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import psutil
-
 from kvlab.errors import KvlabError
 from kvlab.lib import yamls
 from kvlab.lib.durations import duration
 from kvlab.workbench import project
+from kvlab.workbench.jobs.processes import LOG
+from kvlab.workbench.jobs.warm import STARTER, Starter
 from kvlab.workbench.store import database
 
 if TYPE_CHECKING:
     from distributed import Client, Future
 
 # Files that a job leaves in its folder, on whatever machine it ran: the worker's note, and its output.
-RESULT, LOG = "result.json", "log.txt"
+RESULT = "result.json"
 CONNECT_S = 15
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 SLURM = "slurm"
@@ -91,53 +90,13 @@ class Here:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
+        self.starter = Starter()
 
-    def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Process:
-        return Process(spec, folder, {**threads(self.workers), **os.environ, **environment})
+    def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Task:
+        return self.starter.start(spec, folder, {**threads(self.workers), **os.environ}, environment)
 
     def close(self) -> None:
-        pass
-
-
-class Process:
-    """A job in a process of this machine, which runs `worker.py`."""
-
-    def __init__(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> None:
-        written = folder / "spec.json"
-        written.write_text(json.dumps({**spec, "parent": os.getpid()}), encoding="utf-8")
-        with (folder / LOG).open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvlab.workbench.jobs.worker", str(written)],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=dict(environment),
-                start_new_session=True,
-            )
-
-    def code(self) -> int | None:
-        return self.process.poll()
-
-    def stop(self) -> None:
-        stop(self.process)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a worker and its kernel, which lives in a session of its own."""
-    if process.poll() is not None:
-        return  # its process number may belong to another process by now
-    try:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        family = []
-    for signal in ("terminate", "kill"):
-        for member in family:
-            try:
-                getattr(member, signal)()
-            except psutil.NoSuchProcess:
-                continue
-        family = psutil.wait_procs(family, timeout=3)[1]
-    process.wait()
+        self.starter.close()
 
 
 # ---------------------------------------------------------------- a Dask cluster
@@ -229,7 +188,8 @@ def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_
             "result": str(folder / RESULT),
             "cwd": str(folder),
         }
-        job = Process(local, folder, {**threads(at_once), **os.environ, **environment, "KVLAB_ROOT": str(folder)})
+        own = {**environment, "KVLAB_ROOT": str(folder)}
+        job = STARTER.start(local, folder, {**threads(at_once), **os.environ}, own)
         begun, limit = time.monotonic(), spec.get("limit")
         while (code := job.code()) is None:
             time.sleep(0.2)

@@ -263,6 +263,7 @@ class Sweep:
             "parameters": job.parameters,
             "cwd": str(job.notebook.parent),
             "limit": job.timeout,
+            "more": bool(self.waiting),
         }
         environment = {
             "MLFLOW_RUN_ID": run.id,

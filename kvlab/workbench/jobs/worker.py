@@ -1,7 +1,7 @@
 """One job in a process of its own: executes a notebook, and writes a note of how it ended.
 
-Started by `places.Process` as `python -m kvlab.workbench.jobs.worker SPEC.json`. Whatever happens, the
-executed notebook stays on disk; the note is missing only if this process died.
+Started by `processes.Process` as `python -m kvlab.workbench.jobs.worker SPEC.json`, or by `forking` in a fork of
+its own. Whatever happens, the executed notebook stays on disk; the note is missing only if this process died.
 """
 
 from __future__ import annotations
@@ -16,23 +16,30 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 START_S = 300  # seconds for a kernel to start: many that start at once from a slow disk need long
 
 
-def main(spec_path: str) -> int:
-    """Run the job that the spec describes; 0 if the notebook ran to its end."""
+def main(spec_path: str, manager: type | None = None) -> int:
+    """Run the job that the spec describes; 0 if the notebook ran to its end.
+
+    Args:
+        manager: class of the kernel manager; papermill's own if there is none.
+    """
     spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
     _end_with(spec["parent"])
-    result = execute(spec)
+    result = execute(spec, manager)
     note = Path(spec["result"])
     note.with_suffix(".part").write_text(json.dumps(result), encoding="utf-8")
     os.replace(note.with_suffix(".part"), note)
     return 0 if result["ok"] else 1
 
 
-def execute(spec: dict[str, Any]) -> dict[str, Any]:
+def execute(spec: dict[str, Any], manager: type | None = None) -> dict[str, Any]:
     """Execute the notebook of `spec` and export it as HTML; returns {"ok", "error", "html", "died"}.
 
     Whether it failed is read from the exception: the notebook's metadata do not show that its kernel died. "died" is
@@ -45,6 +52,7 @@ def execute(spec: dict[str, Any]) -> dict[str, Any]:
     from papermill.exceptions import PapermillExecutionError
 
     error, died = None, False
+    options: dict[str, Any] = {"kernel_manager_class": manager} if manager else {}
     try:
         papermill.execute_notebook(
             _literally(spec["notebook"]),
@@ -55,6 +63,7 @@ def execute(spec: dict[str, Any]) -> dict[str, Any]:
             progress_bar=False,
             request_save_on_cell_execute=True,
             start_timeout=START_S,
+            **options,
         )
     except PapermillExecutionError as failure:
         sentence = " ".join(str(failure.evalue).split())
@@ -81,6 +90,19 @@ def to_html(path: Path) -> Path | None:
     None if the export fails, which must not fail a run whose numbers are good.
     """
     import nbformat
+
+    try:
+        body = page(nbformat.read(path, as_version=4), path.stem)
+        html = path.with_suffix(".html")
+        html.write_text(body, encoding="utf-8")
+    except Exception as error:
+        print(f"no HTML: {error}", file=sys.stderr)
+        return None
+    return html
+
+
+def page(content: NotebookNode, name: str) -> str:
+    """A notebook's content as one HTML page of that name."""
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter(embed_images=True)
@@ -95,18 +117,11 @@ def to_html(path: Path) -> Path | None:
     ):
         if exporter.has_trait(address):
             setattr(exporter, address, "")
-    try:
-        content = nbformat.read(path, as_version=4)
-        # The page has no scripts, so widgets would be empty. Without their state nbconvert shows HTML or text instead.
-        content.metadata.pop("widgets", None)
-        body, _ = exporter.from_notebook_node(content, {"metadata": {"name": path.stem}})
-        html = path.with_suffix(".html")
-        # An empty address would make the browser load the page as its own script.
-        html.write_text(re.sub(r'<script src=""\s*>\s*</script>', "", body), encoding="utf-8")
-    except Exception as error:
-        print(f"no HTML: {error}", file=sys.stderr)
-        return None
-    return html
+    # The page has no scripts, so widgets would be empty. Without their state nbconvert shows HTML or text instead.
+    content.metadata.pop("widgets", None)
+    body, _ = exporter.from_notebook_node(content, {"metadata": {"name": name}})
+    # An empty address would make the browser load the page as its own script.
+    return re.sub(r'<script src=""\s*>\s*</script>', "", body)
 
 
 def _end_with(parent: int) -> None:
