@@ -15,7 +15,8 @@ from kvlab.core.rotation import Rotation, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
-from kvlab.live.cache import Group, LiveCache, LiveLayer
+from kvlab.live.cache import LiveCache, LiveLayer
+from kvlab.live.groups import Group
 from kvlab.live.reports import Reports
 from kvlab.methods import Policy
 from kvlab.methods.clock import decode
@@ -59,7 +60,7 @@ class Attending:
             layer.before_rope.add(call.pre_rope, None)
         if needs.rotation:
             # The tables may have been made anew for the length of this very prompt.
-            self._rotations = list(candidates(cache.session.model)) if call.place == 0 else self._rotations
+            self._rotations = list(candidates(cache.model)) if call.place == 0 else self._rotations
             layer.rotation = call.rotation(self._rotations)
 
     def _each(self, cache: LiveCache, layer: LiveLayer, call: hooks.Call, attend: Attend) -> Tensor:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from kvlab.core.softmax import Softmax
 from kvlab.core.storage import Storage
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
-from kvlab.instruments.probes import Shadow
+from kvlab.live.groups import Group
 from kvlab.live.likelihood import Likelihood
 from kvlab.live.observed import Observed
 from kvlab.methods import Policy
@@ -66,39 +68,6 @@ class Pass(Protocol):
         ...
 
 
-@dataclass
-class Group:
-    """Sequences of a batch that share a length, and their entries in one layer."""
-
-    rows: Tensor | None  # which of the batch; None for all of them
-    store: LayerStore
-    padded: bool = True  # whether padding may still be stored: until the first prompt has ended
-    shadow: Shadow | None = None
-    kept: Tensor | None = None  # positions after the prefill
-    lossy: bool = False  # whether the store ever lost or merged an entry
-    bytes_read: int = 0  # by the last decoding step
-    policy: Policy | None = None  # of sequences that were joined from another session; None for the session's own
-
-    def of(self, x: Tensor) -> Tensor:
-        return x if self.rows is None else x[self.rows]
-
-    def kv_bytes(self, policy: Policy) -> int:
-        """Bytes of what is stored of keys and values; `policy` is the session's."""
-        policy = self.policy or policy
-        return self.store.kv_bytes - (policy.discount_bytes(self.store) if self.store.compressed else 0)
-
-    def numbers(self, batch: int) -> list[int]:
-        return list(range(batch)) if self.rows is None else self.rows.tolist()
-
-    def take(self, rows: Tensor) -> None:
-        """The sequences `rows` of this group in place of the present ones, with all that is known of them."""
-        self.store.reorder(rows.to(self.store.device))
-        if self.shadow is not None:
-            self.shadow.store.reorder(rows.to(self.shadow.store.device))
-        if self.kept is not None:
-            self.kept = self.kept[rows.to(self.kept.device)]
-
-
 class LiveLayer(CacheLayerMixin):
     """One compressed layer of a `LiveCache`.
 
@@ -115,11 +84,21 @@ class LiveLayer(CacheLayerMixin):
     def __init__(self, cache: LiveCache, softmax: Softmax):
         super().__init__()
         self.is_initialized = True
-        self._cache = cache
+        self.belong(cache)
         self.softmax = softmax
         self.groups: list[Group] = []
         self.observed, self.before_rope = Observed(), Observed()
         self.rotation: Rotation | None = None
+
+    def belong(self, cache: LiveCache) -> None:
+        """Be a layer of this cache, without keeping it alive."""
+        self._its_cache = ref(cache)
+
+    @property
+    def _cache(self) -> LiveCache:
+        cache = self._its_cache()
+        assert cache is not None, "whoever asks a layer holds its cache"
+        return cache
 
     def forget(self) -> None:
         self.observed.forget()
@@ -137,7 +116,7 @@ class LiveLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
         # The session's attention stores them: it knows the phase, and which rows go together.
-        if not self._cache.session.running(self._cache):
+        if not self._cache.running:
             raise KvlabError("this cache belongs to a kvlab session; go on with it inside `with kvlab.compress(...)`")
         return key_states, value_states
 
@@ -168,7 +147,7 @@ class LiveLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove == 0:
             return
-        policies = [group.policy or self._cache.session.policy for group in self.groups] if self._cache.ended else []
+        policies = [group.policy or self._cache.policy for group in self.groups] if self._cache.ended else []
         for policy in policies:
             if policy.acts_while_decoding:
                 raise KvlabError(f"{policy.name} cannot take tokens back, as assisted decoding asks for")
@@ -199,7 +178,7 @@ class LiveCache(Cache):
     layers: list[Any]
 
     def __init__(self, session: Host):
-        self.session = session
+        self.belong(session)
         self.seen = 0  # tokens fed, padding included
         self.ended = False  # whether the prompt has ended
         self.steps = 0  # single-token steps since
@@ -230,10 +209,38 @@ class LiveCache(Cache):
                 live.begin(layer.keys, layer.values, place)
         return cache
 
+    def belong(self, session: Host) -> None:
+        """Be a cache of this session.
+
+        A session keeps its cache. Were it kept in turn, both would go only when Python next looks for such circles: few
+        and small objects for Python, that may hold all memory of a device.
+        """
+        self._session = ref(session)
+        self.model, self.policy = session.model, session.policy
+        self.layout, self.modules = session.layout, session.modules
+
+    def belongs_to(self, session: Host) -> bool:
+        return self._session() is session
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward pass of its session is under way on it."""
+        session = self._session()
+        return session is not None and session.running(self)
+
+    def __deepcopy__(self, memo: dict) -> LiveCache:
+        made = memo[id(self)] = object.__new__(type(self))
+        # A copied cache (a prefix that several prompts share) goes on in the same session.
+        memo |= {id(same): same for same in (self.model, self.policy, self.layout, self.modules)}
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        for layer in made.compressed:
+            layer.belong(made)
+        return made
+
     @property
     def others(self) -> dict[int, Any]:
         """What transformers keeps for the layers left alone, by their number in the model."""
-        return {number: self.layers[number] for number in self.session.layout.others}
+        return {number: self.layers[number] for number in self.layout.others}
 
     def branch(self, session: Host, columns: Sequence[str]) -> LiveCache:
         """Another cache that begins with the same entries, borrowed until one of the two changes.

@@ -132,7 +132,7 @@ class Prefill:
         """The output projection of one layer, for each of `rows` sequences, where the policy asks for it."""
         if not self._policy.needs.projection:
             return None
-        return [*hookable.required_projections([cache.session.modules[index]])] * rows
+        return [*hookable.required_projections([cache.modules[index]])] * rows
 
     def _planned(self, cache: LiveCache, number: int, repeated: Sequence[dict[str, Tensor]]) -> list[Prompt]:
         """One group's prompt in each layer, with what the policy plans over all of them."""
@@ -202,7 +202,7 @@ class Prefill:
 
     def _scores(self, cache: LiveCache, number: int, repetition: Repetition, prompts: Tensor) -> list[Tensor]:
         """Scores `[rows, kv_heads, length]` of one repetition of one group's prompts, layer by layer."""
-        modules = cache.session.modules
+        modules = cache.modules
         weights = hookable.required_projections(modules) if repetition.plus else [None] * len(modules)
         scores = []
         # Prompts of one length have parts at the same places, with as many tokens.

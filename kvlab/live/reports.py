@@ -12,7 +12,8 @@ from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Probe, Seen, Shadow
 from kvlab.instruments.records import Records
-from kvlab.live.cache import Group, LiveCache
+from kvlab.live.cache import LiveCache
+from kvlab.live.groups import Group
 from kvlab.methods import Policy
 from kvlab.methods.clock import Step
 
@@ -104,7 +105,7 @@ def located(cache: LiveCache | None, layer: int, sequence: int) -> tuple[Group, 
     """
     if cache is None or not cache.compressed[0].groups:
         raise KvlabError("nothing has been fed in this session yet")
-    for group in cache.compressed[cache.session.layout.place(layer)].groups:
+    for group in cache.compressed[cache.layout.place(layer)].groups:
         rows = group.numbers(cache.batch)
         if sequence in rows:
             return group, rows.index(sequence)

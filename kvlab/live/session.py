@@ -28,7 +28,8 @@ from kvlab.inputs.models import LM, lm_of
 from kvlab.instruments.probes import Probe, probe
 from kvlab.instruments.records import Records
 from kvlab.live.attending import ACCUMULATED, Attending
-from kvlab.live.cache import Group, LiveCache
+from kvlab.live.cache import LiveCache
+from kvlab.live.groups import Group
 from kvlab.live.masks import masks_told
 from kvlab.live.prefill import Prefill
 from kvlab.live.reports import Reports, located
@@ -91,10 +92,6 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         self._passing = False
         self._stack.close()
-
-    def __deepcopy__(self, memo: dict) -> Session:
-        # A copied cache (a prefix that several prompts share) goes on in the same session.
-        return self
 
     def running(self, cache: LiveCache) -> bool:
         """Whether a forward pass on `cache` is under way."""
@@ -163,12 +160,13 @@ class Session:
         if isinstance(given, LiveCache):
             if len(given.layers) != len(self.layout.sees):
                 raise KvlabError(f"the cache has {len(given.layers)} layers, and the model {len(self.layout.sees)}")
-            if given.session is not self:
-                if given.session.policy != self.policy:
+            if not given.belongs_to(self):
+                if given.policy != self.policy:
                     given.start_over()
                 elif given.ended:
                     given.hold(self.storage)
-                given.session, given.number = self, 0
+                given.belong(self)
+                given.number = 0
                 if given.ended:
                     self._reports.begin(given)
             return given

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from support.live_runs import SMALL, generate, prompt
 from support.tensors import sets
 
 import kvlab
+from kvlab.errors import KvlabError
 from kvlab.methods import registry
 
 LENGTH, STEPS, KV_HEADS, LAYERS = 80, 5, 2, 2
@@ -115,3 +119,36 @@ def test_new_entries_stand_where_the_sequence_is_and_not_where_the_store_is(tiny
         if name != "zsmerge":  # which merges what it has no room for
             torch.testing.assert_close(store.keys[0, head, new], expected, atol=1e-5, rtol=1e-4)
         assert one.acts_while_decoding or len(new) == STEPS
+
+
+def test_a_session_and_its_cache_go_when_nobody_holds_them(tiny):
+    """And not when Python next looks for circles, which it seldom does for so few objects, however large."""
+    model = tiny("tiny-llama-gqa").model
+    gc.collect()
+    gc.disable()
+    try:
+        session = run(tiny, policy("snapkv"), prompt(60))
+        with kvlab.compress(model, policy("h2o"), max_new_tokens=STEPS) as second:
+            branch = copy.deepcopy(model(prompt(60), use_cache=True).past_key_values)
+        assert branch.layers[0]._cache is branch
+        watched = [weakref.ref(each) for each in (session, session._cache, second, branch, session._cache.layers[0])]
+        assert all(each() is not None for each in watched)
+        del session, second, branch
+        assert [each() for each in watched] == [None] * 5
+    finally:
+        gc.enable()
+
+
+def test_a_cache_outlives_its_session_and_goes_on_in_another(tiny):
+    model, ids = tiny("tiny-llama-gqa").model, prompt(60)
+    with kvlab.compress(model, policy("snapkv"), turns="leave") as session:
+        past = model(ids, use_cache=True).past_key_values
+    kept = [session.kept_after_prefill(layer) for layer in range(LAYERS)] if past.ended else None
+    del session
+    gc.collect()
+    with kvlab.compress(model, policy("snapkv"), turns="leave") as another:
+        again = model(ids[:, :1], past_key_values=past, use_cache=True).past_key_values
+        assert again is past and past.belongs_to(another)
+        assert kept is None and max(map(len, another.kept_after_prefill(0))) < 60
+    with pytest.raises(KvlabError, match="inside `with kvlab.compress"):
+        model(ids[:, :1], past_key_values=past, use_cache=True)
