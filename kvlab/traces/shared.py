@@ -52,6 +52,8 @@ CODE = (
     "methods/projecting.py",
     "methods/repeating.py",
     "traces/files.py",
+    "traces/passes.py",
+    "traces/recorder.py",
     "traces/recording.py",
     "traces/run.py",
     "traces/trace.py",
