@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +16,30 @@ from kvlab.core.store import LayerStore
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
+    from kvlab.traces.draft import Shapes
     from kvlab.traces.recording import Recording
+
+
+def shapes(lm: LM, plan: Recording) -> Shapes:
+    """What a capture records that grows with the prompt, by name: shapes and types."""
+    config, modules = hookable.text_config(lm.model), hookable.layers_of(lm.model)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = heads // getattr(modules[0], "num_key_value_groups", heads // kv_heads)
+    head_dim = hookable.head_dim_of(lm.model, modules[0])
+    entries = (len(modules), kv_heads, len(plan.ids) + plan.new_tokens, head_dim), lm.dtype
+    queries = (len(modules), heads, plan.window + plan.new_tokens, head_dim), lm.dtype
+    found: Shapes = {"keys": entries, "values": entries, "queries": queries, "pre_queries": queries}
+    if plan.accumulate:
+        found["accumulated"] = (len(modules), heads, len(plan.ids)), torch.float32
+    return found
 
 
 class Recorder:
     """Keeps what one model's attention sees while it prefills and decodes.
+
+    Args:
+        tensors: what it writes into, of the names and shapes of `shapes`, anything in them.
 
     Attributes:
         keys, values: `[layers, kv_heads, prompt + response, head_dim]`; the cache that the model runs on is made of
@@ -31,24 +51,15 @@ class Recorder:
         prefilling: whether what comes is the prompt.
     """
 
-    def __init__(self, lm: LM, plan: Recording):
-        config, modules = hookable.text_config(lm.model), hookable.layers_of(lm.model)
-        self.layers, self.heads = len(modules), config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
-        kv_heads = self.heads // getattr(modules[0], "num_key_value_groups", self.heads // kv_heads)
-        head_dim = getattr(modules[0], "head_dim", None) or config.hidden_size // self.heads
-        prompt, stop = len(plan.ids), len(plan.ids) + plan.new_tokens
-        self._first = prompt - plan.window  # the first token whose queries are kept
-        storage = self.layers, kv_heads, stop, head_dim
-        self.keys, self.values = (torch.empty(storage, dtype=lm.dtype, device=lm.device) for _ in range(2))
+    def __init__(self, lm: LM, plan: Recording, tensors: Mapping[str, Tensor]):
+        self._first = len(plan.ids) - plan.window  # the first token whose queries are kept
+        self.keys, self.values = tensors["keys"], tensors["values"]
+        self.queries, self.pre_queries = tensors["queries"], tensors["pre_queries"]
+        self.accumulated = tensors["accumulated"].zero_() if plan.accumulate else None
+        self.layers, self.heads = self.queries.shape[:2]
         pairs = zip(self.keys[:, None], self.values[:, None], strict=True)
         self.stores = [LayerStore.preallocated(keys, values) for keys, values in pairs]
         self.cache, self._model = StoreCache(self.stores, lm.model), lm.model
-        shape = self.layers, self.heads, stop - self._first, head_dim
-        self.queries, self.pre_queries = (torch.empty(shape, dtype=lm.dtype, device=lm.device) for _ in range(2))
-        self.accumulated = None
-        if plan.accumulate:
-            self.accumulated = torch.zeros(self.layers, self.heads, prompt, device=lm.device)
         self.softmax = Softmax()
         self.rotations: dict[int, Rotation | None] = {}
         self._choices: list[Rotation] = []

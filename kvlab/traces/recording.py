@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
     policies: Sequence[Policy | str]
     response: Tensor | Sequence[int] | None
     keep: Keep
+    into: str | Path | None
     chunk: int | None
     progress: bool | None
 
@@ -139,7 +140,7 @@ def planned(
             f"{lm.name} turns queries and keys by how long a sequence it is fed, so a prompt of {length} tokens goes "
             "through it in one piece; leave chunk out"
         )
-    chunk = chunk_for(lm.model, length) if chunk is None else whole("chunk", chunk)
+    chunk = chunk_for(lm.model, length) if chunk is None else min(whole("chunk", chunk), length)
     window = length if queries == "all" else min(window, length)
     known = min(window, length - 1, max([NLL_TOKENS, *(each.reads_perplexity for each in served)]))
     return Recording(ids, document, new_tokens, window, accumulate, known, extra, needs, repeats, response, chunk)

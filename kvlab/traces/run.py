@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from kvlab.core import hookable, hooks
+from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
+from kvlab.lib.files import replacing
 from kvlab.methods import Policy
+from kvlab.traces.draft import Draft
 from kvlab.traces.passes import forward, prefill, pseudo_queries_by_key, repeat_scores
-from kvlab.traces.recorder import Recorder
+from kvlab.traces.recorder import Recorder, shapes
 from kvlab.traces.recording import Options, Recording, check_keep, planned, several
 from kvlab.traces.trace import Keep, Trace
 
@@ -52,6 +57,7 @@ def capture(
     policies: Sequence[Policy | str] = (),
     response: Tensor | Sequence[int] | None = None,
     keep: Keep = "device",
+    into: str | Path | None = None,
     chunk: int | None = None,
     progress: bool | None = None,
 ) -> Trace | list[Trace]:
@@ -74,37 +80,67 @@ def capture(
         keep: where the trace lies in the end, and is replayed: "device", where the model is; "cpu", which leaves the
             GPU's memory to the model (1,000 tokens of an 8B model take about 130 MB); "pinned", the CPU's page-locked
             memory, from which `trace.to(lm.device)` is faster. With a model on the CPU all three are the same.
+        into: a file for the trace, as `Trace.save` writes it: filled while the model runs (at the end, with a model on
+            a GPU), and under its name only once it is whole. The trace is then mapped from it, as `Trace.load` maps
+            it, and takes memory only where something looks at it.
         chunk: how many tokens of the prompt are fed at once, which bounds what a pass needs besides the trace; the
             numbers are the same but for rounding. By default all tokens of a prompt of up to 4,096, and 1,024 of a
             longer one; models whose rotations depend on how much they are fed (dynamic NTK, LongRoPE) take it whole.
         progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
 
     Raises:
-        KvlabError: an empty prompt, one that is too long for the model, or a model that cannot be hooked; nothing has
-            run by then.
+        KvlabError: an empty prompt, one that is too long for the model, a model that cannot be hooked, or a file that
+            cannot be written; nothing has run by then.
     """
     check_keep(keep)
-    lm = lm_of(lm)
+    lm, path = lm_of(lm), None if into is None else Path(into)
     if several(text_or_ids, response):
+        if path is not None:
+            raise KvlabError(f"{path} takes one trace, and not several; capture them one by one, each into its own")
         options = chat, queries, accumulate, pseudo, policies, None, chunk
         bar = bars.each(text_or_ids, "capture", "doc", progress)
         # What one document takes has a bar of its own, in `_recorded`.
         return [
-            _recorded(lm, planned(lm, prompt, new_tokens, window, *options), chat, keep, progress) for prompt in bar
+            _recorded(lm, planned(lm, prompt, new_tokens, window, *options), chat, keep, None, progress)
+            for prompt in bar
         ]
     options = chat, queries, accumulate, pseudo, policies, response, chunk
     plan = planned(lm, text_or_ids, new_tokens, window, *options)
-    return _recorded(lm, plan, chat, keep, progress)
+    return _recorded(lm, plan, chat, keep, path, progress)
 
 
-def _recorded(lm: LM, plan: Recording, chat: str | bool, keep: Keep, progress: bool | None) -> Trace:
-    """The trace of a plan: prefill, pseudo-queries on top of it, and the response token by token."""
+def _recorded(lm: LM, plan: Recording, chat: str | bool, keep: Keep, into: Path | None, progress: bool | None) -> Trace:
+    """The trace of a plan, where it shall lie."""
     with bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress):
-        return placed(_run(lm, plan, chat), keep, lm.device)
+        return placed(_in_memory(lm, plan, chat) if into is None else _in_file(lm, plan, chat, into), keep, lm.device)
 
 
-def _run(lm: LM, plan: Recording, chat: str | bool) -> Trace:
-    recorder = Recorder(lm, plan)
+def _in_memory(lm: LM, plan: Recording, chat: str | bool) -> Trace:
+    wanted = shapes(lm, plan).items()
+    tensors = {name: torch.empty(shape, dtype=dtype, device=lm.device) for name, (shape, dtype) in wanted}
+    return _run(lm, plan, chat, tensors)
+
+
+def _in_file(lm: LM, plan: Recording, chat: str | bool, path: Path) -> Trace:
+    """The trace mapped from a file, which was written while it came to be: by a model on the CPU layer by layer."""
+    with replacing(path) as temporary:
+        if lm.device.type == "cpu":
+            wanted = shapes(lm, plan)
+            layers, head_dim = wanted["keys"][0][0], wanted["keys"][0][-1]
+            keys = [plan.document, *plan.pseudo, *plan.repeats]
+            room = 8192 + layers * (32 * head_dim + 256) + 128 * lm.n_layers + 12 * sum(map(len, keys))
+            draft = Draft(temporary, wanted, room)
+            made = _run(lm, plan, chat, draft.tensors)
+            draft.finish(made)
+        else:
+            made = _in_memory(lm, plan, chat)
+            made.save(temporary)
+    return replace(Trace.load(path), lent=made.lent)
+
+
+def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor]) -> Trace:
+    """Prefill, pseudo-queries on top of it, and the response token by token; `tensors` are what is recorded into."""
+    recorder = Recorder(lm, plan, tensors)
     with hooks.hooked(lm.model, recorder):
         logits, nll = prefill(lm, plan.ids, recorder.cache, plan.chunk, plan.likelihoods)
     recorder.prefilling = False
