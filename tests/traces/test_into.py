@@ -172,15 +172,15 @@ torch.set_num_threads(1)
 wide = dict(layers=6, head_dim=32, intermediate_size=4096, max_position_embeddings=8192)
 lm = models.random_lm("tiny-llama-mha", device="cpu", dtype="float32", **wide)
 ids = torch.randint(3, 256, (4000,), generator=torch.Generator().manual_seed(1))
-asked = dict(new_tokens=4, queries="all", pseudo=(), chunk=256)
+asked = dict(new_tokens=4, queries="all", policies=["dapq"], chunk=256)
 kvlab.capture(lm, ids[:64], **asked)
-kvlab.replay(kvlab.capture(lm, ids[:64], **asked), ["snapkv", "morphkv"], [40])
+kvlab.replay(kvlab.capture(lm, ids[:64], **asked), ["snapkv", "dapq"], [40])
 in_memory, trace = highest(lambda: kvlab.capture(lm, ids, **asked))
 size = trace.nbytes
 whole, trace = highest(lambda: kvlab.capture(lm, ids, **asked | dict(chunk=4000)))
 del trace
 in_file, trace = highest(lambda: kvlab.capture(lm, ids, into=sys.argv[1], **asked))
-replayed, _ = highest(lambda: kvlab.replay(trace, ["snapkv", "morphkv"], [512]))
+replayed, _ = highest(lambda: kvlab.replay(trace, ["snapkv", "dapq"], [512]))
 print(size, in_memory, whole, in_file, replayed)
 """
 
