@@ -19,6 +19,7 @@ import csv
 import json
 import math
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -82,9 +83,16 @@ def measured(part: str, model: str, tokens: int, path: Path) -> dict:
 
     memory.tidy()
     before = psutil.Process().memory_info().rss
-    with memory.Peak(torch.device("cpu")) as peak:
-        seconds = clock.seconds(torch.device("cpu"), once)
-    return {"seconds": seconds, "above_mib": peak.bytes / MIB, "peak_mib": (before + peak.bytes) / MIB}
+    device, busy = torch.device("cpu"), time.process_time()
+    with memory.Peak(device) as peak:
+        seconds = clock.seconds(device, once)
+    busy = time.process_time() - busy
+    return {
+        "seconds": seconds,
+        "cpu_seconds": busy,
+        "above_mib": peak.bytes / MIB,
+        "peak_mib": (before + peak.bytes) / MIB,
+    }
 
 
 def measure(model: str, tokens: int, part: str, folder: Path) -> dict:
@@ -123,7 +131,13 @@ def cost(tokens: int, part: str) -> float:
 
 
 def show(rows: list[dict], model: str, console: Console) -> None:
-    columns = {"seconds": "time", "above_mib": "above", "peak_mib": "whole process", "trace_mib": "trace"}
+    columns = {
+        "seconds": "time",
+        "cpu_seconds": "CPU time",
+        "above_mib": "above",
+        "peak_mib": "whole process",
+        "trace_mib": "trace",
+    }
     table = Table(title=f"{model}, {torch.get_num_threads()} threads; memory in MiB", box=box.SIMPLE_HEAD)
     for name in ("part", "tokens", *columns.values()):
         table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)

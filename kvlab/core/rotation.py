@@ -112,9 +112,10 @@ def changes_within(model: nn.Module, length: int) -> bool:
     # Models whose layers turn differently have one for each kind of layer.
     for turn in given.values() if all(isinstance(each, dict) for each in given.values()) else [given]:
         kind = str(turn.get("rope_type", "default"))
-        first = turn.get("original_max_position_embeddings") or config.max_position_embeddings
-        if ("dynamic" in kind or kind == "longrope") and length > first:
-            return True
+        if "dynamic" in kind or kind == "longrope":
+            first = turn.get("original_max_position_embeddings") or config.max_position_embeddings
+            if length > first:
+                return True
     return False
 
 
