@@ -10,7 +10,8 @@ follow); "replay" is six policies at two budgets on that file, in a process with
 in the same chunks as the capture, and 16 tokens by `generate` with snapkv at a budget of 512. Memory is resident
 memory at its highest, pages of the mapped trace included: of the whole process, and above what the process takes
 before the run (the model, loaded and used once). What --out already holds is not measured again. Exponents are the
-slopes of straight lines through the logarithms.
+slopes of straight lines through the logarithms. CPU time, of all threads together, is that of the process alone,
+whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -144,11 +145,10 @@ def show(rows: list[dict], model: str, console: Console) -> None:
     for part in dict.fromkeys(row["part"] for row in rows):
         own = sorted((row for row in rows if row["part"] == part), key=lambda row: row["tokens"])
         for row in own:
-            shown = (
-                f"{row[name]:.1f} s" if name == "seconds" else f"{row[name]:,.0f}" for name in columns if name in row
-            )
+            known = [name for name in columns if name in row]
+            shown = (f"{row[name]:.1f} s" if "seconds" in name else f"{row[name]:,.0f}" for name in known)
             table.add_row(part, f"{row['tokens']:,}", *shown)
-        table.add_row("", "exponent", f"{exponent(own, 'seconds'):.2f}", f"{exponent(own, 'above_mib'):.2f}", "")
+        table.add_row("", "exponent", *(f"{exponent(own, name):.2f}" for name in [*columns][:3]))
     console.print(table)
 
 
