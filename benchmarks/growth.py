@@ -74,7 +74,7 @@ def measured(part: str, model: str, tokens: int, path: Path) -> dict:
         ids = prompt(lm, tokens)
         runs = {
             "prefill": lambda some: prefill(lm, some),
-            "capture": lambda some: captured(lm, some, path if len(some) == tokens else path.with_name("small")),
+            "capture": lambda some: captured(lm, some, path if some is ids else path.with_name("small")),
             "live": lambda some: lived(lm, some),
         }
         runs[part](ids[:600])
