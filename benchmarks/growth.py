@@ -42,6 +42,7 @@ PARTS = "prefill,capture,replay,live"
 POLICIES = ["streamingllm", "snapkv", "dapq", "morphkv", "quest", "rocketkv"]
 BUDGETS = [128, 512]
 NEW_TOKENS, BUDGET, MIB = 16, 512, 2**20
+FOLLOW = 32  # tokens that may come after a prompt: DapQ's pseudo-tokens are more than the response
 
 
 def captured(lm: kvlab.LM, ids: torch.Tensor, path: Path) -> None:
@@ -169,7 +170,7 @@ def main(
         rows, wanted = kept(out), [part for part in PARTS.split(",") if part in parts.split(",")]
         if set(parts.split(",")) - set(wanted):
             raise kvlab.KvlabError(f"parts are some of {PARTS}, and not {parts!r}")
-        longest = kvlab.load(model, device="cpu").context_length - NEW_TOKENS
+        longest = kvlab.load(model, device="cpu").context_length - FOLLOW
         # The longest prompt leaves room for what follows.
         lengths = sorted({min(length, longest) for length in tokens})
         jobs = [(length, part) for length in lengths for part in wanted]
