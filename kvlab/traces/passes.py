@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
     from kvlab.traces.trace import Trace
 
-# Prompts of more tokens than `WHOLE` are fed `CHUNK` at a time. Attention on a CPU takes a mask of chunk x length then,
-# which a larger chunk no longer keeps in the processor's cache.
+# Prompts of more tokens than `WHOLE` are fed `CHUNK` at a time: enough of them for products at full speed.
 WHOLE, CHUNK = 4096, 1024
 
 

@@ -90,10 +90,12 @@ def longest_passes(monkeypatch, run):
     return fed, max(masked)
 
 
-def test_a_chunk_bounds_the_tokens_the_logits_and_the_mask_of_a_pass(tiny, monkeypatch):
+@pytest.mark.parametrize("fused", [True, False], ids=["without a mask", "with a mask"])
+def test_a_chunk_bounds_the_tokens_the_logits_and_the_mask_of_a_pass(tiny, monkeypatch, fused):
+    monkeypatch.setattr(attention, "FUSED", attention.FUSED if fused else None)
     asked = dict(new_tokens=0, queries="all", pseudo=())
     fed, masked = longest_passes(monkeypatch, lambda: kvlab.capture(tiny(), sequence(400), chunk=64, **asked))
-    assert [n for n, _ in fed] == [64] * 6 + [16] and masked == 64
+    assert [n for n, _ in fed] == [64] * 6 + [16] and masked == (0 if fused else 64)
     # Likelihoods of the last 256 tokens take the logits of 257.
     assert [logits for _, logits in fed] == [1, 1, 49, 64, 64, 64, 16]
 
