@@ -54,6 +54,13 @@ class StoreLayer(CacheLayerMixin):
         self.store.truncate(self.store.length - abs(tokens_to_remove))
 
 
+class PassingLayer(StoreLayer):
+    """What one forward pass sees on top of a store, which stays as it is."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.store.keys, key_states], 2), torch.cat([self.store.values, value_states], 2)
+
+
 class StoreCache(Cache):
     """transformers' `Cache` over one `LayerStore` for each compressed layer.
 
@@ -67,13 +74,13 @@ class StoreCache(Cache):
         mine: list[Any] = [StoreLayer(store) for store in stores]
         super().__init__(layers=mine if model is None else arranged(model, layout_of(model), mine))
 
-    def branch(self) -> StoreCache:
-        """A cache that begins with the same entries, borrowed until one of the two changes."""
+    def passing(self) -> StoreCache:
+        """A cache for one forward pass on top of these entries, of which nothing stays: each layer joins what is stored
+        and what is new for the time of its own attention, so that no second cache is ever made.
+        """
         made = copy.copy(self)
-        made.stores = [LayerStore(store.keys, store.values) for store in self.stores]
-        mine = iter(made.stores)
         made.layers = [
-            StoreLayer(next(mine)) if isinstance(layer, StoreLayer) else twin(layer) for layer in self.layers
+            PassingLayer(layer.store) if isinstance(layer, StoreLayer) else twin(layer) for layer in self.layers
         ]
         return made
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from kvlab.core.softmax import Scaling, Softmax
 
 CHUNK = 256
+# The kernel behind PyTorch's own fused attention on a CPU, which also gives the logarithms of the sums under the
+# softmaxes `[batch, heads, n]`; None where a PyTorch has none.
+FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def by_group(x: Tensor, kv_heads: int) -> Tensor:
@@ -117,6 +120,8 @@ def attend(
     if not softmax.plain:
         return _attend_by_chunks(queries, keys, values, softmax, padding, mask)
     n, length = queries.shape[-2], keys.shape[-2]
+    if padding is None and mask is None and 1 < n < length and FUSED is not None and queries.is_cpu:
+        return _attend_past_and_own(queries, keys, values, softmax)
     plain_causal = padding is None and mask is None and n == length and n > 1
     if mask is None and (padding is not None or (n > 1 and not plain_causal)):
         mask = last_visible(n, length, queries.device)
@@ -130,6 +135,23 @@ def attend(
     return F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=plain_causal, scale=softmax.factor, enable_gqa=group > 1
     )
+
+
+def _attend_past_and_own(queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+    """The output where `n` queries come after others: over what came before, which all of them see, and causally over
+    what came with them, put together by the sums under their softmaxes. It needs no mask of n x length, which costs a
+    fused kernel a quarter of its time.
+    """
+    assert FUSED is not None, "the caller has asked"
+    n, heads, scale = queries.shape[-2], queries.shape[-3], softmax.scale(queries.shape[-1])
+    before = keys.shape[-2] - n
+    own = (x[..., before:, :].repeat_interleave(heads // x.shape[-3], -3) for x in (keys, values))
+    output, own_sums = FUSED(queries, *own, 0.0, True, scale=scale)
+    # The group's heads become the rows of one product, since no row is hidden from any of them.
+    past = by_group(queries, keys.shape[-3]), keys[..., :before, :], values[..., :before, :]
+    of_past, past_sums = FUSED(*past, 0.0, False, scale=scale)
+    share = (past_sums.reshape(own_sums.shape) - own_sums).sigmoid()[..., None]
+    return torch.lerp(exact(output), exact(of_past.view(output.shape)), exact(share)).to(queries.dtype)
 
 
 def _attend_by_chunks(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,22 @@ def candidates(model: nn.Module) -> Iterator[Rotation]:
             yield found
             yield replace(found, interleaved=True)
     yield Rotation()
+
+
+def changes_within(model: nn.Module, length: int) -> bool:
+    """Whether a model turns the tokens of a sequence of this length otherwise when they come a part at a time: its
+    tables are made for the longest position so far (dynamic NTK, LongRoPE), and this is beyond the first ones.
+    """
+    config = cast(Any, model).config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or {}
+    # Models whose layers turn differently have one for each kind of layer.
+    for turn in given.values() if all(isinstance(each, dict) for each in given.values()) else [given]:
+        kind = str(turn.get("rope_type", "default"))
+        if "dynamic" in kind or kind == "longrope":
+            first = turn.get("original_max_position_embeddings") or config.max_position_embeddings
+            if length > first:
+                return True
+    return False
 
 
 def agreeing(choices: Sequence[Rotation], before: Tensor, after: Tensor, positions: Tensor) -> Rotation | None:

@@ -15,8 +15,10 @@ from kvlab.instruments import measures
 if TYPE_CHECKING:
     from kvlab.traces.trace import Trace
 
-# Attention of every step over every key is kept for all policies of a trace while it fits in here.
-KEPT_BYTES = 2 * 2**30
+# Attention of every step over every key is kept for all policies of a trace while it fits in here; of a longer one, or
+# one with more layers, that of a few steps at a time fits into a part of it.
+KEPT_BYTES = 2**30
+BLOCK = 1 / 4
 
 
 class Reference:
@@ -30,6 +32,7 @@ class Reference:
         self._shape = (trace.n_layers, trace.heads, trace.steps, trace.length)
         self._all = torch.empty(self._shape, device=trace.device) if 4 * entries <= KEPT_BYTES else None
         self._done = [False] * trace.n_layers
+        self._block: tuple[int, Tensor] | None = None
 
     def weights(self, layer: int) -> Tensor:
         """Attention of the response over all keys, `[heads, steps, length]`; zero on what a step cannot see yet."""
@@ -47,11 +50,29 @@ class Reference:
         """Attention of the decoding query `step` (from 1) of all layers, `[layers, heads, prompt + step]`."""
         trace, seen = self.trace, self.trace.prompt_length + step
         if self._all is None:
-            query = trace.response_queries[:, :, step - 1 : step]
-            return attention.weights(query, trace.keys[:, :, :seen], trace.softmax)[:, :, 0]
+            first, rows = self._around(step)
+            return rows[:, :, step - 1 - first, :seen]
         for layer in range(trace.n_layers):
             self.weights(layer)
         return self._all[:, :, step - 1, :seen]
+
+    def _around(self, step: int) -> tuple[int, Tensor]:
+        """Attention of several decoding queries, the `step`-th among them, `[layers, heads, n, prompt + the last]`, and
+        the first of them (from 0): steps come one after the other, and so each layer's keys are not read for each.
+        """
+        trace = self.trace
+        n = max(int(BLOCK * KEPT_BYTES) // (4 * trace.n_layers * trace.heads * trace.length), 1)
+        first = (step - 1) // n * n
+        if self._block is None or self._block[0] != first:
+            self._block = None  # its memory is free for the next
+            last = min(first + n, trace.steps)
+            seen = trace.prompt_length + last
+            visible = attention.last_visible(last - first, seen, trace.device)
+            rows = torch.empty(trace.n_layers, trace.heads, last - first, seen, device=trace.device)
+            for layer, queries in enumerate(trace.response_queries[:, :, first:last]):
+                rows[layer] = attention.weights(queries, trace.keys[layer, :, :seen], trace.softmax.row(layer), visible)
+            self._block = first, rows
+        return self._block
 
     @cached_property
     def sinks(self) -> Tensor | None:

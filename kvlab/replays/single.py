@@ -63,7 +63,7 @@ class Replay:
         self.raised = policy.raised(trace.prompt_length)
         self._reference = reference(trace)
         self._read: list[Tensor] = []
-        self._stored: list[Tensor] = []
+        self._stored: list[Tensor | None] = []  # None where everything is stored, which on long prompts is much
         shape = trace.n_layers, trace.heads, trace.steps
         self.mass_lost, self.output_error = (torch.zeros(shape, device=trace.device) for _ in range(2))
         self.step_recall = torch.zeros(trace.n_layers, trace.kv_heads, trace.steps, device=trace.device)
@@ -73,7 +73,8 @@ class Replay:
         # At the end and not step by step: every copy waits for the device.
         for name in ("mass_lost", "output_error", "step_recall", "recall", "window_recall", "_kept"):
             setattr(self, name, getattr(self, name).cpu())
-        self._read, self._stored = ([sets.cpu() for sets in recorded] for recorded in (self._read, self._stored))
+        self._read = [sets.cpu() for sets in self._read]
+        self._stored = [None if sets is None else sets.cpu() for sets in self._stored]
 
     # ------------------------------------------------------------------ the run
 
@@ -136,7 +137,8 @@ class Replay:
         self.policy.step(store, attended.weights)
         for instrument in self.probes:
             instrument.look_after(seen, self.records, where)
-        self._stored.append(store.positions.clone())
+        everything = store.length == store.seen and not store.ragged
+        self._stored.append(None if everything else store.positions.clone())
         self.stored_bytes[now] = store.kv_bytes + store.aux_bytes - self.policy.discount_bytes(store)
 
     def _follow(self, store: LayerStore) -> None:
@@ -242,7 +244,8 @@ class Replay:
         place = self._place(layer, step)
         if step == 0:
             return self._kept[place]
-        return self._stored[step - 1][place] if self._stored else self._with_response(place, step)
+        stored = self._stored[step - 1] if self._stored else None
+        return self._with_response(place, step) if stored is None else stored[place]
 
     def _place(self, layer: int, step: int) -> int:
         """Where among the trace's layers the model's layer `layer` stands."""

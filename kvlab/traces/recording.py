@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from kvlab.core import hookable, hooks
+from kvlab.core.rotation import changes_within
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.corpus import Document
 from kvlab.lib import bars
 from kvlab.methods import Policy, has_budget, listed, policy
 from kvlab.methods.needs import NOTHING, Needs
 from kvlab.methods.repeating import Part, longest
+from kvlab.traces.passes import chunk_for
 from kvlab.traces.trace import Keep
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class Options(TypedDict, total=False):
     policies: Sequence[Policy | str]
     response: Tensor | Sequence[int] | None
     keep: Keep
+    into: str | Path | None
+    chunk: int | None
     progress: bool | None
 
 
@@ -63,6 +67,7 @@ class Recording:
         needs: what policies ask for besides.
         repeats: what is fed to have the model repeat its prompt, by the key of each repetition.
         response: token ids to feed instead of the greedy ones; None for these.
+        chunk: tokens of the prompt that are fed at once.
     """
 
     ids: Tensor
@@ -75,12 +80,14 @@ class Recording:
     needs: Needs
     repeats: dict[str, list[Part]]
     response: Tensor | None
+    chunk: int
 
     @property
     def work(self) -> int:
         """Of all its forward passes, as `bars.layers` counts it."""
         repeated = [len(part.ids) for parts in self.repeats.values() for part in parts]
-        return bars.work(len(self.ids), *map(len, self.pseudo.values()), *repeated, *[1] * self.new_tokens)
+        chunks = (len(each) for each in self.ids.split(self.chunk))
+        return bars.work(*chunks, *map(len, self.pseudo.values()), *repeated, *[1] * self.new_tokens)
 
 
 def planned(
@@ -94,11 +101,14 @@ def planned(
     pseudo: Sequence[Policy | str],
     policies: Sequence[Policy | str],
     response: Tensor | Sequence[int] | None,
+    chunk: int | None,
 ) -> Recording:
     """What `capture` does with these arguments, checked; nothing runs. Raises KvlabError as `capture` does."""
     new_tokens, window = whole("new_tokens", new_tokens), whole("window", window)
     if new_tokens < 0 or window < 0:
         raise KvlabError(f"new_tokens and window must not be negative, and are {new_tokens} and {window}")
+    if chunk is not None and whole("chunk", chunk) < 1:
+        raise KvlabError(f"a prompt is fed in chunks of at least one token, and not of {chunk}")
     if queries not in (None, "all"):
         raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
     served = [_roomy(method) for method in listed(policies)]
@@ -125,9 +135,15 @@ def planned(
             f"{lm.name} takes; shorten the document (Document.window) or the response"
         )
     hooks.check_length(lm.model, furthest)
+    if chunk is not None and chunk < length and changes_within(lm.model, length):
+        raise KvlabError(
+            f"{lm.name} turns queries and keys by how long a sequence it is fed, so a prompt of {length} tokens goes "
+            "through it in one piece; leave chunk out"
+        )
+    chunk = chunk_for(lm.model, length) if chunk is None else min(whole("chunk", chunk), length)
     window = length if queries == "all" else min(window, length)
     known = min(window, length - 1, max([NLL_TOKENS, *(each.reads_perplexity for each in served)]))
-    return Recording(ids, document, new_tokens, window, accumulate, known, extra, needs, repeats, response)
+    return Recording(ids, document, new_tokens, window, accumulate, known, extra, needs, repeats, response, chunk)
 
 
 def pseudo_tokens(lm: LM, ids: Tensor, policies: Sequence[Policy]) -> dict[str, Tensor]:

@@ -51,7 +51,10 @@ CODE = (
     "inputs/shapes.py",
     "methods/projecting.py",
     "methods/repeating.py",
+    "traces/draft.py",
     "traces/files.py",
+    "traces/passes.py",
+    "traces/recorder.py",
     "traces/recording.py",
     "traces/run.py",
     "traces/trace.py",
@@ -94,15 +97,17 @@ def shared(
     Args:
         lm: from `kvlab.load` or `kvlab.random_lm`.
         text_or_ids: as `kvlab.capture` takes it; a list gives a list of traces.
-        args, options: as `kvlab.capture` takes them.
+        args, options: as `kvlab.capture` takes them, but for `into`.
 
     Raises:
         KvlabError: as `kvlab.capture`, where the cache folder cannot be written, and for a `KVLAB_TRACES_GB` that is no
-            number.
+            number, or a file of one's own.
     """
     given = signature(capture).bind(lm_of(lm), text_or_ids, *args, **options)
     given.apply_defaults()
-    asked = {name: value for name, value in given.arguments.items() if name != "progress"}
+    asked = {name: value for name, value in given.arguments.items() if name not in ("progress", "into")}
+    if given.arguments["into"] is not None:
+        raise KvlabError(f"shared traces have their files in {folder()}: leave into out, or use kvlab.capture")
     check_keep(asked["keep"])
     limit, progress = _limit(), given.arguments["progress"]
     if several(text_or_ids, asked["response"]):
@@ -149,8 +154,11 @@ def _one(asked: dict[str, Any], limit_gb: float, progress: bool | None, wait: fl
                 path.unlink(missing_ok=True)
             else:
                 return placed(trace, keep, lm.device)
-        trace = capture(**asked, progress=progress)
-        trace.save(path)
+        # A long one is never held in memory besides.
+        into = path if plan.chunk < len(plan.ids) else None
+        trace = capture(**asked, into=into, progress=progress)
+        if into is None:
+            trace.save(path)
     prune(limit_gb)
     return trace
 

@@ -325,19 +325,23 @@ class Trace:
         named |= {f"{name}/{key}": tensor for name in _BY_KEY for key, tensor in getattr(self, name).items()}
         return {key: tensor for key, tensor in named.items() if tensor is not None}
 
-    def save(self, path: str | Path) -> Path:
-        """Write one safetensors file, whose header holds the rest as JSON, and a checksum (CRC-32) of all its bytes;
-        under its name only once it is whole.
-        """
-        path = Path(path)
+    def described(self) -> dict[str, str]:
+        """What stands beside the tensors in the header of a file, with blanks for the checksum."""
         header = {"format": FORMAT, "prompt_length": self.prompt_length, "scaling": self.scaling, "meta": self.meta}
         if self.rotations is not None:
             header |= {"rotations": [None if turn is None else asdict(turn) for turn in self.rotations]}
         if self.layout.mixed or not self.softmax.plain or self.projections is not None or self.repeated:
             header |= {"format": MIXED, "softcap": self.softcap, "layout": asdict(self.layout)}
+        return {"kvlab": json.dumps(header), CHECKSUM: BLANK}
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file, whose header holds the rest as JSON, and a checksum (CRC-32) of all its bytes;
+        under its name only once it is whole.
+        """
+        path = Path(path)
         try:
             with replacing(path) as temporary:
-                save_file(apart(self._tensors()), temporary, {"kvlab": json.dumps(header), CHECKSUM: BLANK})
+                save_file(apart(self._tensors()), temporary, self.described())
                 sign(temporary)
         except SafetensorError as error:
             raise KvlabError(f"cannot write {path}: {error}") from None

@@ -11,7 +11,7 @@ from support.tensors import exact
 
 from kvlab.analyses.dapq import control, position, recall
 from kvlab.methods import policy
-from kvlab.traces.run import prefilled, pseudo_queries
+from kvlab.traces.passes import prefilled, pseudo_queries
 
 N = 8
 

@@ -15,7 +15,7 @@ from kvlab.analyses.dapq.recall import with_pseudo
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
-from kvlab.traces.run import prefilled, pseudo_queries
+from kvlab.traces.passes import prefilled, pseudo_queries
 
 N = 16
 

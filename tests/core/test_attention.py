@@ -71,6 +71,22 @@ def test_the_fused_kernel_gives_what_the_weights_give(heads, kv_heads, n, padded
         torch.testing.assert_close(found[b, :, real], rows[:, real], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize("loud", [1, 30])
+def test_what_comes_after_others_needs_no_mask(monkeypatch, heads, kv_heads, loud):
+    """Past and own tokens, weighed by their sums, however unlike these are, are what one masked softmax gives."""
+    monkeypatch.setattr(attention, "last_visible", None)
+    pairs = [layer(seed, heads, kv_heads, 16, prompt=70, n=33) for seed in (4, 5)]
+    queries, keys, values = (torch.stack(both) for both in zip(*pairs, strict=True))
+    keys[:, :, :37] *= loud
+    found = attention.attend(queries, keys, values, 0.3)
+    monkeypatch.undo()
+    monkeypatch.setattr(attention, "FUSED", None)
+    torch.testing.assert_close(found, attention.attend(queries, keys, values, 0.3), atol=1e-5, rtol=1e-5)
+    expected = attention.output(attention.weights(queries, keys, 0.3, attention.last_visible(33, 70)), values)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_mask_decides_who_sees_whom():
     queries, keys, values = layer(6, 4, 2, 8, prompt=9, n=3)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0, 1]]).bool()

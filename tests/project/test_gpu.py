@@ -137,6 +137,18 @@ def test_a_trace_lies_where_it_is_asked_to(gpu, pairs, tmp_path):
         expected.to("cuda")
 
 
+def test_a_long_prompt_is_captured_in_chunks_and_into_a_file(cpu, gpu, tmp_path):
+    asked = dict(chunk=16, accumulate=True, policies=["kvzip"])
+    expected = kvlab.capture(cpu, prompt(60), 4, into=tmp_path / "here", **asked)
+    with pretend_gpu.present():
+        for keep, place in (("device", "pretend"), ("cpu", "cpu")):
+            found = kvlab.capture(gpu, prompt(60), 4, into=tmp_path / "there", keep=keep, **asked)
+            assert found.device.type == place
+            for name, tensor in found._tensors().items():
+                close(tensor, expected._tensors()[name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]
+
+
 def test_a_trace_that_is_shared_lies_where_it_is_asked_to(cpu, gpu, own_home):
     with pretend_gpu.present():
         places = [

@@ -19,7 +19,7 @@ from kvlab.core import attention
 from kvlab.core.layout import WHOLE, Layout
 from kvlab.errors import KvlabError
 from kvlab.traces import retrieval_heads
-from kvlab.traces.run import prefilled, pseudo_queries
+from kvlab.traces.passes import prefilled, pseudo_queries
 
 PROMPT, STEPS, WINDOW = 45, 6, 20  # beyond every window of 16
 CLOSE = dict(atol=1e-4, rtol=1e-4)

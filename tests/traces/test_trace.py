@@ -15,7 +15,7 @@ import kvlab
 from kvlab.core import attention, hooks
 from kvlab.errors import KvlabError
 from kvlab.inputs import models
-from kvlab.traces.run import prefilled, pseudo_queries
+from kvlab.traces.passes import prefilled, pseudo_queries
 
 PROMPT, STEPS, WINDOW = 21, 6, 9
 

@@ -22,7 +22,7 @@ from kvlab.instruments import measures
 from kvlab.lib import bars
 from kvlab.lib.intervals import interval
 from kvlab.replays.reference import reference
-from kvlab.traces.run import prefilled, pseudo_queries
+from kvlab.traces.passes import prefilled, pseudo_queries
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:

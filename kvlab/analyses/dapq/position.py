@@ -24,8 +24,8 @@ from kvlab.instruments import measures
 from kvlab.lib import bars
 from kvlab.lib.intervals import summarise
 from kvlab.traces import shared
+from kvlab.traces.passes import prefilled, pseudo_queries
 from kvlab.traces.recording import encoder
-from kvlab.traces.run import prefilled, pseudo_queries
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def similarities(lm: LM, trace: Trace, cache: StoreCache, ids: Tensor, positions
     """Cosine between pseudo-queries and the true decoding queries, averaged over layers and heads.
 
     Args:
-        cache: the trace's prompt (`kvlab.traces.run.prefilled`).
+        cache: the trace's prompt (`kvlab.traces.passes.prefilled`).
         ids, positions: int64 `[trials, m]`.
 
     Returns:

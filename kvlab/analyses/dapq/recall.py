@@ -22,8 +22,8 @@ from kvlab.methods.needs import NOTHING
 from kvlab.methods.prompt import Prompt
 from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.reference import reference
+from kvlab.traces.passes import prefilled, pseudo_queries_by_key, repeat_scores
 from kvlab.traces.recording import encoder, pseudo_tokens
-from kvlab.traces.run import prefilled, pseudo_queries_by_key, repeat_scores
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:

@@ -1,0 +1,196 @@
+"""How time and memory of capture, replay and live runs grow with the length of the prompt.
+
+\b
+python benchmarks/growth.py
+python benchmarks/growth.py --model qwen2.5-coder-0.5b --tokens 1024 --tokens 32768 --parts capture,replay --out a.csv
+
+The prompt is random token ids. Each part at each length is one run in a process of its own: "prefill" is the prompt
+through the model and transformers' own cache, in one piece; "capture" is `kvlab.capture` into a file (16 tokens
+follow); "replay" is six policies at two budgets on that file, in a process without the model; "live" is the prompt,
+in the same chunks as the capture, and 16 tokens by `generate` with snapkv at a budget of 512. Memory is resident
+memory at its highest, pages of the mapped trace included: of the whole process, and above what the process takes
+before the run (the model, loaded and used once). What --out already holds is not measured again. Exponents are the
+slopes of straight lines through the logarithms. CPU time, of all threads together, is that of the process alone,
+whatever else the machine does.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import psutil
+import torch
+import typer
+from common import bar, in_a_sentence, prefill, prompt, run, write_csv
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import kvlab
+from kvlab.bench import clock, memory
+from kvlab.traces.passes import chunk_for
+
+LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
+PARTS = "prefill,capture,replay,live"
+POLICIES = ["streamingllm", "snapkv", "dapq", "morphkv", "quest", "rocketkv"]
+BUDGETS = [128, 512]
+NEW_TOKENS, BUDGET, MIB = 16, 512, 2**20
+FOLLOW = 32  # tokens that may come after a prompt: DapQ's pseudo-tokens are more than the response
+
+
+def captured(lm: kvlab.LM, ids: torch.Tensor, path: Path) -> None:
+    kvlab.capture(lm, ids, NEW_TOKENS, into=path)
+
+
+def replayed(path: Path) -> None:
+    kvlab.replay(path, POLICIES, BUDGETS).summary  # noqa: B018 - computed when asked for
+
+
+def lived(lm: kvlab.LM, ids: torch.Tensor) -> None:
+    chunk = chunk_for(lm.model, len(ids))
+    asked = dict(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+    with kvlab.compress(lm.model, kvlab.policy("snapkv", budget=BUDGET)), torch.inference_mode():
+        lm.model.generate(ids[None], prefill_chunk_size=None if chunk == len(ids) else chunk, **asked)
+
+
+def measured(part: str, model: str, tokens: int, path: Path) -> dict:
+    """In this process: seconds, and bytes at the highest."""
+    if part == "replay":
+        small = path.with_name("small")
+        if not small.exists():
+            raise kvlab.KvlabError("replays are of a trace: ask for capture, too")
+        replayed(small)  # what is set up once is not the trace's
+
+        def once() -> None:
+            replayed(path)
+    else:
+        lm = kvlab.load(model, device="cpu")
+        ids = prompt(lm, tokens)
+        runs = {
+            "prefill": lambda some: prefill(lm, some),
+            "capture": lambda some: captured(lm, some, path if some is ids else path.with_name("small")),
+            "live": lambda some: lived(lm, some),
+        }
+        runs[part](ids[:600])
+
+        def once() -> None:
+            runs[part](ids)
+
+    memory.tidy()
+    before = psutil.Process().memory_info().rss
+    device, busy = torch.device("cpu"), time.process_time()
+    with memory.Peak(device) as peak:
+        seconds = clock.seconds(device, once)
+    busy = time.process_time() - busy
+    return {
+        "seconds": seconds,
+        "cpu_seconds": busy,
+        "above_mib": peak.bytes / MIB,
+        "peak_mib": (before + peak.bytes) / MIB,
+    }
+
+
+def measure(model: str, tokens: int, part: str, folder: Path) -> dict:
+    order = [__file__, "--model", model, "--tokens", str(tokens), "--parts", part, "--one", str(folder / "long")]
+    row: dict = {"model": model, "tokens": tokens, "part": part}
+    row |= json.loads(memory.in_fresh_process(order, f"{part} at {tokens} tokens"))
+    if part == "capture":
+        row["trace_mib"] = (folder / "long").stat().st_size / MIB
+    return row
+
+
+def exponent(rows: list[dict], column: str) -> float:
+    """b of a x tokens^b, by least squares of the logarithms; nan of fewer than two lengths."""
+    if len({row["tokens"] for row in rows}) < 2:
+        return math.nan
+    sizes, values = ([math.log(row[name]) for row in rows] for name in ("tokens", column))
+    return float(np.polyfit(sizes, values, 1)[0])
+
+
+def kept(path: Path | None) -> list[dict]:
+    """The rows of an earlier run."""
+    if path is None or not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        texts = ("model", "part")
+        return [
+            {name: text if name in texts else float(text) for name, text in row.items() if text}
+            | {"tokens": int(row["tokens"])}
+            for row in csv.DictReader(file)
+        ]
+
+
+def cost(tokens: int, part: str) -> float:
+    """Roughly, for the time that is left."""
+    return tokens * (0.3 if part == "replay" else 1 + tokens / 8192)
+
+
+def show(rows: list[dict], model: str, console: Console) -> None:
+    columns = {
+        "seconds": "time",
+        "cpu_seconds": "CPU time",
+        "above_mib": "above",
+        "peak_mib": "whole process",
+        "trace_mib": "trace",
+    }
+    table = Table(title=f"{model}, {torch.get_num_threads()} threads; memory in MiB", box=box.SIMPLE_HEAD)
+    for name in ("part", "tokens", *columns.values()):
+        table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
+    for part in dict.fromkeys(row["part"] for row in rows):
+        own = sorted((row for row in rows if row["part"] == part), key=lambda row: row["tokens"])
+        for row in own:
+            known = [name for name in columns if name in row]
+            shown = (f"{row[name]:.1f} s" if "seconds" in name else f"{row[name]:,.0f}" for name in known)
+            table.add_row(part, f"{row['tokens']:,}", *shown)
+        table.add_row("", "exponent", *(f"{exponent(own, name):.2f}" for name in [*columns][:3]))
+    console.print(table)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="As for kvlab.load.")] = "smollm2-135m",
+    tokens: Annotated[
+        list[int], typer.Option(min=600, help="Length of a prompt; may be given several times.")
+    ] = LENGTHS,
+    parts: Annotated[str, typer.Option(help="Some of these, between commas.")] = PARTS,
+    out: Annotated[Path | None, typer.Option(help="A CSV file, which grows with each run and is gone on from.")] = None,
+    one: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    if one:
+        print(json.dumps(measured(parts, model, tokens[0], one)))
+        return
+    console = Console(highlight=False)
+    with in_a_sentence():
+        rows, wanted = kept(out), [part for part in PARTS.split(",") if part in parts.split(",")]
+        if set(parts.split(",")) - set(wanted):
+            raise kvlab.KvlabError(f"parts are some of {PARTS}, and not {parts!r}")
+        longest = kvlab.load(model, device="cpu").context_length - FOLLOW
+        # The longest prompt leaves room for what follows.
+        lengths = sorted({min(length, longest) for length in tokens})
+        jobs = [(length, part) for length in lengths for part in wanted]
+        known = {(row["model"], row["tokens"], row["part"]) for row in rows}
+        todo = [job for job in jobs if (model, *job) not in known]
+        # A replay's trace is gone with the run that captured it.
+        needed = {length for length, part in todo if part == "replay"}
+        todo = [job for job in jobs if job in todo or (job[1] == "capture" and job[0] in needed)]
+        with bar(console) as progress, tempfile.TemporaryDirectory() as folder:
+            task = progress.add_task("", total=sum(cost(*job) for job in todo))
+            for length, part in todo:
+                progress.update(task, description=f"{part} of {length} tokens")
+                row = measure(model, length, part, Path(folder))
+                rows = [each for each in rows if (each["model"], each["tokens"], each["part"]) != (model, length, part)]
+                rows.append(row)
+                if out:
+                    write_csv(out, rows)
+                progress.advance(task, cost(length, part))
+        show([row for row in rows if row["model"] == model and row["part"] in wanted], model, console)
+
+
+if __name__ == "__main__":
+    run(main, __doc__)

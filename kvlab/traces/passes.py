@@ -1,0 +1,150 @@
+"""Forward passes of a capture: the prompt, in chunks where it is long, and what runs on top and leaves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlab.core import attention, hookable, hooks
+from kvlab.core.adapter import StoreCache
+from kvlab.core.rotation import changes_within
+from kvlab.core.store import LayerStore
+from kvlab.errors import KvlabError
+from kvlab.methods.repeating import Part, Repetition
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kvlab.inputs.models import LM
+    from kvlab.traces.trace import Trace
+
+# Prompts of more tokens than `WHOLE` are fed `CHUNK` at a time: enough of them for products at full speed.
+WHOLE, CHUNK = 4096, 1024
+
+
+def forward(lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = None, logits_of: int = 1) -> Tensor:
+    """Logits of the last tokens, `[logits_of, vocabulary]`."""
+    extra = {} if positions is None else {"position_ids": positions[None].to(lm.device)}
+    out = lm.model(
+        input_ids=ids[None].to(lm.device), past_key_values=cache, use_cache=True, logits_to_keep=logits_of, **extra
+    )
+    return out.logits[0, -logits_of:]
+
+
+def chunk_for(model: nn.Module, length: int) -> int:
+    """How many tokens of a prompt are fed at once where nobody says: all of them up to `WHOLE`."""
+    return length if length <= WHOLE or changes_within(model, length) else CHUNK
+
+
+def prefill(lm: LM, ids: Tensor, cache: StoreCache, chunk: int, likelihoods: int = 0) -> tuple[Tensor, Tensor]:
+    """Feed a prompt `[length]` in chunks; what a pass needs besides the cache is bounded by the chunk.
+
+    Returns:
+        Logits after its last token, `[vocabulary]`, and the negative log-likelihoods of its last tokens,
+        `[likelihoods]`, in nats.
+    """
+    length, nll = len(ids), []
+    first = length - 1 - likelihoods  # the first token whose logits are judged by the next
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
+        rows = forward(lm, ids[start:stop], cache, logits_of=max(stop - max(start, first), 1))
+        judges = ids[max(start, first) + 1 : stop + 1].to(rows.device)
+        nll.append(F.cross_entropy(rows[: len(judges)].float(), judges, reduction="none"))
+    return rows[-1], torch.cat(nll)
+
+
+@torch.inference_mode()
+def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries of tokens that run on top of a prefilled cache at any assigned positions, and leave nothing in it.
+
+    They see the whole prompt and, causally, those of their own trial; several trials share one forward pass, but for
+    models with layers of which only one sequence can go on (windows, convolutions, linear states).
+
+    Args:
+        ids, positions: int64 `[m]`, or `[trials, m]`.
+
+    Returns:
+        Post-RoPE and pre-RoPE queries, each `[layers, heads, m, head_dim]`, or `[trials, layers, heads, m, head_dim]`.
+    """
+    if cache.others and ids.dim() == 2:
+        alone = [pseudo_queries(lm, cache, *trial) for trial in zip(ids, positions.expand_as(ids), strict=True)]
+        return torch.stack([post for post, _ in alone]), torch.stack([pre for _, pre in alone])
+    trials, m = ids.shape if ids.dim() == 2 else (1, len(ids))
+    post, pre = {}, {}
+    length = cache.stores[0].length
+    trial = torch.arange(trials * m, device=lm.device) // m
+    own = attention.last_visible(trials * m, trials * m, lm.device) & (trial[:, None] == trial[None])
+    mask = torch.cat([own.new_ones(trials * m, length), own], dim=1)
+
+    def record(call: hooks.Call) -> Tensor:
+        assert call.pre_rope is not None, "queries before RoPE are asked for"
+        post[call.place], pre[call.place] = call.queries[0], call.pre_rope[0]
+        return call.attend(mask)
+
+    with hooks.hooked(lm.model, record):
+        forward(lm, ids.reshape(-1), cache.passing(), positions.reshape(-1))
+
+    def stacked(found: dict[int, Tensor]) -> Tensor:
+        rows = torch.stack([found[place] for place in range(len(cache.stores))])
+        return rows if ids.dim() == 1 else rows.unflatten(2, (trials, m)).movedim(2, 0)
+
+    return stacked(post), stacked(pre)
+
+
+def pseudo_queries_by_key(lm: LM, cache: StoreCache, tokens: Mapping[str, Tensor], start: int) -> dict[str, Tensor]:
+    """Post-RoPE queries of several runs of pseudo-tokens `[m]`, each at the positions start .. start + m - 1."""
+    places = {key: torch.arange(start, start + len(ids)) for key, ids in tokens.items()}
+    return {key: pseudo_queries(lm, cache, ids, places[key])[0] for key, ids in tokens.items()}
+
+
+@torch.inference_mode()
+def repeat_scores(lm: LM, cache: StoreCache, repetition: Repetition, parts: Sequence[Part]) -> Tensor:
+    """Scores of a prompt's tokens by what the model attends to when it repeats them, `[layers, kv_heads, prompt]`.
+
+    Args:
+        cache: that holds the prompt; what is fed leaves nothing in it.
+    """
+    modules, found = hookable.layers_of(lm.model), []
+    projections = hookable.required_projections(modules) if repetition.plus else [None] * len(modules)
+    for part in parts:
+        scores: dict[int, Tensor] = {}
+
+        def score(call: hooks.Call, part: Part = part, scores: dict[int, Tensor] = scores) -> Tensor:
+            states = call.queries, call.keys, call.values
+            weight = projections[call.place]
+            scores[call.place] = repetition.scores(part, *states, call.softmax, call.hidden, weight)[0]
+            return call.attend()
+
+        with hooks.hooked(lm.model, score, pre_rope=False, hidden=repetition.plus):
+            forward(lm, part.ids, cache.passing())
+        found.append(torch.stack([scores[place] for place in range(len(modules))]))
+    return torch.cat(found, -1)
+
+
+@torch.inference_mode()
+def prefilled(trace: Trace, lm: LM | None = None) -> StoreCache:
+    """A cache that holds a trace's prompt, as after its prefill: pseudo-queries run on it without prefilling again.
+
+    Args:
+        lm: the model, which has to prefill once more where a trace does not hold all of its layers.
+
+    Raises:
+        KvlabError: the trace holds a part of the layers, and no model or no tokens are given.
+    """
+    if trace.layout.mixed:
+        if lm is None or trace.ids is None:
+            raise KvlabError(
+                "this trace holds only the layers of its model that are compressed; give the model too, and a trace "
+                "that knows its tokens, to make again what the others held"
+            )
+        empty = trace.keys[:, None, :, :0]
+        cache = StoreCache([LayerStore(keys, keys) for keys in empty], lm.model)
+        with hooks.hooked(lm.model, hooks.Call.attend, pre_rope=False):
+            prefill(lm, trace.ids[: trace.prompt_length], cache, chunk_for(lm.model, trace.prompt_length))
+        return cache
+    pairs = zip(trace.prompt_keys, trace.prompt_values, strict=True)
+    return StoreCache([LayerStore(keys[None], values[None]) for keys, values in pairs])

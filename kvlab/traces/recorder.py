@@ -1,0 +1,100 @@
+"""What one model's attention sees while it prefills and decodes, written where the trace will have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvlab.core import attention, hookable, hooks
+from kvlab.core.adapter import StoreCache, held_bytes
+from kvlab.core.rotation import Rotation, candidates
+from kvlab.core.softmax import Softmax
+from kvlab.core.store import LayerStore
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+    from kvlab.traces.draft import Shapes
+    from kvlab.traces.recording import Recording
+
+
+def shapes(lm: LM, plan: Recording) -> Shapes:
+    """What a capture records that grows with the prompt, by name: shapes and types."""
+    config, modules = hookable.text_config(lm.model), hookable.layers_of(lm.model)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = heads // getattr(modules[0], "num_key_value_groups", heads // kv_heads)
+    head_dim = hookable.head_dim_of(lm.model, modules[0])
+    entries = (len(modules), kv_heads, len(plan.ids) + plan.new_tokens, head_dim), lm.dtype
+    queries = (len(modules), heads, plan.window + plan.new_tokens, head_dim), lm.dtype
+    found: Shapes = {"keys": entries, "values": entries, "queries": queries, "pre_queries": queries}
+    if plan.accumulate:
+        found["accumulated"] = (len(modules), heads, len(plan.ids)), torch.float32
+    return found
+
+
+class Recorder:
+    """Keeps what one model's attention sees while it prefills and decodes.
+
+    Args:
+        tensors: what it writes into, of the names and shapes of `shapes`, anything in them.
+
+    Attributes:
+        keys, values: `[layers, kv_heads, prompt + response, head_dim]`; the cache that the model runs on is made of
+            them.
+        queries, pre_queries: `[layers, heads, window + response, head_dim]`.
+        accumulated: `[layers, heads, prompt]`; None where the plan does not ask for it.
+        softmax: what the model makes of its products.
+        rotations: how each layer turns, by its place.
+        prefilling: whether what comes is the prompt.
+    """
+
+    def __init__(self, lm: LM, plan: Recording, tensors: Mapping[str, Tensor]):
+        self._first = len(plan.ids) - plan.window  # the first token whose queries are kept
+        self.keys, self.values = tensors["keys"], tensors["values"]
+        self.queries, self.pre_queries = tensors["queries"], tensors["pre_queries"]
+        self.accumulated = tensors["accumulated"].zero_() if plan.accumulate else None
+        self.layers, self.heads = self.queries.shape[:2]
+        pairs = zip(self.keys[:, None], self.values[:, None], strict=True)
+        self.stores = [LayerStore.preallocated(keys, values) for keys, values in pairs]
+        self.cache, self._model = StoreCache(self.stores, lm.model), lm.model
+        self.softmax = Softmax()
+        self.rotations: dict[int, Rotation | None] = {}
+        self._choices: list[Rotation] = []
+        self._sinks: dict[int, Tensor] = {}
+        self.prefilling = True
+
+    def __call__(self, call: hooks.Call) -> Tensor:
+        assert call.pre_rope is not None, "queries before RoPE are asked for"
+        seen, n = call.keys.shape[2], call.queries.shape[2]
+        kept = min(max(seen - self._first, 0), n)
+        rows = slice(seen - self._first - kept, seen - self._first)
+        if kept:
+            self.queries[call.place, :, rows] = call.queries[0, :, n - kept :]
+            self.pre_queries[call.place, :, rows] = call.pre_rope[0, :, n - kept :]
+        self.softmax = call.softmax
+        if self.prefilling:
+            # The tables may have been made anew for the length of this very prompt.
+            self._choices = list(candidates(self._model)) if call.place == 0 else self._choices
+            self.rotations[call.place] = call.rotation(self._choices)
+        if call.sinks is not None:
+            self._sinks[call.place] = call.sinks
+        if self.accumulated is not None and self.prefilling:
+            gathered = attention.accumulate(call.queries[0], call.keys[0], call.softmax)
+            self.accumulated[call.place, :, :seen] += gathered
+        return call.attend()
+
+    @property
+    def uncompressed_bytes(self) -> int:
+        """What the layers left alone hold now."""
+        return sum(map(held_bytes, self.cache.others.values()))
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """The sinks of all layers, `[layers, heads]`, minus infinity where a layer has none; None if none has any."""
+        if not self._sinks:
+            return None
+        none = torch.full((self.heads,), -torch.inf, device=self.keys.device)
+        return torch.stack([self._sinks.get(place, none).float() for place in range(self.layers)])

@@ -1,0 +1,84 @@
+"""Replays of traces whose attention is too large to be kept: the same numbers, a layer and a few steps at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.live_runs import SMALL
+
+import kvlab
+from kvlab.core import attention
+from kvlab.replays import reference as module
+from kvlab.replays.reference import reference
+
+
+@pytest.fixture
+def widest(monkeypatch):
+    """The most numbers of attention that were computed at once, and how many there were in all."""
+    counted = []
+    weights = attention.weights
+
+    def counting(*given, **more):
+        found = weights(*given, **more)
+        counted.append(found.numel())
+        return found
+
+    monkeypatch.setattr(attention, "weights", counting)
+    return counted
+
+
+def numbers(trace):
+    return trace.n_layers * trace.heads * trace.steps * trace.length
+
+
+@pytest.fixture
+def bounded(monkeypatch, random_traces):
+    """bounded(share): a trace of which only that share of the attention may be kept."""
+
+    def make(share):
+        monkeypatch.setattr(module, "KEPT_BYTES", int(4 * share * numbers(random_traces[0])))
+        return replace(random_traces[0])
+
+    return make
+
+
+POLICIES = [kvlab.policy(name, **SMALL[name]) for name in ("snapkv", "h2o", "quest", "morphkv", "zsmerge", "tova")]
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.001])
+def test_what_is_not_kept_is_computed_again_and_is_the_same(random_traces, bounded, share):
+    kept = [kvlab.replay(replace(random_traces[0]), policy, probes=["entropy", "mass_lost"]) for policy in POLICIES]
+    trace = bounded(share)
+    for policy, expected in zip(POLICIES, kept, strict=True):
+        found = kvlab.replay(trace, policy, probes=["entropy", "mass_lost"])
+        assert reference(trace)._all is None and found.summary == pytest.approx(expected.summary, rel=1e-4)
+        torch.testing.assert_close(found.mass_lost, expected.mass_lost, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(found.concentrated_loss, expected.concentrated_loss, atol=1e-6, rtol=1e-4)
+        assert found.records.means == pytest.approx(expected.records.means, rel=1e-4)
+
+
+def test_steps_in_any_order_see_the_full_caches_attention(random_traces, bounded):
+    expected, side = reference(random_traces[0]), reference(bounded(0.5))
+    for step in (1, 20, 7, 8, 1, 13):
+        torch.testing.assert_close(side.at(step), expected.at(step), atol=1e-6, rtol=1e-4)
+        assert side.at(step).shape[-1] == random_traces[0].prompt_length + step
+
+
+def test_attention_that_is_not_kept_is_computed_a_few_steps_at_a_time(bounded, widest):
+    """An eighth of all is two or three of the twenty steps; each pass over the steps computes each of them once."""
+    trace = bounded(0.5)
+    side = reference(trace)
+    for step in range(1, trace.steps + 1):
+        side.at(step)
+    assert max(widest) <= numbers(trace) / 8 / trace.n_layers
+    assert sum(widest) <= numbers(trace)
+
+
+def test_a_policy_that_keeps_everything_remembers_no_positions(random_traces):
+    result = kvlab.replay(random_traces[0], kvlab.policy("quest", **SMALL["quest"]))
+    assert not any(isinstance(sets, torch.Tensor) for sets in result._stored)
+    for step in (0, 1, 20):
+        everything = torch.arange(random_traces[0].prompt_length + step).expand(random_traces[0].kv_heads, -1)
+        assert torch.equal(result.stored(1, step), everything)
