@@ -1,0 +1,123 @@
+"""What it costs to read some of the recorded entries: all steps of a layer at once, from what the full cache does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvlab.core import attention, ranking
+from kvlab.core.store import EMPTY, pick
+from kvlab.instruments import measures
+from kvlab.replays.reference import Reference
+
+if TYPE_CHECKING:
+    from kvlab.traces.trace import Trace
+
+# Shares of what weighs less than this in the full softmax are lost to rounding.
+TOO_LITTLE = 1e-20
+
+
+@dataclass
+class Reading:
+    """Which of the recorded entries the steps of one layer read, as the model made them.
+
+    Attributes:
+        places: positions that any of the steps reads, int64 `[sets, n]`, -1 padded; a set for each KV head or for each
+            query head.
+        read: which of the places each step reads, bool `[sets, steps, n]`; None for all that it can see.
+    """
+
+    places: Tensor
+    read: Tensor | None = None
+
+    @property
+    def _which(self) -> Tensor:
+        """What is read, broadcastable to `[sets, steps, n]`."""
+        return (self.places != EMPTY)[:, None] if self.read is None else self.read
+
+    def _of(self, rows: Tensor) -> Tensor:
+        """The places' columns of `rows` `[sets x any, steps, length]`, zero where they are not read."""
+        grouped = rows.unflatten(0, (len(self.places), -1))
+        columns = self.places.clamp_min(0)[:, None, None].expand(*grouped.shape[:3], -1)
+        return grouped.gather(-1, columns).masked_fill_(~self._which[:, None], 0).flatten(0, 1)
+
+    def mass(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights `[heads, steps, n]` of what is read, and their sum `[heads, steps]`, of the full cache's weights
+        `[heads, steps, length]`.
+        """
+        taken = self._of(weights)
+        return taken, taken.sum(-1)
+
+    def found(self, ranks: Tensor, k: Tensor) -> Tensor:
+        """Share of each step's top `k` `[steps]` that it reads, given ranks `[kv_heads, steps, length]`: averaged over
+        a KV head's sets where it has several, `[kv_heads, steps]`.
+        """
+        sets, kv_heads = len(self.places), len(ranks)
+        columns = self.places.clamp_min(0).unflatten(0, (kv_heads, -1))[:, :, None]
+        ranks = ranks[:, None].expand(-1, sets // kv_heads, -1, -1)
+        near = ranks.gather(-1, columns.expand(*ranks.shape[:3], -1)) < k[:, None]
+        hit = near & self._which.unflatten(0, (kv_heads, -1))
+        return (hit.sum(-1) / k).mean(1)
+
+    def output(self, trace: Trace, layer: int, taken: Tensor, weight: Tensor) -> Tensor:
+        """Attention output over what is read, `[heads, steps, head_dim]`.
+
+        Args:
+            taken: as `mass` gives them.
+            weight: of what is read and of the sinks in the full softmax, `[heads, steps]`.
+        """
+        values = self._entries(trace.values[layer])
+        if float(weight.min()) > TOO_LITTLE:
+            return attention.output(taken, values) / weight[..., None]
+        keys, softmax = self._entries(trace.keys[layer]), trace.softmax.row(layer)
+        now = torch.arange(trace.prompt_length, trace.length, device=trace.device)[:, None]
+        visible = self._which & (self.places[:, None] <= now)
+        visible = visible.repeat_interleave(trace.heads // len(self.places), 0)
+        return attention.output(attention.weights(trace.response_queries[layer], keys, softmax, visible), values)
+
+    def _entries(self, recorded: Tensor) -> Tensor:
+        """The places' keys or values `[sets, n, head_dim]`, of recorded ones `[kv_heads, length, head_dim]`."""
+        if len(self.places) > len(recorded):
+            recorded = recorded.repeat_interleave(len(self.places) // len(recorded), 0)
+        return pick(recorded[None], self.places[None])[0]
+
+
+def readings(sets: list[Tensor], length: int) -> list[Reading]:
+    """What the steps read in each layer, from the positions `[layers, sets, n]` that each of them reads, -1 padded."""
+    layers, heads, _ = sets[0].shape
+    # What only pads a row falls into a column of its own.
+    read = torch.zeros(layers, heads, len(sets), length + 1, dtype=torch.bool, device=sets[0].device)
+    for step, positions in enumerate(sets):
+        read[:, :, step].scatter_(-1, positions.masked_fill(positions == EMPTY, length), True)
+    made = []
+    for layer in read[..., :length]:
+        places = ranking.positions_of(layer.any(1))
+        columns = places.clamp_min(0)[:, None].expand(-1, len(sets), -1)
+        made.append(Reading(places, layer.gather(-1, columns) & (places != EMPTY)[:, None]))
+    return made
+
+
+@dataclass
+class Losses:
+    """What the steps of one layer lose, `mass` of the attention and `error` of the output `[heads, steps]`; and their
+    `recall`, `[kv_heads, steps]`.
+    """
+
+    mass: Tensor
+    error: Tensor
+    recall: Tensor
+
+
+def losses(side: Reference, layer: int, reading: Reading, k: Tensor) -> Losses:
+    """Measured against the full cache; `k` `[steps]` is the size of the top that each step's recall asks for."""
+    taken, mass = reading.mass(side.weights(layer))
+    weight = mass if side.sinks is None else mass + side.sinks[layer]
+    output = reading.output(side.trace, layer, taken, weight)
+    return Losses(
+        mass=(1 - weight).clamp(0, 1),
+        error=measures.output_error(side.outputs[layer], output),
+        recall=reading.found(side.step_ranks[layer], k),
+    )
