@@ -27,22 +27,23 @@ class Reading:
     Attributes:
         places: positions that any of the steps reads, int64 `[sets, n]`, -1 padded; a set for each KV head or for each
             query head.
-        read: which of the places each step reads, bool `[sets, steps, n]`; None for all that it can see.
+        read: which of the places each step reads, bool `[sets, steps or 1, n]`; None for all that it can see.
     """
 
     places: Tensor
     read: Tensor | None = None
 
-    @property
-    def _which(self) -> Tensor:
-        """What is read, broadcastable to `[sets, steps, n]`."""
-        return (self.places != EMPTY)[:, None] if self.read is None else self.read
+    def __post_init__(self):
+        padded = self.places == EMPTY
+        if self.read is None and bool(padded.any()):
+            self.read = ~padded[:, None]
 
     def _of(self, rows: Tensor) -> Tensor:
         """The places' columns of `rows` `[sets x any, steps, length]`, zero where they are not read."""
         grouped = rows.unflatten(0, (len(self.places), -1))
         columns = self.places.clamp_min(0)[:, None, None].expand(*grouped.shape[:3], -1)
-        return grouped.gather(-1, columns).masked_fill_(~self._which[:, None], 0).flatten(0, 1)
+        taken = grouped.gather(-1, columns)
+        return (taken if self.read is None else taken.masked_fill_(~self.read[:, None], 0)).flatten(0, 1)
 
     def mass(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The weights `[heads, steps, n]` of what is read, and their sum `[heads, steps]`, of the full cache's weights
@@ -58,8 +59,9 @@ class Reading:
         sets, kv_heads = len(self.places), len(ranks)
         columns = self.places.clamp_min(0).unflatten(0, (kv_heads, -1))[:, :, None]
         ranks = ranks[:, None].expand(-1, sets // kv_heads, -1, -1)
-        near = ranks.gather(-1, columns.expand(*ranks.shape[:3], -1)) < k[:, None]
-        hit = near & self._which.unflatten(0, (kv_heads, -1))
+        hit = ranks.gather(-1, columns.expand(*ranks.shape[:3], -1)) < k[:, None].to(ranks.dtype)
+        if self.read is not None:
+            hit &= self.read.unflatten(0, (kv_heads, -1))
         return (hit.sum(-1) / k).mean(1)
 
     def output(self, trace: Trace, layer: int, taken: Tensor, weight: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ class Reading:
             return attention.output(taken, values) / weight[..., None]
         keys, softmax = self._entries(trace.keys[layer]), trace.softmax.row(layer)
         now = torch.arange(trace.prompt_length, trace.length, device=trace.device)[:, None]
-        visible = self._which & (self.places[:, None] <= now)
+        visible = self.places[:, None] <= now if self.read is None else self.read & (self.places[:, None] <= now)
         visible = visible.repeat_interleave(trace.heads // len(self.places), 0)
         return attention.output(attention.weights(trace.response_queries[layer], keys, softmax, visible), values)
 
@@ -94,7 +96,8 @@ def readings(sets: list[Tensor], length: int) -> list[Reading]:
         read[:, :, step].scatter_(-1, positions.masked_fill(positions == EMPTY, length), True)
     made = []
     for layer in read[..., :length]:
-        places = ranking.positions_of(layer.any(1))
+        # Over bytes, since torch's `any` over another dimension than the last is fifty times slower.
+        places = ranking.positions_of(layer.view(torch.uint8).amax(1).bool())
         columns = places.clamp_min(0)[:, None].expand(-1, len(sets), -1)
         made.append(Reading(places, layer.gather(-1, columns) & (places != EMPTY)[:, None]))
     return made

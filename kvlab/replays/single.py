@@ -81,7 +81,7 @@ class Replay:
     @torch.inference_mode()
     def _run(self) -> None:
         trace = self.trace
-        store = LayerStore(trace.prompt_keys, trace.prompt_values)
+        store = LayerStore.recorded(trace.keys, trace.values, trace.prompt_length)
         store.layers = trace.prompt.layers
         prompt = self._planned(trace.prompt)
         self.policy.compress(store, prompt)
