@@ -259,7 +259,7 @@ class LayerStore:
         columns = sum(self.column(name).numel() * self.column(name).element_size() for name in names)
         entries = self._entries.counts
         share = sum(entries) / (len(entries) * self.length) if self.ragged else 1.0
-        return round(columns * share) + sum(t.numel() * t.element_size() for t in self.memory.values())
+        return round(columns * share) + sum(t.nbytes for t in self.memory.values())
 
     @property
     def merged(self) -> bool:
@@ -269,8 +269,7 @@ class LayerStore:
     @property
     def allocated_bytes(self) -> int:
         beside = 0 if self._beside is None else self._beside.nbytes
-        memory = sum(t.numel() * t.element_size() for t in self.memory.values())
-        return self._entries.allocated_bytes + beside + memory
+        return self._entries.allocated_bytes + beside + sum(t.nbytes for t in self.memory.values())
 
     # ------------------------------------------------------------------ the verbs
 
@@ -341,8 +340,8 @@ class LayerStore:
         it keeps its position. `columns` names how a column combines, "max" or "sum"; others stay as the target's.
         Evicting the sources is the caller's.
 
-        A storage in another form rounds their mean once more, as any entry. KIVI rounds a mean in the place of a rounded
-        entry with the steps and zeros of its group, and cuts it to their range; no other entry of the group changes.
+        A storage in another form rounds their mean once more, as any entry. KIVI rounds a mean in a rounded entry's
+        place with the steps and zeros of its group, and cuts it to their range; no other entry of the group changes.
         """
         if not self.has_column(FUSIONS):
             self.add_column(FUSIONS, torch.ones(self.rows, self.kv_heads, self.length, device=self.device))

@@ -1,7 +1,8 @@
-"""What it costs to read some of the recorded entries: all steps of a layer at once, from what the full cache does."""
+"""What it costs to read some of the recorded entries: many steps of a layer at once, from what the full cache does."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,14 +23,16 @@ TOO_LITTLE = 1e-20
 
 @dataclass
 class Reading:
-    """Which of the recorded entries the steps of one layer read, as the model made them.
+    """Which of the recorded entries some steps of one layer read, as the model made them.
 
     Attributes:
+        steps: these steps, one behind the other, counted from 0.
         places: positions that any of the steps reads, int64 `[sets, n]`, -1 padded; a set for each KV head or for each
             query head.
         read: which of the places each step reads, bool `[sets, steps or 1, n]`; None for all that it can see.
     """
 
+    steps: slice
     places: Tensor
     read: Tensor | None = None
 
@@ -75,10 +78,12 @@ class Reading:
         if float(weight.min()) > TOO_LITTLE:
             return attention.output(taken, values) / weight[..., None]
         keys, softmax = self._entries(trace.keys[layer]), trace.softmax.row(layer)
-        now = torch.arange(trace.prompt_length, trace.length, device=trace.device)[:, None]
+        now = torch.arange(trace.prompt_length, trace.length, device=trace.device)[self.steps, None]
         visible = self.places[:, None] <= now if self.read is None else self.read & (self.places[:, None] <= now)
         visible = visible.repeat_interleave(trace.heads // len(self.places), 0)
-        return attention.output(attention.weights(trace.response_queries[layer], keys, softmax, visible), values)
+        return attention.output(
+            attention.weights(trace.response_queries[layer][:, self.steps], keys, softmax, visible), values
+        )
 
     def _entries(self, recorded: Tensor) -> Tensor:
         """The places' keys or values `[sets, n, head_dim]`, of recorded ones `[kv_heads, length, head_dim]`."""
@@ -87,20 +92,35 @@ class Reading:
         return pick(recorded[None], self.places[None])[0]
 
 
-def readings(sets: list[Tensor], length: int) -> list[Reading]:
-    """What the steps read in each layer, from the positions `[layers, sets, n]` that each of them reads, -1 padded."""
+def readings(steps: slice, sets: list[Tensor], length: int) -> Iterator[Reading]:
+    """What these steps read, layer by layer, from the positions `[layers, sets, n]` that each reads, -1 padded."""
     layers, heads, _ = sets[0].shape
     # What only pads a row falls into a column of its own.
     read = torch.zeros(layers, heads, len(sets), length + 1, dtype=torch.bool, device=sets[0].device)
     for step, positions in enumerate(sets):
         read[:, :, step].scatter_(-1, positions.masked_fill(positions == EMPTY, length), True)
-    made = []
     for layer in read[..., :length]:
         # Over bytes, since torch's `any` over another dimension than the last is fifty times slower.
         places = ranking.positions_of(layer.view(torch.uint8).amax(1).bool())
-        columns = places.clamp_min(0)[:, None].expand(-1, len(sets), -1)
-        made.append(Reading(places, layer.gather(-1, columns) & (places != EMPTY)[:, None]))
-    return made
+        taken = layer.gather(-1, places.clamp_min(0)[:, None].expand(-1, len(sets), -1))
+        yield Reading(steps, places, taken.logical_and_((places != EMPTY)[:, None]))
+
+
+def alike(steps: list[int], sizes: list[int]) -> list[slice]:
+    """Steps one behind the other that read about equally many entries, since places are looked at in all steps of a
+    reading: MorphKV's first step reads the whole prompt, and no other does.
+
+    Args:
+        steps: ascending.
+        sizes: how many entries each step reads, those that are not among `steps` included.
+    """
+    runs: list[slice] = []
+    for step in steps:
+        if runs and runs[-1].stop == step and 2 * sizes[step] > sizes[runs[-1].start]:
+            runs[-1] = slice(runs[-1].start, step + 1)
+        else:
+            runs.append(slice(step, step + 1))
+    return runs
 
 
 @dataclass
@@ -115,12 +135,12 @@ class Losses:
 
 
 def losses(side: Reference, layer: int, reading: Reading, k: Tensor) -> Losses:
-    """Measured against the full cache; `k` `[steps]` is the size of the top that each step's recall asks for."""
-    taken, mass = reading.mass(side.weights(layer))
-    weight = mass if side.sinks is None else mass + side.sinks[layer]
+    """Measured against the full cache; `k` is the size of the top that recall asks for at each step of the trace."""
+    taken, mass = reading.mass(side.weights(layer)[:, reading.steps])
+    weight = mass if side.sinks is None else mass + side.sinks[layer][:, reading.steps]
     output = reading.output(side.trace, layer, taken, weight)
     return Losses(
         mass=(1 - weight).clamp(0, 1),
-        error=measures.output_error(side.outputs[layer], output),
-        recall=reading.found(side.step_ranks[layer], k),
+        error=measures.output_error(side.outputs[layer][:, reading.steps], output),
+        recall=reading.found(side.step_ranks[layer][:, reading.steps], k[reading.steps]),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from kvlab.instruments.probes import Probe, Seen
 from kvlab.instruments.records import Records
 from kvlab.methods import Policy, Prompt
 from kvlab.methods.clock import attend, positions_read, take, weigh
-from kvlab.replays.reading import Reading, losses, readings
+from kvlab.replays.reading import Reading, alike, losses, readings
 from kvlab.replays.reference import reference
 from kvlab.replays.tables import AXES, SINKS, tidy
 
@@ -128,8 +128,8 @@ class Replay:
                 self._attend(store, queries, slots, step)
             self._stored.append(store.positions.clone())
             self.stored_bytes[step - 1] = store.kv_bytes + store.aux_bytes - self.policy.discount_bytes(store)
-        if recorded:
-            self._measure(readings(self._read, self.trace.length), recorded)
+        for steps in alike(recorded, [read.shape[-1] for read in self._read]):
+            self._measure(readings(steps, self._read[steps], self.trace.length))
 
     def _as_recorded(self, store: LayerStore) -> bool:
         """Whether what the model recorded tells all that a step attends to."""
@@ -166,22 +166,22 @@ class Replay:
             response = torch.arange(prompt, trace.length, device=trace.device).expand(self._kept.shape[1], -1)
             # Other layers may keep more: no need to look at a layer's padding.
             fewer = (kept[:, : int((kept != EMPTY).sum(-1).max())] for kept in self._kept)
-            self._measure([Reading(torch.cat([kept, response], -1)) for kept in fewer], range(trace.steps))
+            self._measure(Reading(slice(0, trace.steps), torch.cat([kept, response], -1)) for kept in fewer)
         entry = 2 * trace.keys.shape[-1] * trace.keys.element_size()
         generated = trace.n_layers * self._kept.shape[1] * torch.arange(1, trace.steps + 1)
         entries = int((self._kept != EMPTY).sum()) + generated
         self.stored_bytes = (entries * entry + store.aux_bytes).float()
         self.read_bytes = self.stored_bytes.clone()
 
-    def _measure(self, readings: list[Reading], steps: Sequence[int]) -> None:
-        """Measure these steps, counted from 0, by what each layer reads in them."""
-        trace, chosen = self.trace, list(steps)
+    def _measure(self, readings: Iterable[Reading]) -> None:
+        """Measure what each layer reads, one reading for each."""
+        trace = self.trace
         k = torch.arange(trace.prompt_length + 1, trace.length + 1, device=trace.device).clamp_max(self.k)
         for layer, reading in enumerate(readings):
             lost = losses(self._reference, layer, reading, k)
-            self.mass_lost[layer][:, chosen] = lost.mass[:, chosen]
-            self.output_error[layer][:, chosen] = lost.error[:, chosen]
-            self.step_recall[layer][:, chosen] = lost.recall[:, chosen]
+            self.mass_lost[layer][:, reading.steps] = lost.mass
+            self.output_error[layer][:, reading.steps] = lost.error
+            self.step_recall[layer][:, reading.steps] = lost.recall
 
     def _follow_rounded(self, store: LayerStore) -> None:
         """What `_follow` cannot tell of a storage that rounds: outputs and bytes, of as many steps at once as leave all
