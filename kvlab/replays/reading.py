@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # Shares of what weighs less than this in the full softmax are lost to rounding.
 TOO_LITTLE = 1e-20
 
+# Bytes that tell of some layers which entries every step reads.
+AT_ONCE = 2**25
+
 
 @dataclass
 class Reading:
@@ -95,8 +98,15 @@ class Reading:
 def readings(steps: slice, sets: list[Tensor], length: int) -> Iterator[Reading]:
     """What these steps read, layer by layer, from the positions `[layers, sets, n]` that each reads, -1 padded."""
     layers, heads, _ = sets[0].shape
+    # As many layers at once as leave memory small, however long the trace is.
+    some = max(1, AT_ONCE // (heads * len(sets) * length))
+    for first in range(0, layers, some):
+        yield from _readings(steps, [positions[first : first + some] for positions in sets], length)
+
+
+def _readings(steps: slice, sets: list[Tensor], length: int) -> Iterator[Reading]:
     # What only pads a row falls into a column of its own.
-    read = torch.zeros(layers, heads, len(sets), length + 1, dtype=torch.bool, device=sets[0].device)
+    read = sets[0].new_zeros(*sets[0].shape[:2], len(sets), length + 1, dtype=torch.bool)
     for step, positions in enumerate(sets):
         read[:, :, step].scatter_(-1, positions.masked_fill(positions == EMPTY, length), True)
     for layer in read[..., :length]:
