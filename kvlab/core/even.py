@@ -233,3 +233,22 @@ class Even:
 
         self.tensors = {name: moved(tensor) for name, tensor in self.tensors.items()}
         self.start, self.owned = 0, True
+
+
+class Recorded(Even):
+    """Slots of a recording, read where they lie: until something changes, whatever is appended lies behind them already
+    and is not looked at.
+
+    Args:
+        tensors: `[rows, kv_heads, tokens, ...]` each, of the whole recording.
+        length: how many slots are in use at first.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], length: int):
+        super().__init__(tensors, length=length)
+
+    def append(self, new: Mapping[str, Tensor | int], n: int) -> None:
+        if self.owned:
+            super().append(new, n)
+        else:
+            self.length += n

@@ -51,8 +51,10 @@ def positions_of(chosen: Tensor) -> Tensor:
     """The positions that are chosen, bool `[..., length]` -> int64 `[..., most]`, ascending, -1 at the end of rows with
     fewer.
     """
-    length = chosen.shape[-1]
+    length, counts = chosen.shape[-1], chosen.sum(-1)
+    most = int(counts.max())
+    if int(counts.min()) == most:
+        return chosen.nonzero()[:, -1].view(*chosen.shape[:-1], most)
     places = torch.arange(length, device=chosen.device).expand(chosen.shape)
-    ordered = torch.where(chosen, places, length).sort(dim=-1).values
-    ordered = ordered[..., : int(chosen.sum(-1).max())]
+    ordered = torch.where(chosen, places, length).sort(dim=-1).values[..., :most]
     return ordered.masked_fill(ordered == length, PAD)

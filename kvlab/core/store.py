@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core.entries import AsIs, Entries, Run
-from kvlab.core.even import Even
+from kvlab.core.even import Even, Recorded
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, pick
 from kvlab.core.storage import AS_IS, Storage
 
@@ -58,17 +58,22 @@ class LayerStore:
         self.numbers: dict[str, int] = {}
         self.layers: tuple[int, ...] = (0,) * rows
         self._budget: int | None = None
-        self.seen = length
-        self._repeats = 1
+        self.seen, self._repeats = length, 1
 
     @classmethod
     def preallocated(cls, keys: Tensor, values: Tensor) -> LayerStore:
-        """An empty store that writes into the given storage `[rows, kv_heads, capacity, head_dim]` (growing past it
-        copies).
-        """
+        """An empty store that writes into `[rows, kv_heads, capacity, head_dim]` (growing past it copies)."""
         store = cls(keys[:, :, :0], values[:, :, :0])
         positions = torch.full(keys.shape[:3], EMPTY, device=keys.device)
         store._entries = AsIs(Even({KEYS: keys, VALUES: values, POSITIONS: positions}, owned=True, length=0))
+        return store
+
+    @classmethod
+    def recorded(cls, keys: Tensor, values: Tensor, length: int) -> LayerStore:
+        """The first `length` entries of a recording, which are borrowed; what is appended must be its next entries."""
+        store = cls(keys[:, :, :length], values[:, :, :length])
+        positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        store._entries = AsIs(Recorded({KEYS: keys, VALUES: values, POSITIONS: positions}, length))
         return store
 
     # ------------------------------------------------------------------ the policy's budget
@@ -174,9 +179,9 @@ class LayerStore:
     @property
     def fusion_counts(self) -> Tensor:
         """`[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never merged."""
-        if not self.has_column(FUSIONS):
-            return torch.ones(1, 1, 1, device=self.device).expand(self.rows, self.kv_heads, self.length)
-        return self.column(FUSIONS)
+        if self.has_column(FUSIONS):
+            return self.column(FUSIONS)
+        return torch.ones(1, 1, 1, device=self.device).expand(self.rows, self.kv_heads, self.length)
 
     def has_column(self, name: str) -> bool:
         return self._beside is not None and name in self._beside.tensors
@@ -187,8 +192,7 @@ class LayerStore:
 
     def add_column(self, name: str, values: Tensor) -> None:
         """Keep `values` `[rows, kv_heads, slots, ...]` beside the entries; entries appended later start at zero."""
-        shape = self.rows, self.kv_heads, self.length
-        if values.shape[:3] != shape:
+        if values.shape[:3] != (shape := (self.rows, self.kv_heads, self.length)):
             raise ValueError(f"column {name!r} is {tuple(values.shape[:3])}, the store {shape}")
         if self._beside is None:
             self._beside = Even({name: values.clone(memory_format=torch.contiguous_format)}, owned=True)
@@ -201,8 +205,7 @@ class LayerStore:
         values = self.column(name)
         assert self._beside is not None, "it was added"
         del self._beside.tensors[name]
-        if not self._beside.tensors:
-            self._beside = None
+        self._beside = self._beside if self._beside.tensors else None
         return values
 
     def part(self, rows: Tensor, start: int) -> LayerStore:
@@ -256,7 +259,7 @@ class LayerStore:
         columns = sum(self.column(name).numel() * self.column(name).element_size() for name in names)
         entries = self._entries.counts
         share = sum(entries) / (len(entries) * self.length) if self.ragged else 1.0
-        return round(columns * share) + sum(t.numel() * t.element_size() for t in self.memory.values())
+        return round(columns * share) + sum(t.nbytes for t in self.memory.values())
 
     @property
     def merged(self) -> bool:
@@ -266,8 +269,7 @@ class LayerStore:
     @property
     def allocated_bytes(self) -> int:
         beside = 0 if self._beside is None else self._beside.nbytes
-        memory = sum(t.numel() * t.element_size() for t in self.memory.values())
-        return self._entries.allocated_bytes + beside + memory
+        return self._entries.allocated_bytes + beside + sum(t.nbytes for t in self.memory.values())
 
     # ------------------------------------------------------------------ the verbs
 
@@ -319,9 +321,8 @@ class LayerStore:
         self._blank()
 
     def truncate(self, length: int) -> None:
-        """Forget the newest entries of every head, until the fullest has `length` (pseudo-tokens, rejected drafts).
-
-        What a storage has rounded stays rounded.
+        """Forget the newest entries of every head (pseudo-tokens, rejected drafts) until the fullest has `length`; what
+        a storage has rounded stays rounded.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"a store of {self.length} slots cannot be truncated to {length}")
@@ -339,9 +340,8 @@ class LayerStore:
         it keeps its position. `columns` names how a column combines, "max" or "sum"; others stay as the target's.
         Evicting the sources is the caller's.
 
-        A storage in another form reads the entries, and rounds their mean as it rounds any entry: once more, then.
-        KIVI rounds a mean that takes the place of a rounded entry with the steps and zeros of that entry's group, and
-        what lies outside of its range goes to the end that is nearest; no other entry of the group changes.
+        A storage in another form rounds their mean once more, as any entry. KIVI rounds a mean in a rounded entry's
+        place with the steps and zeros of its group, and cuts it to their range; no other entry of the group changes.
         """
         if not self.has_column(FUSIONS):
             self.add_column(FUSIONS, torch.ones(self.rows, self.kv_heads, self.length, device=self.device))

@@ -361,6 +361,13 @@ class Policy(Parameters):
         verbs = ("select", "bias", "amend")
         return self.steps or any(getattr(type(self), verb) is not getattr(Policy, verb) for verb in verbs)
 
+    @property
+    def attends_plainly(self) -> bool:
+        """Whether a step attends to the entries that it reads as the model would: none rewritten, nothing biased or
+        amended.
+        """
+        return not self.rewrites and all(getattr(type(self), v) is getattr(Policy, v) for v in ("bias", "amend"))
+
 
 def everything(prompt: Prompt) -> Tensor:
     """All positions of a prompt, int64 `[rows, kv_heads, length]`."""

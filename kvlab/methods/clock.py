@@ -27,9 +27,7 @@ class Step:
 
     def read(self, store: LayerStore) -> Tensor:
         """Positions read, `[rows, kv_heads, n]`, -1 padded; call it before the policy evicts."""
-        if self.slots is None:
-            return store.positions.clone()
-        return pick(store.positions, self.slots).masked_fill(self.slots == EMPTY, EMPTY)
+        return positions_read(store, self.slots)
 
 
 def decode(
@@ -51,35 +49,77 @@ def decode(
         positions: of the new entry; the next one unless given.
         weigh: the caller needs the attention weights even if the policy does not.
     """
+    slots = take(policy, store, queries, keys, values, scaling, positions)
+    return attend(policy, store, queries, slots, scaling, weigh)
+
+
+def take(
+    policy: Policy,
+    store: LayerStore,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: Scaling,
+    positions: Tensor | None = None,
+) -> Tensor | None:
+    """Append a token's entry, and select: the slots that it reads, `[rows, kv_heads, n]`; None for everything stored.
+
+    Args: as `decode`.
+    """
     store.append(keys, values, positions)
     store.settle()
-    softmax = Softmax.of(scaling)
-    slots = policy.select(store, queries, softmax.told)
-    bias = policy.bias(store)
+    return policy.select(store, queries, Softmax.of(scaling).told)
+
+
+def attend(
+    policy: Policy,
+    store: LayerStore,
+    queries: Tensor,
+    slots: Tensor | None,
+    scaling: Scaling,
+    weigh: bool = False,
+) -> Step:
+    """Attend from a token whose entry has been taken in, and amend.
+
+    Args: as `decode`; `slots` as `take` gives them.
+    """
+    softmax, bias = Softmax.of(scaling), policy.bias(store)
     if weigh or not softmax.plain or (policy.weighs and policy.steps):
-        weights, output = _weighed(store, queries, slots, bias, softmax)
+        keys, values = (store.keys, store.values) if slots is None else store.taken(slots)
+        weights = _weights(store, queries, keys, slots, bias, softmax)
+        output = attention.output(weights, values).to(queries.dtype)
         return Step(policy.amend(store, output), weights[:, :, 0], slots)
     return Step(policy.amend(store, _fused(store, queries, slots, bias, softmax)), None, slots)
 
 
-def _weighed(
-    store: LayerStore, queries: Tensor, slots: Tensor | None, bias: Tensor | None, softmax: Softmax
-) -> tuple[Tensor, Tensor]:
-    """The weights `[rows, heads, 1, slots read]`, and the output."""
-    heads = queries.shape[1]
+def weigh(store: LayerStore, queries: Tensor, slots: Tensor | None, scaling: Scaling) -> Tensor:
+    """The weights alone, `[rows, heads, slots read]`, of a step without a bias.
+
+    Args: as `attend`.
+    """
+    keys = store.keys if slots is None else store.taken(slots)[0]
+    return _weights(store, queries, keys, slots, None, Softmax.of(scaling))[:, :, 0]
+
+
+def positions_read(store: LayerStore, slots: Tensor | None) -> Tensor:
+    """Positions of the slots that a step reads, `[rows, kv_heads, n]`, -1 padded; of everything stored for None."""
     if slots is None:
-        keys, values = store.keys, store.values
-        visible = store.occupied if store.ragged else None
-    else:
-        keys, values = store.taken(slots)
-        bias = None if bias is None else pick(bias, slots)
-        visible = slots != EMPTY
+        return store.positions.clone()
+    return pick(store.positions, slots).masked_fill(slots == EMPTY, EMPTY)
+
+
+def _weights(
+    store: LayerStore, queries: Tensor, keys: Tensor, slots: Tensor | None, bias: Tensor | None, softmax: Softmax
+) -> Tensor:
+    """`[rows, heads, 1, slots read]`; `keys` are those of the slots."""
+    heads = queries.shape[1]
+    visible = slots != EMPTY if slots is not None else store.occupied if store.ragged else None
     if visible is not None:
         visible = attention.to_query_heads(visible, heads)[:, :, None]
     if bias is not None:
+        bias = bias if slots is None else pick(bias, slots)
         bias = attention.to_query_heads(bias, heads)[:, :, None]
-    weights = attention.weights(queries, keys, softmax, visible, bias)
-    return weights, attention.output(weights, values).to(queries.dtype)
+    return attention.weights(queries, keys, softmax, visible, bias)
 
 
 def _fused(store: LayerStore, queries: Tensor, slots: Tensor | None, bias: Tensor | None, softmax: Softmax) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.storage import AS_IS, Storage
-from kvlab.core.store import EMPTY, LayerStore, pick
+from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError, whole
 from kvlab.instruments import measures
 from kvlab.instruments.probes import Probe, Seen
 from kvlab.instruments.records import Records
 from kvlab.methods import Policy, Prompt
-from kvlab.methods.clock import decode
+from kvlab.methods.clock import attend, positions_read, take, weigh
+from kvlab.replays.reading import Reading, alike, losses, readings
 from kvlab.replays.reference import reference
 from kvlab.replays.tables import AXES, SINKS, tidy
 
@@ -81,7 +82,7 @@ class Replay:
     @torch.inference_mode()
     def _run(self) -> None:
         trace = self.trace
-        store = LayerStore(trace.prompt_keys, trace.prompt_values)
+        store = LayerStore.recorded(trace.keys, trace.values, trace.prompt_length)
         store.layers = trace.prompt.layers
         prompt = self._planned(trace.prompt)
         self.policy.compress(store, prompt)
@@ -96,8 +97,7 @@ class Replay:
             # Without a response there is no gold set to recall.
             self.recall, self.window_recall = (torch.full_like(r, torch.nan) for r in (self.recall, self.window_recall))
         if self.policy.acts_while_decoding or self.policy.rewrites or store.merged or self.probes:
-            for step in range(1, trace.steps + 1):
-                self._decode(store, step)
+            self._decode(store)
         else:
             self._follow(store)
             if not self.storage.exact:
@@ -110,75 +110,80 @@ class Replay:
         plan = self.policy.plan(self.policy.survey(prompt)[:, None], prompt)
         return prompt.with_plan(plan[:, 0])
 
-    def _decode(self, store: LayerStore, step: int) -> None:
-        """One decoding step by the clock: append, attend, measure, update, evict or merge."""
-        trace, now = self.trace, step - 1
-        position = trace.prompt_length + now
-        new = slice(position, position + 1)
-        queries = trace.response_queries[:, :, now : now + 1]
-        entry = trace.keys[:, :, new], trace.values[:, :, new]
-        attended = decode(self.policy, store, queries, *entry, trace.softmax, weigh=True)
+    def _decode(self, store: LayerStore) -> None:
+        """All decoding steps by the clock: append, attend, update, evict or merge."""
+        recorded = []
+        for step in range(1, self.trace.steps + 1):
+            new = slice(self.trace.prompt_length + step - 1, self.trace.prompt_length + step)
+            queries = self.trace.response_queries[:, :, step - 1 : step]
+            entry = self.trace.keys[:, :, new], self.trace.values[:, :, new]
+            slots = take(self.policy, store, queries, *entry, self.trace.softmax)
+            self._read.append(positions_read(store, slots))
+            self.read_bytes[step - 1] = store.bytes_of(slots) + self.policy.overhead_bytes(store)
+            if self._as_recorded(store):
+                recorded.append(step - 1)
+                weighs = self.policy.weighs and self.policy.steps
+                weights = weigh(store, queries, slots, self.trace.softmax) if weighs else None
+                self.policy.step(store, weights)
+            else:
+                self._attend(store, queries, slots, step)
+            everything = store.length == store.seen and not store.ragged
+            self._stored.append(None if everything else store.positions.clone())
+            self.stored_bytes[step - 1] = store.kv_bytes + store.aux_bytes - self.policy.discount_bytes(store)
+        for steps in alike(recorded, [read.shape[-1] for read in self._read]):
+            self._measure(readings(steps, self._read[steps], self.trace.length))
 
-        read = attended.read(store)
-        self._read.append(read)
+    def _as_recorded(self, store: LayerStore) -> bool:
+        """Whether what the model recorded tells all that a step attends to."""
+        plain = self.policy.attends_plainly and self.storage.exact and not store.merged
+        return plain and not self.probes
+
+    def _attend(self, store: LayerStore, queries: Tensor, slots: Tensor | None, step: int) -> None:
+        """The rest of one decoding step, from attending on, measured on what is stored."""
+        now, read = step - 1, self._read[-1]
+        attended = attend(self.policy, store, queries, slots, self.trace.softmax, weigh=True)
         all_weights, full = self._reference.at(step), self._reference.outputs[:, :, now]
         sinks = None if self._reference.sinks is None else self._reference.sinks[:, :, now]
         self.mass_lost[:, :, now] = measures.mass_lost(all_weights, read, sinks)
         self.output_error[:, :, now] = measures.output_error(full, attended.output[:, :, 0])
-        ranks = self._reference.step_ranks[:, :, now]
-        self.step_recall[:, :, now] = self._reference.share_found(ranks, read, min(self.k, position + 1))
+        ranks, k = self._reference.step_ranks[:, :, now], min(self.k, self.trace.prompt_length + step)
+        self.step_recall[:, :, now] = self._reference.share_found(ranks, read, k)
 
-        seen = Seen(self.policy, store, queries, attended, trace.softmax, full=(all_weights, full))
-        where = dict(step=step, layer=None, rows=list(trace.layers))
+        seen = Seen(self.policy, store, queries, attended, self.trace.softmax, full=(all_weights, full))
+        where = dict(step=step, layer=None, rows=list(self.trace.layers))
         for instrument in self.probes:
             instrument.look(seen, self.records, where)
-
-        self.read_bytes[now] = store.bytes_of(attended.slots) + self.policy.overhead_bytes(store)
         self.policy.step(store, attended.weights)
         for instrument in self.probes:
             instrument.look_after(seen, self.records, where)
-        everything = store.length == store.seen and not store.ragged
-        self._stored.append(None if everything else store.positions.clone())
-        self.stored_bytes[now] = store.kv_bytes + store.aux_bytes - self.policy.discount_bytes(store)
 
     def _follow(self, store: LayerStore) -> None:
         """All steps at once, for a policy that does nothing after the prefill: every generated token stays."""
         trace, prompt = self.trace, self.trace.prompt_length
         if trace.steps == 0:
             return
-        everything = self._kept.shape[2] == prompt and not store.ragged
-        k = torch.arange(prompt + 1, trace.length + 1, device=trace.device).clamp_max(self.k)[:, None, None]
-        for layer in range(trace.n_layers):
-            weights = self._reference.weights(layer)
-            sinks = 0 if self._reference.sinks is None else self._reference.sinks[layer]
-            # Other layers may keep more: no need to look at this one's padding.
-            kept = self._kept[layer][:, : int((self._kept[layer] != EMPTY).sum(-1).max())]
-            # One set for each KV head, or for each query head, whose keys and values are then repeated.
-            all_values = attention.to_query_heads(trace.values[layer].transpose(0, 1), len(kept)).transpose(0, 1)
-            response = weights[:, :, prompt:]
-            if not everything:
-                rows = attention.to_query_heads(kept, trace.heads)[:, None]
-                taken = weights.gather(-1, rows.clamp_min(0).expand(-1, trace.steps, -1)).masked_fill_(rows == EMPTY, 0)
-                mass = taken.sum(-1) + response.sum(-1) + sinks
-                self.mass_lost[layer] = (1 - mass).clamp(0, 1)
-                if self.storage.exact:
-                    values = pick(all_values[None], kept[None])[0]
-                    if float(mass.min()) > 1e-20:
-                        mixed = attention.output(taken, values) + attention.output(response, all_values[:, prompt:])
-                        mixed = mixed / mass[..., None]
-                    else:
-                        mixed = self._from_logits(layer, values, all_values[:, prompt:])
-                    self.output_error[layer] = measures.output_error(self._reference.outputs[layer], mixed)
-            ranks = self._reference.step_ranks[layer].transpose(0, 1)
-            # What a step cannot see yet comes after all that it sees, so it is none of the top.
-            own = ((ranks[..., prompt:] < k).sum(-1, keepdim=True) / k)[..., 0]
-            of_prompt = self._reference.share_found(ranks, kept.expand(trace.steps, -1, -1), k)
-            self.step_recall[layer] = (own + of_prompt).transpose(0, 1)
+        if self._kept.shape[2] == prompt and not store.ragged:
+            self.step_recall.fill_(1)
+        else:
+            response = torch.arange(prompt, trace.length, device=trace.device).expand(self._kept.shape[1], -1)
+            # Other layers may keep more: no need to look at a layer's padding.
+            fewer = (kept[:, : int((kept != EMPTY).sum(-1).max())] for kept in self._kept)
+            self._measure(Reading(slice(0, trace.steps), torch.cat([kept, response], -1)) for kept in fewer)
         entry = 2 * trace.keys.shape[-1] * trace.keys.element_size()
         generated = trace.n_layers * self._kept.shape[1] * torch.arange(1, trace.steps + 1)
         entries = int((self._kept != EMPTY).sum()) + generated
         self.stored_bytes = (entries * entry + store.aux_bytes).float()
         self.read_bytes = self.stored_bytes.clone()
+
+    def _measure(self, readings: Iterable[Reading]) -> None:
+        """Measure what each layer reads, one reading for each."""
+        trace = self.trace
+        k = torch.arange(trace.prompt_length + 1, trace.length + 1, device=trace.device).clamp_max(self.k)
+        for layer, reading in enumerate(readings):
+            lost = losses(self._reference, layer, reading, k)
+            self.mass_lost[layer][:, reading.steps] = lost.mass
+            self.output_error[layer][:, reading.steps] = lost.error
+            self.step_recall[layer][:, reading.steps] = lost.recall
 
     def _follow_rounded(self, store: LayerStore) -> None:
         """What `_follow` cannot tell of a storage that rounds: outputs and bytes, of as many steps at once as leave all
@@ -211,19 +216,6 @@ class Replay:
         """The entries of `n` response tokens from `step` on, counted from 0."""
         new = slice(self.trace.prompt_length + step, self.trace.prompt_length + step + n)
         store.append(self.trace.keys[:, :, new], self.trace.values[:, :, new])
-
-    def _from_logits(self, layer: int, values: Tensor, response_values: Tensor) -> Tensor:
-        """Outputs of all steps where what is kept weighs next to nothing in the full softmax, so that shares of it
-        are lost.
-        """
-        trace, prompt, kept = self.trace, self.trace.prompt_length, self._kept[layer]
-        all_keys = attention.to_query_heads(trace.keys[layer].transpose(0, 1), len(kept)).transpose(0, 1)
-        keys = torch.cat([pick(all_keys[None], kept[None])[0], all_keys[:, prompt:]], 1)
-        occupied = attention.to_query_heads(kept != EMPTY, trace.heads)[:, None].expand(-1, trace.steps, -1)
-        own = attention.last_visible(trace.steps, trace.steps, trace.device).expand(trace.heads, -1, -1)
-        visible, softmax = torch.cat([occupied, own], -1), trace.softmax.row(layer)
-        weights = attention.weights(trace.response_queries[layer], keys, softmax, visible)
-        return attention.output(weights, torch.cat([values, response_values], 1))
 
     # ------------------------------------------------------------------ what came out
 

@@ -209,6 +209,22 @@ def test_pseudo_tokens_on_a_borrowed_store_come_and_go():
     assert torch.equal(store.keys[:, :, 4:], fresh(1, 2)[0]) and store.positions[0, 0].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_recording_is_read_in_place_until_an_entry_leaves():
+    keys, values = fresh(9)
+    before = keys.clone()
+    store, expected = LayerStore.recorded(keys, values, 4), LayerStore(keys[:, :, :4], values[:, :, :4])
+    store.append(keys[:, :, 4:5], values[:, :, 4:5])
+    assert store.keys.data_ptr() == keys.data_ptr() and torch.equal(store.keys, keys[:, :, :5])
+    expected.append(keys[:, :, 4:5], values[:, :, 4:5])
+    for each in (store, expected):
+        each.append(keys[:, :, 5:7], values[:, :, 5:7])
+        each.evict(torch.tensor([0, 2, 5]).expand(ROWS, HEADS, -1))
+        each.append(keys[:, :, 7:], values[:, :, 7:])
+    assert store.positions[0, 0].tolist() == [0, 2, 5, 7, 8] and torch.equal(store.positions, expected.positions)
+    assert torch.equal(store.keys, expected.keys) and torch.equal(store.values, expected.values)
+    assert store.kv_bytes == expected.kv_bytes and torch.equal(keys, before)
+
+
 def test_given_storage_is_filled_in_place_until_it_is_full():
     keys, values = fresh(6)
     storage = [torch.zeros(ROWS, HEADS, 4, DIM, dtype=torch.float64) for _ in range(2)]
