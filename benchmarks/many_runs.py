@@ -236,7 +236,8 @@ def server(folder: Path, filled: Callable[[str], None]) -> Iterator[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(driver), *filter(None, [os.getenv("PYTHONPATH")])])}
     words = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(web), "--workers", "1"]
     words += ["--backend-store-uri", url, "--artifacts-destination", str(folder / "artifacts")]
-    log = open(folder / "server.log", "w", encoding="utf-8")  # noqa: SIM115 - the server writes to it as long as it lives
+    # The server writes to it as long as it lives.
+    log = open(folder / "server.log", "w", encoding="utf-8")  # noqa: SIM115
     answering = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         wait_for(f"http://127.0.0.1:{web}/health", folder / "server.log")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # one with more layers, that of a few steps at a time fits into a part of it.
 KEPT_BYTES = 2**30
 BLOCK = 1 / 4
+# The attention and the ranks of all traces together: beyond it, those of the traces replayed longest ago are given up.
+HELD_BYTES = 2 * 2**30
 
 
 class Reference:
@@ -30,15 +33,30 @@ class Reference:
         self.trace = trace
         entries = trace.n_layers * trace.heads * trace.steps * trace.length
         self._shape = (trace.n_layers, trace.heads, trace.steps, trace.length)
-        self._all = torch.empty(self._shape, device=trace.device) if 4 * entries <= KEPT_BYTES else None
-        self._done = [False] * trace.n_layers
+        self._keeps = 4 * entries <= KEPT_BYTES
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Free what is large; it is computed again where it is asked for again."""
+        self._all: Tensor | None = None
+        self._done = [False] * self.trace.n_layers
         self._block: tuple[int, Tensor] | None = None
+        for large in ("step_ranks", "outputs"):
+            self.__dict__.pop(large, None)
+
+    @property
+    def held_bytes(self) -> int:
+        """What `give_up` would free."""
+        large = [self._all, self._block and self._block[1], *map(self.__dict__.get, ("step_ranks", "outputs"))]
+        return sum(tensor.nbytes for tensor in large if tensor is not None)
 
     def weights(self, layer: int) -> Tensor:
         """Attention of the response over all keys, `[heads, steps, length]`; zero on what a step cannot see yet."""
+        trace = self.trace
+        if self._keeps and self._all is None:
+            self._all = torch.empty(self._shape, device=trace.device)
         if self._all is not None and self._done[layer]:
             return self._all[layer]
-        trace = self.trace
         visible = attention.last_visible(trace.steps, trace.length, trace.device)
         softmax = trace.softmax.row(layer)
         rows = attention.weights(trace.response_queries[layer], trace.keys[layer], softmax, visible)
@@ -49,11 +67,12 @@ class Reference:
     def at(self, step: int) -> Tensor:
         """Attention of the decoding query `step` (from 1) of all layers, `[layers, heads, prompt + step]`."""
         trace, seen = self.trace, self.trace.prompt_length + step
-        if self._all is None:
+        if not self._keeps:
             first, rows = self._around(step)
             return rows[:, :, step - 1 - first, :seen]
         for layer in range(trace.n_layers):
             self.weights(layer)
+        assert self._all is not None, "it keeps them"
         return self._all[:, :, step - 1, :seen]
 
     def _around(self, step: int) -> tuple[int, Tensor]:
@@ -126,6 +145,22 @@ class Reference:
         return (hit.sum(-1, keepdim=True) / k)[..., 0].unflatten(-1, (kv_heads, -1)).mean(-1)
 
 
+_latest: list[ref[Reference]] = []
+"""Those of all traces there are, the one asked for last at the end."""
+
+
 def reference(trace: Trace) -> Reference:
-    """The full cache's side of a trace, made on first use and kept as long as the trace is."""
-    return trace.share("reference", lambda: Reference(trace))
+    """The full cache's side of a trace, made on first use and kept as long as the trace is; of many traces, only the
+    latest keep what is large.
+    """
+    found = trace.share("reference", lambda: Reference(trace))
+    others = [each for each in _latest if each() not in (None, found)]
+    _latest[:] = [*others, ref(found)]
+    alive = [each for known in _latest if (each := known()) is not None]
+    held = sum(each.held_bytes for each in alive)
+    for oldest in alive[:-1]:
+        if held <= HELD_BYTES:
+            break
+        held -= oldest.held_bytes
+        oldest.give_up()
+    return found

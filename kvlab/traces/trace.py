@@ -335,9 +335,7 @@ class Trace:
         return {"kvlab": json.dumps(header), CHECKSUM: BLANK}
 
     def save(self, path: str | Path) -> Path:
-        """Write one safetensors file, whose header holds the rest as JSON, and a checksum (CRC-32) of all its bytes;
-        under its name only once it is whole.
-        """
+        """Write one safetensors file, with a checksum (CRC-32) of all its bytes; it has its name once it is whole."""
         path = Path(path)
         try:
             with replacing(path) as temporary:

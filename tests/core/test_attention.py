@@ -77,7 +77,8 @@ def test_what_comes_after_others_needs_no_mask(monkeypatch, heads, kv_heads, lou
     """Past and own tokens, weighed by their sums, however unlike these are, are what one masked softmax gives."""
     monkeypatch.setattr(attention, "last_visible", None)
     pairs = [layer(seed, heads, kv_heads, 16, prompt=70, n=33) for seed in (4, 5)]
-    queries, keys, values = (torch.stack(both) for both in zip(*pairs, strict=True))
+    # Double: the products of loud keys are so large that floats of 32 bits round them by more than is looked for here.
+    queries, keys, values = (torch.stack(both).double() for both in zip(*pairs, strict=True))
     keys[:, :, :37] *= loud
     found = attention.attend(queries, keys, values, 0.3)
     monkeypatch.undo()

@@ -82,3 +82,18 @@ def test_a_policy_that_keeps_everything_remembers_no_positions(random_traces):
     for step in (0, 1, 20):
         everything = torch.arange(random_traces[0].prompt_length + step).expand(random_traces[0].kv_heads, -1)
         assert torch.equal(result.stored(1, step), everything)
+
+
+def test_many_traces_together_hold_no_more_than_one_may(monkeypatch, random_traces):
+    traces = [replace(random_traces[0]) for _ in range(4)]
+    alone = kvlab.replay(traces[0], POLICIES[1])
+    full = reference(traces[0]).held_bytes
+    assert full > 4 * numbers(traces[0])
+    monkeypatch.setattr(module, "HELD_BYTES", int(2.5 * full))
+    first = kvlab.replay(traces, POLICIES, budgets=[12, 20])
+    held = [reference(trace).held_bytes for trace in traces]
+    assert held[0] == 0 and sum(held) <= 2.5 * full and held[-1] > 0
+    again = kvlab.replay(traces[0], POLICIES[1])
+    for name in ("mass_lost", "output_error", "step_recall"):
+        assert torch.equal(getattr(again, name), getattr(alone, name))
+    assert len(first.table) and reference(traces[0]).held_bytes == full

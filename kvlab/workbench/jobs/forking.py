@@ -160,8 +160,6 @@ def load(wanted: Callable[[], bool]) -> str | None:
     Returns:
         Why no fork of this process would do, and None if it would.
     """
-    import kvlab
-
     # A kernel says so before a notebook imports matplotlib, which reads it only then.
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     for name in MODULES:
@@ -174,8 +172,9 @@ def load(wanted: Callable[[], bool]) -> str | None:
                 importlib.import_module("tqdm.auto")
         elif name == "torch" and _has_gpu():
             return "a GPU cannot be shared with a fork"
-    for name in kvlab.__all__:
-        getattr(kvlab, name)
+    face = importlib.import_module("kvlab")
+    for name in face.__all__:
+        getattr(face, name)
     for package in map(importlib.import_module, PACKAGES):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)

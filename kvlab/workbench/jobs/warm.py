@@ -19,11 +19,11 @@ from typing import Any
 
 import psutil
 
-import kvlab
 from kvlab.workbench.jobs import processes
 from kvlab.workbench.jobs.processes import LOG, Process
 
 SWITCH = "KVLAB_WARM"
+PACKAGE = Path(__file__).resolve().parents[2]
 CLOSING_S = 10
 # What another process may have under the same libraries: anything else may have been read while they were imported.
 OWN = frozenset({"MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "KVLAB_ROOT"})
@@ -245,7 +245,7 @@ class Forked:
 def _stamp() -> object:
     """What changes when somebody edits the package: the names, sizes and times of its files."""
     found = []
-    for path in sorted(Path(kvlab.__file__).parent.rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         with contextlib.suppress(OSError):  # an editor's file, which is gone by now
             status = path.stat()
             found.append((str(path), status.st_size, status.st_mtime_ns))
