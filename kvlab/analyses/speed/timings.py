@@ -57,8 +57,8 @@ def loaded_bytes(lm: LM) -> int:
 
 def plain_cache(prefilled: LiveCache) -> DynamicCache:
     """The entries of a prefill as transformers' own cache; nothing is copied until a step adds to it."""
-    layout = prefilled.session.layout
-    cache = DynamicCache(config=text_config(prefilled.session.model)) if layout.mixed else DynamicCache()
+    layout = prefilled.layout
+    cache = DynamicCache(config=text_config(prefilled.model)) if layout.mixed else DynamicCache()
     for number, layer in prefilled.others.items():
         cache.layers[number] = twin(layer)
     for number, layer in zip(layout.compressed, prefilled.compressed, strict=True):
