@@ -22,7 +22,7 @@ import math
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import numpy as np
 import psutil
@@ -57,7 +57,7 @@ def lived(lm: kvlab.LM, ids: torch.Tensor) -> None:
     chunk = chunk_for(lm.model, len(ids))
     asked = dict(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
     with kvlab.compress(lm.model, kvlab.policy("snapkv", budget=BUDGET)), torch.inference_mode():
-        lm.model.generate(ids[None], prefill_chunk_size=None if chunk == len(ids) else chunk, **asked)
+        cast(Any, lm.model).generate(ids[None], prefill_chunk_size=None if chunk == len(ids) else chunk, **asked)
 
 
 def measured(part: str, model: str, tokens: int, path: Path) -> dict:

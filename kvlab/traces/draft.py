@@ -51,16 +51,12 @@ class Draft:
         self._path, self._begin = path, -(-room // PAGE) * PAGE
         # The widest numbers first, so that each begins at a multiple of its own width.
         self._shapes = dict(sorted(shapes.items(), key=lambda item: -item[1][1].itemsize))
-        self._end, starts = self._begin, {}
-        for name, (shape, dtype) in self._shapes.items():
-            starts[name] = self._end
-            self._end += math.prod(shape) * dtype.itemsize
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values()]
+        self._end = self._begin + sum(sizes)
         _reserve(path, self._end)
-        storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=self._end)
-        self.tensors = {
-            name: torch.empty(0, dtype=dtype).set_(storage, starts[name] // dtype.itemsize, shape)
-            for name, (shape, dtype) in self._shapes.items()
-        }
+        mapped = torch.from_file(str(path), shared=True, size=self._end, dtype=torch.uint8)[self._begin :]
+        pieces = zip(self._shapes.items(), mapped.split(sizes), strict=True)
+        self.tensors = {name: piece.view(dtype).view(shape) for (name, (shape, dtype)), piece in pieces}
 
     def finish(self, trace: Trace) -> None:
         """Make it the file of a trace, some of whose tensors are the mapped ones."""
@@ -75,7 +71,7 @@ class Draft:
         with self._path.open("r+b") as file:
             file.seek(self._end)
             for tensor in rest.values():
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             header = self._header(trace, rest)
             file.seek(0)
             file.write((self._begin - 8).to_bytes(8, "little") + header.ljust(self._begin - 8))
