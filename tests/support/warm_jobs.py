@@ -38,6 +38,7 @@ family = {"pids": [one.pid for one in parents], "names": [one.name() for one in 
 cached = sorted(
     f"{name}.{thing}" for name, module in list(sys.modules.items()) if name.startswith("kvlab")
     for thing, value in list(vars(module).items()) if hasattr(value, "cache_info") and value.cache_info().currsize
+    and value.__module__.startswith("kvlab")
 )
 pathlib.Path("look.json").write_text(json.dumps({"found": found, "drawn": drawn, "family": family, "cached": cached}))
 """

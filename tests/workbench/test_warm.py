@@ -230,10 +230,12 @@ def test_a_sweep_leaves_no_server_and_its_jobs_start_warm(project, console):
     name = "import pathlib, psutil\npathlib.Path(f'{reduction}.txt').write_text(psutil.Process().parent().name())"
     notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(name))
     experiment(project, grid={"reduction": [0.5, 0.6]})
+    before = psutil.Process().children()  # the server that other tests share may be among them
     found = driver.run(EXPERIMENT, workers=1, console=console)
     assert [result.state for result in found] == ["finished"] * 2, console.file.getvalue()
     assert [path.read_text() for path in sorted((project / "notebooks").glob("*.txt"))] == [WORKER] * 2
-    assert not [one for one in psutil.Process().children() if "kvlab.workbench.jobs.forking" in one.cmdline()]
+    left = [one for one in psutil.Process().children() if one not in before]
+    assert not [one for one in left if "kvlab.workbench.jobs.forking" in one.cmdline()]
 
 
 # ---------------------------------------------------------------- cold
