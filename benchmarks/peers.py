@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -61,7 +61,9 @@ def folder_of(model: str) -> Path:
 
 def prompts(lm: LM, lengths: list[int]) -> list[list[int]]:
     """One real text for each length, as a user's message where the model has a chat template, cut to that length."""
-    found, names = [], iter(corpus.SETS["mixed/8"])
+    texts = corpus.SETS["mixed/8"]
+    # Half of the texts are of one genre, half of another: one of each in turn.
+    found, names = [], iter(sorted(texts, key=lambda name: texts.index(name) % (len(texts) // 2)))
     for length in lengths:
         ids: list[int] = []
         while len(ids) < length:
@@ -124,23 +126,27 @@ def times(
     for method in methods.values():
         peer.ask("prefill", ids=ids[:256], press=method.told(warm[0]))
     kvlab.capture(lm, tokens[:256], 2)
+    every = [policy for some in policies.values() for policy in some]
     for turn in range(rounds):
-        traces: list[kvlab.Trace] = []
-
-        def capture(traces: list = traces) -> None:
-            every = [policy for some in policies.values() for policy in some]
-            traces.append(kvlab.capture(lm, tokens, RESPONSE, policies=every))
-
-        rows.append(dict(round=turn, method="capture", ours=clock.seconds(CPU, capture), theirs=0.0))
+        trace, seconds = timed(kvlab.capture, lm, tokens, RESPONSE, policies=every)
+        rows.append(dict(round=turn, method="capture", ours=seconds, theirs=0.0))
         for name in list(methods) if turn % 2 == 0 else list(methods)[::-1]:
             theirs = sum(peer.ask("prefill", ids=ids, press=methods[name].told(keep))["seconds"] for keep in ratios)
-            mine = sum(
-                clock.seconds(CPU, lambda policy=policy: kvlab.replay(traces[0], policy).summary)
-                for policy in policies[name]
-            )
+            mine = sum(timed(replayed, trace, policy)[1] for policy in policies[name])
             rows.append(dict(round=turn, method=name, ours=mine, theirs=theirs))
             bars.advance(task)
     return rows
+
+
+def timed(call: Callable[..., Any], *arguments: Any, **more: Any) -> tuple[Any, float]:
+    """What a call gives, and its seconds."""
+    found: list[Any] = []
+    seconds = clock.seconds(CPU, lambda: found.append(call(*arguments, **more)))
+    return found[0], seconds
+
+
+def replayed(trace: kvlab.Trace, policy: kvlab.Policy) -> dict[str, float]:
+    return kvlab.replay(trace, policy).summary
 
 
 # ---------------------------------------------------------------------- decoding

@@ -11,6 +11,7 @@ since kvpress names no positions: an entry is known by the bits of its key.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -19,7 +20,6 @@ from typing import Any
 
 import kvpress  # pyright: ignore[reportMissingImports]
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -70,8 +70,6 @@ class Peer:
         self.layers = [layer.self_attn for layer in self.model.model.layers]
 
     def versions(self) -> dict[str, Any]:
-        import importlib.metadata
-
         names = {name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")}
         return {"versions": names, "threads": torch.get_num_threads()}
 
@@ -130,7 +128,7 @@ class Peer:
 
     def repeated(self, tokens: Tensor, told: list[dict[str, Any]]) -> tuple[list[Tensor], list[bool]]:
         """KVzip scores in passes of its own, once for all ratios."""
-        press, kept, shape = made(told[0]), [], None
+        press, kept = made(told[0]), []
         cut = press.compress_post
 
         def every(model: Any) -> None:

@@ -120,8 +120,8 @@ METHODS = {
     "pyramidkv": Method(
         "pyramidkv",
         "PyramidKVPress",
-        f"{WINDOWS}; below 1,280 kept tokens kvpress falls back to SnapKV's even budgets (the smallest layer would have "
-        "fewer than the window), above it adds no window to a layer's share",
+        f"{WINDOWS}; below 1,280 kept tokens kvpress falls back to SnapKV's even budgets (the smallest layer would "
+        "have fewer than the window), above it adds no window to a layer's share",
         rest="the shape of the pyramid at the largest ratio",
         alike=pyramidkv,
     ),
@@ -166,7 +166,8 @@ METHODS = {
     "kvzip": Method(
         "kvzip",
         "KVzipPress",
-        "another sentence asks for the repetition; kvpress evicts the chat prefix after the sinks, kvlab repeats it, too",
+        "another sentence asks for the repetition; kvpress drops the chat prefix after the sinks, kvlab "
+        "repeats it, too",
         rest="the same",
         alike=same("kvzip", chunk=2048),
     ),
@@ -190,9 +191,7 @@ METHODS = {
         "compared are the channels that go; kvpress prunes the window's keys, too",
     ),
 }
-TWELVE = (
-    "streamingllm knorm keydiff tova expected_attention snapkv pyramidkv lagkv h2o criticalkv adakv chunkkv".split()
-)
+TWELVE = [name for name in METHODS if name not in ("keydiff-blocks", "kvzip", "leverage", "random", "think")]
 """Those whose times are taken."""
 LEFT_OUT = {
     "duoattention": "kvpress fetches its heads' patterns, or texts to find them by, from the network",

@@ -80,7 +80,7 @@ class Process:
         # The thread settings of this process hold there, too. By default glibc keeps freed blocks, and the peak of the
         # same run varies between once and twice its need.
         variables = os.environ | {"PYTHONPATH": str(PROJECT), "MALLOC_MMAP_THRESHOLD_": "65536", "HF_HUB_OFFLINE": "1"}
-        self.name, self._said = name, tempfile.TemporaryFile("w+")
+        self.name, self._said = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [str(part) for part in command],
             stdin=subprocess.PIPE,

@@ -68,8 +68,8 @@ def sets_table(rows: list[dict], methods: dict[str, Method], ratios: list[float]
     header = ("method", "same", "entries more", "what differs", "made alike", "apart", "what still differs")
     note = (
         "same: twice the entries that both keep over all that either keeps, the median over prompts and ratios; "
-        "entries more: what a head of kvpress keeps more than one of kvlab; made alike: kvlab with kvpress's parameters "
-        "and its number of entries; apart: how many entries only one of them keeps, of all that either keeps."
+        "entries more: what a head of kvpress keeps more than one of kvlab; made alike: kvlab with kvpress's "
+        "parameters and its number of entries; apart: how many only one of them keeps, of all that either keeps."
     )
     shares = ", ".join(f"{keep:g}" for keep in ratios)
     return Table(f"Retained sets: prompts of {', '.join(map(str, lengths))} tokens, {shares} kept", header, lines, note)
