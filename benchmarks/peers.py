@@ -45,7 +45,7 @@ from kvlab.inputs.models import LM, MODELS, pull
 CPU = torch.device("cpu")
 PARTS = ("sets", "times", "decode")
 RATIOS = [0.1, 0.2, 0.3, 0.5, 0.7]
-LENGTHS = [1000, 700, 1200, 1500]
+LENGTHS = [700, 1000, 1200]
 LONG = [4000, 8000]
 DECODED = ("snapkv", "streamingllm", "adakv")
 RESPONSE = 32
@@ -98,22 +98,23 @@ def sets(
             peer.ask("retain", ids=ids, presses=[json.loads(told) for told in presses], into=str(file))
             masks = load_file(file)
             theirs = {key: masks[str(presses.index(told))].bool() for key, told in asked.items()}
-            needed = [methods[name].as_it_comes(keep) for name in methods for keep in ratios]
+            plain = {(name, keep): methods[name].as_it_comes(keep) for name in methods for keep in ratios}
+            alike = {}
+            for name, keep in plain:
+                other, like = theirs[name, keep, True], methods[name].alike
+                entries = round(int(other.sum()) / (other.shape[0] * other.shape[1]))
+                # Whole chunks may come to less than a window, which kvlab refuses.
+                with contextlib.suppress(KvlabError):
+                    alike[name, keep] = like and like(Cut(len(ids), entries, even(other), group))
+            needed = [*plain.values(), *filter(None, alike.values())]
             trace = kvlab.capture(lm, torch.tensor(ids), 0, window=WINDOW, policies=needed)
-            for name, method in methods.items():
-                for keep in ratios:
-                    plain = compared(ours(trace, method.as_it_comes(keep)), theirs[name, keep, False])
-                    row = dict(prompt=number, tokens=len(ids), method=name, keep=keep, plain=plain, alike=None)
-                    rows.append(row)
-                    progress.advance(task)
-                    if method.alike is None:
-                        continue
-                    other = theirs[name, keep, True]
-                    entries = round(int(other.sum()) / (other.shape[0] * other.shape[1]))
-                    # Whole chunks may come to less than a window, which kvlab refuses.
-                    with contextlib.suppress(KvlabError):
-                        policy = method.alike(Cut(len(ids), entries, even(other), group))
-                        row["alike"] = compared(ours(trace, policy), other)
+            for (name, keep), policy in plain.items():
+                found = compared(ours(trace, policy), theirs[name, keep, False])
+                row = dict(prompt=number, tokens=len(ids), method=name, keep=keep, plain=found, alike=None)
+                if like := alike.get((name, keep)):
+                    row["alike"] = compared(ours(trace, like), theirs[name, keep, True])
+                rows.append(row)
+                progress.advance(task)
     return rows
 
 

@@ -93,43 +93,42 @@ def chunkkv(cut: Cut) -> Policy:
     return kvlab.policy("chunkkv", budget=cut.entries, scorer=snapkv(cut))
 
 
+RATIO = "the ratio"
 WINDOWS = f"window {WINDOW} against 32, pooling {KERNEL} against 7"
 METHODS = {
-    "streamingllm": Method("streamingllm", "StreamingLLMPress", "the ratio", alike=same("streamingllm")),
-    "knorm": Method("knorm", "KnormPress", "the ratio", alike=same("knorm")),
-    "keydiff": Method("keydiff", "KeyDiffPress", "the ratio", alike=same("keydiff")),
+    "streamingllm": Method("streamingllm", "StreamingLLMPress", RATIO, alike=same("streamingllm")),
+    "knorm": Method("knorm", "KnormPress", RATIO, rest="rounding, where one token stands twice", alike=same("knorm")),
+    "keydiff": Method("keydiff", "KeyDiffPress", RATIO, alike=same("keydiff")),
     "keydiff-blocks": Method(
         "keydiff",
         "BlockPress",
-        "the ratio",
+        RATIO,
         around="KeyDiffPress",
         plain={"block": 128},
         alike=same("keydiff", block=128),
     ),
     "tova": Method(
-        "tova",
-        "TOVAPress",
-        "the ratio; kvpress forces the last token, kvlab nothing",
-        rest="the last token",
-        alike=same("tova"),
+        "tova", "TOVAPress", "the ratio; kvpress forces the last token, which stays anyway", alike=same("tova")
     ),
     "expected_attention": Method(
-        "expected_attention", "ExpectedAttentionPress", "the ratio", alike=same("expected_attention")
+        "expected_attention", "ExpectedAttentionPress", RATIO, alike=same("expected_attention")
     ),
     "snapkv": Method("snapkv", "SnapKVPress", f"the ratio; {WINDOWS}", alike=snapkv),
     "pyramidkv": Method(
         "pyramidkv",
         "PyramidKVPress",
-        f"{WINDOWS}; below 1,280 kept tokens kvpress falls back to SnapKV's even budgets (the smallest layer would "
-        "have fewer than the window), above it adds no window to a layer's share",
-        rest="the shape of the pyramid at the largest ratio",
+        f"{WINDOWS}; where the last layer would get less than a window, kvpress gives all layers the same; else it adds "
+        "no window to a layer's share, and its pyramid is flatter",
+        rest="the pyramids where kvpress builds one",
         alike=pyramidkv,
     ),
     "lagkv": Method(
         "lagkv",
         "LagKVPress",
-        "the ratio; ranks within partitions tie across them, kvlab takes the earlier, kvpress any",
-        rest="ties",
+        "the ratio; scores are ranks within partitions, which tie across them: kvlab takes the earlier, kvpress any. "
+        "Sinks and the latest tokens tie, too: where they alone exceed the budget kvpress drops any of them, the sinks "
+        "included",
+        rest="the ties",
         alike=same("lagkv"),
     ),
     "h2o": Method(
@@ -137,59 +136,48 @@ METHODS = {
         "ObservedAttentionPress",
         "kvlab: attention summed, half of the budget for the latest tokens (H2O); kvpress: averaged over the queries "
         "that see a token, nothing forced",
-        rest="another rule on each side",
+        rest="these two rules",
         alike=same("h2o"),
     ),
     "criticalkv": Method(
         "criticalkv",
         "CriticalKVPress",
-        f"the ratio; {WINDOWS}; epsilon beside mean scores (kvpress) or summed ones (kvlab)",
+        f"the ratio; {WINDOWS}; epsilon is added to mean scores (kvpress) or to summed ones (kvlab)",
         around="SnapKVPress",
         alike=criticalkv,
     ),
     "adakv": Method(
         "adakv",
         "AdaKVPress",
-        f"the ratio; {WINDOWS}; the window is part of each head's safe share (kvpress) or beside it (kvlab)",
+        f"the ratio; {WINDOWS}; the window is a part of what each head is sure of (kvpress) or beside it (kvlab)",
         around="SnapKVPress",
         alike=adakv,
     ),
     "chunkkv": Method(
         "chunkkv",
         "ChunkKVPress",
-        f"{WINDOWS}; kvpress keeps whole chunks alone, which spends up to a chunk more or less, and a chunk that the "
-        "window cuts as a whole; kvlab fills the last chunk up",
-        rest="the chunk that the window cuts, and the last one",
+        f"{WINDOWS}; kvpress keeps whole chunks alone and spends up to a chunk less, kvlab fills up the last one",
+        rest="the chunk that the window cuts",
         around="SnapKVPress",
         alike=chunkkv,
     ),
     "kvzip": Method(
         "kvzip",
         "KVzipPress",
-        "another sentence asks for the repetition; kvpress drops the chat prefix after the sinks, kvlab "
-        "repeats it, too",
+        "another sentence asks for the repetition; kvpress drops the chat prefix after the sinks, kvlab repeats it, too",
         rest="the same",
         alike=same("kvzip", chunk=2048),
     ),
     "leverage": Method(
         "leverage",
         "LeverageScorePress",
-        "the draw of the sketch; kvlab's is seeded",
-        rest="the ridge of 0.01 on another scale",
+        "the ratio; the sketch is drawn at random, in kvlab with a seed",
+        rest="a sketch as wide as the key, so that its draw matters through the ridge of 0.01 alone",
         alike=same("leverage", sketch=64),
         alike_parameters={"sketch_dimension": 64},
     ),
-    "random": Method(
-        "random",
-        "RandomPress",
-        "the draw; with a seed kvpress draws the same numbers for every layer",
-        rest="the draw",
-    ),
-    "think": Method(
-        "think",
-        "ThinKPress",
-        "compared are the channels that go; kvpress prunes the window's keys, too",
-    ),
+    "random": Method("random", "RandomPress", "the draw"),
+    "think": Method("think", "ThinKPress", "(channels that go) kvpress prunes the window's keys, too, kvlab does not"),
 }
 TWELVE = [name for name in METHODS if name not in ("keydiff-blocks", "kvzip", "leverage", "random", "think")]
 """Those whose times are taken."""

@@ -69,7 +69,8 @@ def sets_table(rows: list[dict], methods: dict[str, Method], ratios: list[float]
     note = (
         "same: twice the entries that both keep over all that either keeps, the median over prompts and ratios; "
         "entries more: what a head of kvpress keeps more than one of kvlab; made alike: kvlab with kvpress's "
-        "parameters and its number of entries; apart: how many only one of them keeps, of all that either keeps."
+        "parameters and its number of entries; apart: how many only one of them keeps, of all that either keeps. "
+        "The ratio: kvpress is told the share that goes, and int(700 * (1 - 0.9)) is 69; kvlab keeps floor(700 * 0.1)."
     )
     shares = ", ".join(f"{keep:g}" for keep in ratios)
     return Table(f"Retained sets: prompts of {', '.join(map(str, lengths))} tokens, {shares} kept", header, lines, note)
