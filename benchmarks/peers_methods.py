@@ -117,9 +117,9 @@ METHODS = {
     "pyramidkv": Method(
         "pyramidkv",
         "PyramidKVPress",
-        f"{WINDOWS}; where the last layer would get less than a window, kvpress gives all layers the same; else it adds "
-        "no window to a layer's share, and its pyramid is flatter",
-        rest="the pyramids where kvpress builds one",
+        f"{WINDOWS}; where the last layer would get less than a window, kvpress gives all layers the same; else it "
+        "adds no window to a layer's share, and its pyramid is flatter",
+        rest="the pyramids where kvpress builds one (elsewhere kvlab has beta=1)",
         alike=pyramidkv,
     ),
     "lagkv": Method(
@@ -164,7 +164,8 @@ METHODS = {
     "kvzip": Method(
         "kvzip",
         "KVzipPress",
-        "another sentence asks for the repetition; kvpress drops the chat prefix after the sinks, kvlab repeats it, too",
+        "another sentence asks for the repetition; kvpress drops the chat prefix after the sinks, kvlab "
+        "repeats it, too",
         rest="the same",
         alike=same("kvzip", chunk=2048),
     ),
