@@ -119,7 +119,9 @@ def fill(url: str, runs: int, folders: int, console: Console) -> None:
                 place = project.root() / "mlruns" / "artifacts" / name
                 about = {"artifact_location": place.as_uri(), "lifecycle_stage": "active", "workspace": "default"}
                 row = tables.tables["experiments"].insert().values(name=name, creation_time=now, **about)
-                ids[name] = connection.execute(row).inserted_primary_key[0]
+                made = connection.execute(row).inserted_primary_key
+                assert made is not None, "one row was inserted"
+                ids[name] = made[0]
         for start in range(0, runs, AT_ONCE):
             rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
             for number, (name, logged) in enumerate(islice(turns, min(AT_ONCE, runs - start)), start):

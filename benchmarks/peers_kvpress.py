@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import kvpress  # pyright: ignore[reportMissingImports]
 import torch
@@ -178,7 +178,7 @@ class Peer:
             where = torch.tensor([[place + step]])
             out = self.model(input_ids=token, past_key_values=cache, position_ids=where)
         times.append(clock.wall(CPU))
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cast("list[Any]", cache.layers))
         return {
             "time_to_first_token": times[2] - times[0],
             "tokens_per_second": steps / (times[-1] - times[2]),

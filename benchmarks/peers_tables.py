@@ -93,7 +93,7 @@ def times_table(rows: list[dict], ratios: int, length: int, response: int) -> Ta
         lines.append(_timed(name, [row["ours"] for row in mine], [row["theirs"] for row in mine]))
     capture = [row["ours"] for row in rows if row["method"] == "capture"]
     lines.append(("the capture", f"{statistics.median(capture):.2f} s", "", ""))
-    whole = [[sum(row[side] for row in some) for some in by_round.values()] for side in ("ours", "theirs")]
+    whole = [[sum((row[side] for row in some), 0.0) for some in by_round.values()] for side in ("ours", "theirs")]
     lines.append(_timed(f"all {len(names)} x {ratios}", *whole))
     note = (
         f"kvlab: one capture with {response} tokens of response, then a replay with its measures for each ratio; "
