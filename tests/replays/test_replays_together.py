@@ -14,6 +14,7 @@ import kvlab
 from kvlab.inputs import models
 from kvlab.methods import registry
 from kvlab.replays.reading import alike
+from kvlab.replays.single import Replay
 
 NAMES = sorted(registry())
 BUDGETS = (34, 47, 59, 64)
@@ -40,7 +41,7 @@ def trace() -> kvlab.Trace:
     return kvlab.capture(lm, prompt(60), 8, queries="all", accumulate=True, policies=needed, pseudo=[small("dapq")])
 
 
-def same_sets(found: kvlab.Replay, expected: kvlab.Replay) -> None:
+def same_sets(found: Replay, expected: Replay) -> None:
     for layer in range(expected.trace.n_layers):
         for step in range(expected.trace.steps + 1):
             assert found.kept(layer, step).tolist() == expected.kept(layer, step).tolist(), f"read at step {step}"
@@ -48,7 +49,7 @@ def same_sets(found: kvlab.Replay, expected: kvlab.Replay) -> None:
 
 
 @pytest.fixture(scope="module")
-def together(trace) -> list[kvlab.Replay]:
+def together(trace) -> list[Replay]:
     """All policies at all budgets, one behind the other on one trace: what they share, they share."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(duoattention|compilerkv)")
