@@ -309,12 +309,8 @@ class Trace:
         there = {name: moved(tensor) for name, tensor in named.items()}
         if all(there[name] is tensor for name, tensor in named.items()):
             return self
-        named = {name: getattr(self, name) for name in _BY_KEY}
-        return replace(
-            self,
-            **there,
-            **{name: {key: moved(tensor) for key, tensor in each.items()} for name, each in named.items()},
-        )
+        by_key = {name: {key: moved(each) for key, each in getattr(self, name).items()} for name in _BY_KEY}
+        return replace(self, **there, **by_key)
 
     # ------------------------------------------------------------------ files
 

@@ -22,7 +22,7 @@ def test_contents_are_those_of_the_paper(lm, trace, monkeypatch):
         fed[len(fed)] = ids, positions
         return torch.zeros(1), None
 
-    monkeypatch.setattr("kvlab.traces.run.pseudo_queries", record)
+    monkeypatch.setattr("kvlab.traces.passes.pseudo_queries", record)
     wanted = pseudo.contents(32, firsts=(2, 4), seeds=(5, 6))
     assert list(wanted) == ["F2L30", "F4L28", "RS_C", "RC_C", "Fix_C"]
     recall.with_pseudo(lm, trace, [pseudo.asked(parameters) for variants in wanted.values() for parameters in variants])
