@@ -162,7 +162,7 @@ def decoded(model: str, method: str | None, budget: int, context: int, steps: in
     """In this process: kvlab's numbers of one run, with its peak memory."""
     lm = kvlab.load(model, device="cpu", dtype="float32")
     ids, _ = meters.prompt(lm, context)
-    contender = timing.Contender(method and kvlab.policy(method, budget=budget))
+    contender = timing.Contender(kvlab.policy(method, budget=budget) if method else None)
     timing.generate(lm, ids[:, :128], 1, contender)
     with memory.Peak(CPU) as peak:
         numbers = timing.generate(lm, ids, steps, contender)
