@@ -168,7 +168,9 @@ class Peer:
         return numbers | {"peak_bytes": most.bytes}
 
     def _generate(self, tokens: Tensor, press: dict[str, Any] | None, steps: int) -> dict[str, Any]:
-        cache, place = DynamicCache(), tokens.shape[1]
+        # Checked with kvlab's transformers, whose layers may be of other kinds.
+        cache: Any = DynamicCache()
+        place = tokens.shape[1]
         times = [clock.wall(CPU)]
         with made(press)(self.model) if press else nullcontext():
             out = self.model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)

@@ -1,6 +1,6 @@
 """The methods that kvlab and kvpress both have: how each side is asked for one, and why their retained sets differ.
 
-`WHY` texts are read off the two sources (kvpress 0.5.5); peers.py shows beside them what was measured.
+Why is read off the two sources (kvpress 0.5.5); peers.py shows beside it what was measured.
 """
 
 from __future__ import annotations

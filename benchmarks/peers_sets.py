@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +42,6 @@ class Agreement:
         same: twice the entries that both keep over the sum of what each keeps; 1 for equal sets.
         apart: entries that one of the two keeps.
         heads: layers x KV heads.
-        edge: how many of those apart are among the first 4 or the last 64 tokens, or next to an entry that is apart
-            the other way round in score (a tie).
     """
 
     ours: float
@@ -66,11 +63,3 @@ def compared(mine: Tensor, other: Tensor) -> Agreement:
 def even(mask: Tensor) -> bool:
     """Whether all layers keep equally many entries."""
     return len(set(mask.sum((1, 2)).tolist())) == 1
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """The mean with the least and the largest: "0.812 (0.750-0.861)", or one number where they are all the same."""
-    low, high = min(values), max(values)
-    mean = f"{statistics.mean(values):.{digits}f}"
-    ends = f"{low:.{digits}f}", f"{high:.{digits}f}"
-    return mean if ends[0] == ends[1] else f"{mean} ({ends[0]}-{ends[1]})"

@@ -103,7 +103,7 @@ def times_table(rows: list[dict], ratios: int, length: int, response: int) -> Ta
     return Table(title, ("method", "kvlab", "kvpress", "kvpress over kvlab"), lines, note)
 
 
-def _timed(name: str, mine: list[float], theirs: list[float]) -> tuple[str, ...]:
+def _timed(name: str, mine: Sequence[float], theirs: Sequence[float]) -> tuple[str, ...]:
     ratios = [b / a for a, b in zip(mine, theirs, strict=True)]
     return name, f"{statistics.median(mine):.2f} s", f"{statistics.median(theirs):.2f} s", spread(ratios, 1)
 
