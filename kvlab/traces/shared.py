@@ -158,7 +158,8 @@ def _one(asked: dict[str, Any], limit_gb: float, progress: bool | None, wait: fl
         into = path if plan.chunk < len(plan.ids) else None
         trace = capture(**asked, into=into, progress=progress)
         if into is None:
-            trace.save(path)
+            # What lies in the file need not lie in memory, too: twenty documents of 2,000 tokens are 5 GB.
+            trace = placed(Trace.load(trace.save(path)), keep, lm.device)
     prune(limit_gb)
     return trace
 

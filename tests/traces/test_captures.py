@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +50,15 @@ def test_a_trace_read_from_disk_is_the_one_that_was_captured(tiny, counted):
     assert ours.keys() == theirs.keys() and {"accumulated", "nll", "pseudo/" + next(iter(first.pseudo))} <= ours.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert (first.meta, first.prompt_length, first.scaling) == (again.meta, again.prompt_length, again.scaling)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what is mapped from Linux's /proc")
+def test_a_trace_just_captured_lies_in_its_file_and_not_in_memory_besides(tiny, counted):
+    trace = shared.shared(tiny(), IDS, 5, window=8)
+    (file,) = kept()
+    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    mapped = [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines if line[-1] == str(file)]
+    assert len(counted) == 1 and any(trace.keys.data_ptr() in piece for piece in mapped)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +150,11 @@ def last_byte_flipped(path):
     ids=["cut", "empty", "alien", "flipped"],
 )
 def test_a_damaged_file_is_captured_again(tiny, counted, damage):
-    whole = shared.shared(tiny(), IDS, 5, 8)
+    whole = shared.shared(tiny(), IDS, 5, 8).keys.clone()  # before it is mapped from what will be cut
     (path,) = kept()
     damage(path)
     mended = shared.shared(tiny(), IDS, 5, 8)
-    assert len(counted) == 2 and torch.equal(mended.keys, whole.keys)
+    assert len(counted) == 2 and torch.equal(mended.keys, whole)
     shared.shared(tiny(), IDS, 5, 8)
     assert len(counted) == 2
 

@@ -131,8 +131,8 @@ def test_a_full_disk_is_told_before_anything_runs(tiny, tmp_path, monkeypatch):
 def test_a_long_shared_trace_is_captured_into_its_file(tiny, own_home, monkeypatch):
     monkeypatch.setattr(passes, "WHOLE", 40)
     monkeypatch.setattr(passes, "CHUNK", 20)
-    saved = []
-    monkeypatch.setattr(kvlab.Trace, "save", lambda trace, path: saved.append(path))
+    saved, save = [], kvlab.Trace.save
+    monkeypatch.setattr(kvlab.Trace, "save", lambda trace, path: saved.append(path) or save(trace, path))
     long = shared.shared(tiny(), sequence(PROMPT), STEPS)
     (path,) = shared.folder().glob("*.safetensors")
     assert not saved and path.stem and long.prompt_length == PROMPT
