@@ -215,7 +215,8 @@ def test_many_steps_with_an_eviction_at_each(form):
 
 # ------------------------------------------------------------------------------------------- what rounding promises
 
-numbers = st.floats(-3e4, 3e4, width=32)
+# Below 1e-38 float32 itself has fewer and fewer digits, and a third of its smallest number is 0.
+numbers = st.floats(-3e4, 3e4, width=32, allow_subnormal=False)
 
 
 @settings(deadline=None)

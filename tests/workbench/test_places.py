@@ -17,13 +17,17 @@ from kvlab.workbench.jobs import driver, places, warm
 from kvlab.workbench.store import database
 
 distributed = pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
+dask = pytest.importorskip("dask", reason="the extra `cluster` is not installed")
 pytestmark = pytest.mark.roundtrip
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A scheduler and one worker process on this machine's loopback."""
-    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, host="127.0.0.1", dashboard_address=None) as made:
+    """A scheduler and one worker process on this machine's loopback, which waits for a killed one to be replaced."""
+    # Usually 15 seconds, which a worker may take to begin where other tests run.
+    patient = dask.config.set({"distributed.deploy.lost-worker-timeout": 600})
+    alone = {"n_workers": 1, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None}
+    with patient, distributed.LocalCluster(**alone) as made:
         yield made
 
 

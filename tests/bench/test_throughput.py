@@ -1,0 +1,65 @@
+"""Throughput at equal memory: the arithmetic by hand, and a small run."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import typer
+from support.paths import ROOT
+from typer.testing import CliRunner
+
+
+@pytest.fixture
+def throughput(monkeypatch):
+    """The benchmark, importable for this test."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import throughput
+
+    yield throughput
+    for name in ("throughput", "common"):
+        del sys.modules[name]
+
+
+def test_the_largest_batch_and_its_speed_by_hand(throughput):
+    machine = throughput.Machine(memory=100.0, bandwidth=10.0, compute=30.0)
+    # 100 bytes less 40 of weights leave room for three sequences of 20.
+    assert machine.batch(40, 20) == 3 and machine.batch(40, 61) == 0
+    # Reading 40 + 3 x 20 bytes takes 10 s, and 2 x 5 x 3 operations take 1 s.
+    assert machine.tokens_per_second(40, 5, 3, 20) == pytest.approx(0.3)
+    # 2 x 500 x 3 operations take 100 s.
+    assert machine.tokens_per_second(40, 500, 3, 20) == pytest.approx(0.03)
+
+
+def test_the_batches_of_an_h100_by_hand(throughput):
+    found = {}
+    for length, kind, batch, speed, times in throughput.predicted(1024):
+        found[length, kind] = int(batch.replace(",", "")), float(speed.replace(",", "")), float(times)
+    full, evicts, both, selects = (found["131,072", kind] for kind in throughput.kinds(1, 1))
+    # 8,030,261,248 weights of 2 bytes leave 55.94 of 72 GB, and a token takes 131,072 bytes in 32 layers with 8 KV
+    # heads of 128: a full sequence 17.18 GB, 1,024 entries 0.134 GB, the root of 131,072 x 1,024 of them 1.52 GB.
+    assert (full[0], evicts[0], both[0], selects[0]) == (3, 416, 36, 3)
+    # Three full sequences: 16.06 GB of weights, all but the embedding's 1.05 are read, and 51.54 GB of cache.
+    assert full[1:] == (round(3 / ((16.06 - 1.05 + 51.54) / 3350)), 1)
+    assert evicts[1] > both[1] > selects[1] > full[1]
+
+
+def test_batches_fill_the_same_bytes(throughput, lm):
+    app = typer.Typer()
+    app.command()(throughput.main)
+    sizes = ["--mib", "8", "--context", "60", "--new-tokens", "2", "--budget", "16", "--repeats", "1"]
+    done = CliRunner().invoke(app, [*sizes, "--policies", "streamingllm,exact_topk", "--only", "measured"])
+    assert done.exit_code == 0, done.output
+    cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines())
+    batches = {name: int(batch) for name, _, batch, *_ in (row for row in cells if len(row) > 4) if batch.isdigit()}
+    # An entry takes 46,080 bytes: 63 tokens, or the 16 that StreamingLLM holds.
+    assert batches == {"transformers": 2, "streamingllm": 11, "exact_topk": 2}
+
+
+def test_bytes_that_hold_no_sequence_are_one_sentence(throughput, lm):
+    app = typer.Typer()
+    app.command()(throughput.main)
+    done = CliRunner().invoke(app, ["--mib", "1", "--context", "60", "--new-tokens", "1", "--only", "measured"])
+    assert done.exit_code == 1 and done.stderr.strip() == (
+        "benchmark: the full cache of one sequence takes 3 MiB: give more --mib"
+    )
