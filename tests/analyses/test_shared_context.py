@@ -7,6 +7,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
+from support.refusals import one_sentence
 from support.spread import students
 from support.turning import LOSSES
 from torch.nn import functional as F
@@ -76,6 +77,12 @@ def test_every_profile_names_policies_that_are_not_refused(profile):
     job = experiments.jobs("shared_context", profile)[0].parameters
     chosen = contenders.contenders(job["budgets"], names=job["policies"])
     assert chosen and not [policy.name for policy in chosen if policy.acts_while_decoding]
+
+
+@pytest.mark.parametrize(("budgets", "names", "lacking"), [([64], [], "policies"), ([], ["snapkv"], "budgets")])
+def test_nothing_to_compare_is_one_sentence(budgets, names, lacking):
+    with one_sentence(f"nothing to compare: give some {lacking}"):
+        contenders.contenders(budgets, names=names)
 
 
 def test_costs_and_declines_are_paired_by_context():

@@ -82,7 +82,7 @@ def test_on_several_models_it_says_where_they_differ_and_where_size_leads():
 
 def test_where_nothing_was_measured_it_says_only_that():
     unmeasured = [Entry(claim(), papers.judge(claim(), {}))]
-    assert digest(unmeasured, []) == ["None of its 1 findings has been measured yet."]
+    assert digest(unmeasured, []) == ["Its only finding has not been measured yet."]
     assert digest([], []) == ["It has no findings."]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvlab.analyses.tasks.variants import VARIANTS
+from kvlab.errors import KvlabError
 from kvlab.methods import Policy, has_budget, policies, policy
 
 
@@ -36,8 +37,11 @@ def contenders(
     names: Sequence[str] | None = None,
     pad: str | None = None,
 ) -> list[Policy]:
-    """Every policy (or the named ones) at every budget, each once."""
-    chosen = policies() if names is None else names
+    """Every policy (or the named ones) at every budget, each once. Raises KvlabError where there is none to compare."""
+    chosen, budgets = policies() if names is None else names, list(budgets)
+    if not chosen or not budgets:
+        what = "policies, such as ['snapkv']" if not chosen else "budgets, such as [64]"
+        raise KvlabError(f"nothing to compare: give some {what}")
     return list(dict.fromkeys(contender(name, budget, heads, tables, pad) for budget in budgets for name in chosen))
 
 

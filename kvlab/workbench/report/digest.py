@@ -31,8 +31,11 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject]) -> list[str]:
     standings = _standings(of_paper)
     measured = [standing for standing in standings if standing[1]]
     if not measured:
-        count = len(standings)
-        return [f"None of its {count} findings has been measured yet." if count else "It has no findings."]
+        if not (count := len(standings)):
+            return ["It has no findings."]
+        if count == 1:
+            return ["Its only finding has not been measured yet."]
+        return [f"None of its {count} findings has been measured yet."]
     sentences = [
         _counts(of_paper, order),
         _everywhere(measured, "holds", HOLDING, len(order)),
