@@ -6,6 +6,8 @@ import os
 import socket
 import stat
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -13,7 +15,7 @@ from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, not
 from support.runs import ARTIFACTS, artifacts, runs
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import driver, places, warm
+from kvlab.workbench.jobs import driver, places, sweep, warm
 from kvlab.workbench.store import database
 
 distributed = pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
@@ -81,6 +83,24 @@ def test_a_worker_that_is_killed_is_replaced_and_its_job_begun_anew(project, con
     assert marker.exists()
     finished = [run for run in runs("job") if run.info.status == "FINISHED"]
     assert [run.info.run_id for run in finished] == [result.run_id]
+
+
+def test_a_sweep_without_workers_says_so_once_and_goes_on_with_one(project, console, monkeypatch):
+    monkeypatch.setattr(sweep, "DESERTED", 3.0)
+    quiet = {"threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None}
+    experiment(project)
+    with distributed.LocalCluster(n_workers=1, **quiet) as made, ThreadPoolExecutor(1) as beside:
+        connected = places.connect
+
+        def left_alone(*given):
+            place = connected(*given)
+            made.scale(0)
+            beside.submit(lambda: (time.sleep(12), made.scale(1)))
+            return place
+
+        monkeypatch.setattr(places, "connect", left_alone)
+        (result,) = driver.run(EXPERIMENT, cluster=made.scheduler_address, console=console)
+    assert result.state == "finished" and console.file.getvalue().count("no worker is left") == 1
 
 
 def test_a_slow_job_is_stopped_by_its_worker(project, console, cluster):

@@ -28,7 +28,7 @@ from kvlab.workbench.store import database, earlier, patience, tracking
 class Desk:
     """A place where a job is a call of `work(parameters, folder)`."""
 
-    limits = False
+    limits, deserted = False, False
 
     def __init__(self, work, workers=1):
         self.work, self.workers = work, workers

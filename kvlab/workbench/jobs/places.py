@@ -51,6 +51,11 @@ class Place(Protocol):
     workers: int
     limits: bool  # whether the place itself stops jobs at their time limit (they may wait there before they run)
 
+    @property
+    def deserted(self) -> bool:
+        """Whether there is nobody to run a job at the moment."""
+        ...
+
     def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Task:
         """Begin a job, which leaves its notebook, its note and its log in `folder`."""
         ...
@@ -86,7 +91,7 @@ def threads(at_once: int) -> dict[str, str]:
 class Here:
     """Processes of this machine."""
 
-    limits = False
+    limits, deserted = False, False
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -116,6 +121,10 @@ class Cluster:
         for worker in client.scheduler_info(n_workers=-1)["workers"].values():
             self.shares[worker["host"]] += worker["nthreads"]
         self.workers = workers or max(1, sum(self.shares.values()))
+
+    @property
+    def deserted(self) -> bool:
+        return not self.client.scheduler_info(n_workers=-1)["workers"]
 
     def start(self, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> Remote:
         notebook = Path(spec["notebook"]).read_bytes()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvlab.workbench.store.patience import Patient
 
 POLL = 0.05  # seconds between looks at the running processes
+DESERTED = 20.0  # seconds without any worker before that is told
 GLANCE = 1.0  # seconds between looks at larger things: the notebooks under way, and the jobs of other sweeps
 FEW = 200  # jobs of an experiment that are asked for one by one; all of its runs are read for more
 TRIES = 3  # how often a job is begun if its process dies, because memory ran out or a machine was lost
@@ -68,6 +69,7 @@ class Sweep:
         self.locks: dict[int, FileLock] = {}
         self.elsewhere: set[int] = set()
         self.looked = 0.0  # when the locks of `elsewhere` were last tried
+        self.counted = self.manned = time.monotonic()  # when workers were last looked for, and when there were any
 
     def go(self) -> list[Result]:
         """Run the jobs of the queue; returns how each ended, in the order of the queue.
@@ -91,6 +93,7 @@ class Sweep:
                     for job in [job for job in self.running if self._ended(job)]:
                         self._end(job)
                         self.running.remove(job)
+                    self._look_for_workers()
                 interrupted = False
             except MlflowException as error:
                 raise self._stopped(f"the MLflow store went away ({first_line(error)[:300]})") from error
@@ -104,6 +107,17 @@ class Sweep:
             finally:
                 self._settle(interrupted)
         return [self.results[number] for number in sorted(self.results)]
+
+    def _look_for_workers(self) -> None:
+        """Say so, once, where jobs have waited for a worker longer than a lost one takes to come back."""
+        now = time.monotonic()
+        if now - self.counted < GLANCE:
+            return
+        told, self.counted = self.counted - self.manned > DESERTED, now
+        if not self.place.deserted:
+            self.manned = now
+        elif now - self.manned > DESERTED and not told:
+            self.progress.say("no worker is left; the jobs wait until one joins the cluster (Ctrl-C stops)")
 
     def _place_in_line(self, number: int) -> tuple[int, float]:
         """Model by model, in the order of the queue: the shared traces of one model fit the cache, those of several may
