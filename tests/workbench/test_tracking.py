@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def test_a_run_says_which_model_it_is_about(run, tiny):
     assert lm.model.lm_head.weight is lm.model.model.embed_tokens.weight and int(tags["parameters"]) == own
     assert (tags["model_sha256"], tags["dtype"]) == (lm.sha256, "float32")
     assert tags["shape"] == "2 layers, 4 query heads, 2 KV heads"
+    assert re.search(r"\S, \d+ threads?$", tags["hardware"])
     assert (tags["tables"], tags["heads"]) == ("mine", "none")
 
 

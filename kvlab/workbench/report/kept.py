@@ -123,7 +123,7 @@ def _knows(line: Line) -> bool:
 
 
 def _new_lines(judged: Sequence[Entry]) -> list[Line]:
-    # A run that times nothing does not name the hardware; another of the same computer does.
+    # A run of an earlier version names the hardware only if it times something; another of the same computer may.
     hardware = {entry.run.data.tags.get("kvlab.host"): entry.machine for entry in judged if entry.run and entry.machine}
     sizes = {subject.name: subject.parameters for subject in subjects(judged)}
     lines = []

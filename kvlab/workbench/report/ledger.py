@@ -96,7 +96,7 @@ class Entry:
 
     @property
     def machine(self) -> str:
-        """The hardware that its run names, as those do that time something; kept lines name it wherever it is known."""
+        """The hardware that its run names; kept lines name it wherever it is known."""
         return self._said("hardware", "machine")
 
     @property

@@ -187,12 +187,15 @@ class Run:
         self.client.set_tag(self.id, key, str(value)[:LONGEST])
 
     def about(self, lm: LM, **chosen: object) -> None:
-        """Say in the run's tags which model its numbers are of: hash, number of parameters, type, and shape.
+        """Say in the run's tags which model its numbers are of (hash, number of parameters, type and shape), and on
+        what hardware they came to be.
 
         Args:
             lm: as it was loaded.
             chosen: what else was picked for this very model, such as `tables="smollm2-135m"`; None is tagged as NONE.
         """
+        from kvlab.bench.meters import device_name
+
         config = lm.model.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -202,6 +205,7 @@ class Run:
             PARAMETERS: lm.model.num_parameters(),
             "dtype": str(lm.dtype).removeprefix("torch."),
             "shape": f"{lm.n_layers} layers{compressed}, {heads} query heads, {kv_heads} KV heads",
+            "hardware": device_name(lm.device),
         }
         for key, value in (own | chosen).items():
             self.tag(key, NONE if value is None else value)
