@@ -1,5 +1,6 @@
 """R-KV (Cai et al., 2025): what the latest tokens attend to, less what others say already."""
 
+import itertools
 from typing import Annotated, ClassVar
 
 import torch
@@ -13,7 +14,8 @@ from kvlab.methods import profile
 from kvlab.methods.base import Budget, Kernel, Policy, top_and_last
 from kvlab.methods.prompt import Prompt
 
-BLOCK = 1024
+# Cosines are taken for so many keys, and so many pairs, at a time: as many as a processor's cache holds.
+BLOCK, CACHED, CELLS = 256, 2**19, 2**26
 
 
 class RKV(Policy):
@@ -106,16 +108,17 @@ class RKV(Policy):
 
     def _redundancy(self, keys: Tensor) -> Tensor:
         """Mean cosine of each key to the others, without what it is let off, `[rows, kv_heads, slots]`."""
-        units = F.normalize(keys, dim=-1)
-        n = keys.shape[2]
-        places = torch.arange(n, device=keys.device)
-        total = torch.zeros(keys.shape[:3], device=keys.device, dtype=keys.dtype)
-        # A block of keys at a time, so that memory stays linear in the number of entries.
-        for start in range(0, n, BLOCK):
-            block = places[start : start + BLOCK]
-            cosines = units[:, :, block] @ units.transpose(-1, -2)
-            own = block[:, None] == places
-            similar = ((cosines > self.threshold) & ~own) * (places + 1)
-            let_off = (similar.amax(-1, keepdim=True) == places + 1) | own
-            total += cosines.masked_fill(let_off, 0).sum(-2)
-        return total / n
+        units = F.normalize(keys, dim=-1).flatten(0, 1)
+        n = units.shape[1]
+        places = torch.arange(n, device=keys.device, dtype=keys.dtype)
+        # All cosines of a key at once, but for its own: their sum is its cosine to the sum.
+        total = (units @ units.sum(1)[..., None])[..., 0] - units.square().sum(-1)
+        at_once = max(1, (CACHED if keys.is_cpu else CELLS) // (BLOCK * n))
+        parts = zip(units.split(at_once), total.split(at_once), strict=True)
+        for (of_heads, found), start in itertools.product(parts, range(0, n, BLOCK)):
+            cosines = of_heads[:, start : start + BLOCK] @ of_heads.transpose(-1, -2)
+            cosines.diagonal(start, 1, 2).fill_(-1)
+            last = torch.where(cosines > self.threshold, places, -1).amax(-1).long()
+            let_off = cosines.gather(-1, last.clamp_min(0)[..., None])[..., 0].masked_fill(last < 0, 0)
+            found.scatter_add_(-1, last.clamp_min(0), -let_off)
+        return (total / n).view(keys.shape[:3])
