@@ -39,8 +39,9 @@ def drive(workers: int, megabytes: int) -> None:
     begun = time.perf_counter()
     from distributed import Client, LocalCluster
 
-    quiet = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
-    cluster = LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, **quiet)
+    cluster = LocalCluster(
+        n_workers=workers, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address="127.0.0.1:0"
+    )
     client = Client(cluster)
     client.submit(os.getpid, pure=False).result()
     started = time.perf_counter() - begun
