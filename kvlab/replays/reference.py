@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # Attention of every step over every key is kept for all policies of a trace while it fits in here; of a longer one, or
 # one with more layers, that of a few steps at a time fits into a part of it.
-KEPT_BYTES = 2**30
-BLOCK = 1 / 4
+KEPT_BYTES = 3 * 2**29
+BLOCK = 1 / 6
 # The attention and the ranks of all traces together: beyond it, those of the traces replayed longest ago are given up.
 HELD_BYTES = 2 * 2**30
 
