@@ -101,7 +101,7 @@ def reproduce(
     if not names:
         experiments.load("")  # says where experiments would have to be
     chosen = options.models(models or [])
-    before = kept.kept(compare, chosen) if compare else None  # refused before hours of work
+    before = kept.every(compare, chosen) if compare else None  # refused before hours of work
     results = driver.run(names, profile, None, jobs, fresh, cluster=cluster, models=chosen)
     ledger = report.entries()
     page = report.save(ledger)
@@ -165,7 +165,7 @@ def report(
             for name in one.dropped:
                 typer.echo(f"  dropped {name}: there is no such claim any more")
         return
-    before = kept.kept(compare, chosen) if compare else None
+    before = kept.every(compare, chosen) if compare else None
     judged = kept.kept(origin, chosen, profile) if origin else None
     page = ledger.write(out, chosen, profile) if judged is None else ledger.save(judged, out)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")

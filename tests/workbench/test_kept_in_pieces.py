@@ -12,6 +12,7 @@ from support.runs import job
 from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.workbench.report import kept, told
+from kvlab.workbench.report.evidence import evidence
 from kvlab.workbench.report.subjects import subjects
 from kvlab.workbench.store import database, tracking
 
@@ -54,7 +55,7 @@ def test_keeping_again_changes_nothing_and_a_newer_run_replaces(project, tmp_pat
 
 
 @pytest.mark.parametrize("between", [True, False], ids=["kept before", "in one store"])
-def test_the_full_profile_goes_before_the_quick_one(project, tmp_path, between):
+def test_each_profile_has_its_line_and_the_full_one_is_shown(project, tmp_path, between):
     folder = tmp_path / "ledger"
     job(0.3, profile="full")
     if between:
@@ -62,12 +63,42 @@ def test_the_full_profile_goes_before_the_quick_one(project, tmp_path, between):
         other_store(project)
     job(0.6, profile="quick")
     path = kept.keep(folder)[0].path
-    assert lines(path).loc[CLAIM][["value", "profile"]].tolist() == ["0.3", "full"]
-    kept.keep(folder, profile="quick")
-    assert lines(path).loc[CLAIM][["value", "profile"]].tolist() == ["0.6", "quick"]
+
+    def there() -> list[list[str]]:
+        return lines(path).loc[CLAIM, ["value", "profile"]].to_numpy().tolist()
+
+    def shown(profile: str | None = None) -> tuple[float | None, str]:
+        (entry,) = (entry for entry in kept.kept(folder, profile=profile) if entry.claim.id == CLAIM)
+        return entry.verdict.value, entry.profile
+
+    assert there() == [["0.3", "full"], ["0.6", "quick"]]
+    assert (shown(), shown("quick"), shown("full")) == ((0.3, "full"), (0.6, "quick"), (0.3, "full"))
+    with pytest.raises(KvlabError, match=r"it has: toy@0 \(full profile\), toy@0 \(quick profile\)"):
+        kept.kept(folder, profile="gpu")
     job(0.2, profile="full")
+    kept.keep(folder, profile="quick")
+    assert there() == [["0.3", "full"], ["0.6", "quick"]]
     kept.keep(folder)
-    assert lines(path).loc[CLAIM][["value", "profile"]].tolist() == ["0.2", "full"]
+    assert there() == [["0.2", "full"], ["0.6", "quick"]]
+
+
+def test_a_run_is_compared_with_the_kept_one_of_its_profile(project, tmp_path, capsys):
+    """Who checks an installation with the quick profile is not told how it differs from the full one."""
+    folder = tmp_path / "ledger"
+    job(0.3, profile="full")
+    job(0.6, profile="quick")
+    kept.keep(folder)
+    assert call(capsys, "report", "--compare", str(folder))[0] == 0
+    other_store(project)
+    job(0.61, profile="quick")
+    assert call(capsys, "report", "--compare", str(folder))[0] == 0
+    other_store(project)
+    job(0.61, profile="full")
+    code, out, _ = call(capsys, "report", "--compare", str(folder))
+    assert code == 3 and "was holds in direction only, is holds; value 0.610" in out and "Of 1 kept verdicts" in out
+    other_store(project)
+    job(0.61, profile="gpu")
+    assert "other profile: gpu, kept full" in call(capsys, "report", "--compare", str(folder))[1]
 
 
 def test_a_run_that_lacks_a_number_does_not_take_a_verdict_away(project, tmp_path):
@@ -154,13 +185,14 @@ def test_stories_are_kept_beside_the_ledger_and_replaced_together(project, tmp_p
     def found() -> list[tuple[str, ...]]:
         return [(line["experiment"], line["figure"], line["story"]) for line in told.read(folder, "toy")]
 
-    assert found() == [(EXPERIMENT, "other", "It falls, by 2.")], "the full profile's, as the ledger's numbers"
+    full = (EXPERIMENT, "other", "It falls, by 2.")
+    assert found() == [full, (EXPERIMENT, "curve", "It rises, by 3.")]
     other_store(project)
-    telling("curve", "It rises, by 4.")
+    telling("new", "It rises, by 4.")
     kept.keep(folder)
-    assert found() == [(EXPERIMENT, "other", "It falls, by 2.")]
-    kept.keep(folder, profile="quick")
-    assert found() == [(EXPERIMENT, "curve", "It rises, by 4.")]
+    assert found() == [full, (EXPERIMENT, "new", "It rises, by 4.")]
+    (item,) = evidence(kept.kept(folder)).values()
+    assert item.stories == {"other": "It falls, by 2."}, "the full profile's, as the numbers that are shown"
     assert [path.name for path in folder.glob("*.csv")] == ["toy.csv"], "every CSV beside the stories is a ledger"
 
 

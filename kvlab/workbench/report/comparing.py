@@ -109,7 +109,8 @@ class Comparison:
 
 
 def compare(kept: Iterable[Entry], new: Iterable[Entry]) -> Comparison:
-    """Set new entries beside kept ones of the same claim and model (by name, whatever the hash of its weights).
+    """Set new entries beside kept ones of the same claim and model (by name, whatever the hash of its weights); of
+    several profiles that were kept, beside the new one's, else beside the first.
 
     They differ where the verdict is another, or where the new value lies outside the kept interval; where that has no
     width, where the value moved by more than PRECISION. Timings are left out: they vary with the machine.
@@ -117,8 +118,8 @@ def compare(kept: Iterable[Entry], new: Iterable[Entry]) -> Comparison:
     Raises:
         KvlabError: no claim was measured in both.
     """
-    before, now = _by_name(kept), _by_name(new)
-    both = [(old, now[key]) for key, old in before.items() if key in now]
+    before, now = _by_name(kept), {key: mine[0] for key, mine in _by_name(new).items()}
+    both = [(_of_profile(old, now[key].profile), now[key]) for key, old in before.items() if key in now]
     if not both:
         there, here = ({model for _, model in found} for found in (before, now))
         raise KvlabError(f"nothing to compare: kept are {_listed(there)}, and measured here {_listed(here)}")
@@ -127,13 +128,17 @@ def compare(kept: Iterable[Entry], new: Iterable[Entry]) -> Comparison:
     return Comparison(found, len(both), len(before) - len(both))
 
 
-def _by_name(judged: Iterable[Entry]) -> dict[tuple[str, str], Entry]:
-    """(claim, model's name) -> its entry, for all that was measured and is no timing."""
-    return {
-        (entry.claim.id, min(names(entry.model))): entry
-        for entry in judged
-        if entry.measured and entry.group != "timings" and entry.model
-    }
+def _by_name(judged: Iterable[Entry]) -> dict[tuple[str, str], list[Entry]]:
+    """(claim, model's name) -> its entries, for all that was measured and is no timing."""
+    found: dict[tuple[str, str], list[Entry]] = {}
+    for entry in judged:
+        if entry.measured and entry.group != "timings" and entry.model:
+            found.setdefault((entry.claim.id, min(names(entry.model))), []).append(entry)
+    return found
+
+
+def _of_profile(judged: Sequence[Entry], profile: str) -> Entry:
+    return next((entry for entry in judged if entry.profile == profile), judged[0])
 
 
 def _differs(old: Entry, new: Entry) -> str:

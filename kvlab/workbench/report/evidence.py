@@ -105,10 +105,12 @@ def anchor(entry: Entry) -> str:
 
 
 def _add_kept_stories(shown: Sequence[Evidence]) -> None:
-    """Give the kept stories of each experiment to the run that told them, else to the experiment's first."""
+    """Give the kept stories of each experiment to the run that told them, else to the experiment's first of the same
+    profile.
+    """
     for file in {item.kept.file for item in shown if item.kept and item.kept.file}:
         for line in told.read(file.parent, file.stem):
-            mine = [item for item in shown if item.experiment == line["experiment"]]
+            mine = [item for item in shown if (item.experiment, item.profile) == (line["experiment"], line["profile"])]
             if mine:
                 mine.sort(key=lambda item: (item.signature != line["signature"], _commit(item) != line["commit"]))
                 mine[0].stories[line["figure"]] = line["story"]

@@ -1,20 +1,22 @@
 """Ledgers that are kept as data: a CSV for each model, in which every number says what it comes from.
 
-A long profile runs over several days, so a ledger is kept in pieces: what a store has not measured stays as it was.
+A long profile runs over several days, so a ledger is kept in pieces: what a store has not measured stays as it was. A
+claim has a line for each profile that measured it: the most thorough one is shown, and a new run of the quick profile
+is compared with the kept one of the quick profile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from kvlab import papers
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib.files import replacing, why
 from kvlab.workbench.report import told
-from kvlab.workbench.report.ledger import Entry, by_model, claims, entries, names, refuse, side_by_side
+from kvlab.workbench.report.ledger import Entry, by_model, claims, entries, names, profiles, refuse, side_by_side
 from kvlab.workbench.report.origins import Origin
 from kvlab.workbench.report.subjects import Subject, remarks, subjects
 
@@ -26,9 +28,11 @@ LATER = ["parameters", "remarks"]  # ledgers that were kept without these are re
 COLUMNS = ["claim", "finding", "verdict", "value", "low", "high", "power", "why", "model", *ORIGIN, *LATER]
 NUMBERS = ("value", "low", "high")
 THOROUGH = ("full", "gpu")
-"""The profiles whose lines a quick one does not replace by itself."""
+"""The profiles that are shown in place of others, the most thorough one last; the quick one stands behind all."""
 
 Line = dict[str, str]
+Lines = dict[tuple[str, str], Line]
+"""(claim, profile) -> its line; the profile is empty where nothing was measured."""
 
 
 @dataclass
@@ -49,26 +53,31 @@ class Kept:
 
 
 def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Kept]:
-    """Write the ledger of every model as FOLDER/MODEL.csv, one line for each claim, whole or not at all.
+    """Write the ledger of every model as FOLDER/MODEL.csv, a line for each claim and profile, whole or not at all.
 
-    A claim that the store has not measured stays as FOLDER has it, with what it says of its run; one that it has
-    measured is replaced. Without a `profile`, the full profile goes before the quick one, in the store and in FOLDER;
-    with one, its runs replace what is kept, whatever that is. Lines of claims that no longer exist are dropped. What
-    the runs told of their figures is kept in the same way, in FOLDER/stories/MODEL.csv (`told`).
+    What the store has not measured, with the profile of a line, stays as FOLDER has it, with what it says of its run;
+    what it has measured is replaced. Lines of claims that no longer exist are dropped. What the runs told of their
+    figures is kept in the same way, in FOLDER/stories/MODEL.csv (`told`).
 
     Columns: claim, finding, verdict, value, low, high, power, why, model; and of the run that they come from its
     profile, signature, commit (with `+changes` where files differed from it), machine and seconds, the number of the
     model's parameters, and remarks on what it went without.
 
+    Args:
+        folder: of the ledger.
+        model: only this one, or these (names, with or without their hash); all if there is none.
+        profile: only runs of this profile; of all if there is none.
+
     Raises:
         KvlabError: no run has measured a claim, the folder cannot be written, or what it has under the name of a model
             is no kept ledger or of another model.
     """
-    sweeps = [entries(model, each) for each in ([profile] if profile else [None, *THOROUGH])]
-    if not any(entry.run for entry in sweeps[0]):
+    newest = entries(model, profile)
+    if not any(entry.run for entry in newest):
         refuse(model, profile)
+    sweeps = [newest, *(entries(model, each) for each in ([] if profile else profiles()))]
     files: dict[Path, str] = {}
-    for name in by_model(sweeps[0]):
+    for name in by_model(newest):
         path = folder / f"{Subject(name).label}.csv"
         lines = _lines(path).values() if path.exists() else ()
         if other := ({line["model"] for line in lines} | {files.setdefault(path, name)}) - {name}:
@@ -77,44 +86,36 @@ def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
     for path, name in files.items():
         mine = [[entry for entry in judged if entry.model == name] for judged in sweeps]
         try:
-            written.append(_merged(path, mine, bool(profile)))
-            told.keep(folder, Subject(name).label, mine, lambda new, old: _goes_before(new, old, bool(profile)))
+            written.append(_merged(path, mine))
+            told.keep(folder, Subject(name).label, mine)
         except OSError as error:
             raise KvlabError(f"cannot keep the ledger in {folder}: {why(error)}") from error
     return written
 
 
-def _merged(path: Path, sweeps: Iterable[Sequence[Entry]], chosen: bool) -> Kept:
-    """Write a model's file; `chosen`: a profile was asked for."""
+def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
+    """Write a model's file."""
     before = _lines(path) if path.exists() else {}
     order = [claim.id for claim in claims()]
-    lines = {claim: line for claim, line in before.items() if claim in order}
+    lines = {key: line for key, line in before.items() if key[0] in order}
     for judged in sweeps:
-        for entry, line in zip(judged, _new_lines(judged), strict=True):
-            old = lines.get(entry.claim.id)
-            if old is None or _replaces(entry, old, chosen):
-                lines[entry.claim.id] = line
+        lines |= {(line["claim"], line["profile"]): line for line in _new_lines(judged)}
+    measured = {claim for claim, profile in lines if profile}
+    lines = {key: line for key, line in lines.items() if key[1] or key[0] not in measured}
     with replacing(path) as part:
-        _frame(lines[claim] for claim in order).to_csv(part, index=False)
-    stayed = sum(_knows(line) and line is before.get(claim) for claim, line in lines.items())
+        _frame(lines[key] for key in sorted(lines, key=lambda key: (order.index(key[0]), _place(key[1])))).to_csv(
+            part, index=False
+        )
+    stayed = sum(_knows(line) and line is before.get(key) for key, line in lines.items())
     replaced = sum(_knows(line) for line in lines.values()) - stayed
-    return Kept(path, replaced, stayed, sorted(before.keys() - lines.keys()))
+    return Kept(path, replaced, stayed, sorted({claim for claim, _ in before} - set(order)))
 
 
-def _replaces(entry: Entry, old: Line, chosen: bool) -> bool:
-    """Whether the store's entry takes the place of a kept line."""
-    if entry.run is None:
-        return not _knows(old)
-    # A run may lack numbers that a test needs; where it lacks none, "not measured" is what it found (`provided`).
-    lacking = entry.verdict.verdict == papers.UNMEASURED and not entry.claim.metrics <= set(entry.run.data.metrics)
-    if lacking and old["verdict"] != papers.UNMEASURED:
-        return False
-    return _goes_before(entry.profile, old["profile"], chosen)
-
-
-def _goes_before(new: str, old: str, chosen: bool) -> bool:
-    """Whether a run of the profile `new` replaces what was kept of one of the profile `old`."""
-    return chosen or new in THOROUGH or old not in THOROUGH
+def _place(profile: str) -> tuple[int, str]:
+    """The order of a claim's lines: the most thorough profile first, the quick one last, a project's own between."""
+    if profile in THOROUGH:
+        return -1 - THOROUGH.index(profile), ""
+    return int(profile == "quick"), profile
 
 
 def _knows(line: Line) -> bool:
@@ -135,7 +136,7 @@ def _new_lines(judged: Sequence[Entry]) -> list[Line]:
             **verdict.model_dump(include={"verdict", "value", "low", "high", "power", "why"}),
             "model": entry.model,
         }
-        if entry.run:
+        if entry.run and not _lacking(entry):
             tags, info = entry.run.data.tags, entry.run.info
             row |= {
                 "profile": entry.profile,
@@ -150,16 +151,24 @@ def _new_lines(judged: Sequence[Entry]) -> list[Line]:
     return lines
 
 
+def _lacking(entry: Entry) -> bool:
+    """Whether the run lacks numbers that the claim's tests need: it has measured nothing of it, then. Where it lacks
+    none, "not measured" is what it found (`provided`).
+    """
+    assert entry.run is not None
+    return entry.verdict.verdict == papers.UNMEASURED and not entry.claim.metrics <= set(entry.run.data.metrics)
+
+
 def _frame(lines: Iterable[Line]) -> pandas.DataFrame:
     import pandas
 
     return pandas.DataFrame(lines, columns=COLUMNS)
 
 
-def _lines(path: Path) -> dict[str, Line]:
-    """Claim -> its line, as the file has it. Raises KvlabError where it is no kept ledger."""
+def _lines(path: Path) -> Lines:
+    """A file's lines in its order. Raises KvlabError where it is no kept ledger."""
     found = told.table(path, [name for name in COLUMNS if name not in LATER])
-    lines = {line["claim"]: {**dict.fromkeys(LATER, ""), **line} for line in found}
+    lines = {(line["claim"], line["profile"]): {**dict.fromkeys(LATER, ""), **line} for line in found}
     for line in lines.values():
         try:
             _verdict(line)
@@ -176,24 +185,37 @@ def _verdict(line: Line) -> papers.Verdict:
     return papers.Verdict.model_validate({**{name: line[name] for name in ("verdict", "power", "why")}, **numbers})
 
 
-def read(path: Path) -> list[Entry]:
-    """The entries of a kept ledger, without their runs; claims that it does not know are not measured.
+def read(path: Path, profile: str | None = None) -> list[Entry]:
+    """The entries of a kept ledger, one for each claim, without their runs: those of the most thorough profile that
+    measured them. Claims that no line tells of are not measured.
+
+    Args:
+        path: the file.
+        profile: only lines of this profile; the others count as not measured.
 
     Raises:
         KvlabError: the file is no kept ledger, or judges a claim that there is not.
     """
+    found = _read(path)
+    model = found[0].model if found else path.stem
+    of_claim: dict[str, Entry] = {}
+    for entry in found:
+        if not profile or entry.profile in ("", profile):
+            of_claim.setdefault(entry.claim.id, entry)
+    return [of_claim.get(claim.id) or Entry(claim, papers.judge(claim, {}), None, model) for claim in claims()]
+
+
+def _read(path: Path) -> list[Entry]:
+    """An entry for each line, a claim's most thorough one first."""
     lines = _lines(path)
     known = {claim.id: claim for claim in claims()}
-    if unknown := lines.keys() - known.keys():
+    if unknown := {name for name, _ in lines} - known.keys():
         raise KvlabError(f"{path}: {nearest(min(unknown), known, 'claim')}")
     model = next((line["model"] for line in lines.values() if line["model"]), path.stem)
-    return [_entry(claim, lines.get(name), model, path) for name, claim in known.items()]
-
-
-def _entry(claim: papers.Claim, line: Line | None, model: str, path: Path) -> Entry:
-    if line is None:
-        return Entry(claim, papers.judge(claim, {}), None, model)
-    return Entry(claim, _verdict(line), None, model, _origin(line, path) if _knows(line) else None)
+    return [
+        Entry(known[name], _verdict(line), None, model, _origin(line, path) if _knows(line) else None)
+        for (name, _), line in sorted(lines.items(), key=lambda pair: _place(pair[0][1]))
+    ]
 
 
 def _origin(line: Line, path: Path) -> Origin:
@@ -212,41 +234,46 @@ def kept(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
     Args:
         folder: as `keep` wrote it.
         model: only this one, or these (names, with or without their hash); all if there is none.
-        profile: only lines of this profile; the others count as not measured.
+        profile: only lines of this profile; the others count as not measured. Else the most thorough ones.
 
     Raises:
         KvlabError: there is no ledger, one cannot be read, two are of one model, or none is left.
     """
-    paths = sorted(folder.glob("*.csv"))
-    if not paths:
-        raise KvlabError(f"{folder} holds no kept ledger; `kvlab report --keep {folder}` makes one")
-    found: dict[str, list[Entry]] = {}
-    for path in paths:
-        mine = read(path)
-        if found.setdefault(mine[0].model, mine) is not mine:
-            raise KvlabError(
-                f"{path} is of the model {mine[0].model!r}, as another ledger in {folder}: take one of them away"
-            )
-    wanted = names(model)
-    of_models = {
-        name: [_of_profile(entry, profile) for entry in mine]
-        for name, mine in found.items()
-        if not wanted or wanted & names(name)
-    }
+    of_models = {name: read(path, profile) for name, path in _files(folder, model).items()}
     measured = {name: mine for name, mine in of_models.items() if any(entry.measured for entry in mine)}
     if not measured:
-        there = ", ".join(sorted(_told(found)))
-        raise KvlabError(f"{folder} keeps nothing of that model and profile; it has: {there}")
+        _nothing(folder)
     return side_by_side(measured)
 
 
-def _of_profile(entry: Entry, profile: str | None) -> Entry:
-    if not profile or entry.profile == profile:
-        return entry
-    return replace(entry, verdict=papers.judge(entry.claim, {}), kept=None)
+def every(folder: Path, model: str | Sequence[str] | None = None) -> list[Entry]:
+    """All that a folder's ledgers tell: an entry for each model, claim and profile, a claim's most thorough one first.
+
+    Args, Raises: as `kept`.
+    """
+    return _measured(_files(folder, model)) or _nothing(folder)
 
 
-def _told(found: Mapping[str, Sequence[Entry]]) -> set[str]:
-    return {
-        f"{entry.model} ({entry.profile or 'no'} profile)" for mine in found.values() for entry in mine if entry.kept
-    }
+def _measured(files: Mapping[str, Path]) -> list[Entry]:
+    return [entry for path in files.values() for entry in _read(path) if entry.measured]
+
+
+def _files(folder: Path, model: str | Sequence[str] | None) -> dict[str, Path]:
+    """Model -> the file of its ledger, for those of these models that the folder has."""
+    paths = sorted(folder.glob("*.csv"))
+    if not paths:
+        raise KvlabError(f"{folder} holds no kept ledger; `kvlab report --keep {folder}` makes one")
+    found: dict[str, Path] = {}
+    for path in paths:
+        name = read(path)[0].model
+        if found.setdefault(name, path) is not path:
+            raise KvlabError(f"{path} is of the model {name!r}, as another ledger in {folder}: take one of them away")
+    wanted = names(model)
+    return {name: path for name, path in found.items() if not wanted or wanted & names(name)}
+
+
+def _nothing(folder: Path) -> NoReturn:
+    there = {f"{entry.model} ({entry.profile} profile)" for entry in _measured(_files(folder, None))}
+    raise KvlabError(
+        f"{folder} keeps nothing of that model and profile; it has: {', '.join(sorted(there)) or 'nothing'}"
+    )

@@ -234,6 +234,11 @@ def _measuring() -> set[str]:
     return {claim.experiment for claim in claims() if claim.experiment}
 
 
+def profiles() -> list[str]:
+    """The profiles of the finished jobs that claims may rest on."""
+    return sorted(set().union(*runs.values(_measuring(), "kvlab.profile").values()) - {""})
+
+
 def names(model: str | Sequence[str] | None) -> set[str]:
     """Names without their hashes."""
     return {name.split("@")[0] for name in ([model] if isinstance(model, str) else model or ()) if name}
@@ -255,7 +260,7 @@ def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
         raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")
     there = {
         "model": names(sorted(models)),
-        "profile": set().union(*runs.values(_measuring(), "kvlab.profile").values()),
+        "profile": set(profiles()),
     }
     for what, wanted in (("profile", {profile} if profile else set()), ("model", names(model))):
         if missing := wanted - there[what]:

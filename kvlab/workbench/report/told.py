@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,30 +22,27 @@ FOLDER = "stories"  # a folder of its own, so that every CSV beside it is a ledg
 COLUMNS = ["model", "experiment", "figure", "profile", "signature", "commit", "story"]
 
 
-def keep(folder: Path, label: str, sweeps: Iterable[Sequence[Entry]], goes_before: Callable[[str, str], bool]) -> None:
-    """Write what the runs of a model told as FOLDER/stories/LABEL.csv: a line for each figure of each experiment.
+def keep(folder: Path, label: str, sweeps: Iterable[Sequence[Entry]]) -> None:
+    """Write what the runs of a model told as FOLDER/stories/LABEL.csv: a line for each figure, experiment and profile.
 
-    An experiment's stories are replaced together, by those of the newest run that entries rest on; those of experiments
-    without one stay, unless no claim names the experiment any more.
+    The stories of an experiment and a profile are replaced together, by those of the newest run that entries rest on;
+    those without one stay, unless no claim names the experiment any more.
 
     Args:
         folder: of the ledger.
         label: the name of the model's file.
-        sweeps: its entries; later ones are kept in place of earlier ones.
-        goes_before: whether a run of the first profile replaces one of the second.
+        sweeps: its entries; later ones are kept in place of earlier ones of the same profile.
     """
     path = folder / FOLDER / f"{label}.csv"
     known = {claim.experiment for claim in claims()}
-    kept: dict[str, list[dict[str, str]]] = {}
+    kept: dict[tuple[str, str], list[dict[str, str]]] = {}
     for line in table(path, COLUMNS) if path.exists() else []:
         if line["experiment"] in known:
-            kept.setdefault(line["experiment"], []).append(line)
+            kept.setdefault((line["experiment"], line["profile"]), []).append(line)
     for judged in sweeps:
         for experiment, run in _newest(judged).items():
-            old = kept.get(experiment, [])
-            if not old or goes_before(run.data.tags.get("kvlab.profile", ""), old[0]["profile"]):
-                kept[experiment] = _lines(experiment, run)
-    lines = [line for experiment in sorted(kept) for line in kept[experiment]]
+            kept[experiment, run.data.tags.get("kvlab.profile", "")] = _lines(experiment, run)
+    lines = [line for key in sorted(kept) for line in kept[key]]
     if not lines and not path.exists():
         return
     import pandas
