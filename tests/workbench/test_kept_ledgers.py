@@ -71,6 +71,9 @@ def test_the_readme_counts_what_is_kept():
     flat = " ".join(text.split())
     assert f"{tally.met('checks')} checks" in flat and f"{tally.met('recomputed')} recomputed claims" in flat
     assert {entry.model.split("@")[0] for entry in judged if entry.model} == {"smollm2-135m"}
+    measured = [entry.profile for entry in judged if entry.measured]
+    assert f"{measured.count('full')} of {len(measured)} measured claims by the full profile" in flat
+    assert set(measured) == {"full", "quick"}
 
 
 def test_the_readme_tells_of_the_second_model():
