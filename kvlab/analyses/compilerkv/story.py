@@ -126,7 +126,7 @@ def table_2(findings: Findings, signal: Findings, cells: Findings) -> list[str]:
     if equal in findings.metrics:
         row = findings.row(ablation.EQUAL_STORAGE, measure="kept")
         sentences.append(
-            f"At equal storage the gate's sets keep {number(row)} more attention than sets without it: "
+            f"At equal storage the gate changes what is kept of the attention by {number(row)}: "
             + side(row, above="a gain.", below="a loss.", undecided="not told apart from none.")
         )
     return sentences
