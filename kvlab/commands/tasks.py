@@ -22,7 +22,7 @@ app = typer.Typer()
     "eval",
     epilog="Examples:   kvlab eval needle --policies snapkv,streamingllm --budgets 64,256   |   "
     "kvlab eval ruler --limit 13 -p 'lengths=[1000]'   |   "
-    "kvlab eval longbench -p folder=data --policies all --budgets 0.2 --compress-at context",
+    "kvlab eval longbench -p folder=data --policies all --budgets 0.2 --compress-at context --keep docs/ledger",
 )
 def eval_(
     names: Annotated[
@@ -59,6 +59,15 @@ def eval_(
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep",
+            metavar="FOLDER",
+            help="Keep the mean scores as data beside a ledger: FOLDER/tasks/MODEL.csv.",
+            show_default=False,
+        ),
+    ] = None,
     log: Annotated[bool, typer.Option("--log/--no-log", help="Log a run to MLflow.")] = True,
 ) -> None:
     """Run tasks with policies and budgets on a live model. The same command continues a run that was stopped."""
@@ -66,10 +75,12 @@ def eval_(
 
     from kvlab import evaluation as evaluate
     from kvlab import tasks
+    from kvlab.bench.meters import device_name
     from kvlab.inputs import models
     from kvlab.methods import registry
     from kvlab.workbench import project
     from kvlab.workbench.figures import evaluation
+    from kvlab.workbench.report import answered
 
     every = [name for name in registry() if name not in ("full", "random")]
     chosen = every if policies == "all" else options.names(policies)
@@ -85,16 +96,18 @@ def eval_(
     for plan in plans:
         path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
         with progress.counting(plan.task.name) as advance:
-            answered = evaluate.run(lm, plan, path, advance)
-        answers += answered
+            made = evaluate.run(lm, plan, path, advance)
+        answers += made
         typer.echo(path, err=True)
-        if figure := evaluation.draw(answered, path.with_name(f"{path.stem}-{plan.task.name}") if out else path):
+        if figure := evaluation.draw(made, path.with_name(f"{path.stem}-{plan.task.name}") if out else path):
             typer.echo(figure, err=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
     evaluation.show(evaluate.summary(answers), console)
     evaluation.show_parts(answers, console)
+    if keep is not None:
+        typer.echo(answered.keep(keep, answers, device_name(lm.device)), err=True)
     if log:
-        kept = {
+        about = {
             "tasks": names,
             "policies": chosen,
             "budgets": budgets,
@@ -104,7 +117,7 @@ def eval_(
             "compress_at": compress_at,
             **given,
         }
-        typer.echo(f"MLflow run {evaluation.log(answers, kept)}", err=True)
+        typer.echo(f"MLflow run {evaluation.log(answers, about)}", err=True)
 
 
 @app.command(

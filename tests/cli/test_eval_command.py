@@ -7,6 +7,7 @@ import pytest
 from support.commands import call, complaint
 
 from kvlab import evaluation
+from kvlab.workbench.report import answered
 from kvlab.workbench.store import tracking
 
 NEEDLE = ["eval", "needle", "-p", "lengths=[144]", "-p", "depths=[0.0, 0.5, 1.0]", "--limit", "2"]
@@ -59,3 +60,26 @@ def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):
 )
 def test_a_mistake_is_one_sentence(loaded, project, capsys, arguments, code, match):
     assert match in complaint(capsys, "eval", *arguments, code=code)
+
+
+def test_scores_are_kept_beside_a_ledger(loaded, project, capsys, tmp_path):
+    """In pieces: another budget adds its lines, the same one replaces its own; a ledger's readers see no ledger."""
+    folder = tmp_path / "ledger"
+    some = [*NEEDLE, "--policies", "streamingllm", "--no-log", "--keep", str(folder)]
+    code, _, err = call(capsys, *some, "--budgets", "48", "--compress-at", "context")
+    assert code == 0, err
+    (path,) = (folder / "tasks").glob("*.csv")
+    assert str(path) in err and not list(folder.glob("*.csv"))
+    first = path.read_bytes()
+    assert call(capsys, *some, "--budgets", "48", "--compress-at", "context")[0] == 0 and path.read_bytes() == first
+    assert call(capsys, *some, "--budgets", "48,64")[0] == 0
+    rows = answered.kept(folder)
+    assert rows.groupby("compress_at").size().to_dict() == {"context": 2, "prompt": 3}
+    assert (rows.n == 2).all() and rows.model.nunique() == 1 and (rows.machine != "").all()
+    given = evaluation.summary(evaluation.read(project / "eval" / "needle.jsonl"))
+    wanted = given[(given.budget == 64) & (given.compress_at == "prompt")].iloc[0]
+    (line,) = rows[rows.budget == "64"].to_dict("records")
+    assert line["difference"] == pytest.approx(wanted.difference) and line["score"] == pytest.approx(wanted.score)
+    path.write_text(path.read_text().replace(line["model"], "other@0 float32"))
+    code, _, err = call(capsys, *some, "--budgets", "48")
+    assert code == 1 and "is of the model 'other@0 float32'" in err

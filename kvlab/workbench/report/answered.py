@@ -1,0 +1,104 @@
+"""Scores of tasks kept as data beside a ledger, in tasks/MODEL.csv: answers that a live model gave, with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import KvlabError
+from kvlab.evaluation import Answer, summary
+from kvlab.lib.files import replacing, why
+from kvlab.workbench import project
+from kvlab.workbench.report import told
+from kvlab.workbench.report.subjects import Subject
+
+if TYPE_CHECKING:
+    import pandas
+
+FOLDER = "tasks"  # a folder of its own, so that every CSV beside it is a ledger
+KEY = ["task", "settings", "kind", "policy", "budget", "storage", "parameters", "compress_at"]
+NUMBERS = ["n", "score", "low", "high", "difference", "difference_low", "difference_high", "kv_bytes", "seconds"]
+COLUMNS = ["model", *KEY, *NUMBERS, "commit", "machine", "version"]
+
+
+def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
+    """Write the mean scores of one model's answers as FOLDER/tasks/MODEL.csv; what was kept of others stays.
+
+    A line for each task (and each kind of its examples), policy, budget, storage and moment of compression: the mean
+    score with its 95 % interval, the difference from the full cache on the same examples with its own, bytes held and
+    seconds for an answer; and what they come from.
+
+    Args:
+        machine: what it ran on, in words.
+
+    Raises:
+        KvlabError: there are no answers, the file cannot be written, or it is of other weights.
+    """
+    if not answers:
+        raise KvlabError("there are no answers to keep")
+    model = answers[0].signature.split("|")[0]
+    path = folder / FOLDER / f"{Subject(model.split()[0]).label}.csv"
+    lines = {_key(line): line for line in read(path)}
+    if other := {line["model"] for line in lines.values()} - {model}:
+        raise KvlabError(f"{path} is of the model {min(other)!r}, not of {model!r}: keep one of them elsewhere")
+    commit = project.commit() or ""
+    for settings, mine in _by_settings(answers).items():
+        version = mine[0].signature.split("|")[-1]
+        about = {"model": model, "settings": settings, "commit": commit, "machine": machine, "version": version}
+        several = len({answer.marks.get("kind") for answer in mine}) > 1
+        for by in (None, "kind") if several else (None,):
+            for row in summary(mine, by).to_dict("records"):
+                line = _texts({**row, **about, "kind": row["kind"] if by else ""})
+                lines[_key(line)] = line
+    try:
+        with replacing(path) as part:
+            _frame([lines[key] for key in sorted(lines)]).to_csv(part, index=False)
+    except OSError as error:
+        raise KvlabError(f"cannot keep the scores in {folder}: {why(error)}") from error
+    return path
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The kept scores of a model; none where there is no such file.
+
+    Raises:
+        KvlabError: the file cannot be read, or lacks a column.
+    """
+    return told.table(path, COLUMNS) if path.exists() else []
+
+
+def kept(folder: Path) -> pandas.DataFrame:
+    """All scores that a folder keeps, one line each, numbers as floats; empty where it keeps none."""
+    lines = [line for path in sorted((folder / FOLDER).glob("*.csv")) for line in read(path)]
+    frame = _frame(lines)
+    return frame.assign(**{name: frame[name].replace("", "nan").astype(float) for name in NUMBERS})
+
+
+def _by_settings(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """A task with its parameters, as a signature names it -> its answers."""
+    found: dict[str, list[Answer]] = {}
+    for answer in answers:
+        found.setdefault(answer.signature.split("|")[1], []).append(answer)
+    return found
+
+
+def _key(line: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(line[name] for name in KEY)
+
+
+def _texts(row: Mapping[str, Any]) -> dict[str, str]:
+    """What the file holds of a row: numbers to six digits, nothing for what there is none of."""
+    found = {}
+    for name in COLUMNS:
+        value = row.get(name)
+        missing = value is None or (isinstance(value, float) and math.isnan(value))
+        found[name] = "" if missing else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return found
+
+
+def _frame(lines: Sequence[Mapping[str, str]]) -> pandas.DataFrame:
+    import pandas
+
+    return pandas.DataFrame(lines, columns=COLUMNS)
