@@ -80,7 +80,10 @@ SETS: dict[str, tuple[str, ...]] = {
     ),
     "mixed/8b": (
         *(f"sotu/{year}" for year in (1966, 1988, 1996, 2007)),
-        *(f"squad/{title}" for title in ("French_and_Indian_War", "Islamism", "Scottish_Parliament", "University_of_Chicago")),
+        *(
+            f"squad/{title}"
+            for title in ("French_and_Indian_War", "Islamism", "Scottish_Parliament", "University_of_Chicago")
+        ),
     ),
     "mixed/20": (
         *(f"sotu/{year}" for year in (1962, 1975, 1983, 1999, 2012)),

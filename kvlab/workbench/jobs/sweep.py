@@ -171,7 +171,7 @@ class Sweep:
                 self.waiting.append(number)
 
     def _done(self, name: str) -> dict[tuple[str, str], str]:
-        """(key, kind) -> run of the finished jobs of an experiment, of those in the queue or of all with today's code."""
+        """(key, kind) -> run of an experiment's finished jobs, of those in the queue or of all with today's code."""
         wanted = {(job.key, job.kind) for job in self.queue if job.experiment == name}
         if len(wanted) > FEW:
             return self._done_with_this_code(name, {kind for _, kind in wanted})

@@ -108,7 +108,9 @@ def _cells(lines: Sequence[Mapping[str, str]]) -> tuple[Cell, ...]:
     for seed in _values(lines, "seed"):
         for documents in _values(lines, "documents"):
             here = [
-                line["verdict"] for line in lines if line["seed"] in (seed, ANY) and line["documents"] in (documents, ANY)
+                line["verdict"]
+                for line in lines
+                if line["seed"] in (seed, ANY) and line["documents"] in (documents, ANY)
             ]
             said = [verdict for verdict in here if verdict != papers.UNMEASURED]
             if said:
@@ -121,6 +123,11 @@ def _values(lines: Iterable[Mapping[str, str]], name: str) -> list[str]:
     return [value for value in values if value != ANY] or values
 
 
+def label(one: Stability) -> str:
+    """The name of the file that it is kept in, without suffix."""
+    return Subject(one.model).label
+
+
 def sentences(found: Iterable[Stability]) -> list[str]:
     """How often verdicts flip in all, in a sentence for each model; none where nothing was measured."""
     of_models: dict[tuple[str, str], list[Stability]] = {}
@@ -131,7 +138,7 @@ def sentences(found: Iterable[Stability]) -> list[str]:
 
 
 def _sentence(label: str, profile: str, mine: Sequence[Stability]) -> str:
-    seeds, texts = ([_known(mine, name) for name in ("seed", "documents")])
+    seeds, texts = (_known(mine, name) for name in ("seed", "documents"))
     where = " and ".join(
         part
         for part in (
@@ -204,7 +211,9 @@ def read(folder: Path | None = None) -> list[Stability]:
     for path in sorted(((folder or here()) / FOLDER).glob("*.csv")):
         for line in told.table(path, COLUMNS, "measurement of stability"):
             if line["verdict"] not in papers.VERDICTS:
-                raise KvlabError(f"{path}: {line['claim']!r} has the verdict {line['verdict']!r}, and there is none such")
+                raise KvlabError(
+                    f"{path}: {line['claim']!r} has the verdict {line['verdict']!r}, and there is none such"
+                )
             found.append(line)
     return measured(found)
 
