@@ -22,15 +22,15 @@ FOLDER = "stability"  # a folder of its own, so that every CSV beside it is a le
 KEYS = ["paper", "finding", "claim", "model", "profile", "seed", "documents"]
 NUMBERS = ["value", "low", "high"]
 COLUMNS = [*KEYS, "verdict", *NUMBERS, "signature", "commit", "machine"]
-SIDES = {papers.HOLDS: "agrees", papers.DIRECTION: "agrees", papers.FAILS: "contradicts"}
-"""What a verdict says of the direction; "undecided" says neither."""
+AGREES = (papers.HOLDS, papers.DIRECTION)
+"""The verdicts that the direction agrees; that it does not says only "fails"."""
 
 Line = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """What a finding stands as with a seed on a set of documents; `ANY` where the numbers do not depend on it."""
+class Outcome:
+    """What a finding stands as in a cell: with a seed on a set of documents; `ANY` where the numbers do not depend on it."""
 
     seed: str
     documents: str
@@ -54,21 +54,22 @@ class Stability:
     finding: str
     model: str
     profile: str
-    cells: tuple[Cell, ...]
+    cells: tuple[Outcome, ...]
 
     @property
-    def others(self) -> tuple[Cell, ...]:
+    def others(self) -> tuple[Outcome, ...]:
         return self.cells[1:]
 
     @property
-    def flips(self) -> list[Cell]:
+    def flips(self) -> list[Outcome]:
         """The other cells whose verdict is not that of the first."""
         return [cell for cell in self.others if cell.verdict != self.cells[0].verdict]
 
     @property
-    def turns(self) -> list[Cell]:
+    def turns(self) -> list[Outcome]:
         """The flips from holding, in direction at least, to failing, or the other way round."""
-        return [cell for cell in self.flips if {SIDES.get(cell.verdict), SIDES.get(self.cells[0].verdict)} == BOTH]
+        first = self.cells[0].verdict
+        return [cell for cell in self.flips if _turns(cell.verdict, first) or _turns(first, cell.verdict)]
 
     @property
     def count(self) -> str:
@@ -88,7 +89,8 @@ class Stability:
         return f"{first} its verdict flips in {self.count} other runs{turns}: {each}."
 
 
-BOTH = set(SIDES.values())
+def _turns(one: str, other: str) -> bool:
+    return one in AGREES and other == papers.FAILS
 
 
 def measured(lines: Iterable[Mapping[str, str]]) -> list[Stability]:
@@ -102,7 +104,7 @@ def measured(lines: Iterable[Mapping[str, str]]) -> list[Stability]:
     return [one for one in every if one.cells]
 
 
-def _cells(lines: Sequence[Mapping[str, str]]) -> tuple[Cell, ...]:
+def _cells(lines: Sequence[Mapping[str, str]]) -> tuple[Outcome, ...]:
     """A claim of a run that does not depend on the seed, or on the documents, stands in the cells of each."""
     cells = []
     for seed in _values(lines, "seed"):
@@ -114,7 +116,7 @@ def _cells(lines: Sequence[Mapping[str, str]]) -> tuple[Cell, ...]:
             ]
             said = [verdict for verdict in here if verdict != papers.UNMEASURED]
             if said:
-                cells.append(Cell(seed, documents, min(said, key=WEAKEST.index)))
+                cells.append(Outcome(seed, documents, min(said, key=WEAKEST.index)))
     return tuple(cells)
 
 
