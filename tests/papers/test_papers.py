@@ -365,7 +365,8 @@ def test_unknown_names_teach():
         ),
         (
             "name: x\nlabel: X\ntitle: T\nexperiment: e\nquoted: [a]\nclaims: [{id: a, where: w, summary: s, "
-            "kind: timing, metric: m, paper_value: 1, direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
+            "kind: timing, metric: m, paper_value: 1, "
+            "direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
             "unknown measured finding in `quoted` 'a'",
         ),
         (

@@ -26,7 +26,7 @@ from kvlab.workbench.report import cells as judging
 from kvlab.workbench.report import kept, ledger, stability
 from kvlab.workbench.report import page as report
 from kvlab.workbench.report.stability import Stability
-from kvlab.workbench.store import database, tracking
+from kvlab.workbench.store import database, earlier, tracking
 
 FINDING = "merging against eviction"
 TIGHT = "zsmerge.figure4.tight_budgets"
@@ -219,6 +219,13 @@ def test_a_cell_whose_job_failed_is_left_out(toy, place):
     assert len(judging.judged(found, "quick")) == 3
 
 
+def test_a_cell_during_which_the_code_was_edited_is_left_out(toy, place):
+    found = measured()
+    edited = found[Cell(EXPERIMENT, "", "0", "mixed/8b")][0].run_id
+    database.client().set_tag(edited, "kvlab.key", earlier.EDITED)
+    assert ("0", "mixed/8b") not in {(line["seed"], line["documents"]) for line in judging.judged(found, "quick")}
+
+
 def test_of_the_jobs_of_a_grid_the_one_that_measured_the_claim_is_judged(toy, place):
     """A later job of the cell that lacks the number does not take it away."""
     ids = [job(0.6), job(0.1, metric="another")]
@@ -268,6 +275,15 @@ def test_a_claim_that_has_no_seed_stands_in_the_cells_of_every_seed():
     assert [(cell.seed, cell.verdict) for cell in one.cells] == [("0", "undecided"), ("1", "undecided")]
 
 
+def test_numbers_that_a_seed_does_not_reach_are_counted():
+    drawn = [{**line, "value": str(place)} for place, line in enumerate(lines(*["holds"] * 6))]
+    fixed = [{**line, "value": line["documents"]} for line in lines(*["fails"] * 6, claim=TIGHT)]
+    (told,) = stability.sentences(stability.measured(drawn + fixed))
+    assert "in all 0 of 10 verdicts" in told and "; 4 of the 10 repeat the numbers of another seed" in told
+    (told,) = stability.sentences(stability.measured(drawn))
+    assert "repeat" not in told
+
+
 def test_the_sentence_counts_findings_and_verdicts():
     found = stability.measured(
         [
@@ -279,6 +295,7 @@ def test_the_sentence_counts_findings_and_verdicts():
     assert "with the seeds 0, 1 and 2 and the texts mixed/8 and mixed/8b" in told
     assert "of 2 quoted findings 2 flip at least once (1 from holding to failing or back)" in told
     assert "in all 2 of 6 verdicts are not that of the first run (33%)" in told
+    assert told.startswith("How often does a verdict flip? On toy (quick profile), ")
     assert stability.sentences(stability.measured(lines("holds", seeds=("0",), documents=("mixed/8",)))) == []
 
 
@@ -340,7 +357,7 @@ def test_findings_that_flip_are_marked_on_the_page(project):
     text = report.render(entries, found)[report.MAIN]
     of_finding = sum(claim.fact[1] == FINDING for claim in papers.claims(paper="zsmerge"))
     assert text.count(">flips 1 of 5</em>") == of_finding and text.count('class="flips') == of_finding
-    assert "its verdict stays in all 1 other runs" in text, "a steady one is told, and not marked"
+    assert "its verdict stays in the other run" in text, "a steady one is told, and not marked"
     assert text.count("How often does a verdict flip?") == 1
     elsewhere = stability.measured(lines("holds", "fails", seeds=("0",), model="another@1"))
     assert 'class="flips' not in report.render(entries, elsewhere)[report.MAIN]
@@ -382,7 +399,7 @@ def test_the_command_runs_prints_and_keeps_and_the_report_marks(toy, place, caps
     code, out, err = call(capsys, "stability", "--seeds", "0,1", "--documents", "mixed/8", "--keep", "ledger")
     assert code == 0 and "0 of 1" in out and "holds" in out and "finished" not in err
     call(capsys, "report", "--from", "ledger", "--out", "again")
-    assert "stays in all 1 other runs" in (toy / "again" / "report.html").read_text(encoding="utf-8")
+    assert "stays in the other run" in (toy / "again" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_failed_job_is_named_after_what_was_measured_is_kept(toy, place, capsys):

@@ -9,7 +9,7 @@ from kvlab import papers
 from kvlab.workbench.jobs.cells import Cell, measurable
 from kvlab.workbench.report import runs
 from kvlab.workbench.report.stability import Line
-from kvlab.workbench.store import database
+from kvlab.workbench.store import database, earlier
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -21,7 +21,7 @@ DONE = ("finished", "done earlier")
 
 def judged(found: Mapping[Cell, Sequence[Result]], profile: str) -> list[Line]:
     """A line for each quoted claim and cell, as `stability.keep` writes them: finding by finding, in the order of the
-    papers. Cells of which a job failed are left out, since a number that is missing there was not measured.
+    papers. A cell is left out if one of its jobs failed, or if code was edited while it ran.
 
     Args:
         found: how the jobs of each cell ended.
@@ -32,7 +32,8 @@ def judged(found: Mapping[Cell, Sequence[Result]], profile: str) -> list[Line]:
     for cell, results in found.items():
         if all(result.state in DONE for result in results):
             mine = [connection.get_run(result.run_id) for result in results]
-            of_cells[cell] = sorted(mine, key=lambda run: run.info.end_time or 0, reverse=True)
+            if not any(run.data.tags.get("kvlab.key") == earlier.EDITED for run in mine):
+                of_cells[cell] = sorted(mine, key=lambda run: run.info.end_time or 0, reverse=True)
     return [
         _line(claim, cell, mine, profile)
         for claim in measurable(papers.quoted(), profile)

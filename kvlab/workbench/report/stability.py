@@ -30,11 +30,15 @@ Line = dict[str, str]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finding stands as in a cell: with a seed on a set of documents; `ANY` where the numbers do not depend on it."""
+    """What a finding stands as in a cell, that is, with a seed on a set of documents (`ANY`: of each).
+
+    numbers: the values of its claims with their intervals, as they are written.
+    """
 
     seed: str
     documents: str
     verdict: str
+    numbers: tuple[str, ...] = ()
 
     @property
     def told(self) -> str:
@@ -72,6 +76,15 @@ class Stability:
         return [cell for cell in self.flips if _turns(cell.verdict, first) or _turns(first, cell.verdict)]
 
     @property
+    def repeated(self) -> list[Outcome]:
+        """The other cells with the very numbers that another seed gave on the same documents."""
+        return [
+            cell
+            for place, cell in enumerate(self.cells)
+            if any((cell.documents, cell.numbers) == (one.documents, one.numbers) for one in self.cells[:place])
+        ]
+
+    @property
     def count(self) -> str:
         """ "1 of 5"."""
         return f"{len(self.flips)} of {len(self.others)}"
@@ -84,9 +97,10 @@ class Stability:
             return f"{first} it was not measured again."
         each = "; ".join(cell.told for cell in self.cells)
         if not self.flips:
-            return f"{first} its verdict stays in all {len(self.others)} other runs: {each}."
+            stays = f"all {len(self.others)} other runs" if len(self.others) > 1 else "the other run"
+            return f"{first} its verdict stays in {stays}: {each}."
         turns = f", {len(self.turns)} of them from holding to failing or back" if self.turns else ""
-        return f"{first} its verdict flips in {self.count} other runs{turns}: {each}."
+        return f"{first} its verdict flips in {self.count} other {_plural(len(self.others), 'run')}{turns}: {each}."
 
 
 def _turns(one: str, other: str) -> bool:
@@ -109,14 +123,11 @@ def _cells(lines: Sequence[Mapping[str, str]]) -> tuple[Outcome, ...]:
     cells = []
     for seed in _values(lines, "seed"):
         for documents in _values(lines, "documents"):
-            here = [
-                line["verdict"]
-                for line in lines
-                if line["seed"] in (seed, ANY) and line["documents"] in (documents, ANY)
-            ]
-            said = [verdict for verdict in here if verdict != papers.UNMEASURED]
+            here = [line for line in lines if line["seed"] in (seed, ANY) and line["documents"] in (documents, ANY)]
+            said = [line["verdict"] for line in here if line["verdict"] != papers.UNMEASURED]
             if said:
-                cells.append(Outcome(seed, documents, min(said, key=WEAKEST.index)))
+                numbers = tuple(line[name] for line in here for name in NUMBERS)
+                cells.append(Outcome(seed, documents, min(said, key=WEAKEST.index), numbers))
     return tuple(cells)
 
 
@@ -153,10 +164,14 @@ def _sentence(label: str, profile: str, mine: Sequence[Stability]) -> str:
     turned = sum(bool(one.turns) for one in mine)
     flips, others = sum(len(one.flips) for one in mine), sum(len(one.others) for one in mine)
     turns = f" ({turned} from holding to failing or back)" if turned else ""
+    repeated = sum(len(one.repeated) for one in mine)
+    same = (
+        f"; {repeated} of the {others} repeat the numbers of another seed, which did not reach them" if repeated else ""
+    )
     return (
         f"How often does a verdict flip? On {label} ({profile} profile), with {where}: of {len(mine)} quoted "
         f"{_plural(len(mine), 'finding')} {unsteady or 'none'} {'flips' if unsteady < 2 else 'flip'} at least once"
-        f"{turns}; in all {flips} of {others} verdicts are not that of the first run ({flips / others:.0%})."
+        f"{turns}; in all {flips} of {others} verdicts are not that of the first run ({flips / others:.0%}){same}."
     )
 
 
