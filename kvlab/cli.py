@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from kvlab.commands import experiments, learning, measuring, stock, tasks, workspaces
+from kvlab.commands import experiments, learning, measuring, stability, stock, tasks, workspaces
 from kvlab.errors import KvlabError, nearest
 
 HELP = """A laboratory for KV-cache compression: what a paper claims, measured again on a real model, offline.
@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # In the order in which `kvlab --help` shows them.
-for group in (stock, workspaces, experiments, measuring, learning, tasks):
+for group in (stock, workspaces, experiments, stability, measuring, learning, tasks):
     app.add_typer(group.app)
 
 

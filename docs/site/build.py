@@ -20,8 +20,8 @@ import typer
 import kvlab
 from kvlab import papers
 from kvlab.methods import registry
-from kvlab.workbench.report import kept
-from kvlab.workbench.report.ledger import Entry
+from kvlab.workbench.report import kept, stability
+from kvlab.workbench.report.ledger import Entry, names
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -114,11 +114,18 @@ def _ledger() -> str:
     def options(values: list[tuple[str, str]]) -> str:
         return "".join(f'<option value="{html.escape(value)}">{html.escape(shown)}</option>' for value, shown in values)
 
+    steady = stability.read(ROOT / "docs" / "ledger")
+    of_finding = stability.by_finding(steady)
+
+    def flips(entry: Entry) -> str:
+        one = of_finding.get((*entry.claim.fact, min(names(entry.model), default="")))
+        return f'<br><em title="{html.escape(one.told)}">flips {one.count}</em>' if one and one.flips else ""
+
     def cell(entry: Entry) -> str:
         verdict = entry.verdict
         ends = "" if verdict.low is None or verdict.high is None else f" ({verdict.low:.3g} to {verdict.high:.3g})"
         value = "" if verdict.value is None else f"<br>{verdict.value:.3g}{ends}"
-        return f'<td title="{html.escape(verdict.why)}"><b>{html.escape(entry.state)}</b>{value}</td>'
+        return f'<td title="{html.escape(verdict.why)}"><b>{html.escape(entry.state)}</b>{value}{flips(entry)}</td>'
 
     rows = "\n".join(
         f'<tr data-paper="{claim.paper}" data-kind="{claim.kind}" data-verdict="{html.escape(first[claim.id].state)}">'
@@ -129,6 +136,7 @@ def _ledger() -> str:
         f"<td>{_notebook_link(claim.experiment)}</td></tr>"
         for claim in claims
     )
+    flipping = "".join(f"\n{sentence}\n" for sentence in stability.sentences(steady))
     heads = "".join(f"<th>{html.escape(model)}</th>" for model in states)
     return f"""# Ledger
 
@@ -136,7 +144,7 @@ Every claim of the five papers that kvlab knows: what it says, the number that t
 here, with 95 % intervals and the verdict (the comparison that was made shows over it). These are the kept runs of
 `docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machine, and
 [Claims and verdicts](docs/claims.md) says by what rules.
-
+{flipping}
 <div class="filters">
 <label>Paper <select data-filter="paper">{options([("", "all"), *labels.items()])}</select></label>
 <label>Verdict <select data-filter="verdict">{options([("", "all"), *((v, v) for v in verdicts)])}</select></label>

@@ -74,7 +74,7 @@ def run(
 
     results = driver.run(experiment, profile, options.overrides(parameters or []), jobs, fresh, cluster=cluster)
     try:
-        _finish(results)
+        finish(results)
     finally:
         typer.echo(f"MLflow UI: {ui.told([experiment])}")
 
@@ -94,7 +94,7 @@ def reproduce(
     """Run all experiments, write the report and print the claims with their verdicts."""
     from kvlab.workbench import experiments
     from kvlab.workbench.jobs import driver
-    from kvlab.workbench.report import kept
+    from kvlab.workbench.report import kept, stability
     from kvlab.workbench.report import page as report
 
     names = experiments.names()
@@ -102,12 +102,13 @@ def reproduce(
         experiments.load("")  # says where experiments would have to be
     chosen = options.models(models or [])
     before = kept.every(compare, chosen) if compare else None  # refused before hours of work
+    steady = stability.read()
     results = driver.run(names, profile, None, jobs, fresh, cluster=cluster, models=chosen)
     ledger = report.entries()
-    page = report.save(ledger)
+    page = report.save(ledger, steady=steady)
     claims.show(ledger)
     _places(page, names)
-    _finish(results, quiet=True)
+    finish(results, quiet=True)
     if before is not None:
         _compare(before, report.entries(chosen, profile), page.parent)
 
@@ -151,7 +152,7 @@ def report(
     compare: Compare = None,
 ) -> None:
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
-    from kvlab.workbench.report import kept
+    from kvlab.workbench.report import kept, stability
     from kvlab.workbench.report import page as ledger
 
     chosen = options.models(models or [])
@@ -167,7 +168,7 @@ def report(
         return
     before = kept.every(compare, chosen) if compare else None
     judged = kept.kept(origin, chosen, profile) if origin else None
-    page = ledger.write(out, chosen, profile) if judged is None else ledger.save(judged, out)
+    page = ledger.write(out, chosen, profile) if judged is None else ledger.save(judged, out, stability.read(origin))
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
     if before is not None:
         _compare(before, judged or ledger.entries(chosen, profile), page.parent)
@@ -183,7 +184,7 @@ def _compare(before: list[Entry], now: list[Entry], folder: Path) -> None:
         raise typer.Exit(DIFFERENT)
 
 
-def _finish(results: list[Result], quiet: bool = False) -> None:
+def finish(results: list[Result], quiet: bool = False) -> None:
     """Say how the jobs ended; raises KvlabError if one failed."""
     failed = [result for result in results if result.state != "finished" and result.state != "done earlier"]
     if failed:

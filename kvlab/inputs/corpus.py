@@ -1,8 +1,8 @@
 """Documents and questions: the text packs, the standard library's source, any text file.
 
 Names: `sotu/1962`, `sotu/1961-Kennedy-1`, `squad/Oxygen`, `chitchat/17`, `chitchat/500-529` (conversations one after
-another), `code/argparse`, or the path of a text file. `mixed/8` and `mixed/20` stand for several documents. A pack that
-is not there yet is pulled when one of its documents is asked for.
+another), `code/argparse`, or the path of a text file. `mixed/8`, `mixed/8b` and `mixed/20` stand for several documents.
+A pack that is not there yet is pulled when one of its documents is asked for.
 """
 
 from __future__ import annotations
@@ -78,6 +78,13 @@ SETS: dict[str, tuple[str, ...]] = {
         *(f"sotu/{year}" for year in (1962, 1975, 1999, 2012)),
         *(f"squad/{title}" for title in ("Oxygen", "Rhine", "Immune_system", "Yuan_dynasty")),
     ),
+    "mixed/8b": (
+        *(f"sotu/{year}" for year in (1966, 1988, 1996, 2007)),
+        *(
+            f"squad/{title}"
+            for title in ("French_and_Indian_War", "Islamism", "Scottish_Parliament", "University_of_Chicago")
+        ),
+    ),
     "mixed/20": (
         *(f"sotu/{year}" for year in (1962, 1975, 1983, 1999, 2012)),
         *(f"squad/{title}" for title in ("Oxygen", "Rhine", "Immune_system", "Yuan_dynasty", "Force")),
@@ -85,7 +92,10 @@ SETS: dict[str, tuple[str, ...]] = {
         *(f"code/{module}" for module in ("argparse", "statistics", "optparse", "shutil", "threading")),
     ),
 }
-"""Names that stand for several documents, of 5,200 tokens and more: speeches, encyclopedia, conversations and code."""
+"""Names that stand for several documents, of 5,200 tokens and more: speeches, encyclopedia, conversations and code.
+
+`mixed/8b` is of the same make as `mixed/8` (genres, number, length), and shares no document with it or with `mixed/20`.
+"""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from kvlab.papers.claim import (
 )
 from kvlab.papers.conditions import Condition
 from kvlab.papers.judging import judge
-from kvlab.papers.shelf import OWN, claims, figure, figures, of_project, papers
+from kvlab.papers.shelf import OWN, claims, figure, figures, of_project, papers, quoted
 
 __all__ = [
     "DIRECTION",
@@ -45,4 +45,5 @@ __all__ = [
     "load_file",
     "of_project",
     "papers",
+    "quoted",
 ]

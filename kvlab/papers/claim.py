@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvlab.errors import KvlabError
+from kvlab.errors import KvlabError, nearest
 from kvlab.lib import yamls
 from kvlab.papers.conditions import Combination, Condition, Covers, NotCompared, PrintsAs, Within
 
@@ -127,6 +127,8 @@ class Paper(BaseModel):
     """A paper: its short name, title, and the claims taken from it.
 
     replaces: in a workspace, that the file stands in the place of kvlab's own of that name, as a copy to work on does.
+    quoted: the findings that people quote, by their names (a claim's id where it is a finding of its own); their
+        verdicts are those that `kvlab stability` measures again with other seeds and other texts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -135,7 +137,18 @@ class Paper(BaseModel):
     label: str
     title: str
     replaces: bool = False
+    quoted: list[str] = Field(default_factory=list)
     claims: list[Claim]
+
+    @model_validator(mode="after")
+    def _quotes_what_is_measured(self) -> Paper:
+        measured = [claim.fact[1] for claim in self.claims if claim.kind == "finding" and not claim.untested]
+        for place, name in enumerate(self.quoted):
+            if name not in measured:
+                raise ValueError(nearest(name, measured, "measured finding in `quoted`"))
+            if name in self.quoted[:place]:
+                raise ValueError(f"the finding {name!r} is quoted twice")
+        return self
 
 
 class Verdict(BaseModel):

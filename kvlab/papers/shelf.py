@@ -94,6 +94,18 @@ def claims(experiment: str | None = None, paper: str | None = None) -> list[Clai
     ]
 
 
+def quoted() -> list[Claim]:
+    """The claims of the project's ledger that are part of a quoted finding (`Paper.quoted`), in the order of the papers
+    and there of `quoted`."""
+    return [
+        claim
+        for paper in of_project()
+        for name in paper.quoted
+        for claim in paper.claims
+        if claim.kind == "finding" and claim.fact[1] == name and not claim.untested
+    ]
+
+
 def figures() -> list[str]:
     """The printed tables and figures that are stored as data, as "paper/name"."""
     return sorted(_figures())

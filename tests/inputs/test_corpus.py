@@ -62,7 +62,7 @@ def test_a_range_of_conversations_is_one_document():
 
 
 def test_a_set_stands_for_documents_of_several_genres_that_tables_are_not_learnt_from():
-    for name, genres in (("mixed/8", 2), ("mixed/20", 4)):
+    for name, genres in (("mixed/8", 2), ("mixed/8b", 2), ("mixed/20", 4)):
         listed = corpus.named(["code/argparse", name])
         assert len(listed) == len(corpus.SETS[name]) + 1 and corpus.named(name) == listed[1:]
         of = [corpus.genre(document) for document in corpus.SETS[name]]
@@ -71,6 +71,15 @@ def test_a_set_stands_for_documents_of_several_genres_that_tables_are_not_learnt
     assert corpus.genre("notes.txt") == "file"
     with pytest.raises(KvlabError, match="mixed/8 stands for 8 documents, and one is asked for"):
         corpus.document("mixed/8")
+
+
+def test_the_second_set_is_of_the_make_of_the_first_and_shares_no_document():
+    """Each text is long enough for the longest prompts that are cut out of texts, 4,000 tokens of at least a byte."""
+    first, second = corpus.SETS["mixed/8"], corpus.SETS["mixed/8b"]
+    assert [corpus.genre(name) for name in first] == [corpus.genre(name) for name in second]
+    assert len(set(second)) == len(first) and not set(second) & {*first, *corpus.SETS["mixed/20"]}
+    shortest = min(len(text.text) for text in corpus.documents("mixed/8"))
+    assert all(len(text.text) > 0.9 * shortest for text in corpus.documents("mixed/8b"))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.desks import Desk
 from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook
 from support.runs import runs
 
@@ -23,30 +24,6 @@ from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import driver, places, running, stopping, worker
 from kvlab.workbench.jobs.progress import Progress, Screen
 from kvlab.workbench.store import database, earlier, patience, tracking
-
-
-class Desk:
-    """A place where a job is a call of `work(parameters, folder)`."""
-
-    limits, deserted = False, False
-
-    def __init__(self, work, workers=1):
-        self.work, self.workers = work, workers
-
-    def start(self, spec, folder, environment):
-        Path(spec["output"]).write_text(json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
-        self.work(spec["parameters"], folder)
-        (folder / places.RESULT).write_text(json.dumps({"ok": True, "error": None, "html": None, "died": False}))
-        return self
-
-    def code(self):
-        return 0
-
-    def stop(self):
-        pass
-
-    def close(self):
-        pass
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Experiments: YAML files, checked against their notebooks, and the jobs that they stand for."""
 
 from kvlab.workbench.experiments.experiment import (
+    CELL,
+    ORDINARY,
     Experiment,
     Job,
     Profile,
@@ -13,6 +15,8 @@ from kvlab.workbench.experiments.experiment import (
 from kvlab.workbench.experiments.values import checked, plain, read
 
 __all__ = [
+    "CELL",
+    "ORDINARY",
     "Experiment",
     "Job",
     "Profile",

@@ -33,6 +33,9 @@ from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.experiments.values import checked, read, short
 
 MOST = 10_000  # jobs of an experiment
+ORDINARY, CELL = "job", "cell"
+"""The kinds of jobs: those that the ledger judges, and those that only say how far a verdict depends on seed and texts.
+"""
 
 
 class Profile(BaseModel):
@@ -75,7 +78,10 @@ class Experiment(BaseModel):
 
 @dataclass(frozen=True)
 class Job:
-    """One grid point: a notebook with plain JSON parameters. `key` changes with all that its numbers depend on."""
+    """One grid point: a notebook with plain JSON parameters. `key` changes with all that its numbers depend on.
+
+    kind: ORDINARY, or CELL for a run that the ledger does not read.
+    """
 
     experiment: str
     name: str
@@ -85,6 +91,7 @@ class Job:
     key: str
     timeout: int | None = None
     seconds: int | None = None
+    kind: str = ORDINARY
 
 
 def names() -> list[str]:

@@ -64,6 +64,22 @@ def parameters_of(path: Path) -> dict[str, Any]:
     return _assigned(tree)
 
 
+def reads(path: Path, name: str) -> bool:
+    """Whether the code of a notebook reads the variable `name`; a parameter that it only declares changes no number.
+
+    Cells that are not plain Python, as with magics, count as reading whatever they mention.
+    """
+    return any(_reads(text, name) for text in code(path))
+
+
+def _reads(text: str, name: str) -> bool:
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return name in text
+    return any(isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) for node in nodes)
+
+
 def plain_values(code: str) -> dict[str, Any] | None:
     """Name -> value of a cell that only assigns plain values, as a parameters cell does; None for other cells."""
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvlab.workbench.store.patience import Patient
 
-__all__ = ["Result", "Sweep", "run"]
+__all__ = ["Result", "Sweep", "go", "run"]
 
 
 def run(
@@ -46,16 +46,31 @@ def run(
     """
     names = [names] if isinstance(names, str) else list(names)
     loaded = [experiments.load(name) for name in names]
+    return go(loaded, lambda: list(_jobs(loaded, profile, overrides or {}, models)), workers, fresh, console, cluster)
+
+
+def go(
+    loaded: Sequence[Experiment],
+    jobs: Callable[[], list[Job]],
+    workers: int | None = None,
+    fresh: bool = False,
+    console: Console | None = None,
+    cluster: str | None = None,
+) -> list[Result]:
+    """Check the jobs that are made of these experiments, and run them as one sweep, as `run` says.
+
+    Returns:
+        How each ended, in their order.
+    """
     if workers is not None and workers < 1:
         raise KvlabError(f"the number of jobs at once must be 1 or more, not {workers}")
     patience.patience()
-    queue = list(_jobs(loaded, profile, overrides or {}, models))
+    queue = jobs()
     inputs.prepare([job.parameters for job in queue])
     for job in queue:
         limits.check(job.parameters, job.experiment)
         budgets.check(job.parameters, parameters_of(job.notebook), job.experiment)
-    # Made again: `prepare` may have pulled a model, and its hash belongs in the keys.
-    queue = list(_jobs(loaded, profile, overrides or {}, models))
+    queue = jobs()  # again, since `prepare` may have pulled a model, and its hash belongs in the keys
     connection = database.client()
     ids = _known(connection, [experiment.name for experiment in loaded])
     descriptions = {experiment.name: experiment.summary for experiment in loaded}

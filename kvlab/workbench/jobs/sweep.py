@@ -7,14 +7,14 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import project
-from kvlab.workbench.experiments import Job, content
+from kvlab.workbench.experiments import ORDINARY, Job, content
 from kvlab.workbench.jobs import places
 from kvlab.workbench.jobs.places import LOG, RESULT, Place
 from kvlab.workbench.jobs.progress import Progress
@@ -162,26 +162,28 @@ class Sweep:
         for (experiment, profile, model), job_seconds in kinds.items():
             if last := earlier.newest(self.client, self.ids[experiment], model or None, profile=profile):
                 kinds[experiment, profile, model] = float(last.data.tags.get("kvlab.seconds", 0)) or job_seconds
-        done: dict[tuple[str, str], str] = {}
-        for name in () if self.fresh else self.ids:
-            done |= {(name, key): run for key, run in self._done(name).items()}
+        done = {} if self.fresh else {name: self._done(name) for name in self.ids}
         for number, job in enumerate(self.queue):
             self.progress.expect(number, kinds[_kind(job)])
-            if run_id := done.get((job.experiment, job.key)):
+            if run_id := done.get(job.experiment, {}).get((job.key, job.kind)):
                 self._is_done(number, run_id)
             else:
                 self.waiting.append(number)
 
-    def _done(self, name: str) -> dict[str, str]:
-        """Key -> run of the finished jobs of an experiment, of those in the queue or of all with today's code."""
-        wanted = {job.key for job in self.queue if job.experiment == name}
+    def _done(self, name: str) -> dict[tuple[str, str], str]:
+        """(key, kind) -> run of an experiment's finished jobs, of those in the queue or of all with today's code."""
+        wanted = {(job.key, job.kind) for job in self.queue if job.experiment == name}
         if len(wanted) > FEW:
-            runs = earlier.finished(self.client, self.ids[name], code=project.code_hash()[:16])
-        else:
-            runs = filter(None, (earlier.newest(self.client, self.ids[name], key=key) for key in wanted))
-        found: dict[str, str] = {}
-        for run in runs:
-            found.setdefault(run.data.tags.get("kvlab.key", ""), run.info.run_id)
+            return self._done_with_this_code(name, {kind for _, kind in wanted})
+        runs = {one: earlier.done(self.client, self.ids[name], *one) for one in wanted}
+        return {one: run.info.run_id for one, run in runs.items() if run}
+
+    def _done_with_this_code(self, name: str, kinds: Collection[str]) -> dict[tuple[str, str], str]:
+        found: dict[tuple[str, str], str] = {}
+        for kind in sorted({*kinds, ORDINARY}, key=lambda kind: kind != ORDINARY):
+            for run in earlier.finished(self.client, self.ids[name], kind=kind, code=project.code_hash()[:16]):
+                for stands_for in kinds if kind == ORDINARY else (kind,):
+                    found.setdefault((run.data.tags.get("kvlab.key", ""), stands_for), run.info.run_id)
         return found
 
     def _is_done(self, number: int, run_id: str) -> None:
@@ -208,7 +210,7 @@ class Sweep:
                 continue
             self.waiting.remove(number)
             # Another sweep may have finished it since ours began.
-            if not self.fresh and (run := earlier.newest(self.client, self.ids[job.experiment], key=job.key)):
+            if not self.fresh and (run := earlier.done(self.client, self.ids[job.experiment], job.key, job.kind)):
                 self._is_done(number, run.info.run_id)
                 self._release(number)
             else:
@@ -249,7 +251,7 @@ class Sweep:
             job.experiment,
             job.parameters,
             {
-                "kvlab.kind": "job",
+                "kvlab.kind": job.kind,
                 "kvlab.profile": job.profile,
                 "kvlab.key": job.key,
                 "kvlab.job": job.name,

@@ -16,7 +16,7 @@ from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.lib.files import replacing
 from kvlab.workbench import project
-from kvlab.workbench.report import growth
+from kvlab.workbench.report import growth, stability
 from kvlab.workbench.report.digest import digest
 from kvlab.workbench.report.evidence import (
     UI,
@@ -43,7 +43,9 @@ from kvlab.workbench.report.ledger import (
     number,
     refuse,
 )
+from kvlab.workbench.report.ledger import names as ledger_names
 from kvlab.workbench.report.scales import scale
+from kvlab.workbench.report.stability import Stability
 from kvlab.workbench.report.subjects import Subject, remarks, subjects
 
 __all__ = [
@@ -87,7 +89,7 @@ def write(out: str | Path | None = None, model: str | Sequence[str] | None = Non
     KvlabError where they cannot be written, the store not be read, or no run in it measured a claim.
     """
     _folder(out)  # refused before the store is read
-    return save(measured(model, profile), out)
+    return save(measured(model, profile), out, stability.read())
 
 
 def measured(model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Entry]:
@@ -105,10 +107,13 @@ def _folder(out: str | Path | None) -> Path:
     return folder
 
 
-def save(judged: list[Entry], out: str | Path | None = None) -> Path:
-    """Write the pages and claims.csv of these entries, measured or not; returns report.html."""
+def save(judged: list[Entry], out: str | Path | None = None, steady: Sequence[Stability] = ()) -> Path:
+    """Write the pages and claims.csv of these entries, measured or not; returns report.html.
+
+    steady: what was measured of findings with other seeds and texts; those that flip are marked.
+    """
     folder = _folder(out)
-    pages = render(judged)
+    pages = render(judged, steady)
     with replacing(folder / "claims.csv") as path:
         frame(judged).to_csv(path, index=False)
     # The page that links to the others comes last, so that no link of it leads nowhere.
@@ -121,8 +126,8 @@ def save(judged: list[Entry], out: str | Path | None = None) -> Path:
     return folder / MAIN
 
 
-def render(judged: list[Entry]) -> dict[str, str]:
-    """Name of a file -> the page, as one string that needs nothing else but the other pages."""
+def render(judged: list[Entry], steady: Sequence[Stability] = ()) -> dict[str, str]:
+    """Name of a file -> the page, as one string that needs nothing else but the other pages; `steady`: as of `save`."""
     models = by_model(judged)
     order = subjects(judged)
     known = {subject.name: subject for subject in order}
@@ -136,11 +141,12 @@ def render(judged: list[Entry]) -> dict[str, str]:
             names=known,
             others=[(known[other], files[other]) for other in models if other != name],
             elsewhere=_elsewhere(judged, name),
+            steady=steady,
         )
         for name, mine in models.items()
     }
     if len(models) > 1:
-        pages[MAIN] = _page(judged, order, {}, files=files, names=known, others=[], elsewhere={})
+        pages[MAIN] = _page(judged, order, {}, files=files, names=known, others=[], elsewhere={}, steady=steady)
     return pages
 
 
@@ -154,7 +160,13 @@ def _files(names: Iterable[str]) -> dict[str, str]:
     return taken
 
 
-def _page(judged: Sequence[Entry], order: Sequence[Subject], shown: Mapping[str, Evidence], **given: Any) -> str:
+def _page(
+    judged: Sequence[Entry],
+    order: Sequence[Subject],
+    shown: Mapping[str, Evidence],
+    steady: Sequence[Stability],
+    **given: Any,
+) -> str:
     """The page of these entries, on one model or on several; `shown`: their runs, on the page of one model."""
     import jinja2
 
@@ -167,6 +179,9 @@ def _page(judged: Sequence[Entry], order: Sequence[Subject], shown: Mapping[str,
     )
     environment.filters.update(number=number, slug=slug)
     rows = growth.rows(judged, order)
+    on_models = ledger_names([subject.name for subject in order])
+    mine = [one for one in steady if ledger_names(one.model) & on_models]
+    of_finding = stability.by_finding(mine)
     totals = {name: Tally.of(mine) for name, mine in by_model(judged).items()}
     environment.globals.update(
         marks=MARKS,
@@ -179,6 +194,7 @@ def _page(judged: Sequence[Entry], order: Sequence[Subject], shown: Mapping[str,
         scale=scale,
         remarks=remarks,
         growth=growth,
+        steadiness=lambda entry: of_finding.get((*entry.claim.fact, min(ledger_names(entry.model), default=""))),
         plot=lambda row: growth.plot(row, order),
     )
     return environment.get_template("page.html.j2").render(
@@ -196,6 +212,7 @@ def _page(judged: Sequence[Entry], order: Sequence[Subject], shown: Mapping[str,
         total=next(iter(totals.values())),
         claims=len(rows),
         trends=growth.trends(rows),
+        flipping=stability.sentences(mine),
         together=_together(next(iter(by_model(judged).values()))),
         evidence=list(shown.values()),
         pictures=beside_claims(judged, shown),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -52,6 +52,12 @@ class Runs:
         if metrics not in self._asked:
             self._asked[metrics] = next(self._finished(1, metrics), None)
         return self._asked[metrics]
+
+
+def best(found: Iterable[Run], claim: papers.Claim) -> Run | None:
+    """Of runs that are at hand, newest first, the one that `Runs.measuring` would take."""
+    own = [run for run in found if claim.metric in run.data.metrics]
+    return next((run for run in own if run.data.metrics.keys() >= claim.metrics), None) or next(iter(own), None)
 
 
 def experiment_id(connection: Patient, name: str) -> str | None:

@@ -71,8 +71,8 @@ def stories(connection: Patient, run_id: str) -> dict[str, str]:
     return found
 
 
-def table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """The lines of a CSV that has these columns, as texts.
+def table(path: Path, columns: Sequence[str], what: str = "kept ledger") -> list[dict[str, str]]:
+    """The lines of a CSV that has these columns, as texts; `what` it should be, for the message.
 
     Raises:
         KvlabError: it cannot be read, or lacks a column.
@@ -82,9 +82,9 @@ def table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     try:
         frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:
-        raise KvlabError(f"cannot read the kept ledger {path}: {error}") from error
+        raise KvlabError(f"cannot read the {what} {path}: {error}") from error
     if missing := [name for name in columns if name not in frame]:
-        raise KvlabError(f"{path} is no kept ledger: it has no column {missing[0]!r}")
+        raise KvlabError(f"{path} is no {what}: it has no column {missing[0]!r}")
     return frame.to_dict("records")
 
 

@@ -14,6 +14,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from kvlab.workbench import project
+from kvlab.workbench.experiments import CELL, ORDINARY
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 # Replaces the key of a job during which the code was edited: its numbers may come from both versions of the code.
 EDITED = "edited while it ran"
-FINISHED_JOB = "attributes.status = 'FINISHED' and tags.`kvlab.kind` = 'job'"
 PAGE = 200  # runs that are in memory at once: each may hold thousands of metrics
 ASKED = 20  # metrics in one question: each costs a database one more join
 LEAST = "-1.7976931348623157e308"  # as MLflow stores minus infinity; it cannot read e+308
@@ -34,20 +34,28 @@ def finished(
     page_size: int = PAGE,
     model: str | None = None,
     metrics: Collection[str] = (),
+    kind: str = ORDINARY,
     **tags: str,
 ) -> Iterator[Run]:
     """The finished jobs of an experiment (its id) with these tags of kvlab, newest first.
 
     model: only those on the model that is called so, "" for those on none; on any by default.
     metrics: only those that have logged all of these.
+    kind: of the jobs.
     """
-    query = FINISHED_JOB + "".join(f" and tags.`kvlab.{name}` = '{value}'" for name, value in tags.items())
+    query = _finished(kind, tags)
     query += "".join(f" and metrics.`{name}` >= {LEAST}" for name in sorted(metrics)[:ASKED])
     if model and "'" not in model:  # a path with a quote cannot be asked for, and is looked for below
         query += f" and tags.model = '{model}'"
     for run in _found(connection, experiment, query, page_size):
         if (model is None or run.data.tags.get("model", "") == model) and run.data.metrics.keys() >= set(metrics):
             yield run
+
+
+def _finished(kind: str, tags: Mapping[str, str]) -> str:
+    """The query for finished jobs of a kind with these tags of kvlab."""
+    every = {"kind": kind, **tags}
+    return "attributes.status = 'FINISHED'" + "".join(f" and tags.`kvlab.{name}` = '{every[name]}'" for name in every)
 
 
 def _found(connection: Patient, experiment: str, query: str, page_size: int) -> Iterator[Run]:
@@ -67,7 +75,7 @@ def values(connection: Patient, experiment: str, tag: str, **tags: str) -> set[s
     """The values that a tag has among the finished jobs of an experiment (its id) with these tags of kvlab; "" where
     the newest has none. One question for each value, however many runs there are.
     """
-    query = FINISHED_JOB + "".join(f" and tags.`kvlab.{name}` = '{value}'" for name, value in tags.items())
+    query = _finished(ORDINARY, tags)
     known: set[str] = set()
     while True:
         others = "".join(f" and tags.`{tag}` != '{value}'" for value in sorted(known))
@@ -80,9 +88,18 @@ def values(connection: Patient, experiment: str, tag: str, **tags: str) -> set[s
             return known | {run.data.tags.get(tag, "") for run in _found(connection, experiment, query, PAGE)}
 
 
-def newest(connection: Patient, experiment: str, model: str | None = None, **tags: str) -> Run | None:
+def newest(
+    connection: Patient, experiment: str, model: str | None = None, kind: str = ORDINARY, **tags: str
+) -> Run | None:
     """The last finished job of an experiment (its id) on a model (any by default) with these tags of kvlab."""
-    return next(finished(connection, experiment, page_size=1, model=model, **tags), None)
+    return next(finished(connection, experiment, page_size=1, model=model, kind=kind, **tags), None)
+
+
+def done(connection: Patient, experiment: str, key: str, kind: str) -> Run | None:
+    """The last finished job with this content key that stands for one of that kind: an ordinary one stands for a cell,
+    too, and never a cell for an ordinary one, since the ledger would not read it."""
+    kinds = dict.fromkeys((ORDINARY, kind))
+    return next(filter(None, (newest(connection, experiment, kind=each, key=key) for each in kinds)), None)
 
 
 # ---------------------------------------------------------------- locks
@@ -144,7 +161,7 @@ def tidy(connection: Patient, experiments: Mapping[str, str]) -> None:
 
 def _is_left(run: Run) -> bool:
     tags = run.data.tags
-    ours = tags.get("kvlab.kind") in ("job", "sweep") and tags.get("kvlab.host") == socket.gethostname()
+    ours = tags.get("kvlab.kind") in (ORDINARY, CELL, "sweep") and tags.get("kvlab.host") == socket.gethostname()
     pid = int(tags.get("kvlab.pid", 0))
     # This process runs one sweep at a time. What an earlier sweep of its own left RUNNING is left over, too.
     if not ours or (pid != os.getpid() and _lives(pid, float(tags.get("kvlab.pid_started", 0)))):

@@ -1,0 +1,240 @@
+"""How steady verdicts are: those of quoted findings in runs with other seeds and other texts, kept as data in a CSV for
+each model (stability/MODEL.csv) and counted: how many of a finding's cells say something else than its first?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlab import papers
+from kvlab.analyses.telling import listed
+from kvlab.errors import KvlabError
+from kvlab.lib.files import replacing, why
+from kvlab.workbench import project
+from kvlab.workbench.jobs.cells import ANY
+from kvlab.workbench.report import told
+from kvlab.workbench.report.ledger import WEAKEST, claims, names
+from kvlab.workbench.report.subjects import Subject
+
+FOLDER = "stability"  # a folder of its own, so that every CSV beside it is a ledger
+KEYS = ["paper", "finding", "claim", "model", "profile", "seed", "documents"]
+NUMBERS = ["value", "low", "high"]
+COLUMNS = [*KEYS, "verdict", *NUMBERS, "signature", "commit", "machine"]
+AGREES = (papers.HOLDS, papers.DIRECTION)
+"""The verdicts that the direction agrees; that it does not says only "fails"."""
+
+Line = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finding stands as in a cell, that is, with a seed on a set of documents (`ANY`: of each).
+
+    numbers: the values of its claims with their intervals, as they are written.
+    """
+
+    seed: str
+    documents: str
+    verdict: str
+    numbers: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        seed = "" if self.seed == ANY else f"seed {self.seed}"
+        texts = "" if self.documents == ANY else self.documents
+        return f"{self.verdict} ({', '.join(part for part in (texts, seed) if part) or 'one run'})"
+
+
+@dataclass(frozen=True)
+class Stability:
+    """A quoted finding on a model: what it stands as in each cell. The others are compared with the first.
+
+    A cell stands as the weakest of the finding's claims does there. One that measured none of them is no cell.
+    """
+
+    paper: str
+    finding: str
+    model: str
+    profile: str
+    cells: tuple[Outcome, ...]
+
+    @property
+    def others(self) -> tuple[Outcome, ...]:
+        return self.cells[1:]
+
+    @property
+    def flips(self) -> list[Outcome]:
+        """The other cells whose verdict is not that of the first."""
+        return [cell for cell in self.others if cell.verdict != self.cells[0].verdict]
+
+    @property
+    def turns(self) -> list[Outcome]:
+        """The flips from holding, in direction at least, to failing, or the other way round."""
+        first = self.cells[0].verdict
+        return [cell for cell in self.flips if _turns(cell.verdict, first) or _turns(first, cell.verdict)]
+
+    @property
+    def repeated(self) -> list[Outcome]:
+        """The other cells with the very numbers that another seed gave on the same documents."""
+        return [
+            cell
+            for place, cell in enumerate(self.cells)
+            if any((cell.documents, cell.numbers) == (one.documents, one.numbers) for one in self.cells[:place])
+        ]
+
+    @property
+    def count(self) -> str:
+        """ "1 of 5"."""
+        return f"{len(self.flips)} of {len(self.others)}"
+
+    @property
+    def told(self) -> str:
+        """What was measured and what it stands as, in one or two sentences."""
+        first = f"With other seeds and texts ({self.profile} profile)"
+        if not self.others:
+            return f"{first} it was not measured again."
+        each = "; ".join(cell.told for cell in self.cells)
+        if not self.flips:
+            stays = f"all {len(self.others)} other runs" if len(self.others) > 1 else "the other run"
+            return f"{first} its verdict stays in {stays}: {each}."
+        turns = f", {len(self.turns)} of them from holding to failing or back" if self.turns else ""
+        return f"{first} its verdict flips in {self.count} other {_plural(len(self.others), 'run')}{turns}: {each}."
+
+
+def _turns(one: str, other: str) -> bool:
+    return one in AGREES and other == papers.FAILS
+
+
+def measured(lines: Iterable[Mapping[str, str]]) -> list[Stability]:
+    """The findings that lines are about, in their order. Lines of claims that there are not any more are left out."""
+    facts = {claim.id: claim.fact for claim in claims()}
+    found: dict[tuple[str, str, str, str], list[Mapping[str, str]]] = {}
+    for line in lines:
+        if line["claim"] in facts:
+            found.setdefault((*facts[line["claim"]], line["model"], line["profile"]), []).append(line)
+    every = [Stability(*about, _cells(mine)) for about, mine in found.items()]
+    return [one for one in every if one.cells]
+
+
+def _cells(lines: Sequence[Mapping[str, str]]) -> tuple[Outcome, ...]:
+    """A claim of a run that does not depend on the seed, or on the documents, stands in the cells of each."""
+    cells = []
+    for seed in _values(lines, "seed"):
+        for documents in _values(lines, "documents"):
+            here = [line for line in lines if line["seed"] in (seed, ANY) and line["documents"] in (documents, ANY)]
+            said = [line["verdict"] for line in here if line["verdict"] != papers.UNMEASURED]
+            if said:
+                numbers = tuple(line[name] for line in here for name in NUMBERS)
+                cells.append(Outcome(seed, documents, min(said, key=WEAKEST.index), numbers))
+    return tuple(cells)
+
+
+def _values(lines: Iterable[Mapping[str, str]], name: str) -> list[str]:
+    values = list(dict.fromkeys(line[name] for line in lines))
+    return [value for value in values if value != ANY] or values
+
+
+def label(one: Stability) -> str:
+    """The name of the file that it is kept in, without suffix."""
+    return Subject(one.model).label
+
+
+def sentences(found: Iterable[Stability]) -> list[str]:
+    """How often verdicts flip in all, in a sentence for each model; none where nothing was measured."""
+    of_models: dict[tuple[str, str], list[Stability]] = {}
+    for one in found:
+        if one.others:
+            of_models.setdefault((one.model, one.profile), []).append(one)
+    return [_sentence(Subject(model).label, profile, mine) for (model, profile), mine in of_models.items()]
+
+
+def _sentence(label: str, profile: str, mine: Sequence[Stability]) -> str:
+    seeds, texts = (_known(mine, name) for name in ("seed", "documents"))
+    where = " and ".join(
+        part
+        for part in (
+            f"the {_plural(len(seeds), 'seed')} {listed(seeds)}" if seeds else "",
+            f"the texts {listed(texts)}" if texts else "",
+        )
+        if part
+    )
+    unsteady = sum(bool(one.flips) for one in mine)
+    turned = sum(bool(one.turns) for one in mine)
+    flips, others = sum(len(one.flips) for one in mine), sum(len(one.others) for one in mine)
+    turns = f" ({turned} from holding to failing or back)" if turned else ""
+    repeated = sum(len(one.repeated) for one in mine)
+    same = (
+        f"; {repeated} of the {others} repeat the numbers of another seed, which did not reach them" if repeated else ""
+    )
+    return (
+        f"How often does a verdict flip? On {label} ({profile} profile), with {where}: of {len(mine)} quoted "
+        f"{_plural(len(mine), 'finding')} {unsteady or 'none'} {'flips' if unsteady < 2 else 'flip'} at least once"
+        f"{turns}; in all {flips} of {others} verdicts are not that of the first run ({flips / others:.0%}){same}."
+    )
+
+
+def _known(mine: Iterable[Stability], name: str) -> list[str]:
+    values = dict.fromkeys(getattr(cell, name) for one in mine for cell in one.cells)
+    return [value for value in values if value != ANY]
+
+
+def _plural(count: int, word: str) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def by_finding(found: Iterable[Stability]) -> dict[tuple[str, str, str], Stability]:
+    """(paper, finding, model without its hash) -> what was measured; of several profiles the last."""
+    return {(one.paper, one.finding, min(names(one.model), default="")): one for one in found}
+
+
+# ---------------------------------------------------------------------------------------------------- the files
+
+
+def keep(folder: Path, lines: Iterable[Line]) -> list[Path]:
+    """Write the lines of each model as FOLDER/stability/MODEL.csv, whole or not at all, in place of what was there.
+
+    Columns: paper, finding, claim, model, profile; seed and documents, `any` where the experiment has no such parameter
+    or never reads it; verdict, value, low, high; and of the run its signature, commit and machine.
+
+    Raises:
+        KvlabError: the folder cannot be written, or two models would share a file.
+    """
+    import pandas
+
+    files: dict[Path, list[Line]] = {}
+    for line in lines:
+        files.setdefault(folder / FOLDER / f"{Subject(line['model']).label}.csv", []).append(line)
+    for path, mine in files.items():
+        if len(models := sorted({line["model"] for line in mine})) > 1:
+            raise KvlabError(f"{path} would be of the models {' and '.join(models)}: measure them one after the other")
+    for path, mine in files.items():
+        try:
+            with replacing(path) as part:
+                pandas.DataFrame(mine, columns=COLUMNS).to_csv(part, index=False)
+        except OSError as error:
+            raise KvlabError(f"cannot write {path}: {why(error)}") from error
+    return list(files)
+
+
+def read(folder: Path | None = None) -> list[Stability]:
+    """What FOLDER/stability says (default: the folder of the project's report); nothing where there is no such folder.
+
+    Raises:
+        KvlabError: a file cannot be read, or has an unknown verdict.
+    """
+    found: list[Line] = []
+    for path in sorted(((folder or here()) / FOLDER).glob("*.csv")):
+        for line in told.table(path, COLUMNS, "measurement of stability"):
+            if line["verdict"] not in papers.VERDICTS:
+                raise KvlabError(
+                    f"{path}: {line['claim']!r} has the verdict {line['verdict']!r}, and there is none such"
+                )
+            found.append(line)
+    return measured(found)
+
+
+def here() -> Path:
+    """Where `kvlab stability` writes, and `kvlab report` looks, unless another folder is named."""
+    return project.root() / "report"
