@@ -133,16 +133,18 @@ def _ledger() -> str:
     def verdicts(number: int, model: str) -> str:
         found = dict.fromkeys(entry.state for entry in states[model].values())
         choices = options([("", "all"), *((state, state) for state in found)])
-        return f'<label>Verdict on {html.escape(model)} <select data-filter="verdict{number}">{choices}</select></label>'
+        return (
+            f'<label>Verdict on {html.escape(model)} <select data-filter="verdict{number}">{choices}</select></label>'
+        )
 
     def cell(model: str, entry: Entry) -> str:
         verdict = entry.verdict
         ends = "" if verdict.low is None or verdict.high is None else f" ({verdict.low:.3g} to {verdict.high:.3g})"
         value = "" if verdict.value is None else f"<br>{verdict.value:.3g}{ends}"
-        return (
-            f'<td data-head="{html.escape(model)}" title="{html.escape(verdict.why)}">'
-            f"<b>{html.escape(entry.state)}</b>{value}</td>"
-        )
+        said = f"<b>{html.escape(entry.state)}</b>{value}"
+        if verdict.why:
+            said = f"<details><summary>{said}</summary><small>{html.escape(verdict.why)}</small></details>"
+        return f'<td data-head="{html.escape(model)}">{said}</td>'
 
     def marks(claim: Claim) -> str:
         found = {f"verdict{number}": states[model][claim.id].state for number, model in enumerate(states)}
@@ -163,8 +165,8 @@ def _ledger() -> str:
     return f"""# Ledger
 
 Every claim of the five papers that kvlab knows: what it says, the number that the paper prints, and what was measured
-here, with 95 % intervals and the verdict. Point at a verdict to read which comparison was made. These are the kept runs of
-`docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machine, and
+here, with 95 % intervals and the verdict. Open a verdict to read which comparison was made. These are the kept runs
+of `docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machine, and
 [Claims and verdicts](docs/claims.md) says by what rules.
 
 <div class="filters">
@@ -227,8 +229,9 @@ def main(out: Path = ROOT / "build" / "docs") -> None:
 
     source = out / "source"
     stage(source)
-    arguments = ["-b", "html", "-W", "--keep-going", "-q", "-d", str(out / "doctrees"), str(source), str(out / "html")]
-    code = sphinx(arguments)
+    # -E: every page is read anew. A failed build remembers the pages, and the next would pass their warnings over.
+    options = ["-b", "html", "-W", "--keep-going", "-q", "-E", "-d", str(out / "doctrees")]
+    code = sphinx([*options, str(source), str(out / "html")])
     if code == 0:
         typer.echo(f"the site is in {out / 'html'}; open {out / 'html' / 'index.html'}")
     sys.exit(code)

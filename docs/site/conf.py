@@ -52,7 +52,11 @@ html_context = {"default_mode": "auto"}
 html_sidebars = {"index": [], "gallery": [], "ledger": [], "reference": []}
 
 # Where types of other libraries are explained. An inventory of theirs would have to be fetched for each build.
-PYTHON, TORCH, PANDAS = "docs.python.org/3/library", "docs.pytorch.org/docs/stable", "pandas.pydata.org/docs/reference/api"
+PYTHON, TORCH, PANDAS = (
+    "docs.python.org/3/library",
+    "docs.pytorch.org/docs/stable",
+    "pandas.pydata.org/docs/reference/api",
+)
 ELSEWHERE = {
     "Path": f"{PYTHON}/pathlib.html#pathlib.Path",
     "PathLike": f"{PYTHON}/os.html#os.PathLike",

@@ -186,6 +186,13 @@ def test_layers_import_only_what_stands_above_them():
     assert not wrong
 
 
+def test_the_drawn_house_has_the_layers_in_their_order():
+    """Floors are drawn from the ground up, and each from left to right."""
+    drawn = (ROOT / "docs" / "figures" / "house.svg").read_text(encoding="utf-8")
+    rooms = re.findall(r'class="room"[^>]*>(\w+)<', drawn)
+    assert rooms == [layer for layer in LAYERS if (ROOT / "kvlab" / layer).is_dir()]
+
+
 def test_policies_know_neither_transformers_nor_the_model():
     files = list((ROOT / "kvlab" / "methods").glob("*.py"))
     assert len(files) > 20
