@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from support.commands import call, complaint
 from support.notebook_runs import executed
 from support.paths import ROOT
@@ -126,6 +127,16 @@ def test_what_add_writes_passes_its_tests_as_it_is(made):
     tests = [path for path in files if path.parent.name == "tests"]
     assert len(tests) == len(asked)
     assert "14 passed" in pytest_passes(made, *tests)
+
+
+def test_a_trace_is_explored_with_the_workspaces_policy(made, monkeypatch):
+    monkeypatch.chdir(made / "notebooks")
+    trace = kvlab.capture(kvlab.random_lm("tiny-llama-gqa"), torch.arange(3, 63), new_tokens=3)
+    trace.save("kept.safetensors")
+    explorer = kvlab.explore("kept.safetensors", "ends", "snapkv", budget=40)
+    assert explorer.chosen == ["ends", "snapkv"] and "mine" not in explorer.names
+    add("policy", "mine")
+    assert {"ends", "mine", "snapkv"} <= set(kvlab.explore(trace, "mine", "ends", budget=40).names)
 
 
 def test_a_notebook_that_add_writes_runs(made, reader, monkeypatch):
