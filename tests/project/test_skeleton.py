@@ -123,6 +123,13 @@ def test_every_import_is_a_declared_dependency():
     assert not undeclared
 
 
+def test_without_the_extra_notebooks_only_sliders_are_missing():
+    """`pip install kvlab` runs experiments, each of which is a notebook."""
+    extra = {canonical(name) for name in EXTRAS["notebooks"]}
+    users = {path.name for path in sources() if extra & {name.partition(".")[0] for name in imports(path)}}
+    assert users == {"explorer.py"} and "ipykernel" in PROJECT["dependencies"]
+
+
 def module(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
