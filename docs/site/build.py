@@ -32,10 +32,15 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 TYPES = {
     "What these take and give": [
         *("replays.single.Replay", "replays.results.Replays", "live.session.Session", "live.fidelity.Fidelity"),
-        *("live.fidelity.Loops", "workbench.explorer.explorer.Explorer", "inputs.corpus.Question"),
+        *("live.fidelity.Loops", "live.cache.LiveCache", "inputs.corpus.Question"),
+        *("workbench.explorer.explorer.Explorer", "workbench.explorer.look.Spot", "workbench.explorer.look.Look"),
+        "workbench.store.patience.Patient",
         *("core.layout.Layout", "core.storage.Storage", "core.softmax.Softmax", "core.rotation.Rotation"),
     ],
-    "What a policy sees": ["methods.prompt.Prompt", "core.store.LayerStore", "methods.needs.Needs"],
+    "What a policy sees": [
+        *("methods.prompt.Prompt", "core.store.LayerStore", "methods.clock.Step", "methods.needs.Needs"),
+        *("methods.repeating.Repetition", "methods.prompt.Asks"),
+    ],
     "What a task is made of": ["tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"],
 }
 OPTIONS = "kvlab.traces.recording.Options"
@@ -48,7 +53,7 @@ MODULES = {
     "Findings and their words": ["kvlab.analyses.findings", "kvlab.analyses.telling"],
     "Measures": ["kvlab.instruments.measures"],
     "Probes": ["kvlab.instruments.probes", "kvlab.instruments.records"],
-    "Claims": ["kvlab.papers.claim", "kvlab.papers.judging"],
+    "Claims": [f"kvlab.papers.{name}" for name in ("claim", "single", "conditions", "doubts", "judging")],
     "Runs": ["kvlab.workbench.store.tracking"],
 }
 
@@ -190,7 +195,9 @@ def _default_first(model: str) -> tuple[bool, str]:
 
 def _notebook_link(experiment: str | None) -> str:
     path = ROOT / "notebooks" / f"{experiment}.ipynb"
-    return f'<a href="notebooks/{experiment}.html">{experiment}</a>' if experiment and path.is_file() else "none"
+    if not experiment or not path.is_file():
+        return "none"
+    return f'<a href="notebooks/{experiment}.html">{experiment.replace("_", "_<wbr>")}</a>'
 
 
 def _reference() -> str:
