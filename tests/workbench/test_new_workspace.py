@@ -185,6 +185,7 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     code, out, _ = call(capsys, "new", "my-lab")
     assert code == 0 and out.splitlines()[0] == str(tmp_path / "my-lab") and "kvlab run first_tokens" in out
     assert "exists already" in complaint(capsys, "new", "my-lab")
+    assert "cd 'my lab' &&" in call(capsys, "new", "my lab")[1]
     monkeypatch.chdir(tmp_path / "my-lab")
     code, out, _ = call(capsys, "add", "policy", "mine")
     assert code == 0 and out.split() == [
