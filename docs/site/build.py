@@ -32,14 +32,14 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 TYPES = {
     "What these take and give": [
         *("replays.single.Replay", "replays.results.Replays", "live.session.Session", "live.fidelity.Fidelity"),
-        *("live.fidelity.Loops", "live.cache.LiveCache", "inputs.corpus.Question"),
+        *("live.fidelity.Loops", "live.cache.LiveCache", "live.cache.Host", "inputs.corpus.Question"),
         *("workbench.explorer.explorer.Explorer", "workbench.explorer.look.Spot", "workbench.explorer.look.Look"),
         "workbench.store.patience.Patient",
         *("core.layout.Layout", "core.storage.Storage", "core.softmax.Softmax", "core.rotation.Rotation"),
     ],
     "What a policy sees": [
         *("methods.prompt.Prompt", "core.store.LayerStore", "methods.clock.Step", "methods.needs.Needs"),
-        *("methods.repeating.Repetition", "methods.prompt.Asks"),
+        *("methods.repeating.Repetition", "methods.repeating.Part", "methods.prompt.Asks"),
     ],
     "What a task is made of": ["tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"],
 }

@@ -49,7 +49,7 @@ html_theme_options = {
     "footer_end": [],
 }
 html_context = {"default_mode": "auto"}
-html_sidebars = {"index": [], "gallery": [], "ledger": [], "reference": []}
+html_sidebars = {page: [] for page in ("index", "docs/start", "gallery", "ledger", "reference")}
 
 # Where types of other libraries are explained. An inventory of theirs would have to be fetched for each build.
 PYTHON, TORCH, PANDAS = (
