@@ -19,19 +19,41 @@ import typer
 
 import kvlab
 from kvlab import papers
+from kvlab.inputs.models.catalogue import DEFAULT
 from kvlab.methods import registry
+from kvlab.papers.claim import Claim
 from kvlab.workbench.report import kept, stability
 from kvlab.workbench.report.ledger import Entry, names
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-# What people use besides the names that `kvlab` hands on.
+# What the public names take and give, and what a policy or a task of one's own meets.
+TYPES = {
+    "What these take and give": [
+        *("replays.single.Replay", "replays.results.Replays", "live.session.Session", "live.fidelity.Fidelity"),
+        *("live.fidelity.Loops", "live.cache.LiveCache", "live.cache.Host", "inputs.corpus.Question"),
+        *("workbench.explorer.explorer.Explorer", "workbench.explorer.look.Spot", "workbench.explorer.look.Look"),
+        "workbench.store.patience.Patient",
+        *("core.layout.Layout", "core.storage.Storage", "core.softmax.Softmax", "core.rotation.Rotation"),
+    ],
+    "What a policy sees": [
+        *("methods.prompt.Prompt", "core.store.LayerStore", "methods.clock.Step", "methods.needs.Needs"),
+        *("methods.repeating.Repetition", "methods.repeating.Part", "methods.prompt.Asks"),
+    ],
+    "What a task is made of": ["tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"],
+}
+OPTIONS = "kvlab.traces.recording.Options"
+ALIASES = [
+    *("kvlab.traces.recording.OnePrompt", "kvlab.traces.recording.SeveralPrompts", "kvlab.replays.run.OneTrace"),
+    *("kvlab.replays.run.SeveralTraces", "kvlab.replays.run.SeveralPolicies", "kvlab.replays.run.SeveralStorages"),
+]
+# What people use besides.
 MODULES = {
     "Findings and their words": ["kvlab.analyses.findings", "kvlab.analyses.telling"],
     "Measures": ["kvlab.instruments.measures"],
     "Probes": ["kvlab.instruments.probes", "kvlab.instruments.records"],
-    "Claims": ["kvlab.papers.claim", "kvlab.papers.judging"],
+    "Claims": [f"kvlab.papers.{name}" for name in ("claim", "single", "conditions", "doubts", "judging")],
     "Runs": ["kvlab.workbench.store.tracking"],
 }
 
@@ -67,7 +89,7 @@ def _join(page: Path, names: Iterable[str]) -> None:
 def _licence_inside(page: Path) -> str:
     """A page whose links to files that are no pages are plain words."""
     text = page.read_text(encoding="utf-8")
-    return re.sub(r"\[([^\]]+)\]\((?!https?:|#)[^)#]*(?<!\.md)(?<!\.png)\)", r"\1", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:|#)[^)#]*(?<!\.md)(?<!\.png)(?<!\.svg)\)", r"\1", text)
 
 
 def _notebooks() -> str:
@@ -106,10 +128,9 @@ def _ledger() -> str:
     """All claims in one table with the verdicts of the kept ledgers, narrowed by paper, verdict, kind and words."""
     claims = papers.claims()
     labels = {paper.name: paper.label for paper in papers.papers()}
-    models = {path.stem: kept.read(path) for path in sorted((ROOT / "docs" / "ledger").glob("*.csv"))}
-    states = {model: {entry.claim.id: entry for entry in judged} for model, judged in models.items()}
-    first = next(iter(states.values()))
-    kinds, verdicts = dict.fromkeys(claim.kind for claim in claims), dict.fromkeys(e.state for e in first.values())
+    models = {path.stem: kept.read(path) for path in (ROOT / "docs" / "ledger").glob("*.csv")}
+    states = {model: {entry.claim.id: entry for entry in models[model]} for model in sorted(models, key=_default_first)}
+    kinds = dict.fromkeys(claim.kind for claim in claims)
 
     def options(values: list[tuple[str, str]]) -> str:
         return "".join(f'<option value="{html.escape(value)}">{html.escape(shown)}</option>' for value, shown in values)
@@ -121,19 +142,35 @@ def _ledger() -> str:
         one = of_finding.get((*entry.claim.fact, min(names(entry.model), default="")))
         return f'<br><em title="{html.escape(one.told)}">flips {one.count}</em>' if one and one.flips else ""
 
-    def cell(entry: Entry) -> str:
+    def verdicts(number: int, model: str) -> str:
+        found = dict.fromkeys(entry.state for entry in states[model].values())
+        choices = options([("", "all"), *((state, state) for state in found)])
+        return (
+            f'<label>Verdict on {html.escape(model)} <select data-filter="verdict{number}">{choices}</select></label>'
+        )
+
+    def cell(model: str, entry: Entry) -> str:
         verdict = entry.verdict
         ends = "" if verdict.low is None or verdict.high is None else f" ({verdict.low:.3g} to {verdict.high:.3g})"
         value = "" if verdict.value is None else f"<br>{verdict.value:.3g}{ends}"
-        return f'<td title="{html.escape(verdict.why)}"><b>{html.escape(entry.state)}</b>{value}{flips(entry)}</td>'
+        said = f"<b>{html.escape(entry.state)}</b>{value}{flips(entry)}"
+        if verdict.why:
+            said = f"<details><summary>{said}</summary><small>{html.escape(verdict.why)}</small></details>"
+        return f'<td data-head="{html.escape(model)}">{said}</td>'
+
+    def marks(claim: Claim) -> str:
+        found = {f"verdict{number}": states[model][claim.id].state for number, model in enumerate(states)}
+        held = {"paper": claim.paper, "kind": claim.kind} | found
+        return " ".join(f'data-{name}="{html.escape(value)}"' for name, value in held.items())
 
     rows = "\n".join(
-        f'<tr data-paper="{claim.paper}" data-kind="{claim.kind}" data-verdict="{html.escape(first[claim.id].state)}">'
-        f"<td><code>{html.escape(claim.id)}</code></td>"
-        f"<td>{html.escape(claim.summary)} <small>({html.escape(claim.where)})</small></td>"
-        f"<td>{'' if claim.paper_value is None else f'{claim.paper_value:g}'} {html.escape(claim.unit)}</td>"
-        f"{''.join(cell(states[model][claim.id]) for model in states)}"
-        f"<td>{_notebook_link(claim.experiment)}</td></tr>"
+        f"<tr {marks(claim)}>"
+        f"<td>{html.escape(claim.summary)} <small>({html.escape(claim.where)})<br>"
+        f"<code>{html.escape(claim.id)}</code></small></td>"
+        f'<td data-head="paper">{"" if claim.paper_value is None else f"{claim.paper_value:g}"} '
+        f"{html.escape(claim.unit)}</td>"
+        f"{''.join(cell(model, states[model][claim.id]) for model in states)}"
+        f'<td data-head="notebook">{_notebook_link(claim.experiment)}</td></tr>'
         for claim in claims
     )
     flipping = "".join(f"\n{sentence}\n" for sentence in stability.sentences(steady))
@@ -141,32 +178,38 @@ def _ledger() -> str:
     return f"""# Ledger
 
 Every claim of the five papers that kvlab knows: what it says, the number that the paper prints, and what was measured
-here, with 95 % intervals and the verdict (the comparison that was made shows over it). These are the kept runs of
-`docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machine, and
+here, with 95 % intervals and the verdict. Open a verdict to read which comparison was made. These are the kept runs
+of `docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machine, and
 [Claims and verdicts](docs/claims.md) says by what rules.
 {flipping}
 <div class="filters">
 <label>Paper <select data-filter="paper">{options([("", "all"), *labels.items()])}</select></label>
-<label>Verdict <select data-filter="verdict">{options([("", "all"), *((v, v) for v in verdicts)])}</select></label>
+{"".join(verdicts(number, model) for number, model in enumerate(states))}
 <label>Kind <select data-filter="kind">{options([("", "all"), *((kind, kind) for kind in kinds)])}</select></label>
 <label>Words <input data-filter="words" type="search" placeholder="snapkv recall"></label>
 </div>
 <p id="count"></p>
 <table id="ledger-of-claims"><thead><tr>
-<th>Claim</th><th>It says</th><th>Paper</th>{heads}<th>Notebook</th>
+<th>It says</th><th>Paper</th>{heads}<th>Notebook</th>
 </tr></thead><tbody>
 {rows}
 </tbody></table>
 """
 
 
+def _default_first(model: str) -> tuple[bool, str]:
+    return model != DEFAULT, model
+
+
 def _notebook_link(experiment: str | None) -> str:
     path = ROOT / "notebooks" / f"{experiment}.ipynb"
-    return f'<a href="notebooks/{experiment}.html">{experiment}</a>' if experiment and path.is_file() else "none"
+    if not experiment or not path.is_file():
+        return "none"
+    return f'<a href="notebooks/{experiment}.html">{experiment.replace("_", "_<wbr>")}</a>'
 
 
 def _reference() -> str:
-    """Every name that `kvlab` hands on, then the modules that people use besides."""
+    """Every name that `kvlab` hands on, the types that these meet, then the modules that people use besides."""
     public = [name for name in kvlab.__all__ if not name.startswith("_")]
     parts = ["# Reference", "", "## kvlab", ""]
     for name in sorted(public, key=str.lower):
@@ -178,6 +221,13 @@ def _reference() -> str:
         else:
             directive, members = "autoclass", "   :members:\n"
         parts += ["```{eval-rst}", f".. {directive}:: kvlab.{name}", members, "```", ""]
+    parts += ["```{eval-rst}", f".. autoclass:: {OPTIONS}", "   :members:", "   :undoc-members:", "```", ""]
+    for alias in ALIASES:
+        parts += ["```{eval-rst}", f".. autodata:: {alias}", "   :no-value:", "```", ""]
+    for title, types in TYPES.items():
+        parts += [f"## {title}", ""]
+        for name in types:
+            parts += ["```{eval-rst}", f".. autoclass:: kvlab.{name}", "   :members:", "```", ""]
     for title, modules in MODULES.items():
         parts += [f"## {title}", ""]
         for module in modules:
@@ -194,8 +244,9 @@ def main(out: Path = ROOT / "build" / "docs") -> None:
 
     source = out / "source"
     stage(source)
-    arguments = ["-b", "html", "-W", "--keep-going", "-q", "-d", str(out / "doctrees"), str(source), str(out / "html")]
-    code = sphinx(arguments)
+    # -E: every page is read anew. A failed build remembers the pages, and the next would pass their warnings over.
+    options = ["-b", "html", "-W", "--keep-going", "-q", "-E", "-d", str(out / "doctrees")]
+    code = sphinx([*options, str(source), str(out / "html")])
     if code == 0:
         typer.echo(f"the site is in {out / 'html'}; open {out / 'html' / 'index.html'}")
     sys.exit(code)

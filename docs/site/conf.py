@@ -2,6 +2,9 @@
 
 import re
 
+from docutils import nodes
+from sphinx.util.nodes import make_refnode
+
 from kvlab.version import __version__
 
 project, author, release = "kvlab", "the kvlab authors", __version__
@@ -38,6 +41,7 @@ html_show_sourcelink, html_copy_source = False, False
 html_show_search_summary = False  # it fetches every page that is found, which a page opened from a file may not
 html_theme_options = {
     "navbar_align": "left",
+    "header_links_before_dropdown": 8,
     "show_prev_next": False,
     "navigation_depth": 2,
     "secondary_sidebar_items": ["page-toc"],
@@ -45,7 +49,42 @@ html_theme_options = {
     "footer_end": [],
 }
 html_context = {"default_mode": "auto"}
-html_sidebars = {"index": [], "gallery": [], "ledger": []}
+html_sidebars = {page: [] for page in ("index", "docs/start", "gallery", "ledger", "reference")}
+
+# Where types of other libraries are explained. An inventory of theirs would have to be fetched for each build.
+PYTHON, TORCH, PANDAS = (
+    "docs.python.org/3/library",
+    "docs.pytorch.org/docs/stable",
+    "pandas.pydata.org/docs/reference/api",
+)
+ELSEWHERE = {
+    "Path": f"{PYTHON}/pathlib.html#pathlib.Path",
+    "PathLike": f"{PYTHON}/os.html#os.PathLike",
+    **{
+        name: f"{PYTHON}/collections.abc.html#collections.abc.{name}"
+        for name in ("Callable", "Hashable", "Iterable", "Mapping", "Sequence")
+    },
+    "Tensor": f"{TORCH}/tensors.html#torch.Tensor",
+    "Module": f"{TORCH}/generated/torch.nn.Module.html",
+    "DataFrame": f"{PANDAS}/pandas.DataFrame.html",
+    "Series": f"{PANDAS}/pandas.Series.html",
+}
+
+
+def _type(app, env, node, shown):
+    """What a type in a signature leads to where its full name is not told: the one of its last name, or elsewhere."""
+    if node.get("refdomain") != "py" or node.get("reftype") not in ("class", "obj"):
+        return None
+    last = node["reftarget"].rpartition(".")[2]
+    if last in ELSEWHERE:
+        return nodes.reference("", "", shown, internal=False, refuri=f"https://{ELSEWHERE[last]}")
+    held = env.domains["py"].objects.items()
+    kinds = ("class", "data", "exception")
+    found = {(each.docname, each.node_id) for name, each in held if name.endswith(f".{last}") and each.objtype in kinds}
+    if len(found) != 1:
+        return None
+    ((page, place),) = found
+    return make_refnode(app.builder, node["refdoc"], page, place, shown)
 
 
 def _fences(app, what, name, obj, options, lines):
@@ -63,3 +102,4 @@ def _fences(app, what, name, obj, options, lines):
 
 def setup(app):
     app.connect("autodoc-process-docstring", _fences)
+    app.connect("missing-reference", _type)

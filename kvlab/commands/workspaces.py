@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,9 @@ def new(
 
     made = workspace.new(folder, paper)
     names = sorted(path.stem for path in (made / "experiments").glob("*.yaml"))
-    typer.echo(f"{made}\nNext:   cd {folder} && kvlab run {names[0]}   |   kvlab reproduce   |   make test")
+    typer.echo(
+        f"{made}\nNext:   cd {shlex.quote(str(folder))} && kvlab run {names[0]}   |   kvlab reproduce   |   make test"
+    )
 
 
 @app.command(

@@ -36,7 +36,7 @@ class Repetition:
     Attributes:
         chunk: tokens that are repeated at once.
         sinks: first tokens of the prompt that take part in the softmax of every chunk.
-        plus: whether attention is multiplied by |W_o v| and divided by the norm of the hidden state that attends.
+        plus: whether attention is multiplied by `|W_o v|` and divided by the norm of the hidden state that attends.
     """
 
     chunk: int

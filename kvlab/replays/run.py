@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, overload
+from typing import TypeAlias, overload
 
 from kvlab.core.storage import Storage, stored_as
 from kvlab.errors import KvlabError
@@ -18,15 +18,20 @@ from kvlab.methods import Policy, has_budget, listed, policy
 from kvlab.replays.results import Replays
 from kvlab.replays.single import Replay
 from kvlab.traces.opening import opened
+from kvlab.traces.trace import Trace
 
-if TYPE_CHECKING:
-    from kvlab.traces.trace import Trace
+OneTrace: TypeAlias = Trace | str | Path
+"""A trace, or the path of a file that holds one."""
 
-    OneTrace: TypeAlias = Trace | str | Path
-    # Lists by what they hold: a str is itself a sequence of str, and must not count as several.
-    SeveralTraces: TypeAlias = list[Trace] | list[str] | list[Path] | list[OneTrace] | tuple[OneTrace, ...]
-    SeveralPolicies: TypeAlias = Sequence[Policy] | list[str] | list[Policy | str] | tuple[Policy | str, ...]
-    SeveralStorages: TypeAlias = list[str] | list[Storage] | list[str | Storage] | tuple[str | Storage, ...]
+# Lists by what they hold: a str is itself a sequence of str, and must not count as several.
+SeveralTraces: TypeAlias = list[Trace] | list[str] | list[Path] | list[OneTrace] | tuple[OneTrace, ...]
+"""A list or a tuple of traces, or of the paths of their files."""
+
+SeveralPolicies: TypeAlias = Sequence[Policy] | list[str] | list[Policy | str] | tuple[Policy | str, ...]
+"""A list or a tuple of policies, or of their names."""
+
+SeveralStorages: TypeAlias = list[str] | list[Storage] | list[str | Storage] | tuple[str | Storage, ...]
+"""A list or a tuple of storages, or of their names."""
 
 
 @overload

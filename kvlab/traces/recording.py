@@ -29,10 +29,14 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
 OnePrompt: TypeAlias = str | Document | Tensor | np.ndarray | Sequence[int]
+"""A prompt: a text, a document, or token ids as a tensor, an array or a list."""
+
 # Lists by what they hold: a str is itself a sequence of str, and must not count as several prompts.
 SeveralPrompts: TypeAlias = (
     list[str] | list[Document] | list[str | Document] | list[Tensor] | list[list[int]] | tuple[OnePrompt, ...]
 )
+"""A list or a tuple of prompts."""
+
 # Logits are wide; the likelihoods of more tokens than this are not recorded, even where all queries are.
 NLL_TOKENS = 256
 

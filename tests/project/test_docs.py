@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import re
 import shlex
 import textwrap
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from support.commands import call
 from support.paths import ROOT
 from support.projects import blank_store
 from support.texts import FERRY
@@ -93,6 +95,13 @@ def test_policies_and_experiments_are_those_that_there_are():
         for _, name, *words in lines(page, "kvlab"):
             if name == "run" and words and words[0] != "NAME":
                 assert (ROOT / "experiments" / f"{words[0]}.yaml").is_file(), words
+
+
+def test_every_measure_is_worked_out(capsys):
+    page = (ROOT / "docs" / "measures.md").read_text(encoding="utf-8")
+    _, listed, _ = call(capsys, "list", "measures", "--json")
+    named = {each["name"] for each in json.loads(listed)}
+    assert "mass_lost" in named and not [name for name in named if f"measures.{name}(" not in page]
 
 
 @pytest.mark.parametrize("module", ["kvlab.errors", "kvlab.methods"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -15,10 +17,14 @@ from support.paths import ROOT
 
 import kvlab
 
+BUILD = ROOT / "docs" / "site" / "build.py"
 SHOWN = (
-    *("index", "README", "gallery", "ledger", "reference"),
-    *("docs/measures", "docs/policies/snapkv", "notebooks/dapq_window_recall"),
+    *("index", "README", "guides", "gallery", "ledger", "reference", "docs/start", "docs/design", "docs/measures"),
+    *("docs/policies", "docs/policies/snapkv", "notebooks/dapq_window_recall"),
 )
+
+
+SHOWN_ROWS = "#ledger-of-claims tbody tr:not([hidden])"
 
 
 class Links(HTMLParser):
@@ -39,10 +45,30 @@ class Links(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, str(ROOT / "docs" / "site" / "build.py"), "--out", str(out)]
+    command = [sys.executable, str(BUILD), "--out", str(out)]
     built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert built.returncode == 0, built.stderr[-3000:]
     return out / "html"
+
+
+def test_a_warning_fails_every_build_and_not_only_the_first(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("site_build", BUILD)
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    written = {"index.md": "# Home\n\n[away](nowhere.md)\n", "conf.py": "extensions = ['myst_parser']\n"}
+
+    def stage(source):
+        source.mkdir(parents=True, exist_ok=True)
+        for name, text in written.items():
+            if not (source / name).exists():
+                (source / name).write_text(text, encoding="utf-8")
+                os.utime(source / name, (1, 1))  # older than any build, as copied files are
+
+    monkeypatch.setattr(build, "stage", stage)
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            build.main(tmp_path)
+        assert ended.value.code == 1
 
 
 def test_every_page_notebook_and_public_name_is_there(site):
@@ -55,6 +81,23 @@ def test_every_page_notebook_and_public_name_is_there(site):
     assert {f"kvlab.{name}" for name in kvlab.__all__ if not name.startswith("_")} <= {
         re.sub(r"^kvlab\.(?:\w+\.)*(?=\w+$)", "kvlab.", name) for name in names
     }
+
+
+def test_every_type_of_ours_in_a_signature_leads_to_what_it_is(site):
+    ours = set()
+    for path in (ROOT / "kvlab").rglob("*.py"):
+        ours |= set(re.findall(r"^(?:class (\w+)|(\w+): TypeAlias)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    names = {name for pair in ours for name in pair if name and not name.startswith("_")}
+    text = (site / "reference.html").read_text(encoding="utf-8")
+    shown = re.findall(r'<dt class="sig [^>]*>(.*?)</dt>', text, re.DOTALL)
+    assert len(shown) > 100
+    for signature in shown:
+        # What a link leads to is gone, the name that is explained here, and what is given by default.
+        plain = re.sub(
+            r'<a class="reference.*?</a>|<span class="(?:sig-|property|default).*?</span></span>', "", signature
+        )
+        unlinked = names & set(re.findall(r'<span class="pre">([A-Za-z]\w+)</span>', plain))
+        assert not unlinked, (unlinked, re.sub(r"<[^>]+>", "", signature))
 
 
 def test_no_link_is_dead_and_nothing_is_fetched_from_elsewhere(site):
@@ -95,7 +138,15 @@ def test_the_search_finds_a_policy(site, browser):
 def test_the_ledger_is_narrowed_by_paper_and_words(site, browser):
     with opened(browser, (site / "ledger.html").as_uri()) as (page, complaints):
         rows = page.locator("#ledger-of-claims tbody tr")
-        shown = page.locator("#ledger-of-claims tbody tr:not([hidden])")
+        shown = page.locator(SHOWN_ROWS)
+        column = page.locator("#ledger-of-claims tbody td:first-child").first.bounding_box()
+        assert column and column["width"] > 300
+        page.select_option("[data-filter=verdict1]", "holds")
+        assert 0 < shown.count() < rows.count()
+        assert all(
+            text.startswith("holds") for text in page.locator(f"{SHOWN_ROWS} td:nth-child(4)").all_text_contents()
+        )
+        page.select_option("[data-filter=verdict1]", "")
         page.select_option("[data-filter=paper]", "dapq")
         of_paper = shown.count()
         assert 0 < of_paper < rows.count() and page.inner_text("#count") == f"{of_paper} of {rows.count()} claims"

@@ -123,6 +123,13 @@ def test_every_import_is_a_declared_dependency():
     assert not undeclared
 
 
+def test_without_the_extra_notebooks_only_sliders_are_missing():
+    """`pip install kvlab` runs experiments, each of which is a notebook."""
+    extra = {canonical(name) for name in EXTRAS["notebooks"]}
+    users = {path.name for path in sources() if extra & {name.partition(".")[0] for name in imports(path)}}
+    assert users == {"explorer.py"} and "ipykernel" in PROJECT["dependencies"]
+
+
 def module(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -184,6 +191,13 @@ def test_layers_import_only_what_stands_above_them():
     assert len(drawn) > 100 and "kvlab.methods.base" in drawn["kvlab.methods.snapkv"]
     wrong = [f"{name} imports {other}" for name in drawn for other in drawn[name] if level(other) > level(name)]
     assert not wrong
+
+
+def test_the_drawn_house_has_the_layers_in_their_order():
+    """Floors are drawn from the ground up, and each from left to right."""
+    drawn = (ROOT / "docs" / "figures" / "house.svg").read_text(encoding="utf-8")
+    rooms = re.findall(r'class="room"[^>]*>(\w+)<', drawn)
+    assert rooms == [layer for layer in LAYERS if (ROOT / "kvlab" / layer).is_dir()]
 
 
 def test_policies_know_neither_transformers_nor_the_model():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from support.commands import call, complaint
 from support.notebook_runs import executed
 from support.paths import ROOT
@@ -128,6 +129,16 @@ def test_what_add_writes_passes_its_tests_as_it_is(made):
     assert "14 passed" in pytest_passes(made, *tests)
 
 
+def test_a_trace_is_explored_with_the_workspaces_policy(made, monkeypatch):
+    monkeypatch.chdir(made / "notebooks")
+    trace = kvlab.capture(kvlab.random_lm("tiny-llama-gqa"), torch.arange(3, 63), new_tokens=3)
+    trace.save("kept.safetensors")
+    explorer = kvlab.explore("kept.safetensors", "ends", "snapkv", budget=40)
+    assert explorer.chosen == ["ends", "snapkv"] and "mine" not in explorer.names
+    add("policy", "mine")
+    assert {"ends", "mine", "snapkv"} <= set(kvlab.explore(trace, "mine", "ends", budget=40).names)
+
+
 def test_a_notebook_that_add_writes_runs(made, reader, monkeypatch):
     notebook, experiment = add("notebook", "tried")
     assert experiments.names() == ["first_tokens", "tried"] and experiment.name == "tried.yaml"
@@ -174,6 +185,7 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     code, out, _ = call(capsys, "new", "my-lab")
     assert code == 0 and out.splitlines()[0] == str(tmp_path / "my-lab") and "kvlab run first_tokens" in out
     assert "exists already" in complaint(capsys, "new", "my-lab")
+    assert "cd 'my lab' &&" in call(capsys, "new", "my lab")[1]
     monkeypatch.chdir(tmp_path / "my-lab")
     code, out, _ = call(capsys, "add", "policy", "mine")
     assert code == 0 and out.split() == [
