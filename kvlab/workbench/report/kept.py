@@ -96,16 +96,17 @@ def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
 def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
     """Write a model's file."""
     before = _lines(path) if path.exists() else {}
-    order = [claim.id for claim in claims()]
+    findings = {claim.id: _finding(claim) for claim in claims()}
+    order = list(findings)
     lines = {key: line for key, line in before.items() if key[0] in order}
     for judged in sweeps:
         lines |= {(line["claim"], line["profile"]): line for line in _new_lines(judged)}
     measured = {claim for claim, profile in lines if profile}
     lines = {key: line for key, line in lines.items() if key[1] or key[0] not in measured}
+    sorted_lines = (lines[key] for key in sorted(lines, key=lambda key: (order.index(key[0]), _place(key[1]))))
     with replacing(path) as part:
-        _frame(lines[key] for key in sorted(lines, key=lambda key: (order.index(key[0]), _place(key[1])))).to_csv(
-            part, index=False
-        )
+        # A line that stays has the name that its finding has today.
+        _frame({**line, "finding": findings[line["claim"]]} for line in sorted_lines).to_csv(part, index=False)
     stayed = sum(_knows(line) and line is before.get(key) for key, line in lines.items())
     replaced = sum(_knows(line) for line in lines.values()) - stayed
     return Kept(path, replaced, stayed, sorted({claim for claim, _ in before} - set(order)))
@@ -132,7 +133,7 @@ def _new_lines(judged: Sequence[Entry]) -> list[Line]:
         verdict = entry.verdict
         row = {
             "claim": entry.claim.id,
-            "finding": entry.claim.fact[1] if entry.claim.kind == "finding" else "",
+            "finding": _finding(entry.claim),
             **verdict.model_dump(include={"verdict", "value", "low", "high", "power", "why"}),
             "model": entry.model,
         }
@@ -149,6 +150,10 @@ def _new_lines(judged: Sequence[Entry]) -> list[Line]:
             }
         lines.append({name: "" if row.get(name) is None else str(row[name]) for name in COLUMNS})
     return lines
+
+
+def _finding(claim: papers.Claim) -> str:
+    return claim.fact[1] if claim.kind == "finding" else ""
 
 
 def _lacking(entry: Entry) -> bool:
