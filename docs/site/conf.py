@@ -3,6 +3,7 @@
 import re
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.util.nodes import make_refnode
 
 from kvlab.version import __version__
@@ -100,6 +101,20 @@ def _fences(app, what, name, obj, options, lines):
     lines[:] = out
 
 
+def _short_places(app, doctree):
+    """A second place for what a module of ours holds, as if `kvlab` handed it on.
+
+    A module's source links back to all of its names in one way, that of the first, which may be one of `kvlab`'s own.
+    """
+    taken = {place for node in doctree.findall(addnodes.desc_signature) for place in node["ids"]}
+    for node in doctree.findall(addnodes.desc_signature):
+        short = f"kvlab.{node.get('fullname')}"
+        if str(node.get("module")).startswith("kvlab.") and short not in taken:
+            node["ids"].append(short)
+            taken.add(short)
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", _fences)
     app.connect("missing-reference", _type)
+    app.connect("doctree-read", _short_places)
