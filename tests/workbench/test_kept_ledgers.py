@@ -74,6 +74,15 @@ def test_the_readme_counts_what_is_kept():
     measured = [entry.profile for entry in judged if entry.measured]
     assert f"{measured.count('full')} of {len(measured)} measured claims by the full profile" in flat
     assert set(measured) == {"full", "quick"}
+    of_profile = {
+        name: {entry.claim.id: entry.state for entry in kept.read(KEPT / "smollm2-135m.csv", name) if entry.measured}
+        for name in ("full", "quick")
+    }
+    both = [(state, of_profile["quick"][name]) for name, state in of_profile["full"].items()]
+    assert (
+        f"Of the {len(both)} claims that both profiles have measured {sum(one != other for one, other in both)} have"
+        in flat
+    )
 
 
 def test_the_readme_tells_of_the_second_model():
