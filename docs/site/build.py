@@ -23,7 +23,9 @@ from kvlab.inputs.models.catalogue import DEFAULT
 from kvlab.methods import registry
 from kvlab.papers.claim import Claim
 from kvlab.workbench.report import kept, stability
+from kvlab.workbench.report.across import across
 from kvlab.workbench.report.ledger import Entry, names
+from kvlab.workbench.report.subjects import subjects
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -174,6 +176,13 @@ def _ledger() -> str:
         for claim in claims
     )
     flipping = "".join(f"\n{sentence}\n" for sentence in stability.sentences(steady))
+    every = [entry for judged in models.values() for entry in judged]
+    sizes = {kind: found for kind, found in across(every, subjects(every)).items() if found}
+    turning = "".join(
+        f"<details><summary><b>{len(found)}</b> {kind}</summary><ul>"
+        f"{''.join(f'<li>{html.escape(str(finding))}</li>' for finding in found)}</ul></details>"
+        for kind, found in sizes.items()
+    )
     heads = "".join(f"<th>{html.escape(model)}</th>" for model in states)
     return f"""# Ledger
 
@@ -182,6 +191,10 @@ here, with 95 % intervals and the verdict. Open a verdict to read which comparis
 of `docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machine, and
 [Claims and verdicts](docs/claims.md) says by what rules.
 {flipping}
+Of the {sum(map(len, sizes.values()))} findings that several models measured:
+
+{turning}
+
 <div class="filters">
 <label>Paper <select data-filter="paper">{options([("", "all"), *labels.items()])}</select></label>
 {"".join(verdicts(number, model) for number, model in enumerate(states))}

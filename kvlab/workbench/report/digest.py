@@ -17,41 +17,11 @@ HOLDING = (papers.HOLDS, papers.DIRECTION)
 OPEN = (papers.UNMEASURED, UNTESTED)
 
 
-def digest(of_paper: Sequence[Entry], order: Sequence[Subject]) -> list[str]:
-    """The sentences on one paper, those with nothing to say left out.
-
-    How many findings stand where; which hold and which fail on every model that measured them; which differ between
-    models or stay undecided; how ours lie beside the printed numbers, and which way that goes with the model's size;
-    what is counted apart.
-
-    Args:
-        of_paper: the entries of one paper, on all models.
-        order: the models, the smallest first; none where nothing was measured.
-    """
-    standings = _standings(of_paper)
-    measured = [standing for standing in standings if standing[1]]
-    if not measured:
-        if not (count := len(standings)):
-            return ["It has no findings."]
-        if count == 1:
-            return ["Its only finding has not been measured yet."]
-        return [f"None of its {count} findings has been measured yet."]
-    sentences = [
-        _counts(of_paper, order),
-        _everywhere(measured, "holds", HOLDING, len(order)),
-        _everywhere(measured, "fails", (papers.FAILS,), len(order)),
-        _mixed(measured) if len(order) > 1 else _everywhere(measured, "stays undecided", (papers.UNDECIDED,), 1),
-        _printed(of_paper, order),
-        _apart(of_paper, order),
-    ]
-    return [sentence for sentence in sentences if sentence]
-
-
 Standing = tuple[str, dict[str, str]]
 """A finding's name, and on each model that measured it what it stands as."""
 
 
-def _standings(of_paper: Iterable[Entry]) -> list[Standing]:
+def standings(of_paper: Iterable[Entry]) -> list[Standing]:
     """Every finding, those with a name of their own first; the others are called by their place in the paper.
 
     On each model a finding stands as the weakest of its claims does.
@@ -68,6 +38,36 @@ def _standings(of_paper: Iterable[Entry]) -> list[Standing]:
         (names[fact], {model: min(states, key=WEAKEST.index) for model, states in found[fact].items()})
         for fact in sorted(found, key=lambda fact: names[fact] != fact[1])
     ]
+
+
+def digest(of_paper: Sequence[Entry], order: Sequence[Subject]) -> list[str]:
+    """The sentences on one paper, those with nothing to say left out.
+
+    How many findings stand where; which hold and which fail on every model that measured them; which differ between
+    models or stay undecided; how ours lie beside the printed numbers, and which way that goes with the model's size;
+    what is counted apart.
+
+    Args:
+        of_paper: the entries of one paper, on all models.
+        order: the models, the smallest first; none where nothing was measured.
+    """
+    found = standings(of_paper)
+    measured = [standing for standing in found if standing[1]]
+    if not measured:
+        if not (count := len(found)):
+            return ["It has no findings."]
+        if count == 1:
+            return ["Its only finding has not been measured yet."]
+        return [f"None of its {count} findings has been measured yet."]
+    sentences = [
+        _counts(of_paper, order),
+        _everywhere(measured, "holds", HOLDING, len(order)),
+        _everywhere(measured, "fails", (papers.FAILS,), len(order)),
+        _mixed(measured) if len(order) > 1 else _everywhere(measured, "stays undecided", (papers.UNDECIDED,), 1),
+        _printed(of_paper, order),
+        _apart(of_paper, order),
+    ]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _counts(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:

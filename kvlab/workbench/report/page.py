@@ -17,6 +17,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib.files import replacing
 from kvlab.workbench import project
 from kvlab.workbench.report import growth, stability
+from kvlab.workbench.report.across import across
 from kvlab.workbench.report.digest import digest
 from kvlab.workbench.report.evidence import (
     UI,
@@ -213,6 +214,7 @@ def _page(
         claims=len(rows),
         trends=growth.trends(rows),
         flipping=stability.sentences(mine),
+        sizes={kind: found for kind, found in across(judged, order).items() if found},
         together=_together(next(iter(by_model(judged).values()))),
         evidence=list(shown.values()),
         pictures=beside_claims(judged, shown),

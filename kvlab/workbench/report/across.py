@@ -1,0 +1,66 @@
+"""Findings sorted by how they stand across models: what holds on each one, what only on larger ones, what on none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvlab import papers
+from kvlab.workbench.report.digest import HOLDING, standings
+from kvlab.workbench.report.ledger import Entry, by_paper
+from kvlab.workbench.report.subjects import Subject
+
+EVERY = "hold on every model, at least in direction"
+LARGER = "hold on larger models and fail on smaller ones"
+SMALLER = "hold on smaller models and fail on larger ones"
+MIXED = "hold here and fail there, in no order of size"
+NONE = "fail on every model"
+OPEN = "are undecided on a model at least, and turn on none"
+KINDS = (EVERY, LARGER, SMALLER, MIXED, NONE, OPEN)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding that several models measured; `stands`: the model's label -> its state, the smallest model first."""
+
+    paper: str
+    name: str
+    stands: dict[str, str]
+
+    def __str__(self) -> str:
+        states = set(self.stands.values())
+        told = (
+            "" if len(states) == 1 else f" ({', '.join(f'{label}: {state}' for label, state in self.stands.items())})"
+        )
+        return f"{self.paper}: {self.name}{told}"
+
+
+def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[Finding]]:
+    """Kind (`KINDS`) -> the findings of that kind, of those that at least two models measured.
+
+    A finding stands as the weakest of its claims does. A model that leaves it undecided does not speak for or against
+    an order of size.
+
+    Args:
+        judged: the entries of several models.
+        order: the models, the smallest first.
+    """
+    sorted_out: dict[str, list[Finding]] = {kind: [] for kind in KINDS}
+    labels = {subject.name: subject.label for subject in order}
+    for paper, mine in by_paper(judged).items():
+        for name, of_models in standings(mine):
+            stands = {labels[model]: of_models[model] for model in labels if model in of_models}
+            if len(stands) > 1:
+                sorted_out[_kind(stands)].append(Finding(paper, name, stands))
+    return sorted_out
+
+
+def _kind(stands: Mapping[str, str]) -> str:
+    decided = [state in HOLDING for state in stands.values() if state != papers.UNDECIDED]
+    if True in decided and False in decided:
+        by_size = {(False, True): LARGER, (True, False): SMALLER}
+        turns = [pair for pair in zip(decided, decided[1:], strict=False) if pair[0] != pair[1]]
+        return by_size[turns[0]] if len(turns) == 1 else MIXED
+    if len(decided) < len(stands):
+        return OPEN
+    return EVERY if decided[0] else NONE
