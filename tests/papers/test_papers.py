@@ -354,22 +354,6 @@ def test_unknown_names_teach():
             "a names a profile, although no experiment measures it",
         ),
         (
-            "name: x\nlabel: X\ntitle: T\nexperiment: e\nquoted: [b]\nclaims: [{id: a, where: w, summary: s, "
-            "metric: m, paper_value: 1, direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
-            "unknown measured finding in `quoted` 'b'; known are: a",
-        ),
-        (
-            "name: x\nlabel: X\ntitle: T\nexperiment: e\nquoted: [a, a]\nclaims: [{id: a, where: w, summary: s, "
-            "metric: m, paper_value: 1, direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
-            "the finding 'a' is quoted twice",
-        ),
-        (
-            "name: x\nlabel: X\ntitle: T\nexperiment: e\nquoted: [a]\nclaims: [{id: a, where: w, summary: s, "
-            "kind: timing, metric: m, paper_value: 1, "
-            "direction: {kind: at_least, value: 0}, size: {kind: at_least, value: 0}}]",
-            "unknown measured finding in `quoted` 'a'",
-        ),
-        (
             "name: x\nlabel: X\ntitle: T\nexperiment: e\nclaims: [{id: a, where: w, summary: s, "
             "metric: m, paper_value: null, "
             "direction: {kind: at_least, value: 0}, size: {kind: any_of, tests: [{kind: covers}]}}]",
@@ -401,13 +385,6 @@ def test_the_page_on_claims_is_true(capsys):
 
     exec(re.search(r"```python\n(.*?)```", page, re.S)[1], {})
     assert capsys.readouterr().out.startswith("Direction missed: ")
-
-
-def test_twenty_findings_of_all_papers_are_quoted_and_the_quick_profile_measures_each():
-    quoted = papers.quoted()
-    assert len({claim.fact for claim in quoted}) == 20 == sum(len(paper.quoted) for paper in papers.papers())
-    assert {claim.paper for claim in quoted} == {paper.name for paper in papers.papers()}
-    assert {claim.kind for claim in quoted} == {"finding"} and {claim.profile for claim in quoted} == {"quick"}
 
 
 @pytest.mark.parametrize("kind", ["clearly_greater", "clearly_less"])
