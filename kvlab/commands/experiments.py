@@ -152,7 +152,7 @@ def report(
     compare: Compare = None,
 ) -> None:
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
-    from kvlab.workbench.report import kept, stability
+    from kvlab.workbench.report import boards, kept, stability
     from kvlab.workbench.report import page as ledger
 
     chosen = options.models(models or [])
@@ -168,7 +168,10 @@ def report(
         return
     before = kept.every(compare, chosen) if compare else None
     judged = kept.kept(origin, chosen, profile) if origin else None
-    page = ledger.write(out, chosen, profile) if judged is None else ledger.save(judged, out, stability.read(origin))
+    if origin is None or judged is None:
+        page = ledger.write(out, chosen, profile)
+    else:
+        page = ledger.save(judged, out, stability.read(origin), boards.boards(origin))
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
     if before is not None:
         _compare(before, judged or ledger.entries(chosen, profile), page.parent)

@@ -7,7 +7,7 @@ import pytest
 from support.commands import call, complaint
 
 from kvlab import evaluation
-from kvlab.workbench.report import answered
+from kvlab.workbench.report import boards
 from kvlab.workbench.store import tracking
 
 NEEDLE = ["eval", "needle", "-p", "lengths=[144]", "-p", "depths=[0.0, 0.5, 1.0]", "--limit", "2"]
@@ -73,13 +73,17 @@ def test_scores_are_kept_beside_a_ledger(loaded, project, capsys, tmp_path):
     first = path.read_bytes()
     assert call(capsys, *some, "--budgets", "48", "--compress-at", "context")[0] == 0 and path.read_bytes() == first
     assert call(capsys, *some, "--budgets", "48,64")[0] == 0
-    rows = answered.kept(folder)
+    rows = pandas.read_csv(path)
     assert rows.groupby("compress_at").size().to_dict() == {"context": 2, "prompt": 3}
-    assert (rows.n == 2).all() and rows.model.nunique() == 1 and (rows.machine != "").all()
+    assert (rows.n == 2).all() and rows.model.nunique() == 1 and rows.machine.notna().all()
     given = evaluation.summary(evaluation.read(project / "eval" / "needle.jsonl"))
     wanted = given[(given.budget == 64) & (given.compress_at == "prompt")].iloc[0]
-    (line,) = rows[rows.budget == "64"].to_dict("records")
+    (line,) = rows[rows.budget == 64].to_dict("records")
     assert line["difference"] == pytest.approx(wanted.difference) and line["score"] == pytest.approx(wanted.score)
+    before, after = boards.boards(folder)
+    assert (before.compress_at, after.budgets, after.full.score) == ("context", ["48", "64"], 100 * given.score[0])
+    assert [(name, len(cells)) for name, cells in after.rows] == [("streamingllm", 2)]
+    assert after.rows[0][1][1].score == pytest.approx(100 * wanted.score)
     path.write_text(path.read_text().replace(line["model"], "other@0 float32"))
     code, _, err = call(capsys, *some, "--budgets", "48")
     assert code == 1 and "is of the model 'other@0 float32'" in err

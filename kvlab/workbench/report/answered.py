@@ -1,4 +1,4 @@
-"""Scores of tasks kept as data beside a ledger, in tasks/MODEL.csv: answers that a live model gave, with intervals."""
+"""Scores of tasks that are kept as data beside a ledger (`boards`): means of what a live model answered."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from kvlab.errors import KvlabError
 from kvlab.evaluation import Answer, summary
 from kvlab.lib.files import replacing, why
 from kvlab.workbench import project
-from kvlab.workbench.report import told
+from kvlab.workbench.report.boards import COLUMNS, FOLDER, KEY, read
 from kvlab.workbench.report.subjects import Subject
 
 if TYPE_CHECKING:
     import pandas
-
-FOLDER = "tasks"  # a folder of its own, so that every CSV beside it is a ledger
-KEY = ["task", "settings", "kind", "policy", "budget", "storage", "parameters", "compress_at"]
-NUMBERS = ["n", "score", "low", "high", "difference", "difference_low", "difference_high", "kv_bytes", "seconds"]
-COLUMNS = ["model", *KEY, *NUMBERS, "commit", "machine", "version"]
 
 
 def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
@@ -58,22 +53,6 @@ def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
     except OSError as error:
         raise KvlabError(f"cannot keep the scores in {folder}: {why(error)}") from error
     return path
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    """The kept scores of a model; none where there is no such file.
-
-    Raises:
-        KvlabError: the file cannot be read, or lacks a column.
-    """
-    return told.table(path, COLUMNS) if path.exists() else []
-
-
-def kept(folder: Path) -> pandas.DataFrame:
-    """All scores that a folder keeps, one line each, numbers as floats; empty where it keeps none."""
-    lines = [line for path in sorted((folder / FOLDER).glob("*.csv")) for line in read(path)]
-    frame = _frame(lines)
-    return frame.assign(**{name: frame[name].replace("", "nan").astype(float) for name in NUMBERS})
 
 
 def _by_settings(answers: Sequence[Answer]) -> dict[str, list[Answer]]:

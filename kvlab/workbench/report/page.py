@@ -18,6 +18,7 @@ from kvlab.lib.files import replacing
 from kvlab.workbench import project
 from kvlab.workbench.report import growth, stability
 from kvlab.workbench.report.across import across
+from kvlab.workbench.report.boards import Board
 from kvlab.workbench.report.digest import digest
 from kvlab.workbench.report.evidence import (
     UI,
@@ -108,13 +109,19 @@ def _folder(out: str | Path | None) -> Path:
     return folder
 
 
-def save(judged: list[Entry], out: str | Path | None = None, steady: Sequence[Stability] = ()) -> Path:
+def save(
+    judged: list[Entry],
+    out: str | Path | None = None,
+    steady: Sequence[Stability] = (),
+    scores: Sequence[Board] = (),
+) -> Path:
     """Write the pages and claims.csv of these entries, measured or not; returns report.html.
 
     steady: what was measured of findings with other seeds and texts; those that flip are marked.
+    scores: of tasks, which stand in tables of their own.
     """
     folder = _folder(out)
-    pages = render(judged, steady)
+    pages = render(judged, steady, scores)
     with replacing(folder / "claims.csv") as path:
         frame(judged).to_csv(path, index=False)
     # The page that links to the others comes last, so that no link of it leads nowhere.
@@ -127,8 +134,10 @@ def save(judged: list[Entry], out: str | Path | None = None, steady: Sequence[St
     return folder / MAIN
 
 
-def render(judged: list[Entry], steady: Sequence[Stability] = ()) -> dict[str, str]:
-    """Name of a file -> the page, as one string that needs nothing else but the other pages; `steady`: as of `save`."""
+def render(judged: list[Entry], steady: Sequence[Stability] = (), scores: Sequence[Board] = ()) -> dict[str, str]:
+    """Name of a file -> the page, as one string that needs nothing else but the other pages; `steady` and `scores`: as
+    of `save`.
+    """
     models = by_model(judged)
     order = subjects(judged)
     known = {subject.name: subject for subject in order}
@@ -143,11 +152,13 @@ def render(judged: list[Entry], steady: Sequence[Stability] = ()) -> dict[str, s
             others=[(known[other], files[other]) for other in models if other != name],
             elsewhere=_elsewhere(judged, name),
             steady=steady,
+            scores=[board for board in scores if board.model == Subject(name).label],
         )
         for name, mine in models.items()
     }
     if len(models) > 1:
-        pages[MAIN] = _page(judged, order, {}, files=files, names=known, others=[], elsewhere={}, steady=steady)
+        about = {"files": files, "names": known, "others": [], "elsewhere": {}}
+        pages[MAIN] = _page(judged, order, {}, steady=steady, scores=scores, **about)
     return pages
 
 

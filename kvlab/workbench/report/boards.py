@@ -1,0 +1,115 @@
+"""Scores of tasks as they are kept beside a ledger, in tasks/MODEL.csv, and the tables that a report shows of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlab.workbench.report import told
+from kvlab.workbench.report.subjects import Subject
+
+FOLDER = "tasks"  # a folder of its own, so that every CSV beside it is a ledger
+KEY = ["task", "settings", "kind", "policy", "budget", "storage", "parameters", "compress_at"]
+NUMBERS = ["n", "score", "low", "high", "difference", "difference_low", "difference_high", "kv_bytes", "seconds"]
+COLUMNS = ["model", *KEY, *NUMBERS, "commit", "machine", "version"]
+FULL, PLAIN = "full", "as_is"  # the policy and the storage that all are compared with
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The kept scores of a model; none where there is no such file.
+
+    Raises:
+        KvlabError: the file cannot be read, or lacks a column.
+    """
+    return told.table(path, COLUMNS) if path.exists() else []
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A mean score in percent, with its interval; `clear`: -1 or 1 where the difference from the full cache is clearly
+    below or above none, else 0.
+    """
+
+    score: float
+    low: float
+    high: float
+    clear: int
+    told: str
+
+
+@dataclass(frozen=True)
+class Board:
+    """The scores of one task with one set of parameters on one model, compressed at one moment.
+
+    Attributes:
+        n: how many answers stand behind a score, at least.
+        full: the full cache's.
+        budgets: the columns.
+        rows: (policy, a cell for each budget, None where there is none), in the order of the mean score.
+    """
+
+    model: str
+    task: str
+    settings: str
+    compress_at: str
+    n: int
+    full: Cell | None
+    budgets: list[str]
+    rows: list[tuple[str, list[Cell | None]]]
+
+
+def boards(folder: Path) -> list[Board]:
+    """What a folder keeps, as tables; those with kinds of examples of their own count once, as a whole.
+
+    Raises:
+        KvlabError: a file cannot be read.
+    """
+    found: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    for path in sorted((folder / FOLDER).glob("*.csv")):
+        for line in read(path):
+            if not line["kind"]:
+                about = (*(line[name] for name in ("model", "task", "settings", "compress_at")),)
+                found.setdefault(about, []).append(line)
+    return [_board(about, lines) for about, lines in found.items()]
+
+
+def _board(about: tuple[str, ...], lines: Sequence[Mapping[str, str]]) -> Board:
+    model, task, settings, compress_at = about
+    cells = {(_system(line), line["budget"]): _cell(line) for line in lines}
+    named = dict.fromkeys(system for system, _ in cells if system != FULL)
+    budgets = sorted({budget for system, budget in cells if system != FULL}, key=lambda budget: float(budget or "nan"))
+    rows = [(system, [cells.get((system, budget)) for budget in budgets]) for system in named]
+    rows.sort(key=lambda row: -_mean(row[1]))
+    full = next((cell for (system, _), cell in cells.items() if system == FULL), None)
+    return Board(
+        Subject(model.split()[0]).label,
+        task,
+        settings,
+        compress_at,
+        min(int(line["n"]) for line in lines),
+        full,
+        budgets,
+        rows,
+    )
+
+
+def _system(line: Mapping[str, str]) -> str:
+    return line["policy"] if line["storage"] == PLAIN else f"{line['policy']}, {line['storage']}"
+
+
+def _mean(cells: Iterable[Cell | None]) -> float:
+    scores = [cell.score for cell in cells if cell]
+    return sum(scores) / len(scores)
+
+
+def _cell(line: Mapping[str, str]) -> Cell:
+    score, low, high = (100 * float(line[name]) for name in ("score", "low", "high"))
+    least, most = (float(line[name] or "nan") for name in ("difference_low", "difference_high"))
+    told = f"{line['parameters'] or line['policy']}: {score:.0f} % ({low:.0f} to {high:.0f}) of {line['n']} answers"
+    if line["policy"] != FULL and not math.isnan(least):
+        told += (
+            f"; against the full cache {100 * float(line['difference']):+.0f} ({100 * least:+.0f} to {100 * most:+.0f})"
+        )
+    return Cell(score, low, high, int(least > 0) - int(most < 0), told)
