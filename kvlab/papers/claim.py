@@ -126,9 +126,11 @@ def _needs_paper_value(test: Condition) -> bool:
 class Paper(BaseModel):
     """A paper: its short name, title, and the claims taken from it.
 
-    replaces: in a workspace, that the file stands in the place of kvlab's own of that name, as a copy to work on does.
-    quoted: the findings that people quote, by their names (a claim's id where it is a finding of its own); their
-        verdicts are those that `kvlab stability` measures again with other seeds and other texts.
+    Attributes:
+        replaces: in a workspace, that the file stands in the place of kvlab's own of that name, as a copy to work on
+            does.
+        quoted: the findings that people quote, by their names (a claim's id where it is a finding of its own); their
+            verdicts are those that `kvlab stability` measures again with other seeds and other texts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
