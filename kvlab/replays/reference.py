@@ -30,11 +30,19 @@ class Reference:
     """
 
     def __init__(self, trace: Trace):
-        self.trace = trace
+        # The trace keeps its reference: held the other way round as well, both would stay until Python looks for
+        # circles.
+        self._trace = ref(trace)
         entries = trace.n_layers * trace.heads * trace.steps * trace.length
         self._shape = (trace.n_layers, trace.heads, trace.steps, trace.length)
         self._keeps = 4 * entries <= KEPT_BYTES
         self.give_up()
+
+    @property
+    def trace(self) -> Trace:
+        trace = self._trace()
+        assert trace is not None, "whoever asks holds the trace"
+        return trace
 
     def give_up(self) -> None:
         """Free what is large; it is computed again where it is asked for again."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -212,11 +212,11 @@ class Trace:
             self.prompt_values,
             tuple(range(self.n_layers)),
             self.n_layers,
-            self._pseudo_for,
+            partial(_pseudo_for, self.pseudo),
             self.accumulated,
             self.steps,
             self.softmax,
-            self._perplexity,
+            partial(_perplexity, self.nll, self.prompt_length, self.n_layers),
             self.lent if self.projections is None else list(self.projections),
             self.rotations,
             None if self.pre_queries is None else self.pre_queries[:, :, : self.queries.shape[2] - self.steps],
@@ -240,21 +240,6 @@ class Trace:
         if key not in self._shared:
             self._shared[key] = compute()
         return self._shared[key]
-
-    def _perplexity(self, n: int) -> Tensor | None:
-        n = min(n, self.prompt_length - 1)
-        if self.nll is None:
-            return None
-        if not 0 < n <= len(self.nll):
-            raise KvlabError(
-                f"the likelihood of the last {n} prompt tokens is needed and {len(self.nll)} are at hand; "
-                f"capture with window={n}"
-            )
-        return self.nll[len(self.nll) - n :].mean().exp().expand(self.n_layers)
-
-    def _pseudo_for(self, policy: Asks) -> Tensor | None:
-        given = self.pseudo.get(GIVEN)
-        return given if policy.pseudo_key is None else self.pseudo.get(policy.pseudo_key, given)
 
     @property
     def nbytes(self) -> int:
@@ -394,3 +379,21 @@ class Trace:
 _TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll", "sinks", "projections")
 
 _BY_KEY = ("pseudo", "repeated")
+
+
+# The prompt stays with its trace: with methods of the trace in it both would stay until Python looks for circles.
+def _perplexity(nll: Tensor | None, prompt_length: int, n_layers: int, n: int) -> Tensor | None:
+    n = min(n, prompt_length - 1)
+    if nll is None:
+        return None
+    if not 0 < n <= len(nll):
+        raise KvlabError(
+            f"the likelihood of the last {n} prompt tokens is needed and {len(nll)} are at hand; "
+            f"capture with window={n}"
+        )
+    return nll[len(nll) - n :].mean().exp().expand(n_layers)
+
+
+def _pseudo_for(pseudo: Mapping[str, Tensor], policy: Asks) -> Tensor | None:
+    given = pseudo.get(GIVEN)
+    return given if policy.pseudo_key is None else pseudo.get(policy.pseudo_key, given)
