@@ -47,7 +47,7 @@ class Reference:
     def give_up(self) -> None:
         """Free what is large; it is computed again where it is asked for again."""
         self._all: Tensor | None = None
-        self._done = [False] * self.trace.n_layers
+        self._done = [False] * self._shape[0]
         self._block: tuple[int, Tensor] | None = None
         for large in ("step_ranks", "outputs"):
             self.__dict__.pop(large, None)

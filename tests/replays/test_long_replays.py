@@ -60,19 +60,20 @@ def test_what_is_not_kept_is_computed_again_and_is_the_same(random_traces, bound
 
 
 def test_steps_in_any_order_see_the_full_caches_attention(random_traces, bounded):
-    expected, side = reference(random_traces[0]), reference(bounded(0.5))
+    trace = bounded(0.5)
+    expected, side = reference(random_traces[0]), reference(trace)
     for step in (1, 20, 7, 8, 1, 13):
         torch.testing.assert_close(side.at(step), expected.at(step), atol=1e-6, rtol=1e-4)
         assert side.at(step).shape[-1] == random_traces[0].prompt_length + step
 
 
 def test_attention_that_is_not_kept_is_computed_a_few_steps_at_a_time(bounded, widest):
-    """An eighth of all is two or three of the twenty steps; each pass over the steps computes each of them once."""
+    """A twelfth of all is one or two of the twenty steps; each pass over the steps computes each of them once."""
     trace = bounded(0.5)
     side = reference(trace)
     for step in range(1, trace.steps + 1):
         side.at(step)
-    assert max(widest) <= numbers(trace) / 8 / trace.n_layers
+    assert max(widest) <= numbers(trace) / 12 / trace.n_layers
     assert sum(widest) <= numbers(trace)
 
 
