@@ -163,6 +163,17 @@ def test_divergences_are_those_of_a_text_fed_alone_token_by_token(inside, name):
     assert table["kv_bytes"].iloc[-1] == stored
 
 
+def test_documents_in_several_batches_are_those_of_one(inside, monkeypatch):
+    lm, ids, policies, found = inside
+    seen = []
+    monkeypatch.setattr(responses, "TOGETHER", 1)
+    apart = responses.teacher_forced(lm, ids, 40, policies, lambda documents, step, _: seen.append((documents, step)))
+    order = ["policy", "measure", "document", "step"]
+    one, other = (each.table.sort_values(order, ignore_index=True) for each in (found, apart))
+    pandas.testing.assert_frame_equal(one, other[one.columns], atol=1e-4)
+    assert seen == [(range(row, row + 1), step) for row in (0, 1) for step in range(1, 31)]
+
+
 def test_a_prompt_needs_something_behind_it(tiny):
     with pytest.raises(KvlabError, match="a prompt of 20 tokens and a response of two at least do not fit into 21"):
         responses.teacher_forced(tiny(), prompt(21), 20, {})

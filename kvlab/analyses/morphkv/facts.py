@@ -133,13 +133,12 @@ def asked_late(lm: LM, texts: Planted, prompt: int, policies: dict[str, Policy])
         )
     stored = {}
 
-    def look(step: int, sessions: Mapping[str, Session]) -> None:
+    def look(documents: range, step: int, sessions: Mapping[str, Session]) -> None:
         # After step t the cache has seen the prompt and t tokens more.
-        for row, begins in enumerate(texts.question):
-            if prompt + step == begins:
-                stored.update(
-                    {(row, name): _held(lm, session, row, texts.told[row]) for name, session in sessions.items()}
-                )
+        for row, document in enumerate(documents):
+            if prompt + step == texts.question[document]:
+                told = texts.told[document]
+                stored.update({(document, name): _held(lm, session, row, told) for name, session in sessions.items()})
 
     table = teacher_forced(lm, texts.ids, prompt, policies, look).table
     gaps = table.loc[table["measure"] == "nll_gap"]

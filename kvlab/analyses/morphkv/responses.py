@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from kvlab.live.session import Session
 
     _Step = tuple[Tensor, list[float]]
-    _Look = Callable[[int, Mapping[str, Session]], None]
+    _Seen = Callable[[int, Mapping[str, Session]], None]
+    _Look = Callable[[range, int, Mapping[str, Session]], None]
 
 PER = 100
 """Slopes are given for this many tokens of the response."""
@@ -42,6 +44,7 @@ PER = 100
 LEAST = 5
 """StreamingLLM's four sinks and one recent token: no method gets a smaller budget."""
 
+TOGETHER = 8  # documents in one batch
 COUNTED_FROM = 2
 """The first decoding step that counts, for all methods: at the very first step MorphKV reads the whole prompt."""
 
@@ -288,10 +291,11 @@ def teacher_forced(
     """Figure 7 and table 1 inside the model: a text is fed under compressed caches; each step's error enters the next.
 
     Args:
-        ids: int64 `[documents, prompt + response]`; all documents run as one batch.
+        ids: int64 `[documents, prompt + response]`; some documents run as one batch.
         prompt: tokens that are prefilled.
         policies: by name, "morphkv" among them.
-        look: called after every step with the step and the sessions of the policies that act while decoding, by name.
+        look: called after every step with the documents of the batch (their rows), the step, and the sessions of the
+            policies that act while decoding, by name.
 
     Returns:
         Table with columns document (its row), policy, step, measure, value: `kl`, the divergence of the next-token
@@ -304,7 +308,23 @@ def teacher_forced(
     """
     if not 0 < prompt < ids.shape[1] - 1:
         raise KvlabError(f"a prompt of {prompt} tokens and a response of two at least do not fit into {ids.shape[1]}")
-    ids = ids.to(lm.device)
+    tables = []
+    for documents in _together(len(ids)):
+        table = _under_each(lm, ids[documents.start : documents.stop].to(lm.device), prompt, policies, documents, look)
+        tables.append(table)
+    table = pd.concat(tables, ignore_index=True)
+    return replace(fading(_counted(table), ("kl", "nll_gap")), table=table)
+
+
+def _together(documents: int) -> list[range]:
+    """The documents that run as one batch each: the full cache's distributions of all steps are in memory besides."""
+    return [range(start, min(start + TOGETHER, documents)) for start in range(0, documents, TOGETHER)]
+
+
+def _under_each(
+    lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy], documents: range, look: _Look | None
+) -> pd.DataFrame:
+    """The table of `teacher_forced` for one batch, `documents` being the numbers of its rows."""
     fed, nexts = ids[:, prompt:-1], ids[:, prompt + 1 :]
     with gather.gather(lm.model, list(policies.values())):
         prefilled = lm.model(ids[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
@@ -316,7 +336,9 @@ def teacher_forced(
     acting = [name for name, method in policies.items() if method.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
     for names in bars.each(parts, "inside the model", "part"):
-        decoded = _decoded(lm, fed, {name: policies[name] for name in names}, prefilled, look)
+        decoded = _decoded(
+            lm, fed, {name: policies[name] for name in names}, prefilled, look and partial(look, documents)
+        )
         for step, (logits, stored) in enumerate(decoded, 1):
             rows = logits.float().log_softmax(-1)
             for name, row, size in zip(names, rows, stored, strict=True):
@@ -324,13 +346,12 @@ def teacher_forced(
                 gap = _nll(row, nexts[:, step - 1]) - known[:, step - 1]
                 values = {"kl": kl, "nll_gap": gap, "kv_bytes": torch.full(gap.shape, size)}
                 frames[name] += [
-                    pd.DataFrame({"document": range(len(ids)), "measure": measure, "value": value.tolist()}).assign(
+                    pd.DataFrame({"document": documents, "measure": measure, "value": value.tolist()}).assign(
                         policy=name, step=step
                     )
                     for measure, value in values.items()
                 ]
-    table = pd.concat([frame for parts in frames.values() for frame in parts], ignore_index=True)
-    return replace(fading(_counted(table), ("kl", "nll_gap")), table=table)
+    return pd.concat([frame for parts in frames.values() for frame in parts], ignore_index=True)
 
 
 def _nll(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
@@ -338,7 +359,7 @@ def _nll(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _decoded(
-    lm: LM, ids: Tensor, together: Mapping[str, Policy], prefilled: LiveCache, look: _Look | None = None
+    lm: LM, ids: Tensor, together: Mapping[str, Policy], prefilled: LiveCache, look: _Seen | None = None
 ) -> Iterator[_Step]:
     """Several policies in one batch, step by step: logits `[policies, documents, vocabulary]`, and for each policy the
     bytes of keys and values of one document.
