@@ -105,7 +105,8 @@ def _mean(cells: Iterable[Cell | None]) -> float:
 
 
 def _cell(line: Mapping[str, str]) -> Cell:
-    score, low, high = (100 * float(line[name]) for name in ("score", "low", "high"))
+    # Of a few answers the interval reaches further than scores do.
+    score, low, high = (100 * min(max(float(line[name]), 0), 1) for name in ("score", "low", "high"))
     least, most = (float(line[name] or "nan") for name in ("difference_low", "difference_high"))
     told = f"{line['parameters'] or line['policy']}: {score:.0f} % ({low:.0f} to {high:.0f}) of {line['n']} answers"
     if line["policy"] != FULL and not math.isnan(least):
