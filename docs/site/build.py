@@ -24,7 +24,7 @@ from kvlab.methods import registry
 from kvlab.papers.claim import Claim
 from kvlab.workbench.report import kept, stability
 from kvlab.workbench.report.across import across
-from kvlab.workbench.report.ledger import Entry, names
+from kvlab.workbench.report.ledger import Entry
 from kvlab.workbench.report.subjects import subjects
 
 HERE = Path(__file__).resolve().parent
@@ -138,10 +138,10 @@ def _ledger() -> str:
         return "".join(f'<option value="{html.escape(value)}">{html.escape(shown)}</option>' for value, shown in values)
 
     steady = stability.read(ROOT / "docs" / "ledger")
-    of_finding = stability.by_finding(steady)
+    steadiness = stability.of_entries(steady)
 
     def flips(entry: Entry) -> str:
-        one = of_finding.get((*entry.claim.fact, min(names(entry.model), default="")))
+        one = steadiness(entry)
         return f'<br><em title="{html.escape(one.told)}">flips {one.count}</em>' if one and one.flips else ""
 
     def verdicts(number: int, model: str) -> str:
@@ -177,7 +177,7 @@ def _ledger() -> str:
     )
     flipping = "".join(f"\n{sentence}\n" for sentence in stability.sentences(steady))
     every = [entry for judged in models.values() for entry in judged]
-    sizes = {kind: found for kind, found in across(every, subjects(every)).items() if found}
+    sizes = across(every, subjects(every))
     turning = "".join(
         f"<details><summary><b>{len(found)}</b> {kind}</summary><ul>"
         f"{''.join(f'<li>{html.escape(str(finding))}</li>' for finding in found)}</ul></details>"

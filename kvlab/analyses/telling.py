@@ -81,3 +81,8 @@ def _shown(value: float, digits: int) -> str:
         return f"{value:g}".replace("-0", "0")
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:.{min(decimals, 6)}f}"
+
+
+def plural(count: int, word: str) -> str:
+    """The word, with an s for more than one or none."""
+    return word if count == 1 else f"{word}s"

@@ -167,11 +167,11 @@ def report(
                 typer.echo(f"  dropped {name}: there is no such claim any more")
         return
     before = kept.every(compare, chosen) if compare else None
-    judged = kept.kept(origin, chosen, profile) if origin else None
-    if origin is None or judged is None:
-        page = ledger.write(out, chosen, profile)
-    else:
+    judged = kept.kept(origin, chosen, profile) if origin else []
+    if origin:
         page = ledger.save(judged, out, stability.read(origin), boards.boards(origin))
+    else:
+        page = ledger.write(out, chosen, profile)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
     if before is not None:
         _compare(before, judged or ledger.entries(chosen, profile), page.parent)

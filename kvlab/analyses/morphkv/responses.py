@@ -44,7 +44,7 @@ PER = 100
 LEAST = 5
 """StreamingLLM's four sinks and one recent token: no method gets a smaller budget."""
 
-TOGETHER = 8  # documents in one batch
+TOGETHER = 8  # documents in one batch: the full cache's distributions of all steps are in memory besides
 COUNTED_FROM = 2
 """The first decoding step that counts, for all methods: at the very first step MorphKV reads the whole prompt."""
 
@@ -308,23 +308,17 @@ def teacher_forced(
     """
     if not 0 < prompt < ids.shape[1] - 1:
         raise KvlabError(f"a prompt of {prompt} tokens and a response of two at least do not fit into {ids.shape[1]}")
-    tables = []
-    for documents in _together(len(ids)):
-        table = _under_each(lm, ids[documents.start : documents.stop].to(lm.device), prompt, policies, documents, look)
-        tables.append(table)
-    table = pd.concat(tables, ignore_index=True)
+    every = range(len(ids))
+    batches = [every[start : start + TOGETHER] for start in every[::TOGETHER]]
+    table = pd.concat([_under_each(lm, ids, prompt, policies, batch, look) for batch in batches], ignore_index=True)
     return replace(fading(_counted(table), ("kl", "nll_gap")), table=table)
-
-
-def _together(documents: int) -> list[range]:
-    """The documents that run as one batch each: the full cache's distributions of all steps are in memory besides."""
-    return [range(start, min(start + TOGETHER, documents)) for start in range(0, documents, TOGETHER)]
 
 
 def _under_each(
     lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy], documents: range, look: _Look | None
 ) -> pd.DataFrame:
-    """The table of `teacher_forced` for one batch, `documents` being the numbers of its rows."""
+    """The table of `teacher_forced` for these documents, as one batch."""
+    ids = ids[documents.start : documents.stop].to(lm.device)
     fed, nexts = ids[:, prompt:-1], ids[:, prompt + 1 :]
     with gather.gather(lm.model, list(policies.values())):
         prefilled = lm.model(ids[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values

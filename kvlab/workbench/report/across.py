@@ -36,7 +36,7 @@ class Finding:
 
 
 def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[Finding]]:
-    """Kind (`KINDS`) -> the findings of that kind, of those that at least two models measured.
+    """Kind (of `KINDS`, those without any left out) -> its findings, of those that at least two models measured.
 
     A finding stands as the weakest of its claims does. A model that leaves it undecided does not speak for or against
     an order of size.
@@ -52,7 +52,7 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
             stands = {labels[model]: of_models[model] for model in labels if model in of_models}
             if len(stands) > 1:
                 sorted_out[_kind(stands)].append(Finding(paper, name, stands))
-    return sorted_out
+    return {kind: found for kind, found in sorted_out.items() if found}
 
 
 def _kind(stands: Mapping[str, str]) -> str:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvlab.errors import KvlabError
 from kvlab.evaluation import Answer, summary
-from kvlab.lib.files import replacing, why
+from kvlab.lib.files import why
 from kvlab.workbench import project
+from kvlab.workbench.report import told
 from kvlab.workbench.report.boards import COLUMNS, FOLDER, KEY, read
 from kvlab.workbench.report.subjects import Subject
-
-if TYPE_CHECKING:
-    import pandas
 
 
 def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
@@ -48,8 +46,7 @@ def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
                 line = _texts({**row, **about, "kind": row["kind"] if by else ""})
                 lines[_key(line)] = line
     try:
-        with replacing(path) as part:
-            _frame([lines[key] for key in sorted(lines)]).to_csv(part, index=False)
+        told.write(path, (lines[key] for key in sorted(lines)), COLUMNS)
     except OSError as error:
         raise KvlabError(f"cannot keep the scores in {folder}: {why(error)}") from error
     return path
@@ -75,9 +72,3 @@ def _texts(row: Mapping[str, Any]) -> dict[str, str]:
         missing = value is None or (isinstance(value, float) and math.isnan(value))
         found[name] = "" if missing else f"{value:.6g}" if isinstance(value, float) else str(value)
     return found
-
-
-def _frame(lines: Sequence[Mapping[str, str]]) -> pandas.DataFrame:
-    import pandas
-
-    return pandas.DataFrame(lines, columns=COLUMNS)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from kvlab.workbench.report import told
 from kvlab.workbench.report.subjects import Subject
@@ -81,7 +82,7 @@ def _board(about: tuple[str, ...], lines: Sequence[Mapping[str, str]]) -> Board:
     named = dict.fromkeys(system for system, _ in cells if system != FULL)
     budgets = sorted({budget for system, budget in cells if system != FULL}, key=lambda budget: float(budget or "nan"))
     rows = [(system, [cells.get((system, budget)) for budget in budgets]) for system in named]
-    rows.sort(key=lambda row: -_mean(row[1]))
+    rows.sort(key=lambda row: -fmean(cell.score for cell in row[1] if cell))
     full = next((cell for (system, _), cell in cells.items() if system == FULL), None)
     return Board(
         Subject(model.split()[0]).label,
@@ -97,11 +98,6 @@ def _board(about: tuple[str, ...], lines: Sequence[Mapping[str, str]]) -> Board:
 
 def _system(line: Mapping[str, str]) -> str:
     return line["policy"] if line["storage"] == PLAIN else f"{line['policy']}, {line['storage']}"
-
-
-def _mean(cells: Iterable[Cell | None]) -> float:
-    scores = [cell.score for cell in cells if cell]
-    return sum(scores) / len(scores)
 
 
 def _cell(line: Mapping[str, str]) -> Cell:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
-from kvlab.lib.files import replacing
+from kvlab.workbench.report import told
 from kvlab.workbench.report.ledger import Entry, names, number
 
 FILE = "differences.csv"
@@ -90,11 +90,8 @@ class Comparison:
 
     def write(self, folder: Path) -> Path:
         """Write the differences as FOLDER/differences.csv, which has no line where there are none; returns its path."""
-        import pandas
-
         path = folder / FILE
-        with replacing(path) as part:
-            pandas.DataFrame([one.row for one in self.differences], columns=COLUMNS).to_csv(part, index=False)
+        told.write(path, [one.row for one in self.differences], COLUMNS)
         return path
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvlab import papers
-from kvlab.analyses.telling import listed
+from kvlab.analyses.telling import listed, plural
 from kvlab.workbench.report import growth
 from kvlab.workbench.report.ledger import UNTESTED, WEAKEST, Entry, Tally, by_model, number
 from kvlab.workbench.report.subjects import Subject
@@ -78,7 +78,7 @@ def _counts(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
         counted = tallies[subject.name]
         parts = [f"{counted[state]} {_verb(state, counted[state])}" for state in papers.VERDICTS[:-1] if counted[state]]
         told.append(f"on {subject.label} {listed(parts) or 'none has been measured'}")
-    return f"Of its {total} {_plural(total, 'finding')}, {'; '.join(told)}."
+    return f"Of its {total} {plural(total, 'finding')}, {'; '.join(told)}."
 
 
 def _verb(state: str, count: int) -> str:
@@ -115,7 +115,7 @@ def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
     inside = sum(_covers(entry, paper) for entry, paper, _ in pairs)
     entry, paper, value = min(pairs, key=lambda pair: _apart_by(pair[1], pair[2]))
     lie = "lies" if inside < 2 else "lie"
-    numbers = _plural(len(pairs), "number")
+    numbers = plural(len(pairs), "number")
     text = (
         f"On {largest.label} {inside or 'none'} of {len(pairs)} printed {numbers} that ours can be compared with {lie} "
         f"inside our interval; the closest is {number(paper)} ({entry.claim.where}), {number(value)} here"
@@ -144,7 +144,7 @@ def _apart(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
     parts = [
         f"{tally.met('checks')} checks are met" if tally.checks else "",
         f"{tally.met('recomputed')} recomputed claims agree" if tally.recomputed else "",
-        f"{untested} {_plural(untested, 'claim')} cannot be tested here" if untested else "",
+        f"{untested} {plural(untested, 'claim')} cannot be tested here" if untested else "",
     ]
     told = listed([part for part in parts if part])
     return f"Counted apart: {told}." if told else ""
@@ -156,7 +156,3 @@ def _some(names: Iterable[str]) -> str:
     told = [name if count == 1 else f"{name} ({count} findings)" for name, count in counted.items()][:NAMED]
     more = counted.total() - sum(count for _, count in list(counted.items())[:NAMED])
     return "; ".join(told) + (f"; and {more} more" if more else "")
-
-
-def _plural(count: int, word: str) -> str:
-    return word if count == 1 else f"{word}s"

@@ -7,21 +7,28 @@ is compared with the kept one of the quick profile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from kvlab import papers
 from kvlab.errors import KvlabError, nearest
-from kvlab.lib.files import replacing, why
+from kvlab.lib.files import why
 from kvlab.workbench.report import told
-from kvlab.workbench.report.ledger import Entry, by_model, claims, entries, names, profiles, refuse, side_by_side
+from kvlab.workbench.report.ledger import (
+    Entry,
+    by_model,
+    claims,
+    entries,
+    finding,
+    names,
+    profiles,
+    refuse,
+    side_by_side,
+)
 from kvlab.workbench.report.origins import Origin
 from kvlab.workbench.report.subjects import Subject, remarks, subjects
-
-if TYPE_CHECKING:
-    import pandas
 
 ORIGIN = ["profile", "signature", "commit", "machine", "seconds"]
 LATER = ["parameters", "remarks"]  # ledgers that were kept without these are read, too
@@ -96,7 +103,7 @@ def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
 def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
     """Write a model's file."""
     before = _lines(path) if path.exists() else {}
-    findings = {claim.id: _finding(claim) for claim in claims()}
+    findings = {claim.id: finding(claim) for claim in claims()}
     order = list(findings)
     lines = {key: line for key, line in before.items() if key[0] in order}
     for judged in sweeps:
@@ -104,9 +111,8 @@ def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
     measured = {claim for claim, profile in lines if profile}
     lines = {key: line for key, line in lines.items() if key[1] or key[0] not in measured}
     sorted_lines = (lines[key] for key in sorted(lines, key=lambda key: (order.index(key[0]), _place(key[1]))))
-    with replacing(path) as part:
-        # A line that stays has the name that its finding has today.
-        _frame({**line, "finding": findings[line["claim"]]} for line in sorted_lines).to_csv(part, index=False)
+    # A line that stays has the name that its finding has today.
+    told.write(path, ({**line, "finding": findings[line["claim"]]} for line in sorted_lines), COLUMNS)
     stayed = sum(_knows(line) and line is before.get(key) for key, line in lines.items())
     replaced = sum(_knows(line) for line in lines.values()) - stayed
     return Kept(path, replaced, stayed, sorted({claim for claim, _ in before} - set(order)))
@@ -133,7 +139,7 @@ def _new_lines(judged: Sequence[Entry]) -> list[Line]:
         verdict = entry.verdict
         row = {
             "claim": entry.claim.id,
-            "finding": _finding(entry.claim),
+            "finding": finding(entry.claim),
             **verdict.model_dump(include={"verdict", "value", "low", "high", "power", "why"}),
             "model": entry.model,
         }
@@ -152,22 +158,12 @@ def _new_lines(judged: Sequence[Entry]) -> list[Line]:
     return lines
 
 
-def _finding(claim: papers.Claim) -> str:
-    return claim.fact[1] if claim.kind == "finding" else ""
-
-
 def _lacking(entry: Entry) -> bool:
     """Whether the run lacks numbers that the claim's tests need: it has measured nothing of it, then. Where it lacks
     none, "not measured" is what it found (`provided`).
     """
     assert entry.run is not None
     return entry.verdict.verdict == papers.UNMEASURED and not entry.claim.metrics <= set(entry.run.data.metrics)
-
-
-def _frame(lines: Iterable[Line]) -> pandas.DataFrame:
-    import pandas
-
-    return pandas.DataFrame(lines, columns=COLUMNS)
 
 
 def _lines(path: Path) -> Lines:
@@ -201,8 +197,12 @@ def read(path: Path, profile: str | None = None) -> list[Entry]:
     Raises:
         KvlabError: the file is no kept ledger, or judges a claim that there is not.
     """
-    found = _read(path)
-    model = found[0].model if found else path.stem
+    return _shown(_read(path), path.stem, profile)
+
+
+def _shown(found: Sequence[Entry], label: str, profile: str | None) -> list[Entry]:
+    """One of a file's entries for each claim; `label`: the model of a file without any line."""
+    model = found[0].model if found else label
     of_claim: dict[str, Entry] = {}
     for entry in found:
         if not profile or entry.profile in ("", profile):
@@ -244,7 +244,7 @@ def kept(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
     Raises:
         KvlabError: there is no ledger, one cannot be read, two are of one model, or none is left.
     """
-    of_models = {name: read(path, profile) for name, path in _files(folder, model).items()}
+    of_models = {name: _shown(found, name, profile) for name, found in _files(folder, model).items()}
     measured = {name: mine for name, mine in of_models.items() if any(entry.measured for entry in mine)}
     if not measured:
         _nothing(folder)
@@ -256,29 +256,30 @@ def every(folder: Path, model: str | Sequence[str] | None = None) -> list[Entry]
 
     Args, Raises: as `kept`.
     """
-    return _measured(_files(folder, model)) or _nothing(folder)
+    return _measured(folder, model) or _nothing(folder)
 
 
-def _measured(files: Mapping[str, Path]) -> list[Entry]:
-    return [entry for path in files.values() for entry in _read(path) if entry.measured]
+def _measured(folder: Path, model: str | Sequence[str] | None = None) -> list[Entry]:
+    return [entry for found in _files(folder, model).values() for entry in found if entry.measured]
 
 
-def _files(folder: Path, model: str | Sequence[str] | None) -> dict[str, Path]:
-    """Model -> the file of its ledger, for those of these models that the folder has."""
+def _files(folder: Path, model: str | Sequence[str] | None) -> dict[str, list[Entry]]:
+    """Model -> what its ledger tells (`_read`), for those of these models that the folder has."""
     paths = sorted(folder.glob("*.csv"))
     if not paths:
         raise KvlabError(f"{folder} holds no kept ledger; `kvlab report --keep {folder}` makes one")
-    found: dict[str, Path] = {}
+    every: dict[str, list[Entry]] = {}
     for path in paths:
-        name = read(path)[0].model
-        if found.setdefault(name, path) is not path:
+        found = _read(path)
+        name = found[0].model if found else path.stem
+        if every.setdefault(name, found) is not found:
             raise KvlabError(f"{path} is of the model {name!r}, as another ledger in {folder}: take one of them away")
     wanted = names(model)
-    return {name: path for name, path in found.items() if not wanted or wanted & names(name)}
+    return {name: found for name, found in every.items() if not wanted or wanted & names(name)}
 
 
 def _nothing(folder: Path) -> NoReturn:
-    there = {f"{entry.model} ({entry.profile} profile)" for entry in _measured(_files(folder, None))}
+    there = {f"{entry.model} ({entry.profile} profile)" for entry in _measured(folder)}
     raise KvlabError(
         f"{folder} keeps nothing of that model and profile; it has: {', '.join(sorted(there)) or 'nothing'}"
     )

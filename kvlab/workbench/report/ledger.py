@@ -116,7 +116,7 @@ class Entry:
             "model": self.model,
             "run_id": self.run.info.run_id if self.run else "",
             "kind": claim.kind,
-            "finding": claim.fact[1] if claim.kind == "finding" else "",
+            "finding": finding(claim),
             "power": verdict.power,
             "machine": self.machine,
             "why": verdict.why,
@@ -227,6 +227,11 @@ def side_by_side(of_models: Mapping[str, Sequence[Entry]]) -> list[Entry]:
 def claims() -> list[papers.Claim]:
     """The claims that the project's ledger holds."""
     return [claim for paper in papers.of_project() for claim in paper.claims]
+
+
+def finding(claim: papers.Claim) -> str:
+    """What the finding that a claim belongs to is called; empty for what is no finding."""
+    return claim.fact[1] if claim.kind == "finding" else ""
 
 
 def _measuring() -> set[str]:

@@ -193,7 +193,6 @@ def _page(
     rows = growth.rows(judged, order)
     on_models = ledger_names([subject.name for subject in order])
     mine = [one for one in steady if ledger_names(one.model) & on_models]
-    of_finding = stability.by_finding(mine)
     totals = {name: Tally.of(mine) for name, mine in by_model(judged).items()}
     environment.globals.update(
         marks=MARKS,
@@ -206,7 +205,7 @@ def _page(
         scale=scale,
         remarks=remarks,
         growth=growth,
-        steadiness=lambda entry: of_finding.get((*entry.claim.fact, min(ledger_names(entry.model), default=""))),
+        steadiness=stability.of_entries(mine),
         plot=lambda row: growth.plot(row, order),
     )
     return environment.get_template("page.html.j2").render(
@@ -225,7 +224,7 @@ def _page(
         claims=len(rows),
         trends=growth.trends(rows),
         flipping=stability.sentences(mine),
-        sizes={kind: found for kind, found in across(judged, order).items() if found},
+        sizes=across(judged, order),
         together=_together(next(iter(by_model(judged).values()))),
         evidence=list(shown.values()),
         pictures=beside_claims(judged, shown),

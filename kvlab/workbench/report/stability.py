@@ -4,18 +4,18 @@ each model (stability/MODEL.csv) and counted: how many of a finding's cells say 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab import papers
-from kvlab.analyses.telling import listed
+from kvlab.analyses.telling import listed, plural
 from kvlab.errors import KvlabError
-from kvlab.lib.files import replacing, why
+from kvlab.lib.files import why
 from kvlab.workbench import project
 from kvlab.workbench.jobs.cells import ANY
 from kvlab.workbench.report import told
-from kvlab.workbench.report.ledger import WEAKEST, claims, names
+from kvlab.workbench.report.ledger import WEAKEST, Entry, claims, names
 from kvlab.workbench.report.subjects import Subject
 
 FOLDER = "stability"  # a folder of its own, so that every CSV beside it is a ledger
@@ -100,7 +100,7 @@ class Stability:
             stays = f"all {len(self.others)} other runs" if len(self.others) > 1 else "the other run"
             return f"{first} its verdict stays in {stays}: {each}."
         turns = f", {len(self.turns)} of them from holding to failing or back" if self.turns else ""
-        return f"{first} its verdict flips in {self.count} other {_plural(len(self.others), 'run')}{turns}: {each}."
+        return f"{first} its verdict flips in {self.count} other {plural(len(self.others), 'run')}{turns}: {each}."
 
 
 def _turns(one: str, other: str) -> bool:
@@ -155,7 +155,7 @@ def _sentence(label: str, profile: str, mine: Sequence[Stability]) -> str:
     where = " and ".join(
         part
         for part in (
-            f"the {_plural(len(seeds), 'seed')} {listed(seeds)}" if seeds else "",
+            f"the {plural(len(seeds), 'seed')} {listed(seeds)}" if seeds else "",
             f"the texts {listed(texts)}" if texts else "",
         )
         if part
@@ -170,7 +170,7 @@ def _sentence(label: str, profile: str, mine: Sequence[Stability]) -> str:
     )
     return (
         f"How often does a verdict flip? On {label} ({profile} profile), with {where}: of {len(mine)} quoted "
-        f"{_plural(len(mine), 'finding')} {unsteady or 'none'} {'flips' if unsteady < 2 else 'flip'} at least once"
+        f"{plural(len(mine), 'finding')} {unsteady or 'none'} {'flips' if unsteady < 2 else 'flip'} at least once"
         f"{turns}; in all {flips} of {others} verdicts are not that of the first run ({flips / others:.0%}){same}."
     )
 
@@ -180,13 +180,12 @@ def _known(mine: Iterable[Stability], name: str) -> list[str]:
     return [value for value in values if value != ANY]
 
 
-def _plural(count: int, word: str) -> str:
-    return word if count == 1 else f"{word}s"
-
-
-def by_finding(found: Iterable[Stability]) -> dict[tuple[str, str, str], Stability]:
-    """(paper, finding, model without its hash) -> what was measured; of several profiles the last."""
-    return {(one.paper, one.finding, min(names(one.model), default="")): one for one in found}
+def of_entries(found: Iterable[Stability]) -> Callable[[Entry], Stability | None]:
+    """What was measured of an entry's finding on its model, whatever the hash of its weights; of several profiles the
+    last.
+    """
+    known = {(one.paper, one.finding, *names(one.model)): one for one in found}
+    return lambda entry: known.get((*entry.claim.fact, *names(entry.model)))
 
 
 # ---------------------------------------------------------------------------------------------------- the files
@@ -201,8 +200,6 @@ def keep(folder: Path, lines: Iterable[Line]) -> list[Path]:
     Raises:
         KvlabError: the folder cannot be written, or two models would share a file.
     """
-    import pandas
-
     files: dict[Path, list[Line]] = {}
     for line in lines:
         files.setdefault(folder / FOLDER / f"{Subject(line['model']).label}.csv", []).append(line)
@@ -211,8 +208,7 @@ def keep(folder: Path, lines: Iterable[Line]) -> list[Path]:
             raise KvlabError(f"{path} would be of the models {' and '.join(models)}: measure them one after the other")
     for path, mine in files.items():
         try:
-            with replacing(path) as part:
-                pandas.DataFrame(mine, columns=COLUMNS).to_csv(part, index=False)
+            told.write(path, mine, COLUMNS)
         except OSError as error:
             raise KvlabError(f"cannot write {path}: {why(error)}") from error
     return list(files)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import read_text, replacing
@@ -45,10 +45,7 @@ def keep(folder: Path, label: str, sweeps: Iterable[Sequence[Entry]]) -> None:
     lines = [line for key in sorted(kept) for line in kept[key]]
     if not lines and not path.exists():
         return
-    import pandas
-
-    with replacing(path) as part:
-        pandas.DataFrame(lines, columns=COLUMNS).to_csv(part, index=False)
+    write(path, lines, COLUMNS)
 
 
 def read(folder: Path, label: str) -> list[dict[str, str]]:
@@ -86,6 +83,14 @@ def table(path: Path, columns: Sequence[str], what: str = "kept ledger") -> list
     if missing := [name for name in columns if name not in frame]:
         raise KvlabError(f"{path} is no {what}: it has no column {missing[0]!r}")
     return frame.to_dict("records")
+
+
+def write(path: Path, lines: Iterable[Mapping[str, Any]], columns: list[str]) -> None:
+    """Write lines as `table` reads them, whole or not at all. Raises OSError where the file cannot be written."""
+    import pandas
+
+    with replacing(path) as part:
+        pandas.DataFrame(lines, columns=columns).to_csv(part, index=False)
 
 
 def _newest(judged: Iterable[Entry]) -> dict[str, Run]:
