@@ -41,6 +41,7 @@ class LayerStore:
         seen: how many tokens were ever appended, which is also the next token's position by default.
         storage: in what form keys and values are held; see `hold`.
         rounded: whether any entry may have been rounded by a storage, now or earlier.
+        bytes_read: what the last decoding step loaded; 0 before there was one.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor | None = None):
@@ -59,6 +60,7 @@ class LayerStore:
         self.layers: tuple[int, ...] = (0,) * rows
         self._budget: int | None = None
         self.seen, self._repeats = length, 1
+        self.bytes_read = 0
 
     @classmethod
     def preallocated(cls, keys: Tensor, values: Tensor) -> LayerStore:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lm_eval import utils  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -20,8 +21,9 @@ from tqdm import tqdm
 from kvlab.core.storage import Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.evaluation.answering import stops
-from kvlab.harness.reading import Held, Known, Reader
-from kvlab.harness.settings import Moment, chosen, generation, loaded
+from kvlab.harness.reading import Asked, Continued, Reader
+from kvlab.harness.rows import Held, Known
+from kvlab.harness.settings import Moment, batch_of, chosen, generation, loaded
 from kvlab.inputs.models.catalogue import DEFAULT
 from kvlab.methods import Policy
 
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
 
 # Below the harness's own logger, so that its settings hold.
 LOG = logging.getLogger("lm_eval.kvlab")
+T = TypeVar("T")
 
 
 class KvlabLM(TemplateLM):
-    """A language model whose cache a policy compresses, for the harness's tasks; one sequence at a time.
+    """A language model whose cache a policy compresses, for the harness's tasks.
 
     `lm_eval.simple_evaluate(model="kvlab", model_args="pretrained=...,policy=snapkv,budget=512", ...)` makes one (once
     `kvlab.harness` is imported); one that was made by hand can be given as `model=`, too.
@@ -47,7 +50,9 @@ class KvlabLM(TemplateLM):
         rolling_chunk: how many tokens of a rolling likelihood are read after each compression, at least 2.
         max_length: the longest sequence in tokens, at most the model's own; longer ones lose their beginning.
         device, dtype: as `kvlab.load` takes them.
-        batch_size, max_batch_size: what the harness was told; sequences are read one at a time all the same.
+        batch_size: how many sequences take their decoding steps together; each is prefilled and compressed alone. With
+            "auto" AUTO of them.
+        max_batch_size: at most so many with "auto".
 
     Raises:
         KvlabError: an argument that there is not, or whose value is not right; a model without tokenizer.
@@ -86,13 +91,11 @@ class KvlabLM(TemplateLM):
             raise KvlabError(
                 f"max_length={max_length} is not between 2 and the {self.lm.context_length} that {self.lm.name} takes"
             )
-        self._reader = Reader(self.lm, method, form)
+        self._reader = Reader(self.lm, method, form, batch_of(batch_size, max_batch_size))
         self._device, self._ends = self.lm.device, stops(self.lm)
         self._held: dict[str, list[Held | None]] = defaultdict(list)
         self._cut = 0
         self._asking: list[Any] = []
-        if batch_size not in (None, 1, "1"):
-            LOG.info("kvlab reads one sequence at a time, whatever the batch size")
         if compress_at == "context" and question is None:
             LOG.warning(
                 "compress_at=context without question=...: a request of the harness is one text, so all of it but its "
@@ -187,28 +190,31 @@ class KvlabLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         asking, self._asking = self._asking or [None] * len(requests), []
         found = []
-        for request, (texts, context, continuation) in zip(
-            asking, self._shown(requests, "loglikelihood", disable_tqdm), strict=True
+        read = self._reader.likelihoods(self._continued(*request) for request in requests)
+        for request, (texts, _, _), known in zip(
+            asking, requests, self._shown(read, len(requests), "loglikelihood", disable_tqdm), strict=True
         ):
-            if not continuation:
-                raise KvlabError(f"a continuation has no token of its own: {texts[1]!r:.60} after {texts[0][-60:]!r}")
-            if len(continuation) > self.max_length:
-                raise KvlabError(
-                    f"a continuation has {len(continuation)} tokens, which is beyond the {self.max_length} that "
-                    f"{self.lm.name} takes"
-                )
-            # The last token of a continuation is told, and never fed.
-            context, cut = self._fitting(context, self.max_length + 1 - len(continuation))
-            known = self._reader.likelihood(context, continuation, self._compressed(texts[0], cut))
             found.append((known.logprob, known.greedy))
             self._note(request, known.held)
             self.cache_hook.add_partial("loglikelihood", texts, found[-1])
         self._tell()
         return found
 
+    def _continued(self, texts: tuple[str, str], context: list[int], continuation: list[int]) -> Continued:
+        if not continuation:
+            raise KvlabError(f"a continuation has no token of its own: {texts[1]!r:.60} after {texts[0][-60:]!r}")
+        if len(continuation) > self.max_length:
+            raise KvlabError(
+                f"a continuation has {len(continuation)} tokens, which is beyond the {self.max_length} that "
+                f"{self.lm.name} takes"
+            )
+        # The last token of a continuation is told, and never fed.
+        context, cut = self._fitting(context, self.max_length + 1 - len(continuation))
+        return Continued(context, continuation, self._compressed(texts[0], cut))
+
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         found = []
-        for request in self._shown(requests, "loglikelihood_rolling", disable_tqdm):
+        for request in self._shown(requests, len(requests), "loglikelihood_rolling", disable_tqdm):
             (text,) = request.args
             windows = utils.get_rolling_token_windows(
                 self.tok_encode(text), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
@@ -227,29 +233,36 @@ class KvlabLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         found = []
-        for request in self._shown(requests, "generate_until", disable_tqdm):
-            text, asked = request.args
-            found.append(self._response(request, text, asked))
-            self.cache_hook.add_partial("generate_until", (text, asked), found[-1])
+        for request, text in zip(
+            requests, self._shown(self._said(requests), len(requests), "generate_until", disable_tqdm), strict=True
+        ):
+            found.append(text)
+            self.cache_hook.add_partial("generate_until", request.args, text)
         self._tell()
         return found
 
-    def _response(self, request: Any, text: str, asked: dict[str, Any]) -> str:
-        wanted = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
-        until = [each for each in cast("list[Any]", wanted.pop("until")) if each]
-        if not all(isinstance(each, str) for each in until):
-            raise KvlabError(f"until={until!r:.60} is no list of texts")
-        new_tokens = int(cast("int", wanted.pop("max_gen_toks")))
-        how = generation(self.lm, wanted, new_tokens, self._ends)
-        if new_tokens >= self.max_length:
-            raise KvlabError(
-                f"a task asks for {new_tokens} new tokens, and {self.lm.name} takes {self.max_length} in all; give "
-                "fewer, as in --gen_kwargs max_gen_toks=64"
-            )
-        whole_prompt = self.tok_encode(text)
-        if not whole_prompt:
-            whole_prompt = [self.prefix_token_id]
-        prompt, cut = self._fitting(whole_prompt, self.max_length - new_tokens)
+    def _said(self, requests: Sequence[Any]) -> Iterator[str]:
+        """The responses; requests that follow each other and are to be answered in one way go together."""
+        for asked, alike in groupby(requests, key=lambda request: request.args[1]):
+            wanted = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
+            until = [each for each in cast("list[Any]", wanted.pop("until")) if each]
+            if not all(isinstance(each, str) for each in until):
+                raise KvlabError(f"until={until!r:.60} is no list of texts")
+            new_tokens = int(cast("int", wanted.pop("max_gen_toks")))
+            how = generation(self.lm, wanted, new_tokens, self._ends)
+            if new_tokens >= self.max_length:
+                raise KvlabError(
+                    f"a task asks for {new_tokens} new tokens, and {self.lm.name} takes {self.max_length} in all; give "
+                    "fewer, as in --gen_kwargs max_gen_toks=64"
+                )
+            together = list(alike)
+            prompts = (self._asked(request.args[0], new_tokens, until) for request in together)
+            for request, (tokens, held) in zip(together, self._reader.responses(prompts, how), strict=True):
+                self._note(request, held)
+                yield str(postprocess_generated_text(self.lm.decode(tokens) if tokens else "", until, None))
+
+    def _asked(self, text: str, new_tokens: int, until: Sequence[str]) -> Asked:
+        prompt, cut = self._fitting(self.tok_encode(text) or [self.prefix_token_id], self.max_length - new_tokens)
         compressed = len(prompt)
         if self._moment.compress_at == "context" and len(prompt) > 1:
             split = self._compressed(text, cut)
@@ -259,14 +272,12 @@ class KvlabLM(TemplateLM):
             said = self.tokenizer.decode(tokens) if until else ""
             return any(end in said for end in until)
 
-        tokens, held = self._reader.response(prompt, how, over, compressed)
-        self._note(request, held)
-        return str(postprocess_generated_text(self.lm.decode(tokens) if tokens else "", until, None))
+        return Asked(prompt, compressed, over)
 
     # ------------------------------------------------------------------ what they share
 
-    def _shown(self, requests: Sequence[Any], kind: str, hidden: bool) -> Any:
-        return tqdm(requests, desc=f"Running {kind} requests", disable=hidden)
+    def _shown(self, found: Iterable[T], total: int, kind: str, hidden: bool) -> Iterable[T]:
+        return tqdm(found, total=total, desc=f"Running {kind} requests", disable=hidden)
 
     def _fitting(self, tokens: list[int], room: int) -> tuple[list[int], int]:
         """The last `room` of the tokens, and how many are left out; the first time this is told."""

@@ -1,84 +1,76 @@
-"""What the harness asks of a model, on a compressed cache: likelihoods and responses, one sequence at a time.
+"""What the harness asks of a model, on a compressed cache: likelihoods and responses.
 
 Every token whose likelihood counts, or that is generated, is a decoding step of its own, so that a policy that evicts,
-merges or selects at each step does so here as in a response.
+merges or selects at each step does so here as in a response. Each sequence is prefilled and compressed alone; those of
+a batch share the steps (`rows`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from kvlab.core.storage import AS_IS, Storage
+from kvlab.errors import KvlabError, whole
 from kvlab.evaluation.answering import prefilled_for, stops
+from kvlab.harness.rows import Following, Held, Known, Responding, follow, known, limited, respond
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from transformers import GenerationConfig
 
     from kvlab.inputs.models import LM
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Held:
-    """What the cache held in the end of one request.
 
-    Attributes:
-        prompt_tokens: what was read before the first likelihood or the first generated token.
-        compressed_tokens: how many of these the policy compressed.
-        stored_bytes: keys and values as they are stored, and what the policy keeps beside them.
-        read_bytes: what the last decoding step loaded; 0 where there was none.
-        uncompressed_bytes: of the layers that no policy compresses.
+class Continued(NamedTuple):
+    """A continuation and the context before it, at least one token each; `compressed`: how many tokens of the context
+    are compressed, None for all but the last.
     """
 
-    prompt_tokens: int
-    compressed_tokens: int
-    stored_bytes: int
-    read_bytes: int
-    uncompressed_bytes: int
+    context: Sequence[int]
+    continuation: Sequence[int]
+    compressed: int | None = None
 
 
-def _held(session: Session, prompt_tokens: int, compressed_tokens: int) -> Held:
-    stored = session.kv_bytes + session.aux_bytes
-    return Held(prompt_tokens, compressed_tokens, stored, session.read_bytes, session.uncompressed_bytes)
+class Asked(NamedTuple):
+    """A prompt, of which the first `compressed` tokens are compressed before the rest is fed; where these are all of
+    them, the first token of the response is told by the prefill, as in `kvlab eval`.
 
-
-@dataclass(frozen=True)
-class Known:
-    """How likely tokens were: the sum of their log-likelihoods in nats, and whether each was the likeliest one.
-
-    `held` is None where nothing was compressed.
+    `over`: whether a response ends with these tokens.
     """
 
-    logprob: float
-    greedy: bool
-    held: Held | None
-
-
-def _known(logits: Tensor, told: Sequence[int], held: Held | None) -> Known:
-    """Of the logits `[n, vocabulary]` that predicted n tokens."""
-    sure, wanted = logits.float().log_softmax(-1), torch.tensor(told, device=logits.device)
-    logprob = float(sure.gather(-1, wanted[:, None]).double().sum())
-    return Known(logprob, bool((logits.argmax(-1) == wanted).all()), held)
+    prompt: Sequence[int]
+    compressed: int
+    over: Callable[[list[int]], bool]
 
 
 class Reader:
     """Reads with one policy, one storage and one model.
 
+    Args:
+        batch: how many sequences go on together, at least 1. Where the model has layers that no policy compresses, each
+            goes on alone.
+
     Raises:
-        KvlabError: a model, a policy and a storage that do not go together.
+        KvlabError: a model, a policy and a storage that do not go together; no batch.
     """
 
-    def __init__(self, lm: LM, policy: Policy, storage: Storage = AS_IS):
+    def __init__(self, lm: LM, policy: Policy, storage: Storage = AS_IS, batch: int = 1):
         self.lm, self.policy, self.storage = lm, policy, storage
-        self._compress(0)  # to refuse what cannot be, before anything runs
+        tried = self._compress(0)  # to refuse what cannot be, before anything runs
+        if whole("batch", batch) < 1:
+            raise KvlabError(f"a batch has at least one sequence, and not {batch}")
+        self.batch = 1 if tried.layout.others else batch
         self._prefilled: tuple[Tensor, Any, Tensor] | None = None
 
     def _compress(self, new_tokens: int) -> Session:
@@ -88,21 +80,26 @@ class Reader:
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], dtype=torch.int64, device=self.lm.device)
 
-    def _feed(self, past: Any, ids: Tensor) -> Tensor:
-        """The logits `[vocabulary]` behind the last of the ids `[1, n]`."""
-        return self.lm.model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
+    def _batches(self, items: Iterable[T]) -> Iterator[list[T]]:
+        left = iter(items)
+        while batch := list(islice(left, self.batch)):
+            yield batch
 
-    @torch.inference_mode()
-    def likelihood(self, context: Sequence[int], continuation: Sequence[int], compressed: int | None = None) -> Known:
-        """How likely a continuation is after a context of which the policy has compressed the beginning.
+    # ------------------------------------------------------------------ likelihoods
+
+    def likelihoods(self, asked: Iterable[Continued]) -> Iterator[Known]:
+        """How likely each continuation is after a context of which the policy has compressed the beginning.
 
         The last token of the context is fed after the compression, so that the first token of the continuation, too, is
         told by the compressed cache. (A context of one token is compressed whole: nothing would be left.)
-
-        Args:
-            context, continuation: at least one token each.
-            compressed: how many tokens of the context are compressed; None for all but the last.
         """
+        for batch in self._batches(asked):
+            rows = [self._following(*each) for each in batch]
+            follow(self.lm, rows)
+            yield from (row.known for row in rows)
+
+    @torch.inference_mode()
+    def _following(self, context: Sequence[int], continuation: Sequence[int], compressed: int | None) -> Following:
         last = len(context) - 1
         split = max(1, last if compressed is None else min(compressed, last))
         past, logits = self._prefill(self._ids(context[:split]))
@@ -110,11 +107,10 @@ class Reader:
             own = session.branch(past)
             session.end_prompt()
             if split < last:
-                self._feed(own, self._ids(context[split:last]))
-            rows = [] if last else [logits]
-            fed = [*context[max(last, 1) :], *continuation[:-1]]
-            rows += [self._feed(own, self._ids([token])) for token in fed]
-            return _known(torch.stack(rows), continuation, _held(session, len(context), split))
+                rest = self._ids(context[split:last])
+                self.lm.model(rest, past_key_values=own, use_cache=True, logits_to_keep=1)
+        fed = [*context[max(last, 1) :], *continuation[:-1]]
+        return Following(session, len(context), split, fed, continuation, None if last else logits)
 
     def _prefill(self, ids: Tensor) -> tuple[Any, Tensor]:
         """A cache of ids `[1, n]` to branch off, and the logits behind the last; that of the last call is still known,
@@ -126,7 +122,6 @@ class Reader:
             self._prefilled = ids, past, logits
         return self._prefilled[1:]
 
-    @torch.inference_mode()
     def rolling(self, context: Sequence[int], text: Sequence[int], chunk: int) -> Known:
         """How likely a text is, in chunks: each on a cache of all that stands before it, compressed for this chunk.
 
@@ -137,50 +132,55 @@ class Reader:
             context, text: at least one token each.
             chunk: how many tokens are read after each compression, at least 2.
         """
-        self._prefilled = None
-        ids, place, fed = [*context, *text], len(context) - 1, 0
-        gathered, found = gather(self.lm.model, [self.policy]), []
-        past: Any = None
-        while place < len(ids) - 1:
-            told = ids[place + 1 : place + 1 + chunk]
-            with gathered:
-                if place == 0:
-                    out = self.lm.model(self._ids(ids[: len(told)]), use_cache=True)
-                    past, fed = out.past_key_values, len(told)
-                    found.append(_known(out.logits[0], told, None))
-                elif fed < place:
-                    new = self._ids(ids[fed:place])
-                    past = self.lm.model(new, past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
-                    fed = place
-            if place:
-                with self._compress(len(told)) as session:
-                    own = session.branch(past)
-                    session.end_prompt()
-                    steps = ids[place : place + len(told)]
-                    rows = [self._feed(own, self._ids([token])) for token in steps]
-                    found.append(_known(torch.stack(rows), told, _held(session, place + 1, place)))
-            place += len(told)
+        found: list[Known] = []
+        for batch in self._batches(self._chunks([*context, *text], len(context) - 1, chunk)):
+            rows = [each for each in batch if isinstance(each, Following)]
+            follow(self.lm, rows)
+            found += [each.known if isinstance(each, Following) else each for each in batch]
         return Known(sum(each.logprob for each in found), all(each.greedy for each in found), found[-1].held)
 
     @torch.inference_mode()
-    def response(
-        self, prompt: Sequence[int], how: GenerationConfig, over: Callable[[list[int]], bool], compressed: int
-    ) -> tuple[list[int], Held]:
-        """A response by transformers' `generate`, without the model's end token.
+    def _chunks(self, ids: Sequence[int], start: int, chunk: int) -> Iterator[Following | Known]:
+        """The chunks of a text from `start` on, each behind a compressed cache; one at 0 is told by the prefill."""
+        self._prefilled = None
+        gathered, past, fed = gather(self.lm.model, [self.policy]), cast("Any", None), 0
+        for place in range(start, len(ids) - 1, chunk):
+            told = ids[place + 1 : place + 1 + chunk]
+            if place == 0:
+                with gathered:
+                    out = self.lm.model(self._ids(ids[: len(told)]), use_cache=True)
+                past, fed = out.past_key_values, len(told)
+                yield known(out.logits[0], told, None)
+                continue
+            if fed < place:
+                with gathered:
+                    new = self._ids(ids[fed:place])
+                    past = self.lm.model(new, past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
+                fed = place
+            with self._compress(len(told)) as session:
+                session.branch(past)
+                session.end_prompt()
+            yield Following(session, place + 1, place, ids[place : place + len(told)], told)
+
+    # ------------------------------------------------------------------ responses
+
+    def responses(self, asked: Iterable[Asked], how: GenerationConfig) -> Iterator[tuple[list[int], Held]]:
+        """Responses by transformers' `generate`, without the model's end token.
 
         Args:
-            prompt: its first `compressed` tokens are compressed before the rest is fed; where these are all of them,
-                the first token of the response is told by the prefill, as in `kvlab eval`.
             how: with `max_new_tokens`.
-            over: whether a response ends with these tokens.
         """
-        from transformers import StoppingCriteria, StoppingCriteriaList
+        for batch in self._batches(asked):
+            rows = [self.begun(each, how) for each in batch]
+            respond(self.lm, rows, how)
+            for row in rows:
+                assert row.held is not None, "every row has ended"
+                yield row.tokens, row.held
 
-        class Until(StoppingCriteria):
-            def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-                rows = [over(row[len(prompt) :].tolist()) for row in input_ids]
-                return torch.tensor(rows, dtype=torch.bool, device=input_ids.device)
-
+    @torch.inference_mode()
+    def begun(self, asked: Asked, how: GenerationConfig) -> Responding:
+        """A response with its first token, to go on with by `respond`."""
+        prompt, compressed, over = asked
         ids = self._ids(prompt)
         begun: dict[str, Any] = {}
         with self._compress(how.max_new_tokens or 0) as session:
@@ -189,16 +189,7 @@ class Reader:
                 session.end_prompt()
                 begun["past_key_values"] = out.past_key_values
             out = cast("Any", self.lm.model).generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=how,
-                stopping_criteria=StoppingCriteriaList([Until()]),
-                **begun,
+                ids, attention_mask=torch.ones_like(ids), generation_config=limited(how, 1), **begun
             )
-            # The first decoding step ends the prompt, but a response that ends at once has none.
             session.end_prompt()
-            tokens: list[int] = out[0, len(prompt) :].tolist()
-            ends = stops(self.lm)
-            while tokens and tokens[-1] in ends:
-                tokens.pop()
-            return tokens, _held(session, len(prompt), compressed)
+        return Responding(session, prompt, compressed, int(out[0, -1]), stops(self.lm), over)

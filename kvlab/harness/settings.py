@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvlab.errors import KvlabError, nearest
+from kvlab.errors import KvlabError, nearest, whole
 from kvlab.inputs import models
 from kvlab.methods import Policy, has_budget, policy, registry
 
@@ -56,6 +56,22 @@ def loaded(pretrained: Any, device: Any, dtype: Any) -> LM:
     lm = models.lm_of(pretrained) if not isinstance(pretrained, str) else models.load(pretrained, device, dtype)
     lm.require_tokenizer("the harness cannot give it text")
     return lm
+
+
+AUTO = 8
+"""Sequences that go on together where the harness is told "auto": enough to share the reading of the weights, few
+enough for a laptop's memory.
+"""
+
+
+def batch_of(size: Any, most: Any = None) -> int:
+    """How many sequences go on together, of what the harness takes: a number, its text, "auto" or "auto:N"."""
+    text = "1" if size is None else str(size)
+    if text == "auto" or text.startswith("auto:"):
+        return AUTO if most is None else min(AUTO, whole("max_batch_size", most))
+    if not text.isdecimal() or not int(text):
+        raise KvlabError(f"batch_size={size!r:.40} is neither a number from 1 on nor 'auto'")
+    return int(text)
 
 
 def chosen(wanted: Policy | str, budget: Any, parameters: Mapping[str, Any], known: Iterable[str]) -> Policy:

@@ -269,10 +269,13 @@ class LiveCache(Cache):
         """The sequences of several caches as the rows of one batch, each under its own policy of `policies`.
 
         Args:
-            caches: whose prompts have ended at one length, none padded, each with one group.
+            caches: whose prompts have ended, none padded, each with one group; all of one length where there are layers
+                that no policy compresses.
         """
         joined = cls(session)
-        joined.seen, joined.ended = caches[0].seen, True
+        # What was joined before has gone on since, and only its stores know how far.
+        joined.seen = max(cache.compressed[0].groups[0].store.seen for cache in caches)
+        joined.ended = True
         for number in session.layout.others:
             joined.layers[number] = adapter.joined([cache.layers[number] for cache in caches])
         for cache, policy in zip(caches, policies, strict=True):

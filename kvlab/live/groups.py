@@ -21,7 +21,6 @@ class Group:
     shadow: Shadow | None = None
     kept: Tensor | None = None  # positions after the prefill
     lossy: bool = False  # whether the store ever lost or merged an entry
-    bytes_read: int = 0  # by the last decoding step
     policy: Policy | None = None  # of sequences that were joined from another session; None for the session's own
 
     def of(self, x: Tensor) -> Tensor:

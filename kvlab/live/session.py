@@ -233,11 +233,14 @@ class Session:
         """A cache of this session's in which the sequences of others go on as the rows of one batch, each under its own
         policy: reading the weights, which is most of the time of a step at batch 1, is then paid once for all of them.
 
-        The entries stay those of the sessions that they come from, whose `kv_bytes` and `kept` tell of them. What the
-        joined sequences are fed is never compressed again (`turns="leave"`).
+        The entries stay those of the sessions that they come from, whose `kv_bytes`, `read_bytes` and `kept` tell of
+        them. What the joined sequences are fed is never compressed again (`turns="leave"`). Sequences of several
+        lengths need to be told their places: by `position_ids`, or by an attention mask that is padded on the left to
+        the longest.
 
         Args:
-            sessions: of this model, left, with prompts that have ended, all of one length and none padded.
+            sessions: of this model, left, with prompts that have ended, none padded; all of one length where the model
+                has layers that no policy compresses.
 
         Raises:
             KvlabError: sessions that are not like this, or none.
@@ -245,12 +248,13 @@ class Session:
         caches = [session._cache for session in sessions if session._cache is not None and session._cache.ended]
         if not caches or len(caches) < len(sessions):
             raise KvlabError("sessions are joined once their prompts have ended; see end_prompt")
-        if any(
-            cache.seen != caches[0].seen or cache.padding is not None or len(cache.compressed[0].groups) != 1
-            for cache in caches
-        ):
+        if any(cache.padding is not None or len(cache.compressed[0].groups) != 1 for cache in caches):
+            raise KvlabError("sessions that are joined hold sequences without padding, and were not joined before")
+        lengths = sorted({n for cache in caches for n in (cache.seen, cache.compressed[0].groups[0].store.seen)})
+        if self.layout.others and len(lengths) > 1:
             raise KvlabError(
-                "sessions that are joined hold sequences of one length, without padding, and were not joined before"
+                "sessions of a model with layers that no policy compresses are joined once, and at one length; these "
+                f"have {', '.join(map(str, lengths))} tokens"
             )
         if self.turns != "leave" or any(session._reports.probes for session in (self, *sessions)):
             raise KvlabError("sessions are joined without probes, in one with turns='leave'")
@@ -294,7 +298,7 @@ class Session:
     @property
     def read_bytes(self) -> int:
         """Bytes that the last decoding step loaded; 0 before there was one."""
-        return sum(group.bytes_read for group in self._groups())
+        return sum(group.store.bytes_read for group in self._groups())
 
     @property
     def uncompressed_bytes(self) -> int:

@@ -22,6 +22,7 @@ import datasets  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from kvlab.harness.model import KvlabLM  # noqa: E402
+from kvlab.harness.reading import Continued, Reader  # noqa: E402
 
 PASSAGES = [FERRY[start : start + 900] for start in (0, 300, 700)]
 CHOSEN = [
@@ -105,6 +106,28 @@ def test_answers_and_scores_are_those_of_kvlab_eval(reader, tmp_path, arguments,
         assert told["compressed_tokens"] < told["prompt_tokens"]
 
 
+@pytest.mark.parametrize("at", ["prompt", "context"])
+def test_batches_change_no_score_and_no_count(reader, tmp_path, at):
+    """Neither of choices nor of responses, whatever the harness calls its batch."""
+    records = [{"prompt": e.prompt, "answer": "x"} for e in examples()]
+    paths = (
+        written(tmp_path, CHOICES, "choices", CHOSEN),
+        written(tmp_path, ANSWERS, "answers", records, new_tokens=NEW),
+        written(tmp_path, ROLLING, "texts", [{"text": FERRY[:900]}]),
+    )
+    told = []
+    for size in (1, "2", "auto"):
+        model = KvlabLM(reader, compress_at=at, batch_size=size, rolling_chunk=40, **SNAPKV)
+        found = evaluated(model, *paths)
+        said = [sample["resps"] for sample in found["samples"]["kvlab_said"]]
+        likely = [resp[0] for sample in found["samples"]["kvlab_ferry"] for resp in sample["filtered_resps"]]
+        texts = [sample["resps"][0][0] for sample in found["samples"]["kvlab_texts"]]
+        told.append((said, found["config"]["kvlab"]["tasks"], likely, texts))
+    for found in told[1:]:
+        assert found[:2] == told[0][:2]
+        assert found[2] == pytest.approx(told[0][2], abs=1e-3) and found[3] == pytest.approx(told[0][3], abs=1e-3)
+
+
 def test_a_chat_template_gives_what_kvlab_eval_asks(reader, tmp_path):
     asked = examples(chat=True)
     made = [next(iter(evaluation.answers(reader, e, [kvlab.policy("full")], "prompt"))) for e in asked]
@@ -162,7 +185,8 @@ def test_what_is_too_long_loses_its_beginning_and_is_counted(reader):
     continuation = tokens[len(model.tok_encode(FERRY[:900])) :]
     ((logprob, _),) = model.loglikelihood([request], disable_tqdm=True)
     kept = tokens[len(tokens) - 65 : len(tokens) - len(continuation)]
-    assert logprob == model._reader.likelihood(kept, continuation).logprob
+    alone = Reader(reader, model._reader.policy).likelihoods([Continued(kept, continuation)])
+    assert logprob == next(alone).logprob
     assert model.get_model_info()["kvlab"]["cut_requests"] == 1
 
 
@@ -194,6 +218,7 @@ def test_results_tell_what_was_compressed_and_what_it_took(reader, tmp_path):
         (dict(question="Question:"), "compress_at=context"),
         (dict(compress_at="context", question=" "), "the text that a question begins with"),
         (dict(rolling_chunk=1), "at least 2"),
+        (dict(batch_size="many"), "batch_size='many' is neither a number from 1 on nor 'auto'"),
         (dict(rolling_chunk="many"), "whole number"),
         (dict(max_length=10**9), "max_length=1000000000"),
         (dict(trust_remote_code=True), "remote code"),

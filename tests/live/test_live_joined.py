@@ -48,6 +48,46 @@ def test_joined_sessions_go_as_each_goes_alone(tiny, rows):
 
 
 @torch.inference_mode()
+def test_sequences_of_several_lengths_go_as_each_goes_alone(tiny):
+    """One leaves early; the others go on in a batch without it, and what each has read is still known."""
+    model, fed = tiny().model, prompt(8, seed=2, rows=3)
+    lengths = 40, 23, 31
+    for name in SMALL:
+        asked = [prompt(length, seed=length) for length in lengths]
+        sessions, rows = [ended(model, small(name), ids)[0] for ids in asked], [[], [], []]
+        with kvlab.compress(model, "full", turns="leave") as together:
+            for left, steps in (((0, 1, 2), range(5)), ((0, 2), range(5, 8))):
+                past = together.join([sessions[row] for row in left])
+                for step in steps:
+                    places = torch.tensor([[lengths[row] + step] for row in left])
+                    logits = model(fed[left, step, None], past_key_values=past, position_ids=places).logits[:, -1]
+                    for row, found in zip(left, logits, strict=True):
+                        rows[row].append(found)
+        for session, found, ids, tokens in zip(sessions, rows, asked, fed, strict=True):
+            expected, single = alone(model, small(name), ids, tokens[None, : len(found)])
+            torch.testing.assert_close(torch.stack(found), expected[0], atol=1e-4, rtol=0)
+            assert sets(session.kept(1)) == sets(single.kept(1)), name
+            for what in ("kv_bytes", "aux_bytes", "read_bytes"):
+                assert getattr(session, what) == getattr(single, what) > (0 if what != "aux_bytes" else -1), (
+                    name,
+                    what,
+                )
+
+
+@torch.inference_mode()
+def test_layers_left_alone_keep_one_length(tiny):
+    """A window of another layer is one tensor for all rows, which begin and end together."""
+    model = tiny("hybrid-gemma3").model
+    sessions = [ended(model, small("snapkv"), prompt(length))[0] for length in (40, 41)]
+    with kvlab.compress(model, "full", turns="leave") as together:
+        with pytest.raises(KvlabError, match="at one length; these have 40, 41 tokens"):
+            together.join(sessions)
+        model(prompt(1), past_key_values=together.join(sessions[:1]))
+        with pytest.raises(KvlabError, match="joined once"):
+            together.join(sessions[:1])
+
+
+@torch.inference_mode()
 def test_what_rests_while_decoding_may_be_fed_at_once(tiny):
     model, ids, fed = tiny().model, prompt(40, seed=3), prompt(6, seed=4)
     policies = [small(name) for name in ("snapkv", "dapq", "zigzagkv", "compilerkv")]
@@ -79,7 +119,6 @@ def test_what_cannot_be_joined_is_refused(tiny):
     model, ids = tiny().model, prompt(40)
     one = kvlab.policy("snapkv", **SMALL["snapkv"])
     session, _ = ended(model, one, ids)
-    longer, _ = ended(model, one, prompt(41))
     watched, _ = ended(model, one, ids, probes=["mass_lost"])
     with kvlab.compress(model, one, turns="leave") as early:
         model(ids, use_cache=True)
@@ -87,8 +126,13 @@ def test_what_cannot_be_joined_is_refused(tiny):
     for several in ([], [early], [session, early], [kvlab.compress(model, one)]):
         with pytest.raises(KvlabError, match="once their prompts have ended"):
             together.join(several)
-    with pytest.raises(KvlabError, match="of one length"):
-        together.join([session, longer])
+    with kvlab.compress(model, one, turns="leave") as padded:
+        mask = torch.ones(2, 40, dtype=torch.int64)
+        mask[0, :3] = 0
+        model(ids.expand(2, -1), attention_mask=mask, use_cache=True)
+        padded.end_prompt()
+    with pytest.raises(KvlabError, match="without padding"):
+        together.join([session, padded])
     with pytest.raises(KvlabError, match="without probes"):
         together.join([session, watched])
     with pytest.raises(KvlabError, match="turns='leave'"):

@@ -1,0 +1,228 @@
+"""Sequences on compressed caches, each in a session of its own, that go on as the rows of one batch.
+
+A row is what it would be alone, and what it holds is counted in its own session: no padding is stored or read.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from kvlab.live.session import Session, compress
+from kvlab.methods.full import Full
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+
+    from transformers import GenerationConfig
+
+    from kvlab.inputs.models import LM
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the cache held in the end of one request.
+
+    Attributes:
+        prompt_tokens: what was read before the first likelihood or the first generated token.
+        compressed_tokens: how many of these the policy compressed.
+        stored_bytes: keys and values as they are stored, and what the policy keeps beside them.
+        read_bytes: what the last decoding step loaded; 0 where there was none.
+        uncompressed_bytes: of the layers that no policy compresses.
+    """
+
+    prompt_tokens: int
+    compressed_tokens: int
+    stored_bytes: int
+    read_bytes: int
+    uncompressed_bytes: int
+
+
+@dataclass(frozen=True)
+class Known:
+    """How likely tokens were: the sum of their log-likelihoods in nats, and whether each was the likeliest one.
+
+    `held` is None where nothing was compressed.
+    """
+
+    logprob: float
+    greedy: bool
+    held: Held | None
+
+
+def known(logits: Tensor, told: Sequence[int], held: Held | None) -> Known:
+    """Of the logits `[n, vocabulary]` that predicted n tokens."""
+    sure, wanted = logits.float().log_softmax(-1), torch.tensor(told, device=logits.device)
+    logprob = float(sure.gather(-1, wanted[:, None]).double().sum())
+    return Known(logprob, bool((logits.argmax(-1) == wanted).all()), held)
+
+
+class Row:
+    """A sequence whose prompt has ended.
+
+    Args:
+        session: holds its cache.
+        prompt_tokens, compressed_tokens: as in `Held`.
+    """
+
+    def __init__(self, session: Session, prompt_tokens: int, compressed_tokens: int):
+        self.session = session
+        self.prompt_tokens, self.compressed_tokens = prompt_tokens, compressed_tokens
+        self.held: Held | None = None
+
+    def end(self, running: Session | None = None) -> None:
+        """Note what is held, once; `running`: in which session the sequence has gone on."""
+        if self.held is not None:
+            return
+        own = self.session
+        # Layers that no policy compresses are the running session's, which then has this row alone.
+        beside = (running or own).uncompressed_bytes
+        stored = own.kv_bytes + own.aux_bytes
+        self.held = Held(self.prompt_tokens, self.compressed_tokens, stored, own.read_bytes, beside)
+
+
+# ---------------------------------------------------------------------------------------------------- likelihoods
+
+
+class Following(Row):
+    """One that is fed given tokens, of which it is asked how likely each was.
+
+    Args:
+        fed: the tokens to feed.
+        told: those whose likelihood counts: what `first` predicts, where it is given, and what each fed token predicts.
+        first: logits `[vocabulary]` that the prompt has predicted already.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prompt_tokens: int,
+        compressed_tokens: int,
+        fed: Sequence[int],
+        told: Sequence[int],
+        first: Tensor | None = None,
+    ):
+        super().__init__(session, prompt_tokens, compressed_tokens)
+        self.fed, self._told, self._heard = list(fed), list(told), 0
+        self._logprob, self._greedy = 0.0, True
+        self.place = prompt_tokens if first is not None else prompt_tokens - 1
+        if first is not None:
+            self.hear(first)
+        if not self.fed:
+            self.end()
+
+    def hear(self, logits: Tensor) -> None:
+        """What the next token was found to be, `[vocabulary]`."""
+        one = known(logits[None], self._told[self._heard : self._heard + 1], None)
+        self._logprob, self._greedy = self._logprob + one.logprob, self._greedy and one.greedy
+        self._heard += 1
+
+    @property
+    def known(self) -> Known:
+        return Known(self._logprob, self._greedy, self.held)
+
+
+@torch.inference_mode()
+def follow(lm: LM, rows: Sequence[Following]) -> None:
+    """Feed every row to its end, token by token, all rows in one batch."""
+    done, left = 0, [row for row in rows if row.fed]
+    with compress(lm.model, Full(), turns="leave") as together:
+        while left:
+            past = together.join([row.session for row in left])
+            nearest = min(len(row.fed) for row in left)
+            for step in range(done, nearest):
+                ids = torch.tensor([[row.fed[step]] for row in left], device=lm.device)
+                places = torch.tensor([[row.place + step] for row in left], device=lm.device)
+                out = lm.model(ids, past_key_values=past, position_ids=places, use_cache=True, logits_to_keep=1)
+                for row, logits in zip(left, out.logits[:, -1], strict=True):
+                    row.hear(logits)
+            done = nearest
+            for row in left:
+                if len(row.fed) == done:
+                    row.end(together)
+            left = [row for row in left if len(row.fed) > done]
+
+
+# ---------------------------------------------------------------------------------------------------- responses
+
+
+class Responding(Row):
+    """One that generates.
+
+    Args:
+        prompt: its tokens, of which the first `compressed_tokens` were compressed.
+        first: the first token of the response, which is not fed yet.
+        ends: tokens that end a response, and are no part of it.
+        over: whether a response ends with these tokens.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prompt: Sequence[int],
+        compressed_tokens: int,
+        first: int,
+        ends: Container[int],
+        over: Callable[[list[int]], bool],
+    ):
+        super().__init__(session, len(prompt), compressed_tokens)
+        self.prompt, self.tokens = list(prompt), []
+        self._ends, self._over = ends, over
+        self.add(first)
+
+    def add(self, token: int, running: Session | None = None) -> None:
+        """Go on with one token more, unless the response has ended; `running` as in `end`."""
+        if self.held is not None:
+            return
+        if token not in self._ends:
+            self.tokens.append(token)
+        if token in self._ends or self._over(self.tokens):
+            self.end(running)
+
+
+def limited(how: GenerationConfig, new_tokens: int) -> GenerationConfig:
+    """The same generation of so many tokens."""
+    made = copy(how)
+    made.max_new_tokens = new_tokens
+    return made
+
+
+@torch.inference_mode()
+def respond(lm: LM, rows: Sequence[Responding], how: GenerationConfig) -> None:
+    """Generate with transformers' `generate` until every row has ended, all rows in one batch.
+
+    Args:
+        how: with `max_new_tokens`, of which each row has one.
+    """
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    left, most = [row for row in rows if row.held is None], (how.max_new_tokens or 1) - 1
+    if left and most:
+        # What stands before a shorter row is masked. It is the row's own token, since penalties look at all of a row.
+        longest = max(row.prompt_tokens for row in left) + 1
+        fed = [[row.prompt[0]] * (longest - row.prompt_tokens - 1) + row.prompt + row.tokens for row in left]
+        ids = torch.tensor(fed, device=lm.device)
+        before = torch.tensor([[longest - row.prompt_tokens - 1] for row in left], device=lm.device)
+        with compress(lm.model, Full(), turns="leave") as together:
+
+            class Ended(StoppingCriteria):
+                def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+                    for row, token in zip(left, input_ids[:, -1].tolist(), strict=True):
+                        row.add(token, together)
+                    return torch.tensor([row.held is not None for row in left], device=input_ids.device)
+
+            cast("Any", lm.model).generate(
+                ids,
+                attention_mask=(torch.arange(longest, device=lm.device) >= before).long(),
+                generation_config=limited(how, most),
+                past_key_values=together.join([row.session for row in left]),
+                stopping_criteria=StoppingCriteriaList([Ended()]),
+            )
+            for row in left:
+                row.end(together)
+    for row in rows:
+        row.end()
