@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from kvlab.core.hookable import layout_of
 from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
+from kvlab.live.together import TOGETHER, go_on
 from kvlab.methods import Policy
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
@@ -21,6 +23,7 @@ from kvlab.tasks.making import require_tokenizer
 if TYPE_CHECKING:
     from kvlab.evaluation.planning import CompressAt, System
     from kvlab.inputs.models import LM
+    from kvlab.live.cache import LiveCache
 
 
 @dataclass(frozen=True)
@@ -74,21 +77,39 @@ def _tokens_of_context(lm: LM, example: Example) -> int:
     return sum(1 for _, end in offsets if end <= start)
 
 
+class Greedy:
+    """Greedy tokens, up to the model's end token, the text `until` of an example, or its limit.
+
+    Attributes:
+        tokens: the answer.
+        next: its last token, which is to be fed next; None once it has ended.
+    """
+
+    def __init__(self, lm: LM, example: Example, first: Tensor):
+        self.tokens: list[int] = []
+        self.next: int | None = None
+        self._lm, self._example, self._ends = lm, example, stops(lm)
+        self.hear(first)
+
+    def hear(self, logits: Tensor) -> None:
+        """Go on with the likeliest token of `[vocabulary]`."""
+        token, example, self.next = int(logits.argmax(-1)), self._example, None
+        if token in self._ends:
+            return
+        self.tokens.append(token)
+        over = example.until and example.until in self._lm.decode(self.tokens).lstrip()
+        if not over and len(self.tokens) < example.max_new_tokens:
+            self.next = token
+
+
 @torch.inference_mode()
 def generated(lm: LM, past: Any, logits: Tensor, example: Example) -> list[int]:
-    """Greedy tokens, up to the model's end token, the text `until` of the example, or the limit."""
-    ends, tokens = stops(lm), []
-    for step in range(example.max_new_tokens):
-        token = int(logits.argmax(-1))
-        if token in ends:
-            break
-        tokens.append(token)
-        if example.until and example.until in lm.decode(tokens).lstrip():
-            break
-        if step < example.max_new_tokens - 1:
-            ids = torch.tensor([[token]], device=lm.device)
-            logits = lm.model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
-    return tokens
+    """An answer that goes on from a cache and the logits behind it."""
+    said = Greedy(lm, example, logits)
+    while said.next is not None:
+        ids = torch.tensor([[said.next]], device=lm.device)
+        said.hear(lm.model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1])
+    return said.tokens
 
 
 def stops(lm: LM) -> set[int]:
@@ -104,25 +125,57 @@ def answers(
 ) -> Iterator[dict[str, Any]]:
     """Answer one example with every policy, from one prefill: prediction, tokens, seconds and bytes of each.
 
+    The policies' caches are the rows of batches, which share their steps; `seconds` are those of an answer's own
+    compression and its share of the steps.
+
     Args:
         wanted: policies, or pairs of a policy and a storage.
     """
     fed = feed(lm, example, compress_at)
     systems = [(each, AS_IS) if isinstance(each, Policy) else each for each in wanted]
     prefilled, logits, prefill_seconds = prefilled_for(lm, systems, fed.ids[:, : fed.context])
-    for system in systems:
+    # Layers that no policy compresses cannot leave a batch one by one.
+    size = 1 if layout_of(lm.model).others else TOGETHER
+    for place in range(0, len(systems), size):
+        rows = [_Answer(lm, system, example, fed, prefilled, logits) for system in systems[place : place + size]]
+        start = time.perf_counter()
+        go_on(lm, rows)
+        each = (time.perf_counter() - start) / max(1, sum(row.steps for row in rows))
+        for row in rows:
+            yield row.told(fed.ids.shape[1], prefill_seconds, each)
+
+
+class _Answer(Greedy):
+    """The answer under one policy, as a row of a batch (`kvlab.live.together`).
+
+    Args:
+        prefilled, logits: of the part of the prompt that is compressed.
+    """
+
+    def __init__(self, lm: LM, system: System, example: Example, fed: Fed, prefilled: LiveCache, logits: Tensor):
         start = time.perf_counter()
         with session_of(lm, system, example.max_new_tokens) as session:
             past = session.branch(prefilled)
-            first = logits
-            if fed.context < fed.ids.shape[1]:
-                session.end_prompt()
-                rest = fed.ids[:, fed.context :]
-                first = lm.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
-            tokens = generated(lm, past, first, example)
-            # The first decoding step ends the prompt, but an answer that ends at once has none.
             session.end_prompt()
-            yield told(lm, session, tokens, fed.ids.shape[1], prefill_seconds, start)
+            if fed.context < fed.ids.shape[1]:
+                rest = fed.ids[:, fed.context :]
+                logits = lm.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
+        self.session, self.steps = session, 0
+        self._beside = session.uncompressed_bytes
+        super().__init__(lm, example, logits)
+        self._seconds = time.perf_counter() - start
+
+    def hear(self, logits: Tensor) -> None:
+        super().hear(logits)
+        self.steps += self.next is not None
+
+    def end(self, running: Session) -> None:
+        self._beside = running.uncompressed_bytes
+
+    def told(self, prompt_tokens: int, prefill_seconds: float, seconds_of_a_step: float) -> dict[str, Any]:
+        seconds = self._seconds + self.steps * seconds_of_a_step
+        found = told(self._lm, self.session, self.tokens, prompt_tokens, prefill_seconds, seconds)
+        return {**found, "uncompressed_bytes": self._beside}
 
 
 def prefilled_for(lm: LM, systems: Sequence[System], ids: Tensor) -> tuple[Any, Tensor, float]:
@@ -142,15 +195,15 @@ def session_of(lm: LM, system: System, max_new_tokens: int) -> Session:
 
 
 def told(
-    lm: LM, session: Session, tokens: list[int], prompt_tokens: int, prefill_seconds: float, start: float
+    lm: LM, session: Session, tokens: list[int], prompt_tokens: int, prefill_seconds: float, seconds: float
 ) -> dict[str, Any]:
-    """What is written down of an answer whose generation began at the time `start`."""
+    """What is written down of an answer that took `seconds` after the shared prefill."""
     return {
         "prediction": lm.decode(tokens) if tokens else "",
         "prompt_tokens": prompt_tokens,
         "generated_tokens": len(tokens),
         "prefill_seconds": prefill_seconds,
-        "seconds": time.perf_counter() - start,
+        "seconds": seconds,
         "kv_bytes": session.kv_bytes,
         "aux_bytes": session.aux_bytes,
         "uncompressed_bytes": session.uncompressed_bytes,

@@ -88,7 +88,7 @@ def _chat(
                 tokens = generated(lm, past, first, part)
                 # The first decoding step ends the prompt, but an answer that ends at once has none.
                 session.end_prompt()
-                made.append(told(lm, session, tokens, before, seconds, start))
+                made.append(told(lm, session, tokens, before, seconds, time.perf_counter() - start))
                 unfed = torch.tensor([tokens[past.seen - before :]], dtype=torch.int64, device=lm.device)
         yield made
 
@@ -118,7 +118,8 @@ def _requests(lm: LM, example: Example, systems: Sequence[System]) -> Iterator[l
                 start, own = time.perf_counter(), copy.deepcopy(past)
                 first = lm.model(rest, past_key_values=own, use_cache=True, logits_to_keep=1).logits[0, -1]
                 before = own.seen
-                made.append(told(lm, session, generated(lm, own, first, part), before, seconds, start))
+                tokens = generated(lm, own, first, part)
+                made.append(told(lm, session, tokens, before, seconds, time.perf_counter() - start))
         yield made
 
 
@@ -141,7 +142,7 @@ def _requests_that_are_known(lm: LM, example: Example, systems: Sequence[System]
                 past = session.branch(read)
                 before, tokens = past.seen, generated(lm, past, logits, part)
                 session.end_prompt()
-                answers_of.append(told(lm, session, tokens, before, seconds, start))
+                answers_of.append(told(lm, session, tokens, before, seconds, time.perf_counter() - start))
     yield from made
 
 

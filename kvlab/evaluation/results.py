@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvlab.core.storage import AS_IS
 from kvlab.evaluation.planning import FULL
-from kvlab.lib.intervals import summarise
+from kvlab.lib.intervals import bounded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,10 +64,14 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     mixed = any(answer.uncompressed_bytes for answer in answers)
     for (task, value, name, budget, storage, at, signature), members in groups.items():
         scores = [(a, a.scores[a.metric]) for a in members]
-        score, (low, high) = summarise(_by_context(scores))
+        score, (low, high) = bounded(_by_context(scores), 0.0, 1.0)
         pairs = [(a, s - whole[task, at, a.example]) for a, s in scores if (task, at, a.example) in whole]
         parameters = signature.split("|")[2] if signature.count("|") > 2 else ""
-        difference, (least, most) = summarise(_by_context(pairs)) if pairs else (float("nan"), (float("nan"),) * 2)
+        difference, (least, most) = float("nan"), (float("nan"),) * 2
+        if (name, storage) == (FULL, AS_IS.name):
+            difference, (least, most) = 0.0, (0.0, 0.0)
+        elif pairs:
+            difference, (least, most) = bounded(_by_context(pairs), -1.0, 1.0)
         rows.append(
             {
                 "task": task,

@@ -17,9 +17,10 @@ from torch import Tensor
 from kvlab.core.storage import AS_IS, Storage
 from kvlab.errors import KvlabError, whole
 from kvlab.evaluation.answering import prefilled_for, stops
-from kvlab.harness.rows import Following, Held, Known, Responding, follow, known, limited, respond
+from kvlab.harness.rows import Following, Held, Known, Responding, known, limited, respond
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
+from kvlab.live.together import go_on
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Reader:
         """
         for batch in self._batches(asked):
             rows = [self._following(*each) for each in batch]
-            follow(self.lm, rows)
+            go_on(self.lm, rows)
             yield from (row.known for row in rows)
 
     @torch.inference_mode()
@@ -135,7 +136,7 @@ class Reader:
         found: list[Known] = []
         for batch in self._batches(self._chunks([*context, *text], len(context) - 1, chunk)):
             rows = [each for each in batch if isinstance(each, Following)]
-            follow(self.lm, rows)
+            go_on(self.lm, rows)
             found += [each.known if isinstance(each, Following) else each for each in batch]
         return Known(sum(each.logprob for each in found), all(each.greedy for each in found), found[-1].held)
 

@@ -1,6 +1,6 @@
 """Sequences on compressed caches, each in a session of its own, that go on as the rows of one batch.
 
-A row is what it would be alone, and what it holds is counted in its own session: no padding is stored or read.
+What each holds is counted as it is alone.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Row:
         self.session = session
         self.prompt_tokens, self.compressed_tokens = prompt_tokens, compressed_tokens
         self.held: Held | None = None
+        self.next: int | None = None
 
     def end(self, running: Session | None = None) -> None:
         """Note what is held, once; `running`: in which session the sequence has gone on."""
@@ -89,7 +90,7 @@ class Row:
 
 
 class Following(Row):
-    """One that is fed given tokens, of which it is asked how likely each was.
+    """One that is fed given tokens (`kvlab.live.together`), of which it is asked how likely each was.
 
     Args:
         fed: the tokens to feed.
@@ -107,44 +108,23 @@ class Following(Row):
         first: Tensor | None = None,
     ):
         super().__init__(session, prompt_tokens, compressed_tokens)
-        self.fed, self._told, self._heard = list(fed), list(told), 0
+        self._fed, self._told = iter(fed), iter(told)
         self._logprob, self._greedy = 0.0, True
-        self.place = prompt_tokens if first is not None else prompt_tokens - 1
-        if first is not None:
+        if first is None:
+            self.next = next(self._fed)
+        else:
             self.hear(first)
-        if not self.fed:
+        if self.next is None:
             self.end()
 
     def hear(self, logits: Tensor) -> None:
-        """What the next token was found to be, `[vocabulary]`."""
-        one = known(logits[None], self._told[self._heard : self._heard + 1], None)
+        one = known(logits[None], [next(self._told)], None)
         self._logprob, self._greedy = self._logprob + one.logprob, self._greedy and one.greedy
-        self._heard += 1
+        self.next = next(self._fed, None)
 
     @property
     def known(self) -> Known:
         return Known(self._logprob, self._greedy, self.held)
-
-
-@torch.inference_mode()
-def follow(lm: LM, rows: Sequence[Following]) -> None:
-    """Feed every row to its end, token by token, all rows in one batch."""
-    done, left = 0, [row for row in rows if row.fed]
-    with compress(lm.model, Full(), turns="leave") as together:
-        while left:
-            past = together.join([row.session for row in left])
-            nearest = min(len(row.fed) for row in left)
-            for step in range(done, nearest):
-                ids = torch.tensor([[row.fed[step]] for row in left], device=lm.device)
-                places = torch.tensor([[row.place + step] for row in left], device=lm.device)
-                out = lm.model(ids, past_key_values=past, position_ids=places, use_cache=True, logits_to_keep=1)
-                for row, logits in zip(left, out.logits[:, -1], strict=True):
-                    row.hear(logits)
-            done = nearest
-            for row in left:
-                if len(row.fed) == done:
-                    row.end(together)
-            left = [row for row in left if len(row.fed) > done]
 
 
 # ---------------------------------------------------------------------------------------------------- responses

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError, nearest, whole
 from kvlab.inputs import models
+from kvlab.live.together import TOGETHER
 from kvlab.methods import Policy, has_budget, policy, registry
 
 if TYPE_CHECKING:
@@ -58,17 +59,11 @@ def loaded(pretrained: Any, device: Any, dtype: Any) -> LM:
     return lm
 
 
-AUTO = 8
-"""Sequences that go on together where the harness is told "auto": enough to share the reading of the weights, few
-enough for a laptop's memory.
-"""
-
-
 def batch_of(size: Any, most: Any = None) -> int:
     """How many sequences go on together, of what the harness takes: a number, its text, "auto" or "auto:N"."""
     text = "1" if size is None else str(size)
     if text == "auto" or text.startswith("auto:"):
-        return AUTO if most is None else min(AUTO, whole("max_batch_size", most))
+        return TOGETHER if most is None else min(TOGETHER, whole("max_batch_size", most))
     if not text.isdecimal() or not int(text):
         raise KvlabError(f"batch_size={size!r:.40} is neither a number from 1 on nor 'auto'")
     return int(text)

@@ -37,6 +37,24 @@ def summarise(values: Iterable[float], confidence: float = 0.95) -> tuple[float,
     return float(sample.mean()), interval(sample, confidence)
 
 
+def bounded(
+    values: Iterable[float], least: float, most: float, confidence: float = 0.95
+) -> tuple[float, tuple[float, float]]:
+    """The mean and its interval, of values that lie between `least` and `most`, such as scores of answers.
+
+    Where all are alike, Student's interval has no width, and ten right answers of ten would seem to be certain. Then a
+    further value differs with a probability of at most 1 - a^(1/n), a being half of what the confidence leaves out, and
+    lies at worst at either end: for answers that are all right, or all wrong, this is the interval of Clopper and
+    Pearson.
+    """
+    sample = np.asarray(list(values), dtype=float)
+    mean, (low, high) = summarise(sample, confidence)
+    if low < high or not len(sample):
+        return mean, (max(low, least), min(high, most))
+    other = 1 - ((1 - confidence) / 2) ** (1 / len(sample))
+    return mean, (mean - other * (mean - least), mean + other * (most - mean))
+
+
 def argmin(
     curves: pd.DataFrame, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> tuple[float, tuple[float, float]]:

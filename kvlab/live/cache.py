@@ -264,6 +264,17 @@ class LiveCache(Cache):
                 new.groups.append(Group(group.rows, store, group.padded))
         return cache
 
+    @property
+    def places(self) -> Tensor | None:
+        """`[batch]`, where each row goes on, of joined sequences that have come to several lengths; else None."""
+        groups = self.compressed[0].groups
+        if self.padding is not None or len({group.store.seen for group in groups}) < 2:
+            return None
+        places = torch.empty(self.batch, dtype=torch.int64, device=groups[0].store.device)
+        for group in groups:
+            places[group.rows] = group.store.seen
+        return places
+
     @classmethod
     def joined(cls, session: Host, caches: Sequence[LiveCache], policies: Sequence[Policy]) -> LiveCache:
         """The sequences of several caches as the rows of one batch, each under its own policy of `policies`.

@@ -111,6 +111,9 @@ class Session:
         kwargs["past_key_values"], kwargs["use_cache"] = cache, True
         tokens = kwargs.get("input_ids")
         self._fed = (tokens if tokens is not None else kwargs["inputs_embeds"]).shape[1]
+        placed = any(kwargs.get(name) is not None for name in ("position_ids", "attention_mask"))
+        if not placed and (places := cache.places) is not None:
+            kwargs["position_ids"] = places[:, None] + torch.arange(self._fed, device=places.device)
         if self._window is not None and cache.seen + self._fed > self._window:
             hooks.check_length(self.model, cache.seen + self._fed)
         if self._fed == 1 and cache.seen and not cache.ended:
@@ -235,8 +238,7 @@ class Session:
 
         The entries stay those of the sessions that they come from, whose `kv_bytes`, `read_bytes` and `kept` tell of
         them. What the joined sequences are fed is never compressed again (`turns="leave"`). Sequences of several
-        lengths need to be told their places: by `position_ids`, or by an attention mask that is padded on the left to
-        the longest.
+        lengths go on each at its own place; `generate` is given an attention mask, padded on the left to the longest.
 
         Args:
             sessions: of this model, left, with prompts that have ended, none padded; all of one length where the model

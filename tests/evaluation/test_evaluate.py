@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from scipy import stats
 from support.evaluating import KILLED, POLICIES, Echo, wordy
 from support.live_runs import SMALL
 from support.spread import students
@@ -19,6 +20,7 @@ from support.spread import students
 import kvlab
 from kvlab import evaluation
 from kvlab.errors import KvlabError
+from kvlab.lib.intervals import bounded
 from kvlab.live.gather import gather
 from kvlab.methods.lookup import HeadScores
 from kvlab.tasks.base import Example
@@ -154,6 +156,26 @@ def test_differences_are_paired_by_example():
     assert kinds.loc[("snapkv", "late"), "difference"] == 0.125 and kinds.loc[("snapkv", "late"), "n"] == 2
     # The interval of paired differences is narrower than those of the scores that it is made of.
     assert rows.loc["full", "high"] - rows.loc["full", "low"] > 0.5
+
+
+@pytest.mark.parametrize("n", [3, 10, 40])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_answers_that_are_all_alike_are_not_certain(n, share):
+    """Ten right answers of ten do not say that the eleventh is: the interval is Clopper's and Pearson's."""
+    mean, (low, high) = bounded([share] * n, 0.0, 1.0)
+    exact = stats.binomtest(int(share * n), n).proportion_ci(0.95, "exact")
+    assert mean == share and (low, high) == pytest.approx((exact.low, exact.high), abs=1e-9)
+
+
+def test_differences_that_are_all_alike_may_turn_out_either_way():
+    reach = stats.binomtest(0, 10).proportion_ci(0.95, "exact").high
+    assert bounded([0.0] * 10, -1.0, 1.0)[1] == pytest.approx((-reach, reach))
+    assert bounded([-1.0] * 10, -1.0, 1.0)[1] == pytest.approx((-1.0, -1.0 + 2 * reach))
+
+
+def test_intervals_of_scores_stay_within_what_scores_can_be():
+    mean, (low, high) = bounded([1.0] * 4 + [0.0], 0.0, 1.0)
+    assert mean == 0.8 and high == 1.0 and low == pytest.approx(students([1.0] * 4 + [0.0])[0], rel=1e-4)
 
 
 def test_an_answer_ends_where_the_example_says(words, example):

@@ -16,7 +16,8 @@ import kvlab
 from kvlab import cli
 from kvlab.errors import KvlabError
 from kvlab.harness.reading import Asked, Continued, Reader
-from kvlab.harness.settings import AUTO, batch_of, generation
+from kvlab.harness.settings import batch_of, generation
+from kvlab.live.together import TOGETHER
 
 SOME = ["streamingllm", "snapkv", "h2o", "zsmerge", "quest", "adakv", "kvzip"]
 CONTEXT, CONTINUATION = prompt(70, 3)[0].tolist(), prompt(6, 4)[0].tolist()
@@ -225,8 +226,8 @@ def test_chunks_of_a_text_are_the_same_in_a_batch(model, name, context):
 def test_a_batch_is_a_number_of_sequences(model):
     with pytest.raises(KvlabError, match="at least one sequence"):
         Reader(model, small("snapkv"), batch=0)
-    assert [batch_of(text) for text in (None, 1, "1", "16", "auto", "auto:4")] == [1, 1, 1, 16, AUTO, AUTO]
-    assert (batch_of("auto", 4), batch_of("auto", 64)) == (4, AUTO)
+    assert [batch_of(text) for text in (None, 1, "1", "16", "auto", "auto:4")] == [1, 1, 1, 16, TOGETHER, TOGETHER]
+    assert (batch_of("auto", 4), batch_of("auto", 64)) == (4, TOGETHER)
     for wrong in (0, "0", "-1", "many", 1.5, "auto4"):
         with pytest.raises(KvlabError, match="neither a number from 1 on nor 'auto'"):
             batch_of(wrong)

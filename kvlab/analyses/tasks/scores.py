@@ -30,6 +30,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib import bars
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
+from kvlab.live.together import TOGETHER
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
 
 SCORED_FROM = 2
 """The first scored token of an answer: 0 is predicted by the prefill, 1 by the first decoding step."""
-
-TOGETHER = 8
-"""Caches that are fed in one batch: enough to share the reading of the weights, few enough for a laptop's memory."""
-
 
 # ---------------------------------------------------------------------------------------------------- one pass
 
