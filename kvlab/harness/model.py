@@ -191,12 +191,12 @@ class KvlabLM(TemplateLM):
         asking, self._asking = self._asking or [None] * len(requests), []
         found = []
         read = self._reader.likelihoods(self._continued(*request) for request in requests)
-        for request, (texts, _, _), known in zip(
+        for request, asked, known in zip(
             asking, requests, self._shown(read, len(requests), "loglikelihood", disable_tqdm), strict=True
         ):
             found.append((known.logprob, known.greedy))
             self._note(request, known.held)
-            self.cache_hook.add_partial("loglikelihood", texts, found[-1])
+            self.cache_hook.add_partial("loglikelihood", asked[0], found[-1])
         self._tell()
         return found
 
