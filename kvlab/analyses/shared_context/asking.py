@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvlab.analyses.findings import Findings
+from kvlab.analyses.tasks.scores import forced
 from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
 from kvlab.evaluation.answering import session_of
@@ -26,6 +27,7 @@ from kvlab.evaluation.conversing import asked, next_turn
 from kvlab.lib import bars
 from kvlab.live.gather import gather
 from kvlab.live.session import Session
+from kvlab.live.together import TOGETHER
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 from kvlab.tasks.base import Example
@@ -59,6 +61,7 @@ BETWEEN = "between/{way}/{left}/{right}/{budget:g}"
 
 Scored = list[tuple[float, float]]
 """NLL and share of hits, by turn; nan for an answer of one token, of which nothing is scored."""
+UNSCORED = math.nan, math.nan
 
 
 def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> pd.DataFrame:
@@ -136,6 +139,13 @@ class _Context:
     def session(self, policy: Policy) -> Session:
         return session_of(self.lm, (policy, AS_IS), self.parts[0].max_new_tokens)
 
+    def compressed(self, policy: Policy, read: LiveCache) -> Session:
+        """A session that goes on from `read`, compressed."""
+        with self.session(policy) as session:
+            session.branch(read)
+            session.end_prompt()
+        return session
+
     def told(self, ids: Tensor, cache: LiveCache) -> Tensor:
         """Logits `[n, vocabulary]` of ids `[1, n]` that are fed on top of a cache."""
         return self.lm.model(ids, past_key_values=cache, use_cache=True).logits[0]
@@ -145,7 +155,7 @@ def _score(logits: Tensor, answer: Tensor) -> tuple[float, float]:
     """Of an answer `[1, n]`, and the logits `[n - 1, vocabulary]` from behind its first token on."""
     target = answer[0, SCORED_FROM:]
     if not len(target):
-        return math.nan, math.nan
+        return UNSCORED
     return float(F.cross_entropy(logits.float(), target)), float((logits.argmax(-1) == target).float().mean())
 
 
@@ -153,12 +163,15 @@ def _score(logits: Tensor, answer: Tensor) -> tuple[float, float]:
 def _each(context: _Context) -> list[Scored]:
     found: list[Scored] = [[] for _ in context.policies]
     for question, answer in zip(context.asked, context.answers, strict=True):
+        if answer.shape[1] <= SCORED_FROM:
+            for scored in found:
+                scored.append(UNSCORED)
+            continue
         read = context.read(question)
-        for policy, scored in zip(context.policies, found, strict=True):
-            with context.session(policy) as session:
-                past = session.branch(read)
-                session.end_prompt()
-                scored.append(_score(context.told(answer, past)[:-1], answer))
+        for start in range(0, len(found), TOGETHER):
+            sessions = [context.compressed(policy, read) for policy in context.policies[start : start + TOGETHER]]
+            for scored, told in zip(found[start:], forced(context.lm, sessions, answer[0], at_once=True), strict=False):
+                scored.append(_score(told, answer))
     return found
 
 
