@@ -322,8 +322,13 @@ def _under_each(
     fed, nexts = ids[:, prompt:-1], ids[:, prompt + 1 :]
     with gather.gather(lm.model, list(policies.values())):
         prefilled = lm.model(ids[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
-    full = torch.stack([logits[0] for logits, _ in _decoded(lm, fed, {"full": policy("full")}, prefilled)], 1)
-    full = full.float().log_softmax(-1)
+    whole = _decoded(lm, fed, {"full": policy("full")}, prefilled)
+    # These are most of the memory of an analysis, so they are never held twice.
+    first = next(whole)[0][0].float().log_softmax(-1)
+    full = first.new_empty(len(first), fed.shape[1], first.shape[-1])
+    full[:, 0] = first
+    for step, (logits, _) in enumerate(whole, 1):
+        full[:, step] = logits[0].float().log_softmax(-1)
     known = _nll(full, nexts)
     frames: dict[str, list[pd.DataFrame]] = {name: [] for name in policies}
     # Policies that act at every step take their steps together; the others need no single steps.
