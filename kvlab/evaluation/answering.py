@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from kvlab.core.hookable import layout_of
 from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
-from kvlab.live.together import TOGETHER, go_on
+from kvlab.live.together import at_once, batches, go_on
 from kvlab.methods import Policy
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
@@ -134,10 +133,8 @@ def answers(
     fed = feed(lm, example, compress_at)
     systems = [(each, AS_IS) if isinstance(each, Policy) else each for each in wanted]
     prefilled, logits, prefill_seconds = prefilled_for(lm, systems, fed.ids[:, : fed.context])
-    # Layers that no policy compresses cannot leave a batch one by one.
-    size = 1 if layout_of(lm.model).others else TOGETHER
-    for place in range(0, len(systems), size):
-        rows = [_Answer(lm, system, example, fed, prefilled, logits) for system in systems[place : place + size]]
+    for batch in batches(systems, at_once(lm)):
+        rows = [_Answer(lm, system, example, fed, prefilled, logits) for system in batch]
         start = time.perf_counter()
         go_on(lm, rows)
         each = (time.perf_counter() - start) / max(1, sum(row.steps for row in rows))

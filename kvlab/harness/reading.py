@@ -8,8 +8,7 @@ a batch share the steps (`rows`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from kvlab.evaluation.answering import prefilled_for, stops
 from kvlab.harness.rows import Following, Held, Known, Responding, known, limited, respond
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
-from kvlab.live.together import go_on
+from kvlab.live.together import at_once, batches, go_on
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from kvlab.inputs.models import LM
-
-T = TypeVar("T")
 
 
 class Continued(NamedTuple):
@@ -68,10 +65,10 @@ class Reader:
 
     def __init__(self, lm: LM, policy: Policy, storage: Storage = AS_IS, batch: int = 1):
         self.lm, self.policy, self.storage = lm, policy, storage
-        tried = self._compress(0)  # to refuse what cannot be, before anything runs
+        self._compress(0)  # to refuse what cannot be, before anything runs
         if whole("batch", batch) < 1:
             raise KvlabError(f"a batch has at least one sequence, and not {batch}")
-        self.batch = 1 if tried.layout.others else batch
+        self.batch = at_once(lm, batch)
         self._prefilled: tuple[Tensor, Any, Tensor] | None = None
 
     def _compress(self, new_tokens: int) -> Session:
@@ -81,11 +78,6 @@ class Reader:
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], dtype=torch.int64, device=self.lm.device)
 
-    def _batches(self, items: Iterable[T]) -> Iterator[list[T]]:
-        left = iter(items)
-        while batch := list(islice(left, self.batch)):
-            yield batch
-
     # ------------------------------------------------------------------ likelihoods
 
     def likelihoods(self, asked: Iterable[Continued]) -> Iterator[Known]:
@@ -94,7 +86,7 @@ class Reader:
         The last token of the context is fed after the compression, so that the first token of the continuation, too, is
         told by the compressed cache. (A context of one token is compressed whole: nothing would be left.)
         """
-        for batch in self._batches(asked):
+        for batch in batches(asked, self.batch):
             rows = [self._following(*each) for each in batch]
             go_on(self.lm, rows)
             yield from (row.known for row in rows)
@@ -134,7 +126,7 @@ class Reader:
             chunk: how many tokens are read after each compression, at least 2.
         """
         found: list[Known] = []
-        for batch in self._batches(self._chunks([*context, *text], len(context) - 1, chunk)):
+        for batch in batches(self._chunks([*context, *text], len(context) - 1, chunk), self.batch):
             rows = [each for each in batch if isinstance(each, Following)]
             go_on(self.lm, rows)
             found += [each.known if isinstance(each, Following) else each for each in batch]
@@ -171,7 +163,7 @@ class Reader:
         Args:
             how: with `max_new_tokens`.
         """
-        for batch in self._batches(asked):
+        for batch in batches(asked, self.batch):
             rows = [self.begun(each, how) for each in batch]
             respond(self.lm, rows, how)
             for row in rows:

@@ -184,9 +184,9 @@ def respond(lm: LM, rows: Sequence[Responding], how: GenerationConfig) -> None:
     if left and most:
         # What stands before a shorter row is masked. It is the row's own token, since penalties look at all of a row.
         longest = max(row.prompt_tokens for row in left) + 1
-        fed = [[row.prompt[0]] * (longest - row.prompt_tokens - 1) + row.prompt + row.tokens for row in left]
-        ids = torch.tensor(fed, device=lm.device)
-        before = torch.tensor([[longest - row.prompt_tokens - 1] for row in left], device=lm.device)
+        gaps = [longest - row.prompt_tokens - 1 for row in left]
+        fed = [[row.prompt[0]] * gap + row.prompt + row.tokens for gap, row in zip(gaps, left, strict=True)]
+        ids, before = torch.tensor(fed, device=lm.device), torch.tensor(gaps, device=lm.device)[:, None]
         with compress(lm.model, Full(), turns="leave") as together:
 
             class Ended(StoppingCriteria):

@@ -6,12 +6,14 @@ batch saves is reading the weights at every step of every row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from kvlab.core import hookable
 from kvlab.live.session import Session, compress
 from kvlab.methods.full import Full
 
@@ -23,6 +25,23 @@ TOGETHER = 8
 """Sequences that go on in one batch where nobody says how many: enough to share the reading of the weights, few enough
 for a laptop's memory.
 """
+
+
+T = TypeVar("T")
+
+
+def at_once(lm: LM, wanted: int = TOGETHER) -> int:
+    """How many sequences of a model go on in one batch where `wanted` may: one, where it has layers that no policy
+    compresses, since their sequences cannot leave a batch one by one.
+    """
+    return 1 if hookable.layout_of(lm.model).others else wanted
+
+
+def batches(items: Iterable[T], size: int = TOGETHER) -> Iterator[list[T]]:
+    """The items in their order, `size` at once; none is asked for before its batch is."""
+    left = iter(items)
+    while batch := list(islice(left, size)):
+        yield batch
 
 
 class Row(Protocol):

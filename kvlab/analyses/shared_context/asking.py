@@ -27,7 +27,7 @@ from kvlab.evaluation.conversing import asked, next_turn
 from kvlab.lib import bars
 from kvlab.live.gather import gather
 from kvlab.live.session import Session
-from kvlab.live.together import TOGETHER
+from kvlab.live.together import batches
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 from kvlab.tasks.base import Example
@@ -168,9 +168,9 @@ def _each(context: _Context) -> list[Scored]:
                 scored.append(UNSCORED)
             continue
         read = context.read(question)
-        for start in range(0, len(found), TOGETHER):
-            sessions = [context.compressed(policy, read) for policy in context.policies[start : start + TOGETHER]]
-            for scored, told in zip(found[start:], forced(context.lm, sessions, answer[0], at_once=True), strict=False):
+        for batch in batches(zip(context.policies, found, strict=True)):
+            sessions = [context.compressed(policy, read) for policy, _ in batch]
+            for (_, scored), told in zip(batch, forced(context.lm, sessions, answer[0], at_once=True), strict=True):
                 scored.append(_score(told, answer))
     return found
 

@@ -30,7 +30,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib import bars
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
-from kvlab.live.together import TOGETHER
+from kvlab.live.together import batches
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 
@@ -152,7 +152,7 @@ def _batches(policies: Sequence[Policy]) -> Iterator[tuple[list[Policy], bool]]:
     """Batches of policies, each with whether its policies do nothing while decoding."""
     for resting in (True, False):
         alike = [policy for policy in policies if policy.acts_while_decoding != resting]
-        yield from ((alike[start : start + TOGETHER], resting) for start in range(0, len(alike), TOGETHER))
+        yield from ((batch, resting) for batch in batches(alike))
 
 
 # ---------------------------------------------------------------------------------------------------- a whole run

@@ -30,6 +30,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib import bars
 from kvlab.live.gather import gather
 from kvlab.live.session import compress
+from kvlab.live.together import batches
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 from kvlab.replays.run import Replay
@@ -208,8 +209,7 @@ def _batches(found: Sequence[System]) -> Iterator[tuple[list[System], bool]]:
         alike = [
             system for system in found if resting == (system.form == PLAIN and not system.policy.acts_while_decoding)
         ]
-        size = scores.TOGETHER
-        yield from ((alike[start : start + size], resting) for start in range(0, len(alike), size))
+        yield from ((batch, resting) for batch in batches(alike))
 
 
 # ---------------------------------------------------------------------------------------------------- at equal bytes
