@@ -40,8 +40,7 @@ class LayerStore:
         layers: the layer of each row.
         seen: how many tokens were ever appended, which is also the next token's position by default.
         storage: in what form keys and values are held; see `hold`.
-        rounded: whether any entry may have been rounded by a storage, now or earlier.
-        bytes_read: what the last decoding step loaded; 0 before there was one.
+        rounded, bytes_read: whether a storage may ever have rounded an entry; what the last decoding step loaded.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor | None = None):
@@ -59,8 +58,7 @@ class LayerStore:
         self.numbers: dict[str, int] = {}
         self.layers: tuple[int, ...] = (0,) * rows
         self._budget: int | None = None
-        self.seen, self._repeats = length, 1
-        self.bytes_read = 0
+        self.seen, self._repeats, self.bytes_read = length, 1, 0
 
     @classmethod
     def preallocated(cls, keys: Tensor, values: Tensor) -> LayerStore:

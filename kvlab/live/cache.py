@@ -284,9 +284,8 @@ class LiveCache(Cache):
                 that no policy compresses.
         """
         joined = cls(session)
-        # What was joined before has gone on since, and only its stores know how far.
+        joined.ended = True  # what was joined before has gone on since, and only its stores know how far
         joined.seen = max(cache.compressed[0].groups[0].store.seen for cache in caches)
-        joined.ended = True
         for number in session.layout.others:
             joined.layers[number] = adapter.joined([cache.layers[number] for cache in caches])
         for cache, policy in zip(caches, policies, strict=True):

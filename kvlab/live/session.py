@@ -111,8 +111,8 @@ class Session:
         kwargs["past_key_values"], kwargs["use_cache"] = cache, True
         tokens = kwargs.get("input_ids")
         self._fed = (tokens if tokens is not None else kwargs["inputs_embeds"]).shape[1]
-        placed = any(kwargs.get(name) is not None for name in ("position_ids", "attention_mask"))
-        if not placed and (places := cache.places) is not None:
+        unplaced = kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None
+        if unplaced and (places := cache.places) is not None:
             kwargs["position_ids"] = places[:, None] + torch.arange(self._fed, device=places.device)
         if self._window is not None and cache.seen + self._fed > self._window:
             hooks.check_length(self.model, cache.seen + self._fed)
@@ -237,12 +237,11 @@ class Session:
         policy: reading the weights, which is most of the time of a step at batch 1, is then paid once for all of them.
 
         The entries stay those of the sessions that they come from, whose `kv_bytes`, `read_bytes` and `kept` tell of
-        them. What the joined sequences are fed is never compressed again (`turns="leave"`). Sequences of several
-        lengths go on each at its own place; `generate` is given an attention mask, padded on the left to the longest.
+        them. What they are fed is never compressed again (`turns="leave"`). Each goes on at its own place; `generate`
+        is given an attention mask, padded on the left to the longest.
 
         Args:
-            sessions: of this model, left, with prompts that have ended, none padded; all of one length where the model
-                has layers that no policy compresses.
+            sessions: of this model, left, their prompts ended, none padded; of one length if any layer is left alone.
 
         Raises:
             KvlabError: sessions that are not like this, or none.
@@ -254,10 +253,8 @@ class Session:
             raise KvlabError("sessions that are joined hold sequences without padding, and were not joined before")
         lengths = sorted({n for cache in caches for n in (cache.seen, cache.compressed[0].groups[0].store.seen)})
         if self.layout.others and len(lengths) > 1:
-            raise KvlabError(
-                "sessions of a model with layers that no policy compresses are joined once, and at one length; these "
-                f"have {', '.join(map(str, lengths))} tokens"
-            )
+            rule = "sessions of a model with layers that no policy compresses are joined once, and at one length"
+            raise KvlabError(f"{rule}; these have {', '.join(map(str, lengths))} tokens")
         if self.turns != "leave" or any(session._reports.probes for session in (self, *sessions)):
             raise KvlabError("sessions are joined without probes, in one with turns='leave'")
         self._cache = LiveCache.joined(self, caches, [session.policy for session in sessions])

@@ -232,9 +232,8 @@ def test_the_papers_own_figure_passes_its_test_of_size(entry):
 
 def _met(entry: Claim) -> dict[str, float]:
     """Numbers with which what a claim is `provided` with is given."""
-    assert entry.provided is not None
     needed = sorted(entry.provided.needs(entry.metric) - {entry.metric})
-    tried = (dict(zip(needed, numbers, strict=True)) for numbers in itertools.product((0.0, 2.0), repeat=len(needed)))
+    tried = (dict(zip(needed, numbers)) for numbers in itertools.product((0.0, 2.0), repeat=len(needed)))
     return next(met for met in tried if entry.provided.check(entry.metric, met.__getitem__, None)[0])
 
 
@@ -244,15 +243,7 @@ def test_every_claim_can_fail_and_says_so(entry):
     numbers = (-1e6, -1.0, 0.0, 0.5, 1.0, 1e6)
     # Series that a trend is asked of: level, rising and falling in the order in which the claim names them.
     named = [name for test in (entry.direction, entry.size) for name in getattr(test, "metrics", [])]
-    slopes = (
-        [
-            dict.fromkeys(named, 0.0),
-            {n: float(i) for i, n in enumerate(named)},
-            {n: -float(i) for i, n in enumerate(named)},
-        ]
-        if named
-        else [{}]
-    )
+    slopes = [{n: slope * i for i, n in enumerate(named)} for slope in (0.0, 1.0, -1.0)] if named else [{}]
     verdicts = set()
     for value, others, slope in itertools.product(numbers, numbers, slopes):
         found = dict.fromkeys(entry.metrics, others) | {entry.metric: value} | slope
