@@ -49,7 +49,7 @@ hooks: $(STAMP)  ## make lint before each commit
 
 test: lint test-unit test-notebooks  ## unit tests, the papermill round trip, and every notebook
 
-# A file's tests run on one worker, so that what they share is made once; in the files' order, the last ones are short.
+# A file's tests run on one worker, so that what they share is made once; tests/conftest.py has the longest files begin first.
 test-unit: pull browser
 	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -224,36 +224,44 @@ def test_two_sweeps_at_once_share_the_jobs(project):
     assert not list((project / "mlruns" / "work").iterdir())
 
 
-@pytest.mark.parametrize("victim", ["driver", "worker", "kernel"])
-def test_a_kill_at_any_moment_loses_and_doubles_nothing(project, victim):
+@pytest.mark.parametrize(
+    ("victim", "warm"),
+    [("driver", True), ("server", True), ("worker", True), ("kernel", True), ("worker", False), ("kernel", False)],
+)
+def test_a_kill_at_any_moment_loses_and_doubles_nothing(project, victim, warm):
     """kill -9 of one process at a random moment, then the same command again."""
-    experiment(project, grid={"reduction": [0.5, 0.55, 0.6, 0.65]})
+    wait = cell("import time\ntime.sleep(0.5)")
+    notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), wait, cell(BODY))
+    experiment(project, grid={"reduction": [0.5, 0.55, 0.6]})
     command = [sys.executable, "-m", "kvlab", "run", EXPERIMENT, "--jobs", "2"]
-    moment = random.Random(victim).uniform(0, 4)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (target := find(process, victim)):
-        time.sleep(0.05)
-    time.sleep(moment)
-    target = find(process, victim)
-    if target is not None:
-        target.kill()
+    around = environment(KVLAB_WARM=str(int(warm)))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=around)
+    awaited(process, victim, warm)
+    time.sleep(random.Random(f"{victim} {warm}").uniform(0, 1))
+    awaited(process, victim, warm).kill()
     process.communicate(timeout=300)
-    again = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=400)
+    again = subprocess.run(command, capture_output=True, text=True, env=around, timeout=400)
     assert again.returncode == 0, again.stderr
     finished = [run.data.params["reduction"] for run in runs("job") if run.info.status == "FINISHED"]
-    assert sorted(finished) == ["0.5", "0.55", "0.6", "0.65"]
+    assert sorted(finished) == ["0.5", "0.55", "0.6"]
     assert "RUNNING" not in {run.info.status for kind in ("job", "sweep") for run in runs(kind)}
     assert not list((project / "mlruns" / "work").iterdir())
 
 
-def find(process, victim):
-    """A process of a sweep: its driver, or one of its workers or kernels; None where there is none just now."""
-    if victim == "driver":
-        return psutil.Process(process.pid) if process.poll() is None else None
-    wanted = {"worker": r"kvlab\.workbench\.jobs\.worker", "kernel": r"ipykernel"}[victim]
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-        return next((child for child in family if re.search(wanted, " ".join(child.cmdline()))), None)
-    except psutil.Error:
-        return None
+def awaited(process, victim, warm):
+    """A process of a sweep, as soon as there is one: its driver, its server for warm starts, a worker, or a kernel."""
+    while process.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            if found := next(family(psutil.Process(process.pid), victim, warm), None):
+                return found
+        time.sleep(0.02)
+    raise AssertionError(f"the sweep ended, and no {victim} was ever there to be killed")
+
+
+def family(driving, victim, warm):
+    """The processes of one kind: warm jobs are forks of their server, and the kernels are forks of them."""
+    started = "forking" if warm else "worker"
+    first = [one for one in driving.children() if f"kvlab.workbench.jobs.{started}" in one.cmdline()]
+    workers = [child for server in first for child in server.children()] if warm else first
+    kernels = (child for worker in workers for child in worker.children())
+    return iter({"driver": [driving], "server": first, "worker": workers}.get(victim, kernels))

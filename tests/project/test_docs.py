@@ -183,12 +183,14 @@ def test_the_examples_of_other_pages_run(page, desk, monkeypatch):
     """Each alone, on a small random model in the place of the named one: what they would find is not looked at."""
     if page.name == "lm_eval.md":
         pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed (the extra lm-eval)")
-    monkeypatch.setattr(
-        loading,
-        "load",
-        lambda name: kvlab.random_lm(
+
+    def small(name: str, *_, **__) -> models.LM:
+        return kvlab.random_lm(
             "tiny-llama-gqa", tokenizer=name, max_position_embeddings=4096, dtype="float32", device="cpu"
-        ),
-    )
+        )
+
+    # The name is kept wherever it was first asked for.
+    for holder in (kvlab, models, loading):
+        monkeypatch.setattr(holder, "load", small)
     for example in examples(page):
         run(page, example)

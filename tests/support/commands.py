@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -31,3 +34,15 @@ def complaint(capsys, *arguments: str, code: int = 1) -> str:
     left, out, err = call(capsys, *arguments)
     assert (left, out) == (code, "") and err.startswith("kvlab: ") and err.count("\n") == 1, err
     return err
+
+
+@contextmanager
+def heard(asked: signal.Signals) -> Iterator[None]:
+    """A signal does here, and in processes that begin meanwhile, what it does in a terminal: tests may run under nohup
+    or in the background, where it is ignored.
+    """
+    before = signal.signal(asked, signal.default_int_handler if asked == signal.SIGINT else signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(asked, before)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from support.commands import call
+from support.commands import call, heard
 from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook
 from support.runs import ARTIFACTS, artifacts, runs
 
@@ -109,7 +109,8 @@ def test_an_interrupt_marks_runs_killed_and_ends_the_kernels(project, polite):
         cell(PARAMETERS, "parameters"),
         cell(f"import os, pathlib, time\npathlib.Path({str(marker)!r}).write_text(str(os.getpid()))\ntime.sleep(600)"),
     )
-    process = subprocess.Popen([sys.executable, "-m", "kvlab", "run", EXPERIMENT], stderr=subprocess.PIPE, text=True)
+    with heard(polite):
+        process = subprocess.Popen([sys.executable, "-m", "kvlab", "run", EXPERIMENT], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not (marker.exists() and marker.read_text()) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.commands import heard
 from support.desks import Desk
 from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, notebook
 from support.runs import runs
@@ -167,7 +168,7 @@ def test_signals_stop_a_sweep_between_jobs(sweep, project, asked):
         for _ in range(1 if asked == signal.SIGINT else 2):
             os.kill(os.getpid(), asked)
 
-    with pytest.raises(KeyboardInterrupt):
+    with heard(asked), pytest.raises(KeyboardInterrupt):
         sweep(ask, workers=1)
     assert [run.info.status for run in runs("job")] == ["KILLED"]
     assert not list((project / "mlruns" / "work").iterdir())
