@@ -110,7 +110,9 @@ def test_an_interrupt_marks_runs_killed_and_ends_the_kernels(project, polite):
         cell(f"import os, pathlib, time\npathlib.Path({str(marker)!r}).write_text(str(os.getpid()))\ntime.sleep(600)"),
     )
     with heard(polite):
-        process = subprocess.Popen([sys.executable, "-m", "kvlab", "run", EXPERIMENT], stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvlab", "run", EXPERIMENT], stderr=subprocess.PIPE, text=True
+        )
     deadline = time.monotonic() + 120
     while not (marker.exists() and marker.read_text()) and time.monotonic() < deadline:
         time.sleep(0.2)
