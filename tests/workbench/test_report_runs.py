@@ -12,9 +12,9 @@ from support.runs import job
 
 from kvlab import papers
 from kvlab.errors import KvlabError
-from kvlab.workbench.report import ledger, runs
+from kvlab.workbench.report import ledger, runs, told
 from kvlab.workbench.report import page as report
-from kvlab.workbench.store import database, earlier, tracking
+from kvlab.workbench.store import artifacts, database, earlier, tracking
 
 METRICS = ["m", "n", "m/low", "m/high"]
 MODELS = ["toy@0", "other", "it's"]
@@ -56,13 +56,14 @@ def test_it_finds_what_reading_every_run_finds(project, seed):
         model, names = draw.choice(MODELS), draw.sample(METRICS, draw.randint(0, 4))
         values = {name: draw.choice([0.5, -math.inf, math.inf, -2.0]) for name in names}
         history.append((logged(values, model), model, set(names)))
-    connection = database.client()
-    number = runs.experiment_id(connection, EXPERIMENT)
-    assert number is not None and runs.experiment_id(connection, "nothing") is None
+    last = runs.newest([EXPERIMENT, "nothing"], "model").get(EXPERIMENT, {})
     for model in MODELS:
         newest_first = [(run, names) for run, of, names in reversed(history) if of == model]
-        found = runs.Runs(connection, number, model)
-        assert (found.newest and found.newest.info.run_id) == next((run for run, _ in newest_first), None)
+        assert (model in last) == bool(newest_first)
+        if model not in last:
+            continue
+        found = runs.Runs(database.client(), last[model])
+        assert found.newest.info.run_id == newest_first[0][0]
         for size in ({"kind": "greater", "than": 0.0}, {"kind": "greater", "metric": "n", "than": 0.0}):
             asked = claim(size=size)
             own = [run for run, names in newest_first if "m" in names]
@@ -82,8 +83,7 @@ def test_a_store_is_asked_no_more_when_it_grows(project, monkeypatch):
         return len(asked)
 
     logged({"m": 0.5, "n": 1.0}, "toy@0")
-    for _ in range(runs.FEW):
-        logged({}, "toy@0")
+    logged({}, "toy@0")
     few = read()
     for _ in range(20):
         logged({}, "toy@0")
@@ -93,19 +93,22 @@ def test_a_store_is_asked_no_more_when_it_grows(project, monkeypatch):
 def test_values_of_a_tag_are_found_however_they_are_spelt(project):
     for model, profile in [("toy@0", "quick"), ("it's", "full"), ("toy@0", "full"), ("other", "quick")]:
         job(0.1, model=model, profile=profile)
-    assert runs.values([EXPERIMENT, "nothing"], "model") == {EXPERIMENT: {"toy@0", "it's", "other"}}
-    assert runs.values([EXPERIMENT], "model", profile="full") == {EXPERIMENT: {"toy@0", "it's"}}
-    assert runs.values([EXPERIMENT], "kvlab.profile") == {EXPERIMENT: {"quick", "full"}}
+
+    def values(tag: str, **tags: str) -> dict[str, set[str]]:
+        return {name: set(found) for name, found in runs.newest([EXPERIMENT, "nothing"], tag, **tags).items()}
+
+    assert values("model") == {EXPERIMENT: {"toy@0", "it's", "other"}}
+    assert values("model", profile="full") == {EXPERIMENT: {"toy@0", "it's"}}
+    assert values("kvlab.profile") == {EXPERIMENT: {"quick", "full"}}
     job(0.1, status="FAILED", model="failed")
-    assert "failed" not in runs.values([EXPERIMENT], "model")[EXPERIMENT]
+    assert "failed" not in values("model")[EXPERIMENT]
 
 
 def test_a_job_whose_code_was_edited_is_passed_over(project):
     kept = logged({"m": 0.5}, "toy@0")
     for _ in range(3):
         logged({"m": 0.7}, "toy@0", **{"kvlab.key": earlier.EDITED})
-    number = runs.experiment_id(database.client(), EXPERIMENT)
-    best = runs.Runs(database.client(), number, "toy@0").measuring(claim())
+    best = runs.Runs(database.client(), runs.newest([EXPERIMENT], "model")[EXPERIMENT]["toy@0"]).measuring(claim())
     assert best is not None and best.info.run_id == kept
 
 
@@ -115,3 +118,39 @@ def test_what_is_asked_for_and_is_not_there_is_named(project):
         ledger.refuse(None, "gpu")
     with pytest.raises(KvlabError, match="model 'mine'.*there are runs of: toy"):
         ledger.refuse("mine", None)
+
+
+@pytest.mark.parametrize("folder", ["plain", "a b#c%20d?e", "ä'"])
+def test_files_of_a_run_are_found_wherever_the_project_lies(project, monkeypatch, folder):
+    """Its pictures and stories, without the store reading the run again: it may hold thousands of metrics."""
+    (project / folder).mkdir()
+    for name in ("notebooks", "experiments", "mlruns"):
+        (project / name).rename(project / folder / name)
+    monkeypatch.chdir(project / folder)
+    run = database.client().get_run(job(0.5, figure=True))
+    tracking.Run(database.client(), run.info.run_id, EXPERIMENT).tell("error curves", ["It merges."])
+
+    def again(*_, **__):
+        raise AssertionError("the run was read again")
+
+    monkeypatch.setattr("mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore.get_run", again)
+    shown = [(path.name, path.exists()) for path in artifacts.files(database.client(), run, "figures", ".png")]
+    assert shown == [("error_curves.png", True)]
+    assert told.stories(database.client(), run) == {"error_curves": "It merges."}
+    assert not list(artifacts.files(database.client(), run, "nothing", ".png"))
+
+
+def test_a_job_of_its_own_kind_or_an_ordinary_one_stands_for_a_job(project):
+    key = {"kvlab.key": "k"}
+    cell = job(0.1, kind="cell", **key)
+    number = runs.experiment_id(database.client(), EXPERIMENT)
+    assert number is not None
+
+    def found(kind: str) -> str | None:
+        run = earlier.done(database.client(), number, "k", kind)
+        return run and run.info.run_id
+
+    assert (found("cell"), found("job")) == (cell, None)
+    ordinary = [job(0.1, **key), job(0.2, **key)]
+    later = job(0.3, kind="cell", **key)
+    assert later != cell and (found("cell"), found("job")) == (ordinary[1], ordinary[1])

@@ -6,10 +6,8 @@ import base64
 import datetime
 import hashlib
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -18,7 +16,7 @@ from kvlab.workbench.report import told
 from kvlab.workbench.report.ledger import Entry
 from kvlab.workbench.report.origins import Origin
 from kvlab.workbench.report.told import stories
-from kvlab.workbench.store import database
+from kvlab.workbench.store import artifacts, database
 from kvlab.workbench.store.tracking import file_name
 
 if TYPE_CHECKING:
@@ -82,11 +80,11 @@ def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
     for entry in judged:
         if entry.measured:
             shown.setdefault(source(entry), Evidence.of(entry)).entries.append(entry)
+    connection = database.client() if any(item.run for item in shown.values()) else None
     for item in shown.values():
-        if item.run:
-            connection, run_id = database.client(), item.run.info.run_id
-            item.pictures = {picture.name: picture for picture in _pictures(connection, run_id)}
-            item.stories = stories(connection, run_id)
+        if item.run and connection:
+            item.pictures = {picture.name: picture for picture in _pictures(connection, item.run)}
+            item.stories = stories(connection, item.run)
     _add_kept_stories([item for item in shown.values() if item.kept])
     return dict(sorted(shown.items(), key=lambda pair: pair[1].experiment))
 
@@ -134,28 +132,25 @@ def signature(run: Run) -> str:
     return " | ".join(part for part in parts if part)
 
 
-def _pictures(connection: Patient, run_id: str) -> Iterable[Picture]:
+def _pictures(connection: Patient, run: Run) -> Iterable[Picture]:
     from PIL import Image
 
-    for artifact in sorted(connection.list_artifacts(run_id, "figures"), key=lambda each: each.path):
-        if not artifact.path.endswith(".png"):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(connection.download_artifacts(run_id, artifact.path, folder))
-            try:
-                with Image.open(path) as image:
-                    plain = image.convert("RGB")
-            # Pillow raises all of these for a damaged picture.
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-                mend = "run its experiment again with --fresh, or delete the run"
-                raise KvlabError(f"the figure {artifact.path} of run {run_id} is damaged: {mend}") from None
-            # Lossless, since the colours of a heatmap are data.
-            yield Picture(
-                f"{run_id[:8]}-{slug(path.stem)}",
-                path.stem,
-                _data_uri(plain, WIDEST, lossless=True),
-                _data_uri(plain, THUMB, quality=80),
-            )
+    run_id = run.info.run_id
+    for path in artifacts.files(connection, run, "figures", ".png"):
+        try:
+            with Image.open(path) as image:
+                plain = image.convert("RGB")
+        # Pillow raises all of these for a damaged picture.
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            mend = "run its experiment again with --fresh, or delete the run"
+            raise KvlabError(f"the figure figures/{path.name} of run {run_id} is damaged: {mend}") from None
+        # Lossless, since the colours of a heatmap are data.
+        yield Picture(
+            f"{run_id[:8]}-{slug(path.stem)}",
+            path.stem,
+            _data_uri(plain, WIDEST, lossless=True),
+            _data_uri(plain, THUMB, quality=80),
+        )
 
 
 def _data_uri(image: Image, widest: int, **how: Any) -> str:

@@ -188,29 +188,29 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
         profile: only runs of this profile.
     """
     tags = {"profile": _quotable(profile)} if profile else {}
-    every, measured = claims(), runs.values(_measuring(), "model", **tags)
+    every, newest = claims(), runs.newest(_measuring(), "model", **tags)
     wanted = names(model)
-    known = sorted({name for found in measured.values() for name in found if not wanted or names(name) & wanted})
-    verdicts = {name: _judged(every, name, {of for of in measured if name in measured[of]}, tags) for name in known}
+    known = sorted({name for found in newest.values() for name in found if not wanted or names(name) & wanted})
+    verdicts = {
+        name: _judged(every, name, {of: found[name] for of, found in newest.items() if name in found}, tags)
+        for name in known
+    }
     return side_by_side({name: mine for name, mine in verdicts.items() if any(entry.run for entry in mine)})
 
 
-def _judged(every: Sequence[papers.Claim], model: str, measured: set[str], tags: Mapping[str, str]) -> list[Entry]:
-    """All claims on one model, of which there are finished jobs in the experiments `measured`.
-
-    One experiment after the other, so that the runs of one are in memory at a time.
-    """
+def _judged(
+    every: Sequence[papers.Claim], model: str, newest: Mapping[str, Run], tags: Mapping[str, str]
+) -> list[Entry]:
+    """All claims on one model, whose last finished job in each experiment is `newest`."""
     found: dict[str, Entry] = {}
     connection = database.client()
-    for experiment in sorted(measured):
-        number = runs.experiment_id(connection, experiment)
-        of_model = runs.Runs(connection, number, model, **tags) if number else None
+    for experiment, last in newest.items():
+        of_model = runs.Runs(connection, last, **tags)
         for claim in every:
-            if of_model is not None and claim.experiment == experiment:
+            if claim.experiment == experiment:
                 run = of_model.measuring(claim)
                 # One that lacks the claim's metric measured nothing of it, but tells the judge what is missing.
-                read = run or of_model.newest
-                found[claim.id] = Entry(claim, papers.judge(claim, read.data.metrics if read else {}), run, model)
+                found[claim.id] = Entry(claim, papers.judge(claim, (run or last).data.metrics), run, model)
     return [found.get(claim.id) or Entry(claim, papers.judge(claim, {}), None, model) for claim in every]
 
 
@@ -241,7 +241,7 @@ def _measuring() -> set[str]:
 
 def profiles() -> list[str]:
     """The profiles of the finished jobs that claims may rest on."""
-    return sorted(set().union(*runs.values(_measuring(), "kvlab.profile").values()) - {""})
+    return sorted(set().union(*runs.newest(_measuring(), "kvlab.profile").values()) - {""})
 
 
 def names(model: str | Sequence[str] | None) -> set[str]:
@@ -259,7 +259,7 @@ def by_model(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
     """Raise KvlabError that says why no run of these models and that profile measured a claim."""
-    models = set().union(*runs.values(_measuring(), "model").values())
+    models = set().union(*runs.newest(_measuring(), "model").values())
     if not models:
         project.checkout()
         raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from functools import cached_property
-from itertools import islice
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from kvlab.workbench.store import database, earlier
@@ -15,30 +13,17 @@ if TYPE_CHECKING:
     from kvlab import papers
     from kvlab.workbench.store.patience import Patient
 
-FEW = 2  # of the newest runs, which are read at once: they answer for nearly all claims
-
 
 class Runs:
-    """The finished jobs of one experiment (its id) on one model, with these tags of kvlab."""
+    """The finished jobs of one experiment on one model, with these tags of kvlab.
 
-    def __init__(self, connection: Patient, experiment: str, model: str, **tags: str) -> None:
-        self._connection, self._experiment, self._model, self._tags = connection, experiment, model, tags
+    newest: the last of them, which answers for nearly all claims.
+    """
+
+    def __init__(self, connection: Patient, newest: Run, **tags: str) -> None:
+        self.newest = newest
+        self._connection, self._tags = connection, tags
         self._asked: dict[frozenset[str], Run | None] = {}
-
-    @cached_property
-    def _first(self) -> list[Run]:
-        """The newest, at most `FEW`."""
-        return list(islice(self._finished(FEW), FEW))
-
-    def _finished(self, page_size: int, metrics: Collection[str] = ()) -> Iterator[Run]:
-        return earlier.finished(
-            self._connection, self._experiment, page_size, self._model, metrics=metrics, **self._tags
-        )
-
-    @property
-    def newest(self) -> Run | None:
-        """The last of all, whatever it measured."""
-        return next(iter(self._first), None)
 
     def measuring(self, claim: papers.Claim) -> Run | None:
         """The newest run with all metrics that a claim reads; failing that, the newest with its own."""
@@ -46,11 +31,12 @@ class Runs:
         return own and (self._newest_with(frozenset(claim.metrics)) or own)
 
     def _newest_with(self, metrics: frozenset[str]) -> Run | None:
-        here = next((run for run in self._first if run.data.metrics.keys() >= metrics), None)
-        if here or len(self._first) < FEW:
-            return here
+        if self.newest.data.metrics.keys() >= metrics:
+            return self.newest
         if metrics not in self._asked:
-            self._asked[metrics] = next(self._finished(1, metrics), None)
+            experiment, model = self.newest.info.experiment_id, self.newest.data.tags.get("model", "")
+            found = earlier.finished(self._connection, experiment, 1, model, metrics=metrics, **self._tags)
+            self._asked[metrics] = next(found, None)
         return self._asked[metrics]
 
 
@@ -66,11 +52,11 @@ def experiment_id(connection: Patient, name: str) -> str | None:
     return known.experiment_id if known else None
 
 
-def values(experiments: Collection[str], tag: str, **tags: str) -> dict[str, set[str]]:
-    """Experiment -> the values that a tag has among its finished jobs; without those that have none."""
+def newest(experiments: Collection[str], tag: str, **tags: str) -> dict[str, dict[str, Run]]:
+    """Experiment -> value of a tag -> its last finished job that has it; without experiments that have none."""
     if not database.exists():
         return {}
     connection = database.client()
     ids = {name: number for name in experiments if (number := experiment_id(connection, name))}
-    found = {name: earlier.values(connection, number, tag, **tags) for name, number in ids.items()}
+    found = {name: earlier.newest_of_each(connection, number, tag, **tags) for name, number in ids.items()}
     return {name: every for name, every in found.items() if every}

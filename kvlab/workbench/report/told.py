@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.errors import KvlabError
 from kvlab.lib.files import read_text, replacing
 from kvlab.workbench.report.ledger import Entry, claims
-from kvlab.workbench.store import database
+from kvlab.workbench.store import artifacts, database
 from kvlab.workbench.store.tracking import STORY
 
 if TYPE_CHECKING:
@@ -58,14 +57,9 @@ def read(folder: Path, label: str) -> list[dict[str, str]]:
     return table(path, COLUMNS) if path.exists() else []
 
 
-def stories(connection: Patient, run_id: str) -> dict[str, str]:
+def stories(connection: Patient, run: Run) -> dict[str, str]:
     """Figure -> what the run told of it."""
-    found = {}
-    for artifact in sorted(connection.list_artifacts(run_id, STORY), key=lambda each: each.path):
-        with tempfile.TemporaryDirectory() as temporary:
-            path = Path(connection.download_artifacts(run_id, artifact.path, temporary))
-            found[path.stem] = read_text(path).strip()
-    return found
+    return {path.stem: read_text(path).strip() for path in artifacts.files(connection, run, STORY, ".md")}
 
 
 def table(path: Path, columns: Sequence[str], what: str = "kept ledger") -> list[dict[str, str]]:
@@ -112,5 +106,5 @@ def _lines(experiment: str, run: Run) -> list[dict[str, str]]:
         "signature": tags.get("signature", ""),
         "commit": tags.get("kvlab.commit", ""),
     }
-    found = stories(database.client(), run.info.run_id)
+    found = stories(database.client(), run)
     return [{**about, "figure": figure, "story": story} for figure, story in found.items()]

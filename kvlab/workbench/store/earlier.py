@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Replaces the key of a job during which the code was edited: its numbers may come from both versions of the code.
 EDITED = "edited while it ran"
+FINISHED = "attributes.status = 'FINISHED'"
 PAGE = 200  # runs that are in memory at once: each may hold thousands of metrics
 ASKED = 20  # metrics in one question: each costs a database one more join
 LEAST = "-1.7976931348623157e308"  # as MLflow stores minus infinity; it cannot read e+308
@@ -55,7 +56,7 @@ def finished(
 def _finished(kind: str, tags: Mapping[str, str]) -> str:
     """The query for finished jobs of a kind with these tags of kvlab."""
     every = {"kind": kind, **tags}
-    return "attributes.status = 'FINISHED'" + "".join(f" and tags.`kvlab.{name}` = '{every[name]}'" for name in every)
+    return FINISHED + "".join(f" and tags.`kvlab.{name}` = '{every[name]}'" for name in every)
 
 
 def _found(connection: Patient, experiment: str, query: str, page_size: int) -> Iterator[Run]:
@@ -71,21 +72,22 @@ def _found(connection: Patient, experiment: str, query: str, page_size: int) -> 
             return
 
 
-def values(connection: Patient, experiment: str, tag: str, **tags: str) -> set[str]:
-    """The values that a tag has among the finished jobs of an experiment (its id) with these tags of kvlab; "" where
-    the newest has none. One question for each value, however many runs there are.
+def newest_of_each(connection: Patient, experiment: str, tag: str, **tags: str) -> dict[str, Run]:
+    """Value of a tag -> the last finished job of an experiment (its id) that has it, of those with these tags of
+    kvlab; "" where the last of all has no such tag. One question for each value, however many runs there are.
     """
     query = _finished(ORDINARY, tags)
-    known: set[str] = set()
+    known: dict[str, Run] = {}
     while True:
         others = "".join(f" and tags.`{tag}` != '{value}'" for value in sorted(known))
         run = next(_found(connection, experiment, query + others, 1), None)
         if run is None:
             return known
-        value = run.data.tags.get(tag, "")
-        known.add(value)
+        known[value := run.data.tags.get(tag, "")] = run
         if "'" in value:  # cannot be asked for
-            return known | {run.data.tags.get(tag, "") for run in _found(connection, experiment, query, PAGE)}
+            for run in _found(connection, experiment, query, PAGE):
+                known.setdefault(run.data.tags.get(tag, ""), run)
+            return known
 
 
 def newest(
@@ -98,8 +100,13 @@ def newest(
 def done(connection: Patient, experiment: str, key: str, kind: str) -> Run | None:
     """The last finished job with this content key that stands for one of that kind: an ordinary one stands for a cell,
     too, and never a cell for an ordinary one, since the ledger would not read it."""
-    kinds = dict.fromkeys((ORDINARY, kind))
-    return next(filter(None, (newest(connection, experiment, kind=each, key=key) for each in kinds)), None)
+    found: dict[str, Run] = {}
+    # Not asked for by its kind as well: a database looks through all runs once for each tag, and few share a key.
+    for run in _found(connection, experiment, f"{FINISHED} and tags.`kvlab.key` = '{key}'", 2):
+        found.setdefault(run.data.tags.get("kvlab.kind", ""), run)
+        if ORDINARY in found:
+            break
+    return found.get(ORDINARY) or found.get(kind)
 
 
 # ---------------------------------------------------------------- locks

@@ -63,9 +63,10 @@ class Patient:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._client, name)
-        return self._patiently(attribute) if callable(attribute) else attribute
+        return self.patiently(attribute) if callable(attribute) else attribute
 
-    def _patiently(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def patiently(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, which asks the same store, with this client's patience."""
         from mlflow.exceptions import MlflowException
         from requests import RequestException
 
