@@ -43,8 +43,8 @@ def test_what_cannot_be_asked_has_no_row():
     few = made(contexts=2)
     assert "signal/alone_risk/p" not in alone.signal(few, SETTINGS, 9).metrics
     still = made()
-    still.heads[:] = 0
-    assert "signal/alone_heads/p" not in alone.signal(still, SETTINGS, 9).metrics
+    still.heads[:], still.risk[:] = 0, 0
+    assert not alone.signal(still, SETTINGS, 9).metrics
 
 
 def test_thresholds_follow_the_penalty():

@@ -93,6 +93,14 @@ def test_one_cell_and_too_few_trials_are_not_asked():
     assert not signal.signal({"heads": few}, SETTINGS, 9).metrics
 
 
+@pytest.mark.parametrize("rounding", [0.0, 1e-16])
+def test_actions_that_cannot_move_anything_are_not_asked(rounding):
+    """As weights of heads cannot where every layer has one KV head: its tokens keep their order."""
+    samples = made(np.zeros((6, 4)), 1)
+    samples.change[:] = 2.5 + rounding * np.random.default_rng(0).normal(size=len(samples))
+    assert not signal.signal({"heads": samples, "risk": samples}, SETTINGS, 9).metrics
+
+
 def test_the_log_beside_tables_is_found(tmp_path):
     samples = made(np.zeros((2, 4)), 3)
     lines = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ class Recorded:
     state: str = "RUNNING"
 
     def log(self, metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]] | None = None) -> None:
+        assert not [name for name, value in metrics.items() if not math.isfinite(value)]
         self.metrics |= metrics
         for name, (low, high) in (intervals or {}).items():
             assert low <= high and name in self.metrics, (name, low, high)

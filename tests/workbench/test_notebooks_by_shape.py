@@ -78,3 +78,14 @@ def test_a_notebook_measures_its_claims_on_any_shape(name, other, headless, monk
     }
     assert {claim: some for claim, some in lacking.items() if claim not in NO_TABLES} == {}
     assert run.tags.get("tables") in (None, "None") or name == "compilerkv_tables"
+
+
+def test_tables_of_a_model_with_one_kv_head_finish_without_a_question_about_heads(tiny, headless, monkeypatch):
+    """Weights only order the heads of a layer among themselves: where there is one, no weight moves anything."""
+    shape = dict(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, head_dim=16, hidden_size=64)
+    one = tiny("tiny-qwen2", tokenizer=models.DEFAULT, max_position_embeddings=8192, **shape)
+    path = experiments.load("compilerkv_tables").path
+    run = executed(path, one, monkeypatch, **(SMALL | OWN["compilerkv_tables"]))
+    assert run.state == "FINISHED"
+    assert run.metrics["heads/changed"] == 0
+    assert not [name for name in run.metrics if name.startswith(("signal/heads", "signal/alone_heads"))]

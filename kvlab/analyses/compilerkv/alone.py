@@ -68,7 +68,9 @@ def signal(found: Tried, settings: Alone, exchanges: int = 999, seed: int = 0) -
     between cells over that within (Anderson 2001).
 
     Returns:
-        Table: question, f, p. Metrics `signal/alone_heads/p`, `signal/alone_risk/p` and their F.
+        Table: question, f, p. Metrics `signal/alone_heads/p`, `signal/alone_risk/p` and their F; none of a question
+        that the trials cannot answer, since nothing moved (as the weights of layers with one KV head), or there is one
+        cell, or no two contexts in a cell that differ.
     """
     rng, rows = np.random.default_rng(seed), []
     changes = np.delete(found.heads, settings.at_rest("heads"), 2).reshape(len(found.names), -1)
@@ -77,7 +79,7 @@ def signal(found: Tried, settings: Alone, exchanges: int = 999, seed: int = 0) -
         exchanged = [_mean_over_spread(changes * sign) for sign in signs]
         rows.append(_row("alone_heads", _mean_over_spread(changes), exchanged))
     cell, costs = evidence.cells_of(found, settings)[0], found.risk.reshape(len(found.names), -1)
-    if 1 < len(set(cell.tolist())) < len(cell):
+    if any(np.ptp(costs[cell == name], 0).any() for name in np.unique(cell)) and len(np.unique(cell)) > 1:
         exchanged = [_between_over_within(costs, rng.permutation(cell)) for _ in range(exchanges)]
         rows.append(_row("alone_risk", _between_over_within(costs, cell), exchanged))
     findings = Findings(pd.DataFrame(rows, columns=["question", "f", "p"]))

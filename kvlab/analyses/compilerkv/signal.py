@@ -48,9 +48,11 @@ def signal(log: Mapping[str, Samples], settings: Settings, exchanges: int = 999,
     Returns:
         Table: question, f, df1, df2, p. Metrics `signal/QUESTION/p`, the share of exchanges (the real one counted)
         with an F as large, and `signal/QUESTION/f`; none of a question that the log cannot be asked: with one cell
-        alone, or fewer trials than effects.
+        alone, fewer trials than effects, or actions that moved nothing (weights order the heads of a layer among
+        themselves: where a layer has one KV head, none does).
     """
     rng, rows = np.random.default_rng(seed), []
+    log = {phase: samples for phase, samples in log.items() if _moved(samples)}
     for table, question, actions in (("heads", "heads", settings.weights), ("risk", "thresholds", settings.thresholds)):
         if table in log and (row := _states(log[table], len(actions), exchanges, rng)):
             rows.append({"question": question, **row})
@@ -87,6 +89,11 @@ def in_words(signal: Findings) -> str:
         f"{QUESTIONS[row['question']]:60}F({row['df1']}, {row['df2']}) = {row['f']:.2f}, p = {row['p']:.3f}"
         for row in signal.table.to_dict("records")
     )
+
+
+def _moved(samples: Samples) -> bool:
+    """Whether rewards differ within contexts, by more than rounding."""
+    return bool(np.abs(learning.centred(samples)).max() > 1e-9 * np.abs(samples.change).max())
 
 
 def _states(samples: Samples, actions: int, exchanges: int, rng: np.random.Generator) -> dict[str, float] | None:
