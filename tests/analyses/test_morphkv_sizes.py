@@ -37,12 +37,12 @@ def test_an_unknown_method_has_no_size():
         entries("quest", 1, 1, 1)
 
 
-@pytest.mark.parametrize("shape", ["tiny-llama-gqa", "tiny-llama-mqa", "tiny-phi3"])
+@pytest.mark.parametrize("shape", ["tiny-llama-gqa", "tiny-llama-mqa", "tiny-phi3", "hybrid-gemma3"])
 @torch.inference_mode()
 def test_predicted_bytes_are_those_of_tensors(tiny, shape):
     """A live run on a tiny model, step by step: what its stores hold is what the formula says."""
     lm, ids, (budget, window) = tiny(shape), prompt(50), (16, 4)
-    model = sizes.geometry(lm.model.config)
+    model = sizes.of_model(lm)
     for name, method in responses.writing(budget, window).items():
         sets = model.group if name == "snapkv" else 1
         with kvlab.compress(lm.model, method) as session:

@@ -6,8 +6,8 @@ multiplies them by the size of a GQA group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -16,6 +16,9 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.morphkv.windows import slope
 from kvlab.errors import KvlabError
 from kvlab.inputs import shapes
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
 
 SCORE_BYTES = 4
 """Scores and attention rows that a policy keeps beside its entries are float32, whatever the cache is."""
@@ -70,6 +73,13 @@ def geometry(config: Any) -> Geometry:
     return Geometry(
         config.num_hidden_layers, heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
     )
+
+
+def of_model(lm: LM) -> Geometry:
+    """Of a model at hand, with the layers whose cache policies compress: in a hybrid one those that look at a window
+    or keep a state do not count.
+    """
+    return replace(geometry(lm.model.config), layers=len(lm.layout.compressed))
 
 
 def paper_models() -> dict[str, Geometry]:
