@@ -9,7 +9,7 @@ from support.paths import ROOT
 from support.toy_claims import claim
 
 from kvlab import papers
-from kvlab.workbench.report import across, kept
+from kvlab.workbench.report import across, kept, stability
 from kvlab.workbench.report.ledger import Entry
 from kvlab.workbench.report.origins import Origin
 from kvlab.workbench.report.subjects import Subject, subjects
@@ -66,13 +66,26 @@ def test_a_finding_says_where_it_stands_how_if_models_differ():
 def test_the_page_on_disagreements_counts_what_is_kept():
     judged = kept.kept(ROOT / "docs" / "ledger")
     found = across.across(judged, subjects(judged))
-    text = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
-    numbers = [
-        len(found.get(kind, ())) for kind in (across.EVERY, across.NONE, across.LARGER, across.SMALLER, across.OPEN)
-    ]
+    page = (ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8")
+    text = " ".join(page.split())
+    numbers = [len(found.get(kind, ())) for kind in across.KINDS if kind != across.OPEN]
     told = re.search(
-        r"Of (\d+) findings that both models measured, (\d+) hold on both, at least in direction, and (\d+) fail on "
-        r"both\. (\d+) hold on the larger one alone and (\d+) on the smaller one alone; (\d+) are undecided on one",
+        r"Of (\d+) findings that two of them measured at least, (\d+) hold on every model, at least in direction; (\d+) "
+        r"hold on larger ones and fail on smaller ones, (\d+) the other way round, (\d+) in no order of size; (\d+) fail "
+        r"on every model\. The other (\d+) are undecided on one of them at least",
         text,
     )
-    assert told and [int(number) for number in told.groups()] == [sum(map(len, found.values())), *numbers]
+    expected = [sum(map(len, found.values())), *numbers, len(found.get(across.OPEN, ()))]
+    assert told and [int(number) for number in told.groups()] == expected
+    assert {subject.label for subject in subjects(judged)} == set(re.findall(r"^\* `([^`]+)`: ", page, re.M))
+
+
+def test_the_page_on_disagreements_counts_what_flips():
+    """What `kvlab stability` kept of the default model: how many findings flip, and how many verdicts."""
+    mine = [one for one in stability.read(ROOT / "docs" / "ledger") if one.model.startswith("smollm2-135m")]
+    text = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
+    told = re.search(r"of (\d+) quoted findings (\d+) flips?\W.*?(\d+) of (\d+) verdicts", text)
+    flips = [one for one in mine if one.flips]
+    others = [one for each in mine for one in each.others]
+    expected = [len(mine), len(flips), sum(len(one.flips) for one in mine), len(others)]
+    assert told and [int(number) for number in told.groups()] == expected

@@ -86,9 +86,11 @@ def test_the_readme_counts_what_is_kept():
     )
 
 
-def test_the_readme_tells_of_the_second_model():
-    counted = Tally.of(kept.read(KEPT / "qwen2.5-coder-0.5b.csv")).findings
+@pytest.mark.parametrize("model", ["qwen2.5-coder-0.5b", "gemma-3-270m"])
+def test_the_readme_tells_of_the_other_models(model):
+    counted = Tally.of(kept.read(KEPT / f"{model}.csv")).findings
     flat = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     told = "{} findings hold, {} in direction only, {} fail, {} are undecided and {} not measured"
     states = ("holds", "holds in direction only", "fails", "undecided", "not measured")
-    assert told.format(*map(counted.get, states)) in flat
+    assert f"`docs/ledger/{model}.csv`" in flat and told.format(*map(counted.get, states)) in flat
+
