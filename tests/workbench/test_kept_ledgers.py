@@ -93,4 +93,3 @@ def test_the_readme_tells_of_the_other_models(model):
     told = "{} findings hold, {} in direction only, {} fail, {} are undecided and {} not measured"
     states = ("holds", "holds in direction only", "fails", "undecided", "not measured")
     assert f"`docs/ledger/{model}.csv`" in flat and told.format(*map(counted.get, states)) in flat
-

@@ -19,6 +19,7 @@ def files(connection: Patient, run: Run, folder: str, suffix: str) -> Iterator[P
     """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
+    assert run.info.artifact_uri is not None, "every run that is stored has a place for its files"
     # By the run's id, the store would read the run again for each question, with its thousands of metrics.
     there = get_artifact_repository(run.info.artifact_uri, tracking_uri=connection.tracking_uri)
     listed, download = connection.patiently(there.list_artifacts), connection.patiently(there.download_artifacts)
