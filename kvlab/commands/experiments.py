@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,11 +54,12 @@ app = typer.Typer()
 
 @app.command(
     epilog="Examples:   kvlab run quickstart   |   kvlab run zsmerge_error_curves --profile full --jobs 4   "
-    "|   kvlab run morphkv_window_ablation -p documents=my.txt -p windows=8,32"
+    "|   kvlab run morphkv_window_ablation --model qwen2.5-coder-0.5b -p documents=my.txt -p windows=8,32"
 )
 def run(
     experiment: Annotated[str, typer.Argument(help="Name of the experiment, as in `kvlab list experiments`.")],
     profile: Profile = "quick",
+    models: Models = None,
     parameters: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,11 +74,25 @@ def run(
     from kvlab.workbench import ui
     from kvlab.workbench.jobs import driver
 
-    results = driver.run(experiment, profile, options.overrides(parameters or []), jobs, fresh, cluster=cluster)
+    chosen, given = options.models(models or []), options.overrides(parameters or [])
+    if chosen:
+        _refuse_models(experiment, given)
+    results = driver.run(experiment, profile, given, jobs, fresh, cluster=cluster, models=chosen)
     try:
         finish(results)
     finally:
         typer.echo(f"MLflow UI: {ui.told([experiment])}")
+
+
+def _refuse_models(experiment: str, given: Mapping[str, object]) -> None:
+    """Raises KvlabError where --model would say nothing, or something else than -p."""
+    from kvlab.workbench import experiments
+    from kvlab.workbench.experiments import notebooks
+
+    if "model" in given:
+        raise KvlabError("the model is named twice: with --model and with -p model=...")
+    if "model" not in notebooks.parameters_of(experiments.load(experiment).path):
+        raise KvlabError(f"the notebook of {experiment!r} has no parameter 'model', so that --model says nothing")
 
 
 @app.command(

@@ -167,6 +167,25 @@ def test_reproduce_runs_every_experiment_on_every_model(project, capsys, monkeyp
     assert {path.name for path in (project / "report").iterdir()} >= {"model-small.html", "model-large.html"}
 
 
+def test_run_takes_models_as_reproduce_does(project, capsys, monkeypatch):
+    notebook(project / "notebooks" / "toy.ipynb", cell("model = 'small'\nseed = 0", "parameters"))
+    notebook(project / "notebooks" / "none.ipynb", cell("seed = 0", "parameters"))
+    experiment(project, "without", notebook="notebooks/none.ipynb")
+    queued = []
+    monkeypatch.setattr(driver.inputs, "prepare", lambda parameters: None)
+    monkeypatch.setattr(driver.Sweep, "go", lambda sweep: queued.extend(sweep.queue) or [])
+    code, _, _ = call(capsys, "run", EXPERIMENT, "--model", "small,large", "-p", "seed=3")
+    assert code == 0
+    assert [each.parameters for each in queued] == [{"model": "small", "seed": 3}, {"model": "large", "seed": 3}]
+    code, _, err = call(capsys, "run", EXPERIMENT, "--model", "small", "-p", "model=large")
+    assert code == 1 and err == "kvlab: the model is named twice: with --model and with -p model=...\n"
+    code, _, err = call(capsys, "run", "without", "--model", "small")
+    assert (
+        code == 1 and err == "kvlab: the notebook of 'without' has no parameter 'model', so that --model says nothing\n"
+    )
+    assert len(queued) == 2
+
+
 @pytest.mark.parametrize("command", ["reproduce", "report"])
 def test_no_model_at_all_is_one_sentence(project, capsys, command):
     code, _, err = call(capsys, command, "--model", " , ")
