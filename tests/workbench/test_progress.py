@@ -49,10 +49,33 @@ def test_the_estimate_shrinks_with_time_and_with_what_is_done(monkeypatch):
     followed.set(0, "running")
     now[0] += 45
     assert followed.remaining() == 15 + 60 + 60
-    followed.set(0, "finished", seconds=50)
+    followed.set(0, "finished", seconds=60)
     assert followed.remaining() == 120
     followed.set(1, "done earlier")
     assert followed.remaining() == 60
+
+
+@pytest.mark.parametrize("factor", [0.02, 0.5, 3])
+def test_the_estimate_learns_from_the_jobs_that_are_done(monkeypatch, factor):
+    """Another machine, or other load, than when the expected seconds were taken: one job hints at it, many show it."""
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 1000.0)
+    followed = following([100] * 40, workers=1)
+    truth = [100 * factor * left for left in range(39, 19, -1)]
+    errors = []
+    for number in range(20):
+        followed.set(number, "finished", seconds=100 * factor)
+        errors.append(abs(followed.remaining() / truth[number] - 1))
+    at_first = abs(1 / factor - 1)
+    assert 0 < errors[0] < at_first and errors == sorted(errors, reverse=True) and errors[-1] < at_first / 15
+    followed.set(20, "running")
+    assert followed.remaining() == pytest.approx(20 * 100 * factor, rel=1.1 * errors[-1])
+
+
+def test_what_took_no_work_says_nothing_about_the_pace():
+    followed = following([100] * 4, workers=1)
+    for number, state in enumerate(("done earlier", "failed", "killed")):
+        followed.set(number, state, seconds=1)
+    assert followed.remaining() == 100
 
 
 def test_a_log_begins_with_what_lies_ahead():
@@ -64,7 +87,7 @@ def test_a_log_begins_with_what_lies_ahead():
 
 def test_a_table_of_sixteen_jobs_fits_and_says_the_total():
     followed = following([100] * 16, terminal=True)
-    followed.rows[0].state, followed.rows[0].seconds = "finished", 90
+    followed.rows[0].state, followed.rows[0].seconds = "finished", 100
     followed.rows[1].state, followed.rows[1].begun = "running", progress.time.monotonic() - 30
     text = said(followed)
     assert "1 of 16 jobs, about 12 min" in text and text.count("experiment_") == 16

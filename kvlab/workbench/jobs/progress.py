@@ -118,13 +118,27 @@ class Progress:
         known = known or [row.expected for row in self.rows if row.expected]
         return sum(known) / len(known) if known else None
 
+    def _pace(self) -> float:
+        """How long jobs take for each second expected of them. That they take what is expected counts as much as one
+        job does, so that the first that ends does not decide.
+        """
+        known = [(row.seconds, row.expected) for row in self.rows if row.state == "finished" and row.expected]
+        if not known:
+            return 1.0
+        took, expected = (sum(each) for each in zip(*known, strict=True))
+        return (took + expected / len(known)) / (expected + expected / len(known))
+
     def remaining(self) -> float | None:
-        """Estimated seconds to the end; None while nothing is known."""
-        usual = self._usual()
+        """Estimated seconds to the end, at the pace of the jobs that have finished; None while nothing is known."""
+        usual, pace = self._usual(), self._pace()
         if usual is None:
             return None
         left = [
-            max((row.expected or usual) - (time.monotonic() - row.begun if row.state == "running" else 0), 0)
+            max(
+                (row.expected * pace if row.expected else usual)
+                - (time.monotonic() - row.begun if row.state == "running" else 0),
+                0,
+            )
             for row in self.rows
             if row.state in ("waiting", "running")
         ]
