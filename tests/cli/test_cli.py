@@ -13,6 +13,7 @@ from kvlab import papers
 from kvlab.commands import options, stock
 from kvlab.errors import KvlabError
 from kvlab.methods.base import KINDS
+from kvlab.workbench.experiments import Job
 from kvlab.workbench.jobs import driver
 from kvlab.workbench.report import page
 
@@ -143,14 +144,20 @@ def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monke
     assert (project / "report" / "claims.csv").exists()
 
 
-def test_reproduce_runs_every_experiment_on_every_model(project, capsys, monkeypatch):
-    """Once where a notebook takes no model; the ledger then shows the models side by side."""
+def two_experiments(project, monkeypatch) -> list[Job]:
+    """One whose notebook takes a model, and one whose takes none. Their jobs are put into the list, and not run."""
     notebook(project / "notebooks" / "toy.ipynb", cell("model = 'small'\nseed = 0", "parameters"))
     notebook(project / "notebooks" / "none.ipynb", cell("seed = 0", "parameters"))
     experiment(project, "without", notebook="notebooks/none.ipynb")
-    queued = []
+    queued: list[Job] = []
     monkeypatch.setattr(driver.inputs, "prepare", lambda parameters: None)
     monkeypatch.setattr(driver.Sweep, "go", lambda sweep: queued.extend(sweep.queue) or [])
+    return queued
+
+
+def test_reproduce_runs_every_experiment_on_every_model(project, capsys, monkeypatch):
+    """Once where a notebook takes no model; the ledger then shows the models side by side."""
+    queued = two_experiments(project, monkeypatch)
     job(0.3, model="small", parameters=135_000_000)
     job(0.6, model="large", parameters=8_000_000_000)
     (project / "folder").mkdir()
@@ -168,12 +175,7 @@ def test_reproduce_runs_every_experiment_on_every_model(project, capsys, monkeyp
 
 
 def test_run_takes_models_as_reproduce_does(project, capsys, monkeypatch):
-    notebook(project / "notebooks" / "toy.ipynb", cell("model = 'small'\nseed = 0", "parameters"))
-    notebook(project / "notebooks" / "none.ipynb", cell("seed = 0", "parameters"))
-    experiment(project, "without", notebook="notebooks/none.ipynb")
-    queued = []
-    monkeypatch.setattr(driver.inputs, "prepare", lambda parameters: None)
-    monkeypatch.setattr(driver.Sweep, "go", lambda sweep: queued.extend(sweep.queue) or [])
+    queued = two_experiments(project, monkeypatch)
     code, _, _ = call(capsys, "run", EXPERIMENT, "--model", "small,large", "-p", "seed=3")
     assert code == 0
     assert [each.parameters for each in queued] == [{"model": "small", "seed": 3}, {"model": "large", "seed": 3}]
