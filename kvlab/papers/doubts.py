@@ -44,7 +44,14 @@ class Doubt:
         """Half of the interval's width: a larger effect would have been seen."""
         return (self.high - self.low) / 2
 
+    @property
+    def flat(self) -> bool:
+        """Whether all repetitions gave the same, exactly where the test turns."""
+        return self.low == self.high
+
     def __str__(self) -> str:
+        if self.flat:
+            return f"{self.metric} is {self.turn:.4g} in every repetition"
         return f"the interval [{self.low:.4g}, {self.high:.4g}] of {self.metric} contains {self.turn:.4g}"
 
 
@@ -58,6 +65,15 @@ def ends(name: str, value_of: Lookup) -> tuple[float, float]:
     except KeyError:
         value = value_of(name)
         return value, value
+
+
+def spread(name: str, value_of: Lookup) -> bool:
+    """Whether a metric was logged with an interval, if only one without width: several repetitions that were alike."""
+    try:
+        value_of(f"{name}/low")
+    except KeyError:
+        return False
+    return True
 
 
 def against(name: str, other: str | None, value_of: Lookup, factor: float = 1.0) -> tuple[float, float]:

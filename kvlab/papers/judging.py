@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from kvlab.papers.claim import DIRECTION, FAILS, FULL_ONLY, HOLDS, UNDECIDED, UNMEASURED, Claim, Verdict
-from kvlab.papers.doubts import Doubt, Lookup, Standing, ends
+from kvlab.papers.doubts import Doubt, Lookup, Standing, ends, spread
 
 GENRE = "genre"  # METRIC/genre/GENRE is the mean of a metric over the documents of one genre
 CHANCE = ("finding", "control", "timing")
@@ -22,10 +22,11 @@ def judge(
 
     metrics: name -> value; intervals: name -> (low, high), else taken from the metrics NAME/low and NAME/high. A number
     that is not finite counts as missing. Where an interval contains the point at which the direction turns, the verdict
-    is "undecided". Without an interval it rests on the value, and says so; a timing is undecided then. What is
-    recomputed either holds or fails. Where what a claim is `provided` with is not given, it is "not measured"; so it is
-    where numbers are missing, and of a claim that only the full profile measures the comparison says so. Of other
-    numbers that a run left out, the comparison gives the reason that the claim knows (`lacking`).
+    is "undecided", and so it is where two sides were equal in all repetitions. Without an interval it rests on the
+    value, and says so; a timing is undecided then. What is recomputed either holds or fails. Where what a claim is
+    `provided` with is not given, it is "not measured"; so it is where numbers are missing, and of a claim that only the
+    full profile measures the comparison says so. Of other numbers that a run left out, the comparison gives the reason
+    that the claim knows (`lacking`).
     """
     ranges = {
         f"{name}/{end}": number
@@ -99,15 +100,15 @@ def _alone(claim: Claim, value_of: Lookup) -> str:
     bare = [name for name in own if len(set(ends(name, value_of))) == 1]
     if not bare:
         return ""
-    try:
-        value_of(f"{bare[0]}/low")
-    except KeyError:
+    if not spread(bare[0], value_of):
         return f"{_listed(bare)} {'has' if len(bare) == 1 else 'have'} no interval"
     return f"the interval of {_listed(bare)} has no width, as of one repetition or of equal ones"
 
 
 def _power(claim: Claim, doubts: list[Doubt]) -> tuple[Literal["", "seen", "not seen"], str]:
     """Whether an effect as large as the paper's would have been seen; else which would."""
+    if all(doubt.flat for doubt in doubts):
+        return "", "So there was no room for a difference, as where nothing is lost on either side."
     own = next((doubt for doubt in doubts if doubt.metric == claim.metric and doubt.fixed), None)
     if own is None or claim.paper_value is None or not claim.comparable:
         return "", f"From there, effects of more than {doubts[0].half:.3g} would have been seen."

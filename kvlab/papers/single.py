@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvlab.papers.doubts import Doubt, Judged, Lookup, Standing, against
+from kvlab.papers.doubts import Doubt, Judged, Lookup, Standing, against, spread
 
 Reference = float | str
 
@@ -169,9 +169,14 @@ class _Turning(Test):
         other = than if isinstance(than, str) else None
         low, high = against(name, other, value_of, getattr(self, "factor", 1.0))
         inside = low <= turn <= high if not self._at else self._passes(low, turn) is not self._passes(high, turn)
+        doubt = Doubt(name, low, high, turn, fixed=other is None)
+        # Two sides that are equal throughout, as where both find everything: there was no room for one to be ahead.
+        two = other is not None or turn == 0
+        if two and low == high == turn and not self._at and spread(name, value_of):
+            return Standing.OPEN, [doubt]
         if low == high or not inside:
             return super().standing(own, value_of, paper_value)
-        return Standing.OPEN, [Doubt(name, low, high, turn, fixed=other is None)]
+        return Standing.OPEN, [doubt]
 
 
 class _Comparison(_Turning):

@@ -247,6 +247,8 @@ def test_every_claim_can_fail_and_says_so(entry):
     verdicts = set()
     for value, others, slope in itertools.product(numbers, numbers, slopes):
         found = dict.fromkeys(entry.metrics, others) | {entry.metric: value} | slope
+        ends = {f"{entry.metric}/{end}": value for end in ("low", "high")}
+        found |= {name: end for name, end in ends.items() if name in entry.metrics}
         if entry.kind == "timing":
             found |= {
                 f"{name}/{end}": found[name] + by for name in [*found] for end, by in (("low", -0.1), ("high", 0.1))

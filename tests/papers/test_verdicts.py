@@ -126,6 +126,29 @@ def test_too_few_documents_for_an_interval_are_said(value, interval, told):
 
 
 @pytest.mark.parametrize(
+    ("direction", "numbers", "state"),
+    [
+        ({"kind": "greater", "than": 0.0}, {"m": (0.0, 0.0)}, "undecided"),
+        ({"kind": "less", "than": 0.0}, {"m": (0.0, 0.0)}, "undecided"),
+        ({"kind": "greater", "than": "n"}, {"m": (1.0, 1.0), "n": (1.0, 1.0)}, "undecided"),
+        ({"kind": "at_least", "value": 0.0}, {"m": (0.0, 0.0)}, "holds"),
+        ({"kind": "greater", "than": 0.0}, {"m": (-0.1, -0.1)}, "fails"),
+        ({"kind": "greater", "than": 7.0}, {"m": (7.0, 7.0)}, "fails"),  # no comparison of two sides
+        ({"kind": "greater", "than": 0.0}, {"m": None}, "fails"),  # one number, no repetitions
+    ],
+)
+def test_where_all_examples_are_alike_neither_side_could_be_ahead(direction, numbers, state):
+    """As where every policy finds every needle: that one finds no more than another says nothing against it."""
+    values = {name: ends[0] if ends else 0.0 for name, ends in numbers.items()}
+    intervals = {name: ends for name, ends in numbers.items() if ends}
+    verdict = judge(claim(direction=direction, size=direction, paper_value=None), values, intervals)
+    assert verdict.verdict == state
+    if state == "undecided":
+        assert "in every repetition" in verdict.why and "no room for a difference" in verdict.why
+        assert "would have been seen" not in verdict.why and not verdict.power
+
+
+@pytest.mark.parametrize(
     ("kind", "first", "second", "verdict"),
     [
         ("all_of", (0.5, 0.7), (0.1, 0.3), "holds"),

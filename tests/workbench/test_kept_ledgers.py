@@ -86,7 +86,7 @@ def test_the_readme_counts_what_is_kept():
     )
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-coder-0.5b", "gemma-3-270m"])
+@pytest.mark.parametrize("model", ["qwen2.5-coder-0.5b", "gemma-3-270m", "qwen2.5-coder-1.5b"])
 def test_the_readme_tells_of_the_other_models(model):
     counted = Tally.of(kept.read(KEPT / f"{model}.csv")).findings
     flat = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
