@@ -60,11 +60,9 @@ Judged = tuple[Standing, list[Doubt]]
 
 def ends(name: str, value_of: Lookup) -> tuple[float, float]:
     """The interval of a metric; the value twice if it has none."""
-    try:
+    if spread(name, value_of):
         return value_of(f"{name}/low"), value_of(f"{name}/high")
-    except KeyError:
-        value = value_of(name)
-        return value, value
+    return value_of(name), value_of(name)
 
 
 def spread(name: str, value_of: Lookup) -> bool:

@@ -79,7 +79,8 @@ def signal(found: Tried, settings: Alone, exchanges: int = 999, seed: int = 0) -
         exchanged = [_mean_over_spread(changes * sign) for sign in signs]
         rows.append(_row("alone_heads", _mean_over_spread(changes), exchanged))
     cell, costs = evidence.cells_of(found, settings)[0], found.risk.reshape(len(found.names), -1)
-    if any(np.ptp(costs[cell == name], 0).any() for name in np.unique(cell)) and len(np.unique(cell)) > 1:
+    names = np.unique(cell)
+    if len(names) > 1 and any(np.ptp(costs[cell == name], 0).any() for name in names):
         exchanged = [_between_over_within(costs, rng.permutation(cell)) for _ in range(exchanges)]
         rows.append(_row("alone_risk", _between_over_within(costs, cell), exchanged))
     findings = Findings(pd.DataFrame(rows, columns=["question", "f", "p"]))

@@ -80,9 +80,9 @@ def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
     for entry in judged:
         if entry.measured:
             shown.setdefault(source(entry), Evidence.of(entry)).entries.append(entry)
-    connection = database.client() if any(item.run for item in shown.values()) else None
     for item in shown.values():
-        if item.run and connection:
+        if item.run:
+            connection = database.client()
             item.pictures = {picture.name: picture for picture in _pictures(connection, item.run)}
             item.stories = stories(connection, item.run)
     _add_kept_stories([item for item in shown.values() if item.kept])
