@@ -261,6 +261,21 @@ def test_scores_and_attention_are_not_compared_by_size():
             assert not entry.comparable, entry.id
 
 
+def test_where_another_measure_stands_in_the_direction_alone_is_tested():
+    """That the error of the attention output moves as scores do in the paper says nothing of how far scores move."""
+    where = {"metric": "m", "paper_value": None, "size": {"kind": "clearly_greater", "than": 0.0}}
+    numbers = {"m": 0.6}, {"m": (0.5, 0.7)}
+    found = judge(claim(**where, stands_in="output error, for scores on RULER"), *numbers)
+    assert found.verdict == "holds in direction only"
+    assert "Size not compared: output error, for scores on RULER" in found.why
+    assert judge(claim(**where), *numbers).verdict == "holds"
+    own = claim(stands_in="the smallest error, for the best score")
+    assert judge(own, *numbers).verdict == "holds", "a printed number of the same unit is compared"
+    check = claim(**where, kind="identity", stands_in="output error, for scores on RULER")
+    assert judge(check, *numbers).verdict == "holds"
+    assert judge(claim(**where, stands_in="output error"), {"m": -0.6}, {"m": (-0.7, -0.5)}).verdict == "fails"
+
+
 # ---------------------------------------------------------------- 7: timings
 
 
