@@ -31,6 +31,7 @@ class Claim(BaseModel):
     finding names the finding that this claim is part of: findings of the same two contenders on the same texts, by
     other measures or at other budgets, share a name and count once.
     stands_in says which measure replaces the paper's own where that cannot be taken here; empty where it is the same.
+    A finding whose paper prints no number in the unit of that measure tests the direction alone.
     untested says, of a claim that no experiment here can measure, why not and what would test it.
     figure is the name under which the experiment keeps the picture that shows it.
     profile is the least profile of the experiment that measures it.
@@ -99,6 +100,11 @@ class Claim(BaseModel):
     def comparable(self) -> bool:
         """Whether our number may be set beside the paper's: they have the same unit."""
         return not isinstance(self.size, NotCompared)
+
+    @property
+    def direction_alone(self) -> bool:
+        """Whether another measure stands in, so that how far it moves says nothing of how far the paper's does."""
+        return self.kind == "finding" and bool(self.stands_in) and self.paper_value is None
 
     @property
     def fact(self) -> tuple[str, str]:

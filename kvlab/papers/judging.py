@@ -82,6 +82,9 @@ def _decided(
         missed = "missed" if claim.comparable else "not compared"
         why = f"Direction met: {direction}. Size {missed}: {size}.{remark}"
         return told(verdict=DIRECTION, why=why)
+    if claim.direction_alone:
+        why = f"Direction met: {direction}. Size not compared: {claim.stands_in}.{remark}"
+        return told(verdict=DIRECTION, why=why)
     also = "" if size == direction else f" Size met: {size}."
     return told(verdict=HOLDS, why=f"Direction met: {direction}.{also}{remark}")
 
