@@ -1,4 +1,4 @@
-"""DapQ's figure 2 over context lengths, on a tiny model: the same texts cut at several lengths, counted again by hand."""
+"""DapQ's figure 2 over context lengths, on a tiny model: the same texts at several lengths, counted again by hand."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from support.spread import students
 from support.texts import FERRY
 
 from kvlab import papers
-from kvlab.analyses.dapq import contexts, position
+from kvlab.analyses.dapq import contexts, position, story
 from kvlab.errors import KvlabError
 
-LENGTHS, TRIALS, N = (120, 240, 360), 2, 8
+LENGTHS, TRIALS, N = (120, 200, 290), 2, 8
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,13 @@ def found(reader, texts):
 def test_every_text_has_a_curve_at_every_length(found):
     curves = found.table.groupby(["document", "context"], sort=False)["offset"]
     assert len(curves) == 2 * len(LENGTHS)
-    assert set(found.table["context"]) == {"100", "200", "400"}
+    assert set(found.table["context"]) == {"100", "200", "300"}
     for (_, context), offsets in curves:
-        assert offsets.min() == 0 and abs(offsets.max() - {"100": 120, "200": 240, "400": 360}[context]) < 24
+        assert offsets.min() == 0 and abs(offsets.max() - {"100": 120, "200": 200, "300": 290}[context]) < 24
 
 
 def test_a_curve_is_figure_2bs_of_that_prompt(reader, texts, found):
-    (trace,) = position.of_length(reader, texts[:1], 240, N)
+    (trace,) = position.of_length(reader, texts[:1], 200, N)
     alone = position.figure_2b(reader, [trace], 4, N).table
     curve = found.table.query("context == '200' and document == @position.plain_name(@trace)")
     assert curve["similarity"].tolist() == pytest.approx(alone["similarity"].tolist(), abs=1e-5)
@@ -47,10 +47,10 @@ def test_a_curve_is_figure_2bs_of_that_prompt(reader, texts, found):
 def test_lengths_are_compared_text_by_text(found):
     ends = found.table.sort_values("offset").groupby(["context", "document"])["similarity"].agg(["first", "last"])
     drops = (ends["first"] - ends["last"]).unstack("context")
-    more = drops["400"] - drops["100"]
+    more = drops["300"] - drops["100"]
     assert found.metrics["contexts/longest_decays_more"] == pytest.approx(more.mean(), abs=1e-6)
     assert found.intervals["contexts/longest_decays_more"] == pytest.approx(students(more), rel=1e-3, abs=1e-5)
-    for end, name in (("shortest", "100"), ("longest", "400")):
+    for end, name in (("shortest", "100"), ("longest", "300")):
         assert found.metrics[f"contexts/drop/{end}"] == found.metrics[f"contexts/drop/{name}"]
         assert found.metrics[f"contexts/gap/{end}"] == found.metrics[f"contexts/gap/{name}"]
     assert found.metrics["contexts/drop/200"] == pytest.approx(drops["200"].mean(), abs=1e-6)
@@ -67,3 +67,12 @@ def test_the_claims_read_what_is_measured(found):
     # The middle length has the paper's name.
     assert read and {m.replace("4k", "200") for m in read} <= names
     assert all(c.profile == "full" for c in papers.claims(paper="dapq") if c.metric.startswith("contexts/"))
+
+
+def test_the_story_names_the_ends_and_follows_the_numbers(found):
+    told = " ".join(story.over_lengths(found))
+    more = found.row(contexts.LONGEST_DECAYS_MORE)
+    assert "On 2 texts" in told and "from 100 to 300" in told
+    clear = more.low > 0 or more.high < 0
+    assert ("does not clearly grow" in told) != clear
+    assert story.over_lengths(None) == ["Contexts from 2k to 8k tokens are compared in the full profile only."]

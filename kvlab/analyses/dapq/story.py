@@ -6,8 +6,9 @@ from typing import Any
 
 from kvlab import papers
 from kvlab.analyses import telling
-from kvlab.analyses.dapq import control, position, pseudo, recall
+from kvlab.analyses.dapq import contexts, control, position, pseudo, recall
 from kvlab.analyses.dapq import printed as tables
+from kvlab.analyses.dapq.contexts import Contexts
 from kvlab.analyses.findings import Findings
 
 SIMILARITY = "similarity"
@@ -65,6 +66,30 @@ def figure_2b(findings: Findings) -> list[str]:
         "position to position 0 is "
         + telling.side(longer, above="larger, as the paper says.", below="smaller.", undecided="not clearly larger."),
         "Whether the first tokens of that fall are what SnapKV's window loses is asked by the next figure.",
+    ]
+
+
+def over_lengths(findings: Contexts | None) -> list[str]:
+    """Figure 2 at several lengths; None where they were not measured."""
+    if findings is None:
+        return ["Contexts from 2k to 8k tokens are compared in the full profile only."]
+    ends = findings.ends
+    gap, shortest = (findings.row(contexts.VALUE, measure="gap", context=end) for end in ("longest", "shortest"))
+    more = findings.row(contexts.LONGEST_DECAYS_MORE)
+    ranks = [row.value for row in findings.of(contexts.VALUE, measure="spearman")]
+    texts = len(set(findings.cells["document"]))
+    return [
+        f"On {texts} texts, random content at the right position is ahead of the true content at random positions by "
+        f"{telling.number(shortest)} at {ends['shortest']} tokens and by {telling.number(gap)} at {ends['longest']}.",
+        f"The mean rank correlation of offset and similarity lies between {min(ranks):.3f} and {max(ranks):.3f} at all "
+        f"lengths, and from {ends['shortest']} to {ends['longest']} the loss from the right position to position 0 "
+        + telling.side(
+            more,
+            above=f"grows, by {telling.number(more)}, as the paper says.",
+            below=f"shrinks, by {telling.number(more)}.",
+            undecided=f"does not clearly grow ({telling.number(more)}).",
+        ),
+        "A fall that is steeper in all says nothing yet of its first 32 tokens, which are SnapKV's.",
     ]
 
 
