@@ -27,6 +27,7 @@ from kvlab import papers
 from kvlab.analyses.rocketkv import budgets, lengths, printed
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
+from kvlab.papers.judging import judge
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 
@@ -49,6 +50,15 @@ def found(traces):
 def longer():
     """Small traces with the queries of all tokens."""
     return lengths.leads([random_trace(seed, 500, 8) for seed in (3, 5)], steps=12)
+
+
+def test_the_largest_compression_says_whether_rivals_are_judged_where_the_paper_does(found):
+    assert found.metrics["compression/tightest"] == max(WANTED)
+    for method in ("quest", "sparq"):
+        (claim,) = [c for c in papers.claims(paper="rocketkv") if c.id == f"rocketkv.section4_2.{method}_fails"]
+        numbers = dict.fromkeys(claim.metrics, 1.5) | {f"{claim.metric}/low": 1.4, f"{claim.metric}/high": 1.6}
+        assert judge(claim, numbers | {"compression/tightest": 16.0}).verdict == "not measured"
+        assert judge(claim, numbers | {"compression/tightest": 62.5}).verdict == "holds in direction only"
 
 
 def test_snapkv_gets_what_the_response_leaves_shared_by_the_group(traces):

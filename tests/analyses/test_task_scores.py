@@ -334,11 +334,25 @@ def test_variants_are_their_policies_with_one_setting_changed(lm, needle):
     assert filled.model_dump() == padded.model_dump()
     assert question.model_dump() == kvlab.policy("zsmerge", budget=64, residual=2, window=16).model_dump()
     assert not set(wanted) & set(kvlab.policies())
+    (spending,) = contenders.by_name({"quest_spending": [64]})
+    assert spending.model_dump() == kvlab.policy("quest", budget=64, page=1, last="cut").model_dump()
 
     plain = pooled.replace(kernel=1), kvlab.policy("dapq", budget=64)
     same, as_published, other = scores.passes(lm, needle, [(method, "prompt") for method in (*plain, pooled)])
     assert same["nll"] == pytest.approx(as_published["nll"], abs=1e-4)
     assert other["nll"] != pytest.approx(as_published["nll"], abs=1e-3)
+
+
+def test_rivals_at_tiny_budgets_are_those_of_rocketkvs_budgets(lm, needle):
+    """SparQ's rank is rounded to what the paper's setting implies, instead of falling to 1."""
+    budget, (rounded,) = 40, contenders.by_name({"sparq_rounded": [40]})
+    length = evaluation.feed(lm, needle.example, "prompt").ids.shape[-1] + examples.NEW_TOKENS
+    rank = round(lm.model.config.head_dim * budget / length)
+    assert rank > max(1, lm.model.config.head_dim * budget // length), "a budget at which rounding shows"
+    as_given = kvlab.policy("sparq", budget=budget, rank=rank), kvlab.policy("sparq", budget=budget)
+    found, same, other = scores.passes(lm, needle, [(method, "prompt") for method in (rounded, *as_given)])
+    assert found["nll"] == pytest.approx(same["nll"], abs=1e-5)
+    assert found["nll"] != pytest.approx(other["nll"], abs=1e-4)
 
 
 def test_scores_losses_and_what_is_retained():

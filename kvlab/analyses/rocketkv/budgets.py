@@ -54,6 +54,7 @@ AT_TIGHTEST = "{measure}/{method}/tightest"
 GAIN_AT_TIGHTEST = "gain/{measure}/{better}_over_{other}/tightest"
 """Effects at the largest compression have these names, too, since it depends on the prompts' length."""
 SHORTFALL = "shortfall/{method}"
+TIGHTEST = "compression/tightest"
 FINDING = "finding/{measure}"
 AT_A_QUARTER = "at_a_quarter/{measure}"
 FIRST_LAYERS = "first_layers/{measure}"
@@ -178,7 +179,8 @@ def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, hea
         `shortfall/snapkv`, at what share of the compressions SnapKV has no room; `finding/mass_lost`, what share of the
         best rival's loss at the largest compression Exact-TopK does not have; `at_a_quarter/mass_lost`, the loss of the
         best rival at a quarter of that compression less Exact-TopK's at all of it; `first_layers/mass_lost`,
-        RocketKV's loss in the first two layers less that in the others, at the largest compression.
+        RocketKV's loss in the first two layers less that in the others, at the largest compression;
+        `compression/tightest`, which one that is.
 
     Raises:
         KvlabError: a trace without a response.
@@ -203,6 +205,7 @@ def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, hea
     by_compression = findings.table.groupby("compression")["method"].unique()
     lacking = [compression for compression, methods in by_compression.items() if "snapkv" not in methods]
     findings.set(SHORTFALL, len(lacking) / len(by_compression), method="snapkv")
+    findings.set(TIGHTEST, max(tried))
     return findings
 
 

@@ -25,6 +25,7 @@ PAIRS = (
         for other in ("snapkv", "pyramidkv", "h2o", "streamingllm", "zigzagkv", "dynamickv")
     ),
     *(("rocketkv", other) for other in ("snapkv", "quest", "sparq", "duoattention", "hybrid", "exact_topk")),
+    *(("rocketkv", other) for other in ("quest_spending", "sparq_rounded")),
     *(("hybrid", other) for other in ("quest", "sparq")),
     *(("exact_topk", other) for other in ("snapkv", "quest", "sparq", "duoattention")),
     ("zsmerge", "h2o"),
@@ -70,8 +71,8 @@ CLAIMED = {
         ),
         *(("needle", "hybrid", other, (128,)) for other in ("quest", "sparq")),
         *(
-            ("tiny_needle", "rocketkv", other, (64, 32))
-            for other in ("snapkv", "quest", "sparq", "duoattention", "hybrid", "exact_topk")
+            ("tiny_needle", "rocketkv", other, (128, 64))
+            for other in ("snapkv", "quest_spending", "sparq_rounded", "duoattention", "hybrid", "exact_topk")
         ),
     ),
     "MorphKV, figures 10 and 11": (

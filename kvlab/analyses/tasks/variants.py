@@ -5,18 +5,22 @@ They have names of their own in results, but are not policies of the package.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.core.store import LayerStore
 from kvlab.methods import Policy
 from kvlab.methods.base import Kernel
 from kvlab.methods.compilerkv import CompilerKV
 from kvlab.methods.dapq import DapQ
 from kvlab.methods.prompt import Prompt
+from kvlab.methods.quest import Quest
 from kvlab.methods.snapkv import SnapKV
+from kvlab.methods.sparq import SparQ
 from kvlab.methods.zsmerge import ZSMerge
 
 
@@ -64,6 +68,32 @@ class FilledCompilerKV(CompilerKV):
     pad: Literal["none", "budget"] = "budget"
 
 
+class SpendingQuest(Quest):
+    """Quest with the setting of RocketKV's comparison: it reads the first entries of the page that no longer fits."""
+
+    name: ClassVar[str] = "quest_spending"
+    summary: ClassVar[str] = "Quest that spends its budget"
+
+    page: Annotated[int, Field(ge=1)] = 1
+    last: Literal["whole", "cut"] = "cut"
+
+
+class RoundedSparQ(SparQ):
+    """SparQ whose d / c dimensions are rounded to the nearest number, as the large d of the papers' models allows.
+
+    2 of 128 dimensions at a compression of 64 would be the one of 64 at 32 that is left when fractions are cut off.
+    """
+
+    name: ClassVar[str] = "sparq_rounded"
+    summary: ClassVar[str] = "SparQ with a rounded number of dimensions"
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        budget, length = self.entries(prompt.length), prompt.length + prompt.max_new_tokens
+        rank = min(store.head_dim, max(1, round(store.head_dim * budget / length)))
+        SparQ(budget=self.budget, rank=rank).compress(store, prompt)
+
+
 VARIANTS: dict[str, type[Policy]] = {
-    variant.name: variant for variant in (UnpooledSnapKV, PooledDapQ, QuestionZSMerge, FilledCompilerKV)
+    variant.name: variant
+    for variant in (UnpooledSnapKV, PooledDapQ, QuestionZSMerge, FilledCompilerKV, SpendingQuest, RoundedSparQ)
 }
