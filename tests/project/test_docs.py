@@ -22,6 +22,7 @@ import kvlab
 from kvlab import cli, papers
 from kvlab.inputs import models
 from kvlab.inputs.models import loading
+from kvlab.workbench.report import kept
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Made by `kvlab pages`.
@@ -71,6 +72,21 @@ def test_disagreements_name_claims_that_there_are():
     for page in DISAGREEMENTS:
         named = re.findall(rf"`({page.stem}\.[\w.]+)`", page.read_text(encoding="utf-8"))
         assert named and set(named) <= known, (page.name, set(named) - known)
+
+
+@pytest.mark.parametrize("page", DISAGREEMENTS, ids=lambda page: page.stem)
+def test_disagreements_explain_every_finding_that_fails(page):
+    """On the default model, by its most thorough profile; `NAME*` stands for all claims that begin so."""
+    named = re.findall(rf"`({page.stem}\.[\w.]+\*?)`", page.read_text(encoding="utf-8"))
+    starts = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
+    failing = [
+        line
+        for line in kept.read(ROOT / "docs" / "ledger" / "smollm2-135m.csv")
+        if line.claim.paper == page.stem and line.claim.kind == "finding" and line.verdict.verdict == "fails"
+    ]
+    findings = {line.claim.fact[1] for line in failing}
+    told = {line.claim.fact[1] for line in failing if line.claim.id in named or line.claim.id.startswith(starts or "?")}
+    assert findings == told
 
 
 @pytest.mark.parametrize("page", PAGES + METHODS + DISAGREEMENTS, ids=lambda page: page.name)
