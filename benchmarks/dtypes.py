@@ -6,8 +6,8 @@ python benchmarks/dtypes.py --model smollm2-135m --model qwen2.5-coder-0.5b --do
 
 Times are CPU time of one thread, taken in turns, in alternating order, on random token ids and transformers' cache;
 each ratio is the median over rounds of the ratio within one round. What policies lose is measured on presidential
-messages: `mass_lost` in a replay, in which both types are fed the response of float32, and `kl` of `kvlab.fidelity`,
-each against its own full cache.
+messages: `mass_lost` in a replay and `kl` of `kvlab.fidelity`, each against its own full cache; both types are fed the
+response of float32, since a type's own one may be another text.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def losses(lms: dict[str, LM], tokens: int, budget: int, documents: int, new_tok
             summary = kvlab.replay(trace, policies, progress=False).summary
             for one, lost in zip(policies, summary["mass_lost"], strict=True):
                 found[one.name, "mass_lost", kind].append(lost)
-                found[one.name, "kl", kind].append(kvlab.fidelity(lm, one, ids, new_tokens).summary["kl"])
+                found[one.name, "kl", kind].append(kvlab.fidelity(lm, one, ids, response=response).summary["kl"])
     return found
 
 

@@ -98,6 +98,8 @@ def fidelity(
     new_tokens: int = 64,
     chat: str | bool = "auto",
     storage: str | Storage = "as_is",
+    *,
+    response: Sequence[int] | Tensor | None = None,
 ) -> Fidelity:
     """Teacher-force the full model's greedy continuation through a compressed cache.
 
@@ -110,13 +112,22 @@ def fidelity(
         new_tokens: length of the continuation, 2 or more.
         chat: as `kvlab.capture` takes it.
         storage: as `kvlab.compress` takes it.
+        response: ids that are fed in place of the full model's own continuation, of one document; `new_tokens` is their
+            number then. Two models, or two types of one, are compared on the same response: their own ones are
+            different texts, and some are easier to follow than others.
 
     Raises:
-        KvlabError: as `kvlab.capture` and `kvlab.compress`.
+        KvlabError: as `kvlab.capture` and `kvlab.compress`; a response of fewer than two tokens, or for several
+            documents.
     """
     import pandas as pd
 
     lm, tested, form = lm_of(lm), policy(policy_or_name), stored_as(storage)
+    given = None if response is None else torch.as_tensor(response).cpu()
+    if given is not None:
+        if several(documents):
+            raise KvlabError("a response goes on from one document; ask for each document with its own")
+        new_tokens = given.numel()
     if whole("new_tokens", new_tokens) < 2:
         raise KvlabError(f"new_tokens={new_tokens}: the first token comes before any compression, so two are needed")
     many = [prompt_ids(lm, each, chat) for each in (documents if several(documents) else [documents])]
@@ -124,13 +135,13 @@ def fidelity(
     frames = []
     with bars.layers(layers_of(lm.model), total, "fidelity"):
         for ids, name in many:
-            full, response = _run(lm, ids, new_tokens, nullcontext())
+            full, followed = _run(lm, ids, new_tokens, nullcontext(), forced=given)
             options: dict[str, Any] = dict(tokenizer=lm.tokenizer, max_new_tokens=new_tokens, storage=form)
             session = compress(lm.model, tested, **options)
-            compressed, _ = _run(lm, ids, new_tokens, session, forced=response)
+            compressed, _ = _run(lm, ids, new_tokens, session, forced=followed)
             values = {
-                "nll": F.cross_entropy(compressed, response, reduction="none"),
-                "nll_full": F.cross_entropy(full, response, reduction="none"),
+                "nll": F.cross_entropy(compressed, followed, reduction="none"),
+                "nll_full": F.cross_entropy(full, followed, reduction="none"),
                 "kl": _divergence(full, compressed),
                 "agreement": (compressed.argmax(-1) == full.argmax(-1)).float(),
             }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import pandas
 import pytest
 import torch
+from support.refusals import one_sentence
 from support.tensors import sets
 
 import kvlab
@@ -44,6 +46,28 @@ def test_nll_is_that_of_the_models_own_forward_pass(tiny, ids):
     # The first token is predicted before anything is compressed.
     first = found.table[(found.table["measure"] == "kl") & (found.table["step"] == 1)]["value"]
     assert first.item() == pytest.approx(0, abs=1e-6) and found.summary["kl"] > 1e-4
+
+
+def test_a_given_response_is_followed_instead_of_the_models_own(tiny, ids):
+    """Its own greedy response, given, changes nothing; another text is told by one forward pass over it."""
+    lm, one = tiny("tiny-llama-gqa"), kvlab.policy("random", budget=20)
+    own = kvlab.capture(lm, ids, 10, pseudo=()).ids[60:]
+    greedy = fidelity(lm, one, ids, new_tokens=10).table
+    pandas.testing.assert_frame_equal(fidelity(lm, one, ids, response=own).table, greedy)
+    other = own.roll(3).tolist()
+    found = fidelity(lm, one, ids, new_tokens=2, response=other).table
+    with torch.inference_mode():
+        logits = lm.model(torch.tensor([ids + other])).logits[0, 59:-1]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(other), reduction="none")
+    assert found[found["measure"] == "nll_full"]["value"].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_response_is_of_one_document_and_has_two_tokens(tiny, ids):
+    lm = tiny("tiny-llama-gqa")
+    with one_sentence("a response goes on from one document"):
+        fidelity(lm, "full", [ids, ids[5:]], response=[3, 4, 5])
+    with one_sentence("two are needed"):
+        fidelity(lm, "full", ids, response=[3])
 
 
 def test_several_documents_have_an_interval(tiny, ids):
