@@ -3,6 +3,10 @@
 \b
 python benchmarks/dtypes.py
 python benchmarks/dtypes.py --model smollm2-135m --model qwen2.5-coder-0.5b --documents 0
+python benchmarks/dtypes.py --verdicts rocketkv_design --verdicts zsmerge_error_curves
+
+With --verdicts the quick profile of each experiment is run in this process with each type, and nothing else is measured:
+how many of its claims get another verdict, and how far do their numbers move beside the width of their intervals?
 
 Times are CPU time of one thread, taken in turns, in alternating order, on random token ids and transformers' cache;
 each ratio is the median over rounds of the ratio within one round. What policies lose is measured on presidential
@@ -13,8 +17,11 @@ response of float32, since a type's own one may be another text.
 from __future__ import annotations
 
 import statistics
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+from unittest import mock
 
+import matplotlib.pyplot as plt
 import torch
 import typer
 from common import bar, in_a_sentence, prefill, prompt, run
@@ -23,10 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 import kvlab
+from kvlab import papers
 from kvlab.analyses.dapq.position import ids_of
 from kvlab.bench import clock
 from kvlab.inputs.corpus import documents_between
 from kvlab.inputs.models import LM, load
+from kvlab.workbench import experiments
+from kvlab.workbench.experiments import notebooks
+from kvlab.workbench.store import tracking
 
 TYPES = ("float32", "bfloat16")
 POLICIES = ["streamingllm", "snapkv", "h2o", "dapq"]
@@ -108,6 +119,68 @@ def shown_losses(found: dict[tuple, list[float]], title: str) -> Table:
     return table
 
 
+class Log:
+    """What a notebook logs, as `tracking.Run` takes it: metrics and intervals alone."""
+
+    def __init__(self):
+        self.metrics: dict[str, float] = {}
+        self.intervals: dict[str, tuple[float, float]] = {}
+
+    def log(self, metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]] | None = None) -> None:
+        self.metrics |= metrics
+        self.intervals |= intervals or {}
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def logged(experiment: str, lm: LM) -> Log:
+    """What the cells of an experiment's notebook log by the quick profile, run on a model at hand."""
+    (job,) = experiments.jobs(experiment)
+    log, names = Log(), {"display": lambda *_: None}
+    with mock.patch.object(tracking, "start", lambda *_, **__: log), mock.patch.object(kvlab, "load", lambda *_: lm):
+        for cell in notebooks.cells(job.notebook):
+            if cell["cell_type"] == "code":
+                exec(compile(notebooks.source(cell), f"<{experiment}>", "exec"), names)
+                plt.close("all")
+    return log
+
+
+def verdicts(lms: dict[str, LM], experiment: str) -> list[dict[str, Any]]:
+    """Of each claim that samples decide: the verdict by type, and the shift of its number in widths of its interval."""
+    logs = {kind: logged(experiment, lm) for kind, lm in lms.items()}
+    rows = []
+    for claim in papers.claims(experiment):
+        judged = {kind: papers.judge(claim, log.metrics, log.intervals) for kind, log in logs.items()}
+        one, other = judged["float32"], judged["bfloat16"]
+        if claim.kind != "finding" or one.value is None or other.value is None:
+            continue
+        width = one.high - one.low if one.high is not None and one.low is not None else 0.0
+        shift = abs(other.value - one.value) / width if width else None
+        rows.append({"claim": claim.id, **{kind: verdict.verdict for kind, verdict in judged.items()}, "shift": shift})
+    return rows
+
+
+def shown_verdicts(rows: list[dict[str, Any]], title: str) -> Table:
+    """The claims whose verdict is another one; the caption counts them all."""
+    flipped = [row for row in rows if row["float32"] != row["bfloat16"]]
+    shifts = [row["shift"] for row in rows if row["shift"] is not None]
+    moved = f"; median shift {statistics.median(shifts):.2f} of the interval's width" if shifts else ""
+    table = Table(
+        title=title,
+        caption=f"{len(flipped)} of {len(rows)} verdicts differ{moved}",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("claim", *TYPES, "shift"):
+        table.add_column(name)
+    for row in flipped:
+        table.add_row(
+            row["claim"], *(row[kind] for kind in TYPES), "" if row["shift"] is None else f"{row['shift']:.2f}"
+        )
+    return table
+
+
 def main(
     model: Annotated[list[str], typer.Option(help="As for kvlab.load; may be given several times.")] = MODELS,
     tokens: Annotated[int, typer.Option(min=100, help="Length of a prompt.")] = 600,
@@ -116,6 +189,9 @@ def main(
     documents: Annotated[int, typer.Option(min=0, help="Texts on which losses are measured; 0 leaves them out.")] = 2,
     budget: Annotated[int, typer.Option(min=33, help="Entries for each layer and KV head.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=2, help="Length of the responses.")] = 16,
+    verdicts_of: Annotated[
+        list[str] | None, typer.Option("--verdicts", help="Judge the claims of this experiment with each type instead.")
+    ] = None,
 ) -> None:
     console = Console(highlight=False)
     native = [kind for kind in ("avx512_bf16", "amx_bf16") if torch.cpu.get_capabilities().get(kind)]
@@ -123,6 +199,10 @@ def main(
     with in_a_sentence():
         for name in model:
             lms = {kind: load(name, "cpu", kind) for kind in TYPES}
+            for experiment in verdicts_of or ():
+                console.print(shown_verdicts(verdicts(lms, experiment), f"{name}, {experiment} (quick)"))
+            if verdicts_of:
+                continue
             with clock.one_thread(lms["float32"].device):
                 timed = times(lms, tokens, steps, repeats, console)
             console.print(shown_times(timed, f"{name}, {tokens} tokens, median of {repeats}", about))
