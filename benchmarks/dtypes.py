@@ -5,7 +5,7 @@ python benchmarks/dtypes.py
 python benchmarks/dtypes.py --model smollm2-135m --model qwen2.5-coder-0.5b --documents 0
 python benchmarks/dtypes.py --verdicts rocketkv_design --verdicts zsmerge_error_curves
 
-With --verdicts the quick profile of each experiment is run in this process with each type, and nothing else is measured:
+With --verdicts the quick profile of each experiment is run here with each type, and nothing else is measured:
 how many of its claims get another verdict, and how far do their numbers move beside the width of their intervals?
 
 Times are CPU time of one thread, taken in turns, in alternating order, on random token ids and transformers' cache;

@@ -78,20 +78,26 @@ def test_gains(gain, widening, words):
 
 
 @pytest.mark.parametrize(
-    ("over_sparq", "words"),
-    [(0.1, "find more than one does there, as the paper says"), (-0.1, "So not in all cases")],
+    ("over_sparq", "at_4", "behind", "words"),
+    [
+        (0.1, 0.1, "", "find more than one does there, as the paper says"),
+        (0.1, -0.1, "at compressions of 4 it is behind", "but not in all cases, as the paper says"),
+        (-0.1, -0.1, "at compressions of 4 and 16 it is behind", "So not in all cases"),
+    ],
 )
-def test_figure_8(over_sparq, words):
-    gains = {"quest": 0.3, "sparq": over_sparq}
+def test_figure_8(over_sparq, at_4, behind, words):
+    gains = {"quest": (0.3, 0.3), "sparq": (at_4, over_sparq)}
     pairs = {half: AT | {"better": "hybrid", "other": half} for half in gains}
     findings = made(
         {
-            budgets.GAIN_AT_TIGHTEST: [(gains[half], pair) for half, pair in pairs.items()],
-            budgets.GAIN: [(gains[h], pair | {"compression": c}) for h, pair in pairs.items() for c in (4, 16)],
+            budgets.GAIN_AT_TIGHTEST: [(gains[half][-1], pair) for half, pair in pairs.items()],
+            budgets.GAIN: [
+                (gain, pair | {"compression": c}) for h, pair in pairs.items() for c, gain in zip((4, 16), gains[h])
+            ],
         }
     )
     text = told(story.figure_8(findings))
-    assert words in text and ("at compressions of 4 and 16 it is behind" in text) is (over_sparq < 0)
+    assert words in text and behind in text and ("it is behind" in text) is bool(behind)
 
 
 @pytest.mark.parametrize(

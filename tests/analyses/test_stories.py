@@ -47,7 +47,9 @@ def test_claimed_gains_are_counted_by_what_their_intervals_say(gain, clear, lost
     text = told(of_tasks.claimed(found))
     assert f"{clear} are clear here, {lost} are clearly losses, and {open_} cannot" in text
     assert ("zsmerge over h2o on questions" in text) is (open_ == 0)
-    assert f"clear at {clear} of 1 budgets" in told(of_tasks.zsmerge_table_2(found))
+    asked = empty()
+    asked.set(gains.GAIN, *around(gain), task="qa", better="zsmerge_question", other="h2o", budget=64)
+    assert f"clear at {clear} of 1 budgets" in told(of_tasks.zsmerge_table_2(asked)), "the variant that the claims test"
     assert "None of the gains" in told(of_tasks.claimed(empty())) and "did not meet" in told(
         of_tasks.zsmerge_table_2(empty())
     )

@@ -88,18 +88,19 @@ def against_budget(findings: Findings) -> list[str]:
 
 
 def zsmerge_table_2(findings: Findings) -> list[str]:
-    """ZSMerge against H2O on questions, budget by budget."""
-    rows = findings.frame(gains.GAIN).query("task == 'qa' and better == 'zsmerge' and other == 'h2o'")
+    """ZSMerge against H2O on questions, budget by budget, with first scores from the question as in the claims."""
+    ours = "zsmerge_question"
+    rows = findings.frame(gains.GAIN).query("task == 'qa' and better == @ours and other == 'h2o'")
     if rows.empty:
         return ["ZSMerge and H2O did not meet on questions."]
     found = [
-        (row["budget"], findings.row(gains.GAIN, task="qa", better="zsmerge", other="h2o", budget=row["budget"]))
+        (row["budget"], findings.row(gains.GAIN, task="qa", better=ours, other="h2o", budget=row["budget"]))
         for row in rows.sort_values("budget").to_dict("records")
     ]
     told = listed([f"{number(row)} at {budget:g}" for budget, row in found])
     clear = sum(side(row, above="1", below="", undecided="") == "1" for _, row in found)
     return [
-        f"ZSMerge's gain on H2O is, in nats a token, {told} entries.",
+        f"ZSMerge's gain on H2O, its first scores from the question, is, in nats a token, {told} entries.",
         f"It is clear at {clear} of {len(found)} budgets; the paper sees it grow as budgets shrink.",
     ]
 
@@ -116,7 +117,7 @@ def claimed(findings: Findings) -> list[str]:
         f"losses, and {open_} cannot be told from none.",
         f"Clear: {_named(clear)}." if len(clear) else "",
         f"Losses: {_named(reversed_)}." if len(reversed_) else "",
-        "More examples would decide more of them: the full profile has them." if open_ else "",
+        "More examples would decide more of them." if open_ else "",
     ]
 
 
