@@ -7,22 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import lm_eval
 import pytest
+from lm_eval.tasks import TaskManager
 from support.harness import ANSWERS, CHOICES, ROLLING, written
 from support.texts import FERRY
 
 import kvlab
-from kvlab import evaluation
+from kvlab import cli, evaluation
 from kvlab.errors import KvlabError
+from kvlab.harness.model import KvlabLM
+from kvlab.harness.reading import Continued, Reader
 from kvlab.tasks.base import Example
-
-lm_eval = pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed (the extra lm-eval)")
-
-import datasets  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
-
-from kvlab.harness.model import KvlabLM  # noqa: E402
-from kvlab.harness.reading import Continued, Reader  # noqa: E402
 
 PASSAGES = [FERRY[start : start + 900] for start in (0, 300, 700)]
 CHOSEN = [
@@ -272,11 +269,7 @@ def test_the_harness_finds_the_model_by_its_name(folder, reader, tmp_path):
         evaluated("kvlab", path, model_args=text.replace("context", "the end"))
 
 
-def command(*words, cwd):
-    return subprocess.run([sys.executable, "-m", "kvlab", "lm-eval", *words], capture_output=True, text=True, cwd=cwd)
-
-
-def test_the_command_hands_its_arguments_to_the_harness(folder, tmp_path, monkeypatch):
+def test_the_command_hands_its_arguments_to_the_harness(folder, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(kvlab.__file__).parents[1]))
@@ -289,12 +282,16 @@ def test_the_command_hands_its_arguments_to_the_harness(folder, tmp_path, monkey
         "--tasks",
         path,
     ]
-    done = command(*model, "--output_path", str(tmp_path / "out"), cwd=tmp_path)
+    command = [sys.executable, "-m", "kvlab", "lm-eval", *model, "--output_path", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "kvlab_ferry" in done.stdout
     (results,) = (tmp_path / "out").rglob("results_*.json")
     assert json.loads(results.read_text())["config"]["kvlab"]["tasks"]["kvlab_ferry"]["requests"] == 9
-    wrong = command(*[word.replace("snapkv", "snapk") for word in model], cwd=tmp_path)
-    assert wrong.returncode == 1 and "kvlab: unknown policy 'snapk'" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
-    assert "--model_args" in command("run", "--help", cwd=tmp_path).stdout
+    with pytest.raises(SystemExit) as left:
+        cli.main(["lm-eval", *(word.replace("snapkv", "snapk") for word in model)])
+    told = capfd.readouterr().err
+    assert left.value.code == 1 and "kvlab: unknown policy 'snapk'" in told and "Traceback" not in told
+    with pytest.raises(SystemExit):
+        cli.main(["lm-eval", "run", "--help"])
+    assert "--model_args" in capfd.readouterr().out
