@@ -7,11 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import datasets
-import lm_eval
 import pytest
-from lm_eval.tasks import TaskManager
-from support.harness import ANSWERS, CHOICES, ROLLING, written
+from support.harness import ANSWERS, CHOICES, CHOSEN, PASSAGES, ROLLING, SNAPKV, STREAMING, evaluated, written
 from support.texts import FERRY
 
 import kvlab
@@ -21,29 +18,7 @@ from kvlab.harness.model import KvlabLM
 from kvlab.harness.reading import Continued, Reader
 from kvlab.tasks.base import Example
 
-PASSAGES = [FERRY[start : start + 900] for start in (0, 300, 700)]
-CHOSEN = [
-    {"passage": text, "question": f"Which number is {n}?", "choices": ["A", "B", "the third of the boats"], "label": n}
-    for n, text in enumerate(PASSAGES)
-]
-STREAMING = dict(policy="streamingllm", budget=24)
-SNAPKV = dict(policy="snapkv", budget=40, window=8)
 NEW = 8
-
-
-@pytest.fixture(autouse=True)
-def quiet(tmp_path, monkeypatch):
-    """The data sets' cache in a folder of this test's, and no question to any hub."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-
-
-def evaluated(model, *paths, **options):
-    found = lm_eval.simple_evaluate(
-        model=model, tasks=list(paths), task_manager=TaskManager(include_defaults=False), bootstrap_iters=0, **options
-    )
-    assert found is not None
-    return found
 
 
 def examples(prompts=PASSAGES, question="\nQuestion: what comes next?", chat=False):
@@ -148,15 +123,10 @@ def test_a_response_ends_before_the_text_until_which_it_goes(reader, tmp_path):
     assert short == whole.split(end)[0]
 
 
-def test_limit_and_the_harness_own_cache(reader, tmp_path):
-    """A second run takes its likelihoods from the harness's cache, and measures nothing."""
-    path, where = written(tmp_path, CHOICES, "choices", CHOSEN), str(tmp_path / "kept")
-    first = evaluated(KvlabLM(reader, **SNAPKV), path, limit=2, use_cache=where)
-    again = evaluated(KvlabLM(reader, **SNAPKV), path, limit=2, use_cache=where)
-    assert len(first["samples"]["kvlab_ferry"]) == 2
-    assert first["results"] == again["results"]
-    assert first["config"]["kvlab"]["tasks"]["kvlab_ferry"]["requests"] == 6
-    assert again["config"]["kvlab"]["tasks"] == {}
+def test_a_limit_is_a_number_of_examples(reader, tmp_path):
+    found = evaluated(KvlabLM(reader, **SNAPKV), written(tmp_path, CHOICES, "choices", CHOSEN), limit=2)
+    assert len(found["samples"]["kvlab_ferry"]) == 2
+    assert found["config"]["kvlab"]["tasks"]["kvlab_ferry"]["requests"] == 6
 
 
 def test_rolling_likelihoods_are_those_of_plain_transformers_for_the_full_cache(reader, tmp_path):

@@ -1,8 +1,13 @@
-"""Two tasks of our own for the lm-evaluation-harness, as its YAML, over files beside them."""
+"""Three tasks of our own for the lm-evaluation-harness, as its YAML, over files beside them."""
 
 from __future__ import annotations
 
 import json
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+
+from support.texts import FERRY
 
 CHOICES = """
 task: kvlab_ferry
@@ -36,6 +41,23 @@ doc_to_text: ""
 doc_to_target: "{{{{text}}}}"
 metric_list: [{{metric: byte_perplexity}}]
 """
+
+PASSAGES = [FERRY[start : start + 900] for start in (0, 300, 700)]
+CHOSEN = [
+    {"passage": text, "question": f"Which number is {n}?", "choices": ["A", "B", "the third of the boats"], "label": n}
+    for n, text in enumerate(PASSAGES)
+]
+STREAMING = dict(policy="streamingllm", budget=24)
+SNAPKV = dict(policy="snapkv", budget=40, window=8)
+
+
+def evaluated(model, *tasks, **options):
+    """What the harness finds, with no tasks but these."""
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=list(tasks), task_manager=TaskManager(include_defaults=False), bootstrap_iters=0, **options
+    )
+    assert found is not None
+    return found
 
 
 def written(folder, yaml, name, records, **values):
