@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lm_eval.api.registry import get_model
 from support.harness import ANSWERS, CHOICES, CHOSEN, PASSAGES, ROLLING, SNAPKV, STREAMING, evaluated, written
 from support.texts import FERRY
 
@@ -237,6 +239,12 @@ def test_the_harness_finds_the_model_by_its_name(folder, reader, tmp_path):
     assert named["config"]["kvlab"]["compress_at"] == "context"
     with pytest.raises(KvlabError, match="neither"):
         evaluated("kvlab", path, model_args=text.replace("context", "the end"))
+
+
+def test_the_entry_point_leads_to_the_model():
+    """As a harness that looks for entry points will find it; 0.4.13 has a name for it only once it is registered."""
+    (point,) = importlib.metadata.entry_points(group="lm_eval.models", name="kvlab")
+    assert point.load() is KvlabLM is get_model("kvlab")
 
 
 def test_the_command_hands_its_arguments_to_the_harness(folder, tmp_path, monkeypatch, capfd):
