@@ -23,7 +23,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 ANSWERS = """
 task: kvlab_said
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/answers.jsonl}}}}
+dataset_kwargs: {{data_files: {{test: {folder}/{name}.jsonl}}}}
 test_split: test
 output_type: generate_until
 doc_to_text: "{{{{prompt}}}}"
@@ -65,5 +65,5 @@ def written(folder, yaml, name, records, **values):
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.format(folder=folder, **values), encoding="utf-8")
+    path.write_text(yaml.format(folder=folder, name=name, **values), encoding="utf-8")
     return str(path)
