@@ -114,7 +114,16 @@ def _short_places(app, doctree):
             taken.add(short)
 
 
+def _modules_with_source(app):
+    """The index of sources without modules that have none: an alias of `tuple[...]` counts as a builtin."""
+    held = getattr(app.env, "_viewcode_modules", {})
+    for name in [name for name, source in held.items() if not source]:
+        del held[name]
+    return ()
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", _fences)
     app.connect("missing-reference", _type)
     app.connect("doctree-read", _short_places)
+    app.connect("html-collect-pages", _modules_with_source, priority=400)  # before viewcode's own

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -81,6 +85,38 @@ def test_every_page_notebook_and_public_name_is_there(site):
     assert {f"kvlab.{name}" for name in kvlab.__all__ if not name.startswith("_")} <= {
         re.sub(r"^kvlab\.(?:\w+\.)*(?=\w+$)", "kvlab.", name) for name in names
     }
+
+
+def told(text: str) -> set[tuple[str, str]]:
+    """What a text imports of kvlab, as (module, name): of a module, what it uses of that."""
+    found = set()
+    for home, things in re.findall(r"^\W*from (kvlab(?:\.\w+)*) import ([\w, ]+)", text, re.MULTILINE):
+        for name in (thing.split()[0] for thing in things.split(",")):
+            if not inspect.ismodule(held := pkgutil.resolve_name(f"{home}.{name}")):
+                found.add((home, name))
+                continue
+            used = set(re.findall(rf"(?<![.\w]){name}\.([A-Za-z]\w*)\b(?!\.py)", text))
+            found |= {(held.__name__, attribute) for attribute in used if hasattr(held, attribute)}
+    return found
+
+
+def test_whatever_our_pages_and_skeletons_import_is_in_the_reference(site):
+    templates = [path for path in (ROOT / "kvlab/workbench/workspace/templates").rglob("*.j2") if path.is_file()]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *templates]
+    wanted = {imported for path in pages for imported in told(path.read_text(encoding="utf-8"))}
+    assert len(wanted) > 20 and ("kvlab.core.ranking", "top_positions") in wanted
+    explained = Links(site / "reference.html").names
+
+    def held(place: str) -> object:
+        with suppress(ImportError, AttributeError):  # a place may be a heading's, or that of an attribute
+            return pkgutil.resolve_name(place)
+
+    def there(home: str, name: str) -> bool:
+        """A name that is handed on stands where it is made, or where it is handed on."""
+        wanted = pkgutil.resolve_name(f"{home}.{name}")
+        return any(held(place) is wanted for place in explained if place.endswith(f".{name}"))
+
+    assert not [f"{home}.{name}" for home, name in sorted(wanted) if not there(home, name)]
 
 
 def test_every_type_of_ours_in_a_signature_leads_to_what_it_is(site):
