@@ -9,7 +9,7 @@ STAMP := .venv/.stamp
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help env pull reproduce lint check coverage docs hooks test test-unit test-notebooks test-models browser notebooks lab clean
+.PHONY: help env pull reproduce lint check coverage docs wheel hooks test test-unit test-notebooks test-models browser notebooks lab clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ coverage: pull browser  ## the unit tests, with the share of the package's lines
 
 docs: $(STAMP)  ## the documentation's site, in build/docs/html: a warning fails it
 	@$(BIN)/python docs/site/build.py
+
+wheel: $(STAMP)  ## the wheel, in dist/: pip install it into any environment
+	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist . && ls dist/kvlab-*.whl
 
 hooks: $(STAMP)  ## make lint before each commit
 	@printf '#!/bin/sh\nexec make lint\n' > "$$(git rev-parse --git-path hooks)/pre-commit" && chmod +x "$$(git rev-parse --git-path hooks)/pre-commit"

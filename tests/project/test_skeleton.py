@@ -290,7 +290,7 @@ def test_ci_is_make_test():
     assert script.read_text().splitlines()[-1] == "make test"
 
 
-@pytest.mark.parametrize("target", ["env", "reproduce", "test", "browser", "docs", "lab", "clean", "help"])
+@pytest.mark.parametrize("target", ["env", "reproduce", "test", "browser", "docs", "wheel", "lab", "clean", "help"])
 def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
