@@ -167,7 +167,8 @@ def _ledger() -> str:
         found = dict.fromkeys(entry.state for entry in states[model].values())
         choices = options([("", "all"), *((state, state) for state in found)])
         return (
-            f'<label>Verdict on {html.escape(model)} <select data-filter="verdict{number}">{choices}</select></label>'
+            f"<label>Verdict on {html.escape(model)} "
+            f'<select data-filter="verdict{number}" name="{html.escape(model)}">{choices}</select></label>'
         )
 
     def cell(model: str, entry: Entry) -> str:
@@ -185,9 +186,9 @@ def _ledger() -> str:
         return " ".join(f'data-{name}="{html.escape(value)}"' for name, value in held.items())
 
     rows = "\n".join(
-        f"<tr {marks(claim)}>"
+        f'<tr id="{html.escape(claim.id)}" {marks(claim)}>'
         f"<td>{html.escape(claim.summary)} <small>({html.escape(claim.where)})<br>"
-        f"<code>{html.escape(claim.id)}</code></small></td>"
+        f'<a href="#{html.escape(claim.id)}"><code>{html.escape(claim.id)}</code></a></small></td>'
         f'<td data-head="paper">{"" if claim.paper_value is None else f"{claim.paper_value:g}"} '
         f"{html.escape(claim.unit)}</td>"
         f"{''.join(cell(model, states[model][claim.id]) for model in states)}"
@@ -208,17 +209,18 @@ def _ledger() -> str:
 Every claim of the five papers that kvlab knows: what it says, the number that the paper prints, and what was measured
 here, with 95 % intervals and the verdict. Open a verdict to read which comparison was made. These are the kept runs
 of `docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machine, and
-[Claims and verdicts](docs/claims.md) says by what rules.
+[Claims and verdicts](docs/claims.md) says by what rules. The address holds what you narrow the table to, and a claim's
+id leads to its row: both can be linked.
 {flipping}
 Of the {sum(map(len, sizes.values()))} findings that several models measured:
 
 {turning}
 
 <div class="filters">
-<label>Paper <select data-filter="paper">{options([("", "all"), *labels.items()])}</select></label>
+<label>Paper <select data-filter="paper" name="paper">{options([("", "all"), *labels.items()])}</select></label>
 {"".join(verdicts(number, model) for number, model in enumerate(states))}
-<label>Kind <select data-filter="kind">{options([("", "all"), *((kind, kind) for kind in kinds)])}</select></label>
-<label>Words <input data-filter="words" type="search" placeholder="snapkv recall"></label>
+<label>Kind <select data-filter="kind" name="kind">{options([("", "all"), *zip(kinds, kinds)])}</select></label>
+<label>Words <input data-filter="words" name="words" type="search" placeholder="snapkv recall"></label>
 </div>
 <p id="count"></p>
 <table id="ledger-of-claims"><thead><tr>
