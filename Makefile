@@ -9,7 +9,7 @@ STAMP := .venv/.stamp
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help env pull reproduce lint check coverage docs hooks test test-unit test-notebooks test-models browser notebooks lab clean
+.PHONY: help env pull reproduce lint check coverage docs wheel hooks test test-unit test-notebooks test-models browser notebooks lab clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,8 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; \
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv" >&2; exit 1; }
-	@echo "installing the pinned packages into .venv (2 to 3 minutes the first time) ..."
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[notebooks,test,docs]'
+	@echo "installing the pinned packages into .venv (2 to 4 minutes the first time) ..."
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[notebooks,test,docs,lm-eval]'
 	@touch $@
 
 pull: $(STAMP)  ## the default model and the texts, into the user's cache
@@ -43,6 +43,9 @@ coverage: pull browser  ## the unit tests, with the share of the package's lines
 
 docs: $(STAMP)  ## the documentation's site, in build/docs/html: a warning fails it
 	@$(BIN)/python docs/site/build.py
+
+wheel: $(STAMP)  ## the wheel, in dist/: pip install it into any environment
+	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist . && ls dist/kvlab-*.whl
 
 hooks: $(STAMP)  ## make lint before each commit
 	@printf '#!/bin/sh\nexec make lint\n' > "$$(git rev-parse --git-path hooks)/pre-commit" && chmod +x "$$(git rev-parse --git-path hooks)/pre-commit"

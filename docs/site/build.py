@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import html
+import importlib
+import inspect
 import re
 import shutil
 import sys
@@ -30,8 +32,8 @@ from kvlab.workbench.report.subjects import subjects
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-# What the public names take and give, and what a policy or a task of one's own meets.
-TYPES = {
+# What the public names take and give, what a policy or a task of one's own meets, and what else people import by name.
+NAMES = {
     "What these take and give": [
         *("replays.single.Replay", "replays.results.Replays", "live.session.Session", "live.fidelity.Fidelity"),
         *("live.fidelity.Loops", "live.cache.LiveCache", "live.cache.Host", "inputs.corpus.Question"),
@@ -42,8 +44,23 @@ TYPES = {
     "What a policy sees": [
         *("methods.prompt.Prompt", "core.store.LayerStore", "methods.clock.Step", "methods.needs.Needs"),
         *("methods.repeating.Repetition", "methods.repeating.Part", "methods.prompt.Asks"),
+        *("methods.base.Budget", "core.ranking.top_positions"),
     ],
-    "What a task is made of": ["tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"],
+    "Tasks, and what they are made of": [
+        *("tasks.task", "tasks.tasks", "tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"),
+    ],
+    "Evaluations": [
+        *(f"evaluation.{name}" for name in ("plan", "run", "read", "table", "summary", "answers", "answered", "feed")),
+        *("evaluation.planning.Plan", "evaluation.planning.System", "evaluation.planning.CompressAt"),
+        *("evaluation.records.Answer", "evaluation.answering.Fed", "evaluation.running.Advance"),
+    ],
+    "The lm-evaluation-harness": ["harness.model.KvlabLM"],
+    "Texts and intervals": ["inputs.corpus.documents_between", "lib.intervals.interval"],
+    "Papers and their figures": [f"papers.{name}" for name in ("papers", "claims", "quoted", "figures", "figure")],
+    "Experiments": [
+        *(f"workbench.experiments.{name}" for name in ("names", "longest_first", "load", "jobs")),
+        *(f"workbench.experiments.experiment.{name}" for name in ("Experiment", "Profile", "Job")),
+    ],
 }
 OPTIONS = "kvlab.traces.recording.Options"
 ALIASES = [
@@ -53,7 +70,9 @@ ALIASES = [
 # What people use besides.
 MODULES = {
     "Findings and their words": ["kvlab.analyses.findings", "kvlab.analyses.telling"],
+    "Figures": ["kvlab.workbench.figures.plots"],
     "Measures": ["kvlab.instruments.measures"],
+    "Attention": ["kvlab.core.attention"],
     "Probes": ["kvlab.instruments.probes", "kvlab.instruments.records"],
     "Claims": [f"kvlab.papers.{name}" for name in ("claim", "single", "conditions", "doubts", "judging")],
     "Runs": ["kvlab.workbench.store.tracking"],
@@ -148,7 +167,8 @@ def _ledger() -> str:
         found = dict.fromkeys(entry.state for entry in states[model].values())
         choices = options([("", "all"), *((state, state) for state in found)])
         return (
-            f'<label>Verdict on {html.escape(model)} <select data-filter="verdict{number}">{choices}</select></label>'
+            f"<label>Verdict on {html.escape(model)} "
+            f'<select data-filter="verdict{number}" name="{html.escape(model)}">{choices}</select></label>'
         )
 
     def cell(model: str, entry: Entry) -> str:
@@ -166,9 +186,9 @@ def _ledger() -> str:
         return " ".join(f'data-{name}="{html.escape(value)}"' for name, value in held.items())
 
     rows = "\n".join(
-        f"<tr {marks(claim)}>"
+        f'<tr id="{html.escape(claim.id)}" {marks(claim)}>'
         f"<td>{html.escape(claim.summary)} <small>({html.escape(claim.where)})<br>"
-        f"<code>{html.escape(claim.id)}</code></small></td>"
+        f'<a href="#{html.escape(claim.id)}"><code>{html.escape(claim.id)}</code></a></small></td>'
         f'<td data-head="paper">{"" if claim.paper_value is None else f"{claim.paper_value:g}"} '
         f"{html.escape(claim.unit)}</td>"
         f"{''.join(cell(model, states[model][claim.id]) for model in states)}"
@@ -189,17 +209,18 @@ def _ledger() -> str:
 Every claim of the five papers that kvlab knows: what it says, the number that the paper prints, and what was measured
 here, with 95 % intervals and the verdict. Open a verdict to read which comparison was made. These are the kept runs
 of `docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machine, and
-[Claims and verdicts](docs/claims.md) says by what rules.
+[Claims and verdicts](docs/claims.md) says by what rules. The address holds what you narrow the table to, and a claim's
+id leads to its row: both can be linked.
 {flipping}
 Of the {sum(map(len, sizes.values()))} findings that several models measured:
 
 {turning}
 
 <div class="filters">
-<label>Paper <select data-filter="paper">{options([("", "all"), *labels.items()])}</select></label>
+<label>Paper <select data-filter="paper" name="paper">{options([("", "all"), *labels.items()])}</select></label>
 {"".join(verdicts(number, model) for number, model in enumerate(states))}
-<label>Kind <select data-filter="kind">{options([("", "all"), *((kind, kind) for kind in kinds)])}</select></label>
-<label>Words <input data-filter="words" type="search" placeholder="snapkv recall"></label>
+<label>Kind <select data-filter="kind" name="kind">{options([("", "all"), *zip(kinds, kinds)])}</select></label>
+<label>Words <input data-filter="words" name="words" type="search" placeholder="snapkv recall"></label>
 </div>
 <p id="count"></p>
 <table id="ledger-of-claims"><thead><tr>
@@ -222,30 +243,36 @@ def _notebook_link(experiment: str | None) -> str:
 
 
 def _reference() -> str:
-    """Every name that `kvlab` hands on, the types that these meet, then the modules that people use besides."""
+    """Every name that `kvlab` hands on, the names that people use besides, then whole modules."""
     public = [name for name in kvlab.__all__ if not name.startswith("_")]
     parts = ["# Reference", "", "## kvlab", ""]
     for name in sorted(public, key=str.lower):
-        made = getattr(kvlab, name)
-        if not isinstance(made, type):
-            directive, members = "autofunction", ""
-        elif issubclass(made, Exception):
-            directive, members = "autoexception", ""
-        else:
-            directive, members = "autoclass", "   :members:\n"
-        parts += ["```{eval-rst}", f".. {directive}:: kvlab.{name}", members, "```", ""]
+        parts += _explained(f"kvlab.{name}")
     parts += ["```{eval-rst}", f".. autoclass:: {OPTIONS}", "   :members:", "   :undoc-members:", "```", ""]
     for alias in ALIASES:
-        parts += ["```{eval-rst}", f".. autodata:: {alias}", "   :no-value:", "```", ""]
-    for title, types in TYPES.items():
+        parts += _explained(alias)
+    for title, names in NAMES.items():
         parts += [f"## {title}", ""]
-        for name in types:
-            parts += ["```{eval-rst}", f".. autoclass:: kvlab.{name}", "   :members:", "```", ""]
+        for name in names:
+            parts += _explained(f"kvlab.{name}")
     for title, modules in MODULES.items():
         parts += [f"## {title}", ""]
         for module in modules:
             parts += ["```{eval-rst}", f".. automodule:: {module}", "   :members:", "", "```", ""]
     return "\n".join(parts)
+
+
+def _explained(name: str) -> list[str]:
+    """A public name, as Sphinx explains what it is from its docstring."""
+    home, _, last = name.rpartition(".")
+    made = getattr(importlib.import_module(home), last)
+    if isinstance(made, type):
+        directive, options = ("autoexception", "") if issubclass(made, Exception) else ("autoclass", "   :members:\n")
+    elif inspect.isfunction(made):
+        directive, options = "autofunction", ""
+    else:
+        directive, options = "autodata", "   :no-value:\n"
+    return ["```{eval-rst}", f".. {directive}:: {name}", options, "```", ""]
 
 
 def main(out: Path = ROOT / "build" / "docs") -> None:

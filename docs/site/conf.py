@@ -102,19 +102,30 @@ def _fences(app, what, name, obj, options, lines):
 
 
 def _short_places(app, doctree):
-    """A second place for what a module of ours holds, as if `kvlab` handed it on.
+    """More places for what a module of ours holds: as if `kvlab`, and each package around it, handed it on.
 
-    A module's source links back to all of its names in one way, that of the first, which may be one of `kvlab`'s own.
+    A module's source links back to all of its names in one way, that of the first, which may be one that is handed on.
     """
     taken = {place for node in doctree.findall(addnodes.desc_signature) for place in node["ids"]}
     for node in doctree.findall(addnodes.desc_signature):
-        short = f"kvlab.{node.get('fullname')}"
-        if str(node.get("module")).startswith("kvlab.") and short not in taken:
-            node["ids"].append(short)
-            taken.add(short)
+        parts = str(node.get("module")).split(".")
+        for count in range(1, len(parts)) if parts[0] == "kvlab" else ():
+            short = ".".join([*parts[:count], str(node.get("fullname"))])
+            if short not in taken:
+                node["ids"].append(short)
+                taken.add(short)
+
+
+def _modules_with_source(app):
+    """The index of sources without modules that have none: an alias of `tuple[...]` counts as a builtin."""
+    held = getattr(app.env, "_viewcode_modules", {})
+    for name in [name for name, source in held.items() if not source]:
+        del held[name]
+    return ()
 
 
 def setup(app):
     app.connect("autodoc-process-docstring", _fences)
     app.connect("missing-reference", _type)
     app.connect("doctree-read", _short_places)
+    app.connect("html-collect-pages", _modules_with_source, priority=400)  # before viewcode's own

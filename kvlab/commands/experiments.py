@@ -44,7 +44,8 @@ Compare = Annotated[
         "--compare",
         metavar="FOLDER",
         show_default=False,
-        help="Say where the numbers differ from the ledgers kept in this folder; exit code 3 if any does.",
+        help="Say where the numbers differ from the ledgers kept in this folder, or from kvlab's own (kept); "
+        "exit code 3 if any does.",
     ),
 ]
 DIFFERENT = 3  # exit code, after everything has been written
@@ -97,7 +98,7 @@ def _refuse_models(experiment: str, given: Mapping[str, object]) -> None:
 
 @app.command(
     epilog="Examples:   kvlab reproduce --profile quick --jobs 2   |   "
-    "kvlab reproduce --model smollm2-135m,qwen2.5-coder-0.5b   |   kvlab reproduce --compare docs/ledger"
+    "kvlab reproduce --model smollm2-135m,qwen2.5-coder-0.5b   |   kvlab reproduce --compare kept"
 )
 def reproduce(
     profile: Profile = "quick",
@@ -117,6 +118,7 @@ def reproduce(
     if not names:
         experiments.load("")  # says where experiments would have to be
     chosen = options.models(models or [])
+    compare = kept.place(compare)
     before = kept.every(compare, chosen) if compare else None  # refused before hours of work
     steady = stability.read()
     results = driver.run(names, profile, None, jobs, fresh, cluster=cluster, models=chosen)
@@ -131,7 +133,7 @@ def reproduce(
 
 @app.command(
     epilog="Examples:   kvlab report   |   kvlab report --out /tmp/report --model smollm2-135m   "
-    "|   kvlab report --from docs/ledger"
+    "|   kvlab report --from kept"
 )
 def report(
     out: Annotated[
@@ -161,7 +163,7 @@ def report(
         typer.Option(
             "--from",
             metavar="FOLDER",
-            help="Report the ledgers that are kept in this folder, without any run.",
+            help="Report the ledgers that are kept in this folder, or kvlab's own (kept), without any run.",
             show_default=False,
         ),
     ] = None,
@@ -182,6 +184,7 @@ def report(
             for name in one.dropped:
                 typer.echo(f"  dropped {name}: there is no such claim any more")
         return
+    origin, compare = kept.place(origin), kept.place(compare)
     before = kept.every(compare, chosen) if compare else None
     judged = kept.kept(origin, chosen, profile) if origin else []
     if origin:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 CompressAt = Literal["prompt", "context"]
+"""After the whole prompt, or before its question comes."""
 System: TypeAlias = tuple[Policy, Storage]
 """What keeps entries, and in what form."""
 FULL = "full"

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lm_eval import utils  # pyright: ignore[reportMissingImports]
-from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import CacheHook, TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
     normalize_gen_kwargs,
     postprocess_generated_text,
@@ -23,7 +23,7 @@ from kvlab.errors import KvlabError, whole
 from kvlab.evaluation.answering import stops
 from kvlab.harness.reading import Asked, Continued, Reader
 from kvlab.harness.rows import Held, Known
-from kvlab.harness.settings import Moment, batch_of, chosen, generation, loaded
+from kvlab.harness.settings import Moment, batch_of, chosen, claimed, generation, loaded
 from kvlab.inputs.models.catalogue import DEFAULT
 from kvlab.methods import Policy
 
@@ -163,14 +163,12 @@ class KvlabLM(TemplateLM):
         """What the harness writes beside its results: the model, and under "kvlab" what was compressed, how, and what
         that took: for each task the means of `Held` over its requests (`read_bytes` over those that had a step).
         """
-        reader = self._reader
-        signature = f"{self.lm.signature} {str(self.lm.dtype).removeprefix('torch.')}"
         return {
             "model_num_parameters": self.lm.model.num_parameters(),
             "model_dtype": str(self.lm.dtype),
             "model_sha": self.lm.sha256,
             "kvlab": {
-                "signature": f"{signature}|{reader.storage.behind(str(reader.policy))}|{_version()}",
+                "signature": self._signature,
                 "compress_at": self._moment.compress_at,
                 "question": self._moment.question,
                 "rolling_chunk": self._chunk,
@@ -178,6 +176,20 @@ class KvlabLM(TemplateLM):
                 "tasks": {task: _means(held) for task, held in self._held.items()},
             },
         }
+
+    @property
+    def _signature(self) -> str:
+        model, reader = f"{self.lm.signature} {str(self.lm.dtype).removeprefix('torch.')}", self._reader
+        return f"{model}|{reader.storage.behind(str(reader.policy))}|{_version()}"
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Take the harness's cache, which is asked before this model is, if it is this model's or empty."""
+        if cache_hook.dbdict is not None:
+            moment = f"compress_at={self._moment.compress_at}, question={self._moment.question!r}"
+            lengths = f"rolling_chunk={self._chunk}, max_length={self.max_length}"
+            where = getattr(cache_hook.dbdict, "filename", "of the harness")
+            claimed(cache_hook.dbdict, f"{self._signature}|{moment}, {lengths}", where)
+        super().set_cache_hook(cache_hook)
 
     # ------------------------------------------------------------------ likelihoods
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,26 @@ def chosen(wanted: Policy | str, budget: Any, parameters: Mapping[str, Any], kno
     if budget is None and isinstance(wanted, str) and has_budget(wanted):
         raise KvlabError(f"{wanted} needs a budget: entries for each head (budget=256), or a share (budget=0.2)")
     return policy(wanted, **parameters, **({} if budget is None else {"budget": budget}))
+
+
+# Where a cache of the harness says of what its entries are; these have hashes for keys.
+MARK = "kvlab: signature"
+
+
+def claimed(kept: MutableMapping[str, Any], signature: str, where: Any) -> None:
+    """Mark a cache of the harness (`--use_cache`) with what determines its entries; their keys tell the request alone.
+
+    Raises:
+        KvlabError: the cache has entries of something else, or of nobody knows what.
+    """
+    if (found := kept.get(MARK)) == signature:
+        return
+    if found is not None or kept:
+        whose = f"are of {found}" if found else "do not say which model and policy they are of"
+        raise KvlabError(
+            f"the entries of the cache {where} {whose}, and this run is {signature}; give use_cache another name"
+        )
+    kept[MARK] = signature
 
 
 # What a task may ask of a response besides its length and where it ends, with what is taken where it does not ask. What

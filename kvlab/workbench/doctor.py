@@ -94,7 +94,7 @@ def versions() -> Finding:
             "packages",
             BAD if needed else REMARK,
             "; ".join(wrong[:4]) + more,
-            "pip install -c constraints.txt -e '.[notebooks,test,docs]'",
+            "pip install -c constraints.txt -e '.[notebooks,test,docs,lm-eval]'",
         )
     return Finding("packages", GOOD, f"kvlab {project.version()} and {len(pins) - len(absent)} packages as pinned")
 

@@ -197,8 +197,6 @@ def test_the_examples_of_the_readme_run_and_print_what_it_shows(desk):
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
 def test_the_examples_of_other_pages_run(page, desk, monkeypatch):
     """Each alone, on a small random model in the place of the named one: what they would find is not looked at."""
-    if page.name == "lm_eval.md":
-        pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed (the extra lm-eval)")
 
     def small(name: str, *_, **__) -> models.LM:
         return kvlab.random_lm(

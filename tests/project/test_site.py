@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from support.browsing import DESKTOP, PHONE, missing_images, opened, overflow
+from support.browsing import DESKTOP, PHONE, contrasts, missing_images, opened, overflow
 from support.paths import ROOT
 
 import kvlab
+from kvlab import papers
 
 BUILD = ROOT / "docs" / "site" / "build.py"
 SHOWN = (
@@ -83,6 +88,38 @@ def test_every_page_notebook_and_public_name_is_there(site):
     }
 
 
+def told(text: str) -> set[tuple[str, str]]:
+    """What a text imports of kvlab, as (module, name): of a module, what it uses of that."""
+    found = set()
+    for home, things in re.findall(r"^\W*from (kvlab(?:\.\w+)*) import ([\w, ]+)", text, re.MULTILINE):
+        for name in (thing.split()[0] for thing in things.split(",")):
+            if not inspect.ismodule(held := pkgutil.resolve_name(f"{home}.{name}")):
+                found.add((home, name))
+                continue
+            used = set(re.findall(rf"(?<![.\w]){name}\.([A-Za-z]\w*)\b(?!\.py)", text))
+            found |= {(held.__name__, attribute) for attribute in used if hasattr(held, attribute)}
+    return found
+
+
+def test_whatever_our_pages_and_skeletons_import_is_in_the_reference(site):
+    templates = [path for path in (ROOT / "kvlab/workbench/workspace/templates").rglob("*.j2") if path.is_file()]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *templates]
+    wanted = {imported for path in pages for imported in told(path.read_text(encoding="utf-8"))}
+    assert len(wanted) > 20 and ("kvlab.core.ranking", "top_positions") in wanted
+    explained = Links(site / "reference.html").names
+
+    def held(place: str) -> object:
+        with suppress(ImportError, AttributeError):  # a place may be a heading's, or that of an attribute
+            return pkgutil.resolve_name(place)
+
+    def there(home: str, name: str) -> bool:
+        """A name that is handed on stands where it is made, or where it is handed on."""
+        wanted = pkgutil.resolve_name(f"{home}.{name}")
+        return any(held(place) is wanted for place in explained if place.endswith(f".{name}"))
+
+    assert not [f"{home}.{name}" for home, name in sorted(wanted) if not there(home, name)]
+
+
 def test_every_type_of_ours_in_a_signature_leads_to_what_it_is(site):
     ours = set()
     for path in (ROOT / "kvlab").rglob("*.py"):
@@ -117,15 +154,26 @@ def test_no_link_is_dead_and_nothing_is_fetched_from_elsewhere(site):
 
 
 @pytest.mark.parametrize(
-    ("size", "scheme"), [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light")], ids=["desk", "dark", "phone"]
+    ("size", "scheme"),
+    [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), (PHONE, "dark")],
+    ids=["desk", "dark", "phone", "dark-phone"],
 )
-def test_pages_are_whole_and_fit_the_screen(site, browser, size, scheme):
-    for name in SHOWN:
-        with opened(browser, (site / f"{name}.html").as_uri(), size, color_scheme=scheme) as (page, complaints):
-            assert complaints == [] and missing_images(page) == [] and overflow(page) <= 0, name
+def test_pages_are_whole_fit_the_screen_and_are_legible_in_the_dark(site, browser, size, scheme):
+    """On a phone every page but those of sources, on a desk one of each kind."""
+    every = (path for path in site.rglob("*.html") if not {"_static", "_modules"} & set(path.parts))
+    pages = sorted(every) if size == PHONE else [site / f"{name}.html" for name in SHOWN]
+    assert len(pages) >= (80 if size == PHONE else 12)
+    with opened(browser, "about:blank", size, color_scheme=scheme) as (page, complaints):
+        for path in pages:
+            page.goto(path.as_uri())
+            assert complaints == [] and missing_images(page) == [] and overflow(page) <= 0, path
             background = page.evaluate("getComputedStyle(document.body).backgroundColor")
             lightness = sum(map(int, re.findall(r"\d+", background)[:3]))
-            assert (lightness < 200) == (scheme == "dark"), (name, background)
+            assert (lightness < 200) == (scheme == "dark"), (path, background)
+            if size == PHONE and scheme == "dark":
+                # Tables that pandas styled have the light theme's ground and the figures' colours, in the dark as well.
+                found = contrasts(page, "body", besides="svg, .cell_output table:not(.dataframe)")
+                assert found and found[0][1] >= 4.5, (path, found[:5])
 
 
 def test_the_search_finds_a_policy(site, browser):
@@ -153,3 +201,34 @@ def test_the_ledger_is_narrowed_by_paper_and_words(site, browser):
         page.fill("[data-filter=words]", "snapkv RECALL")
         assert 0 < shown.count() < of_paper and complaints == []
         assert all("snapkv" in text.lower() and "recall" in text.lower() for text in shown.all_text_contents())
+
+
+def test_the_ledger_is_narrowed_by_kind_and_an_address_holds_what_is_chosen(site, browser):
+    with opened(browser, (site / "ledger.html").as_uri()) as (page, complaints):
+        shown = page.locator(SHOWN_ROWS)
+        page.select_option("[data-filter=kind]", "control")
+        of_kind = shown.count()
+        assert 0 < of_kind < page.locator("#ledger-of-claims tbody tr").count()
+        assert set(shown.evaluate_all("rows => rows.map(row => row.dataset.kind)")) == {"control"}
+        page.select_option("[data-filter=verdict0]", "holds")
+        page.fill("[data-filter=words]", "of & on")
+        address, count = page.url, page.inner_text("#count")
+        assert address.endswith("#smollm2-135m=holds&kind=control&words=of+%26+on")
+        assert complaints == []
+    with opened(browser, address) as (page, complaints):
+        assert page.input_value("[data-filter=words]") == "of & on" and page.inner_text("#count") == count
+        assert page.input_value("[data-filter=kind]") == "control"
+        # The address of the same page with something else, as by a link within it or the browser's way back.
+        page.evaluate("location.hash = '#paper=zsmerge&kind=nonsense'")
+        page.wait_for_function("document.querySelector('[data-filter=words]').value === ''")
+        papers_of = page.locator(SHOWN_ROWS).evaluate_all("rows => rows.map(row => row.dataset.paper)")
+        assert set(papers_of) == {"zsmerge"} and page.input_value("[data-filter=kind]") == "" and complaints == []
+
+
+def test_a_claims_id_leads_to_its_row(site, browser):
+    claim = papers.claims(paper="zsmerge")[-1].id
+    with opened(browser, f"{(site / 'ledger.html').as_uri()}#{claim}") as (page, complaints):
+        row = page.locator(f'[id="{claim}"]')
+        place = row.bounding_box()
+        assert place and 0 <= place["y"] < DESKTOP[1] and claim in row.inner_text()
+        assert page.locator(SHOWN_ROWS).count() == len(papers.claims()) and complaints == []

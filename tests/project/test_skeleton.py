@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Collection
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -45,8 +44,8 @@ def pins(lines) -> dict[str, str]:
 
 CONSTRAINTS = pins(line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
 EXTRAS = PROJECT["optional-dependencies"]
-DIRECT = {
-    canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["test"], *EXTRAS["docs"]]
+DIRECT = {canonical(name) for name in PROJECT["dependencies"]} | {
+    canonical(name) for extra in ("notebooks", "test", "docs", "lm-eval") for name in EXTRAS[extra]
 }
 
 
@@ -70,7 +69,7 @@ def test_everything_is_pinned_to_one_version():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "a pin is NAME==VERSION without local part"
     assert len(CONSTRAINTS) == len(lines)
-    assert CONSTRAINTS.keys() >= DIRECT | set(map(canonical, EXTRAS["lm-eval"]))
+    assert CONSTRAINTS.keys() >= DIRECT
     assert CONSTRAINTS["torch"] == "2.13.0"
 
 
@@ -80,7 +79,7 @@ def test_conda_installs_the_very_same_pins():
         for part in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
         if isinstance(part, dict)
     ]
-    assert pip[:2] == ["-c constraints.txt", "-e .[notebooks,test,docs]"]
+    assert pip[:2] == ["-c constraints.txt", "-e .[notebooks,test,docs,lm-eval]"]
     assert pins(pip[2:]) == {name: CONSTRAINTS[name] for name in DIRECT}
 
 
@@ -88,9 +87,7 @@ def test_what_is_installed_is_what_is_pinned():
     """Nothing that the project needs, directly or not, is left without a pin (this platform's share of it)."""
     from packaging.requirements import Requirement
 
-    # The environment does without the harness; where somebody has put it there, what it needs is looked at, too.
-    extras = [extra for extra in EXTRAS if extra != "lm-eval" or find_spec("lm_eval")]
-    todo, needed = [f"kvlab[{','.join(extras)}]"], set()
+    todo, needed = [f"kvlab[{','.join(EXTRAS)}]"], set()
     while todo:
         wanted = Requirement(todo.pop())
         if (canonical(wanted.name), frozenset(wanted.extras)) in needed:
@@ -222,8 +219,6 @@ def test_no_name_that_kvlab_hands_on_is_the_name_of_a_module():
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_what_its_import_gives(name):
     """No package hides one of its modules behind a function of the same name."""
-    if name == "kvlab.harness.model":
-        pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed (the extra lm-eval)")
     names = {}
     exec(f"import {name} as given", names)
     assert names["given"] is sys.modules[name] and inspect.ismodule(names["given"])
@@ -295,13 +290,14 @@ def test_ci_is_make_test():
     assert script.read_text().splitlines()[-1] == "make test"
 
 
-@pytest.mark.parametrize("target", ["env", "reproduce", "test", "browser", "docs", "lab", "clean", "help"])
+@pytest.mark.parametrize("target", ["env", "reproduce", "test", "browser", "docs", "wheel", "lab", "clean", "help"])
 def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     if target in ("reproduce", "test"):
         assert (
-            done.stdout.index("-c constraints.txt -e '.[notebooks,test,docs]'") < done.stdout.index("kvlab pull")
+            done.stdout.index("-c constraints.txt -e '.[notebooks,test,docs,lm-eval]'")
+            < done.stdout.index("kvlab pull")
             if "pip install" in done.stdout
             else "kvlab pull" in done.stdout
         )

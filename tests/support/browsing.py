@@ -64,3 +64,39 @@ def missing_images(page: Page) -> list[str]:
 def overflow(page: Page) -> int:
     """By how many pixels the page is wider than its window."""
     return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+
+
+def contrasts(page: Page, within: str, besides: str = "svg") -> list[tuple[str, float]]:
+    """Each piece of text that is seen in an element, and its contrast with what lies behind it, the least first.
+
+    As WCAG 2 defines it: 4.5 and more is legible. Text in what `besides` selects is left out: drawings, at least.
+    """
+    return page.evaluate(_CONTRASTS, [within, besides])
+
+
+_CONTRASTS = r"""([within, besides]) => {
+    const parts = colour => {
+        const found = colour.match(/[0-9.]+/g).map(Number), scale = colour.startsWith('color(') ? 1 : 255;
+        return [...found.slice(0, 3).map(each => each / scale), found[3] ?? 1];
+    };
+    const light = colour => {
+        const [red, green, blue] = colour.map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+    };
+    const over = (upper, lower) => upper.slice(0, 3).map((each, n) => each * upper[3] + lower[n] * (1 - upper[3]));
+    const behind = element => {
+        if (!element) return [1, 1, 1];
+        const colour = parts(getComputedStyle(element).backgroundColor);
+        return colour[3] === 1 ? colour : over(colour, behind(element.parentElement));
+    };
+    const seen = new Map(), walk = document.createTreeWalker(document.querySelector(within), NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+        const element = walk.currentNode.parentElement;
+        if (!walk.currentNode.data.trim() || element.closest(`style, script, ${besides}`)) continue;
+        if (!element.checkVisibility()) continue;
+        const ground = behind(element);
+        const [one, other] = [light(over(parts(getComputedStyle(element).color), ground)), light(ground)];
+        seen.set(walk.currentNode.data.slice(0, 40), (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05));
+    }
+    return [...seen].sort((a, b) => a[1] - b[1]);
+}"""

@@ -1,8 +1,13 @@
-"""Two tasks of our own for the lm-evaluation-harness, as its YAML, over files beside them."""
+"""Three tasks of our own for the lm-evaluation-harness, as its YAML, over files beside them."""
 
 from __future__ import annotations
 
 import json
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+
+from support.texts import FERRY
 
 CHOICES = """
 task: kvlab_ferry
@@ -18,7 +23,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 ANSWERS = """
 task: kvlab_said
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/answers.jsonl}}}}
+dataset_kwargs: {{data_files: {{test: {folder}/{name}.jsonl}}}}
 test_split: test
 output_type: generate_until
 doc_to_text: "{{{{prompt}}}}"
@@ -37,11 +42,28 @@ doc_to_target: "{{{{text}}}}"
 metric_list: [{{metric: byte_perplexity}}]
 """
 
+PASSAGES = [FERRY[start : start + 900] for start in (0, 300, 700)]
+CHOSEN = [
+    {"passage": text, "question": f"Which number is {n}?", "choices": ["A", "B", "the third of the boats"], "label": n}
+    for n, text in enumerate(PASSAGES)
+]
+STREAMING = dict(policy="streamingllm", budget=24)
+SNAPKV = dict(policy="snapkv", budget=40, window=8)
+
+
+def evaluated(model, *tasks, **options):
+    """What the harness finds, with no tasks but these."""
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=list(tasks), task_manager=TaskManager(include_defaults=False), bootstrap_iters=0, **options
+    )
+    assert found is not None
+    return found
+
 
 def written(folder, yaml, name, records, **values):
     """A task's YAML in a folder, with the records that it reads beside it; its path."""
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.format(folder=folder, **values), encoding="utf-8")
+    path.write_text(yaml.format(folder=folder, name=name, **values), encoding="utf-8")
     return str(path)

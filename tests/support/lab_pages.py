@@ -52,26 +52,3 @@ def choose_theme(page, name):
     page.get_by_text("Theme", exact=True).hover()
     page.get_by_text(f"JupyterLab {name}", exact=True).click()
     page.wait_for_selector(f"body[data-jp-theme-name='JupyterLab {name}']", state="attached")
-
-
-LEGIBLE = """() => {
-    // Contrast of each piece of text with what lies behind it, as WCAG 2 defines it.
-    const light = colour => {
-        const parts = colour.match(/[0-9.]+/g).map(Number).slice(0, 3).map(each => each / 255)
-            .map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
-    };
-    const behind = element => {
-        const colour = getComputedStyle(element).backgroundColor;
-        return /, 0\\)$/.test(colour) ? behind(element.parentElement) : colour;
-    };
-    const seen = new Map(), walk = document.createTreeWalker(
-        document.querySelector('.kvlab-picture'), NodeFilter.SHOW_TEXT);
-    while (walk.nextNode()) {
-        const element = walk.currentNode.parentElement;
-        if (!walk.currentNode.data.trim() || element.closest('style, svg')) continue;
-        const [one, other] = [light(getComputedStyle(element).color), light(behind(element))];
-        seen.set(walk.currentNode.data.slice(0, 40), (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05));
-    }
-    return [...seen].sort((a, b) => a[1] - b[1]);
-}"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import os
@@ -23,6 +24,8 @@ from kvlab.papers import shelf
 from kvlab.workbench import experiments
 from kvlab.workbench.experiments import notebooks
 from kvlab.workbench.workspace import KINDS, add, making, new, rendering
+
+HERE = Path(__file__).parent.as_uri()
 
 
 def hidden(folder: Path) -> list[str]:
@@ -50,8 +53,33 @@ def test_a_workspace_has_the_layout_of_a_project(made):
     assert papers.figure("streaming", "table1").perplexity.tolist() == [5158.07, 5.40, 5.60]
     assert kvlab.policies()[-1] == "ends"
     pins = (made / "requirements.txt").read_text().splitlines()[1:]
-    assert pins[0] == f"kvlab[notebooks]=={kvlab.__version__}" and not [pin for pin in pins if "+" in pin]
+    assert pins[0].startswith("kvlab[notebooks,workspace]") and not [pin for pin in pins[1:] if "+" in pin]
     assert {"nbval", "pytest", "ipykernel", "torch"} <= {pin.partition("==")[0] for pin in pins}
+
+
+@pytest.mark.parametrize(
+    "told, pin",
+    [
+        (None, f"=={kvlab.__version__}"),
+        (
+            {"url": f"{HERE}/kvlab-0.1.0-py3-none-any.whl", "archive_info": {}},
+            f" @ {HERE}/kvlab-0.1.0-py3-none-any.whl",
+        ),
+        ({"url": f"{HERE}/kvlab", "dir_info": {"editable": True}}, f" @ {HERE}/kvlab"),
+        ({"url": "https://host/kvlab", "vcs_info": {"vcs": "git", "commit_id": "1f"}}, " @ git+https://host/kvlab@1f"),
+    ],
+    ids=["index", "wheel", "folder", "commit"],
+)
+def test_kvlab_is_pinned_to_where_it_was_installed_from(tmp_path, monkeypatch, told, pin):
+    """A wheel that is on no index would not be found by its version."""
+    read = importlib.metadata.PathDistribution.read_text
+
+    def told_there(self, name):
+        return read(self, name) if name != "direct_url.json" else told and json.dumps(told)
+
+    monkeypatch.setattr(importlib.metadata.PathDistribution, "read_text", told_there)
+    made = new(tmp_path / "lab")
+    assert (made / "requirements.txt").read_text().splitlines()[1] == f"kvlab[notebooks,workspace]{pin}"
 
 
 def test_python_files_and_notebooks_that_are_written_pass_ruff_and_nbformat(made):

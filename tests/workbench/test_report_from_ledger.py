@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas
 import pytest
 from support.commands import call, complaint
@@ -47,6 +49,12 @@ def two_kept(project, tmp_path, nowhere, monkeypatch):
     in_store = report.ledger()
     monkeypatch.chdir(nowhere)
     return folder, in_store
+
+
+def test_kvlabs_own_ledgers_have_a_name(nowhere, tmp_path):
+    assert kept.place(Path("kept")) == KEPT and kept.place(KEPT) == KEPT and kept.place(None) is None
+    (nowhere / "kept").mkdir()
+    assert kept.place(Path("kept")) == Path("kept"), "a folder goes before the name"
 
 
 def test_the_report_of_kept_ledgers_is_that_of_their_store(two_kept, nowhere, capsys):

@@ -28,7 +28,7 @@ def wheel(tmp_path_factory) -> Path:
         pytest.skip("not a git checkout")
     source = folder / "source"
     for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file() and name.split("/")[0] not in ("tests", "docs"):
+        if (ROOT / name).is_file() and (name.startswith("docs/ledger/") or name.split("/")[0] not in ("tests", "docs")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     done = subprocess.run(
@@ -83,9 +83,36 @@ def test_the_wheel_holds_what_a_workspace_is_made_of(wheel):
     within = "kvlab/workbench/workspace"
     for path in (*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "experiments").glob("*.yaml")):
         assert f"{within}/shipped/{path.relative_to(ROOT).as_posix()}" in names
+    for path in (ROOT / "docs" / "ledger").rglob("*.csv"):
+        assert f"kvlab/workbench/report/shipped/{path.relative_to(ROOT / 'docs' / 'ledger').as_posix()}" in names
     for path in (ROOT / within / "templates").rglob("*.j2"):
         assert path.relative_to(ROOT).as_posix() in names
     assert not [name for name in names if name.startswith(("tests/", "notebooks/", "docs/"))]
+
+
+def test_the_kept_ledgers_come_with_the_wheel(bin, tmp_path):
+    assert "report/report.html" in shell(bin, tmp_path, "kvlab report --from kept --out report")
+    ledger = (tmp_path / "report" / "claims.csv").read_text()
+    assert "smollm2-135m" in ledger and "gemma-3-270m" in ledger
+
+
+def test_a_workspace_asks_for_the_wheel_that_it_was_made_with(bin, wheel, tmp_path):
+    """No index has it, so a version alone would not be found."""
+    shell(bin, tmp_path, "kvlab new lab")
+    pin = (tmp_path / "lab" / "requirements.txt").read_text().splitlines()[1]
+    assert pin == f"kvlab[notebooks,workspace] @ {wheel.as_uri()}"
+    asked = [
+        "--python",
+        str(bin / "python"),
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--no-index",
+        "--force-reinstall",
+        pin,
+    ]
+    done = subprocess.run([sys.executable, "-m", "pip", *asked], capture_output=True, text=True)
+    assert "Would install kvlab-" in done.stdout, done.stderr
 
 
 @pytest.mark.roundtrip

@@ -1,4 +1,5 @@
-// The table of claims is narrowed by paper, verdict and words.
+// The table of claims is narrowed by paper, verdict, kind and words. What is chosen stands behind the page's # (by the
+// controls' names), so that it can be linked; a claim's id there leads to its row.
 document.addEventListener("DOMContentLoaded", () => {
   const table = document.getElementById("ledger-of-claims");
   if (!table) return;
@@ -22,6 +23,22 @@ document.addEventListener("DOMContentLoaded", () => {
     }
     count.textContent = `${shown} of ${rows.length} claims`;
   };
-  for (const control of controls) control.addEventListener("input", narrow);
-  narrow();
+  const take = () => {
+    const asked = location.hash.slice(1);
+    if (asked && !asked.includes("=")) return narrow();
+    const wanted = new URLSearchParams(asked);
+    for (const control of controls) {
+      control.value = wanted.get(control.name) ?? "";
+      if (control.selectedIndex === -1) control.value = "";
+    }
+    narrow();
+  };
+  const keep = () => {
+    const chosen = controls.filter((control) => control.value).map((control) => [control.name, control.value]);
+    history.replaceState(null, "", `#${new URLSearchParams(chosen)}`);
+    narrow();
+  };
+  for (const control of controls) control.addEventListener("input", keep);
+  addEventListener("hashchange", take);
+  take();
 });

@@ -33,6 +33,7 @@ from kvlab.workbench.report.subjects import Subject, remarks, subjects
 ORIGIN = ["profile", "signature", "commit", "machine", "seconds"]
 LATER = ["parameters", "remarks"]  # ledgers that were kept without these are read, too
 COLUMNS = ["claim", "finding", "verdict", "value", "low", "high", "power", "why", "model", *ORIGIN, *LATER]
+OWN = "kept"
 NUMBERS = ("value", "low", "high")
 THOROUGH = ("full", "gpu")
 """The profiles that are shown in place of others, the most thorough one last; the quick one stands behind all."""
@@ -231,6 +232,14 @@ def _origin(line: Line, path: Path) -> Origin:
         remarks=tuple(filter(None, line["remarks"].split("; "))),
         file=path,
     )
+
+
+def place(folder: Path | None) -> Path | None:
+    """`folder`; for the name "kept" that of kvlab's own ledgers, which come with the wheel, unless a folder has it."""
+    if folder is None or str(folder) != OWN or folder.exists():
+        return folder
+    here = Path(__file__).parent / "shipped"
+    return here if here.is_dir() else Path(__file__).parents[3] / "docs" / "ledger"
 
 
 def kept(folder: Path, model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Entry]:

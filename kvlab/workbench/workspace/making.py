@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -19,8 +20,8 @@ from kvlab.workbench.workspace.rendering import render, templates
 
 FOLDERS = ("notebooks", "experiments", "papers/figures", "policies", "tasks", "tests", "mlruns")
 EXAMPLE = "first_tokens"
-TESTS = ("nbval", "pytest")
-"""What `make test` needs besides kvlab and its notebooks."""
+EXTRAS = ("notebooks", "workspace")
+"""Those of kvlab's: what notebooks by hand and `make test` need besides."""
 
 
 def new(folder: str | Path, paper: str | None = None) -> Path:
@@ -112,18 +113,31 @@ def _shipped() -> Path:
 
 def _pins() -> list[str]:
     """kvlab, what it needs and what the tests need, in the versions that are installed here."""
-    wanted = {"notebooks"}
     lines = importlib.metadata.requires("kvlab") or []
     names = {
         re.split(r"[^\w.\-]", line, maxsplit=1)[0]
         for line in lines
-        if "extra ==" not in line or any(f"extra == '{extra}'" in line.replace('"', "'") for extra in wanted)
+        if "extra ==" not in line or any(f"extra == '{extra}'" in line.replace('"', "'") for extra in EXTRAS)
     }
-    pins = [f"kvlab[notebooks]=={project.version()}"]
-    for name in sorted(names | set(TESTS), key=str.lower):
+    pins = [_own_pin()]
+    for name in sorted(names, key=str.lower):
         try:
             # A local part such as +cpu is of one build, and no index has it.
             pins.append(f"{name}=={importlib.metadata.version(name).partition('+')[0]}")
         except importlib.metadata.PackageNotFoundError:
             pins.append(name)
     return pins
+
+
+def _own_pin() -> str:
+    """kvlab, from where it was installed: an index by its version, or else the wheel, folder or commit itself."""
+    wanted = f"kvlab[{','.join(EXTRAS)}]"
+    try:
+        told = importlib.metadata.distribution("kvlab").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        told = None
+    if told is None:
+        return f"{wanted}=={project.version()}"
+    origin = json.loads(told)
+    url, state = origin["url"], origin.get("vcs_info")
+    return f"{wanted} @ {state['vcs']}+{url}@{state['commit_id']}" if state else f"{wanted} @ {url}"
