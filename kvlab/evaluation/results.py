@@ -97,6 +97,15 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def by_turn(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """The answers that have a turn, by their mark `mode`; by "" where the task knows no modes."""
+    found: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if "turn" in answer.marks:
+            found.setdefault(str(answer.marks.get("mode", "")), []).append(answer)
+    return found
+
+
 def _by_context(values: Iterable[tuple[Answer, float]]) -> list[float]:
     """One mean for each context; an example without the mark is its own."""
     found: dict[str, list[float]] = {}

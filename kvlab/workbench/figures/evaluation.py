@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.core.storage import AS_IS
-from kvlab.evaluation import Answer, summary, table
+from kvlab.evaluation import Answer, by_turn, summary, table
 from kvlab.lib.files import replacing
 from kvlab.lib.terminal import titled
 from kvlab.workbench.store import tracking
@@ -28,6 +28,8 @@ def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
     Metrics are TASK/POLICY/BUDGET/score with its interval, /difference from the full cache with its own, and /kv_bytes;
     a storage other than the plain one stands behind the budget.
     """
+    from kvlab.workbench.figures import turning
+
     rows = summary(answers)
     with tracking.start(EXPERIMENT, parameters) as run:
         run.tag("mlflow.runName", named(parameters))
@@ -49,6 +51,8 @@ def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
             run.table("_".join(["by_turn", *name.split()]), summary(part, "turn"))
         if heatmap := needles(answers):
             run.figure("needle_heatmap", heatmap)
+        if curves := turning.scores(answers):
+            run.figure("by_turn", curves)
         run.json("signatures", sorted({answer.signature for answer in answers}))
     return run.id
 
@@ -76,10 +80,12 @@ def needles(answers: Sequence[Answer]) -> Figure | None:
 
 
 def draw(answers: Sequence[Answer], path: Path) -> Path | None:
-    """Write the heatmap of needles beside the answers, and return its path; None without needles."""
-    if heatmap := needles(answers):
+    """Write the heatmap of needles, or the scores by turn, beside the answers, and return its path; None without."""
+    from kvlab.workbench.figures import turning
+
+    if figure := needles(answers) or turning.scores(answers):
         with replacing(path.with_suffix(".png")) as part:
-            heatmap.savefig(part, dpi=144, bbox_inches="tight", facecolor="white")
+            figure.savefig(part, dpi=144, bbox_inches="tight", facecolor="white")
         return path.with_suffix(".png")
     return None
 
@@ -113,15 +119,6 @@ def show(rows: pd.DataFrame, console: Console) -> None:
     console.print(
         "against the full cache: the mean of the differences on the same examples, with its interval", style="dim"
     )
-
-
-def by_turn(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    """The answers that have a turn, by their mark `mode`; by "" where the task knows no modes."""
-    found: dict[str, list[Answer]] = {}
-    for answer in answers:
-        if "turn" in answer.marks:
-            found.setdefault(str(answer.marks.get("mode", "")), []).append(answer)
-    return found
 
 
 def show_parts(answers: Sequence[Answer], console: Console) -> None:
