@@ -11,7 +11,7 @@ from rich.console import Console
 from support.paths import ROOT
 from support.spread import students
 
-from kvlab.evaluation import Answer, summary
+from kvlab.evaluation import Answer, decline, summary
 from kvlab.workbench.figures import evaluation, turning
 from kvlab.workbench.report import answered, boards, kept, page
 
@@ -61,7 +61,7 @@ def test_each_mode_has_its_scores_by_turn():
     text = shown(FOUND)
     assert "score by turn, %: chat" in text and "score by turn, %: requests" in text
     rows = [re.findall(r"\d+\.\d", line) for line in text.splitlines() if "snapkv" in line]
-    assert rows == [["100.0", "25.0"], ["50.0", "50.0"]]
+    assert [row[:2] for row in rows] == [["100.0", "25.0"], ["50.0", "50.0"]]
 
 
 def test_kinds_have_a_table_where_there_are_several_and_turns_need_not_be():
@@ -80,6 +80,23 @@ def test_turns_need_no_modes():
         del answer.marks["mode"]
     (heading,) = [line.strip() for line in shown(alone).splitlines() if "score" in line]
     assert heading == "score by turn, %" and "50.0" in shown(alone)
+
+
+def test_the_decline_is_paired_by_context_with_an_interval():
+    """Later turns less the first, whatever contexts have at other times."""
+    easy, hard = ([1.0, 0.5, 0.7], [0.5, 0.0, 0.4])
+    asked = [
+        replace(FOUND[0], key=f"{name}{turn}", scores={"score": score}, marks={"context": name, "turn": turn})
+        for name, scores in {"easy": easy, "hard": hard}.items()
+        for turn, score in enumerate(scores, 1)
+    ]
+    (row,) = decline(asked).to_dict("records")
+    assert (row["policy"], row["contexts"]) == ("full", 2) and row["decline"] == pytest.approx(-0.35)
+    assert (row["low"], row["high"]) == pytest.approx(students((-0.4, -0.3)), rel=1e-4)
+    text = shown(asked)
+    assert "later turns less the first" in text and "-35.0 (" in text
+    (alone,) = decline([asked[0]]).to_dict("records")
+    assert alone["contexts"] == 0 and alone["decline"] != alone["decline"], "one turn alone declines from nothing"
 
 
 def test_questions_over_one_context_are_one_repetition():

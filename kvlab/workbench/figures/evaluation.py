@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.core.storage import AS_IS
-from kvlab.evaluation import Answer, by_turn, summary, table
+from kvlab.evaluation import Answer, by_turn, decline, summary, table
 from kvlab.lib.files import replacing
 from kvlab.lib.terminal import titled
 from kvlab.workbench.store import tracking
@@ -49,6 +49,7 @@ def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
         run.table("by_kind", summary(answers, by="kind"))
         for name, part in by_turn(answers).items():
             run.table("_".join(["by_turn", *name.split()]), summary(part, "turn"))
+            run.table("_".join(["decline", *name.split()]), decline(part))
         if heatmap := needles(answers):
             run.figure("needle_heatmap", heatmap)
         if curves := turning.scores(answers):
@@ -126,10 +127,20 @@ def show_parts(answers: Sequence[Answer], console: Console) -> None:
     if len({answer.marks.get("kind") for answer in answers}) > 1:
         _show_by(summary(answers, "kind"), "kind", "score by kind, %", console)
     for mode, part in by_turn(answers).items():
-        _show_by(summary(part, "turn"), "turn", f"score by turn, %: {mode}".removesuffix(": "), console)
+        changes = {
+            (row["policy"], _in_words(row["budget"]), row["storage"]): "{:+.1f} ({:+.1f} to {:+.1f})".format(
+                *(100 * row[name] for name in ("decline", "low", "high"))
+            )
+            for row in decline(part).to_dict("records")
+        }
+        title = f"score by turn, %: {mode}".removesuffix(": ")
+        _show_by(summary(part, "turn"), "turn", title, console, {"later turns less the first": changes})
 
 
-def _show_by(rows: pd.DataFrame, by: str, title: str, console: Console) -> None:
+def _show_by(
+    rows: pd.DataFrame, by: str, title: str, console: Console, more: Mapping[str, Mapping[tuple, str]] | None = None
+) -> None:
+    """`more`: further columns, their cells by policy, budget and storage as they are shown."""
     if len(rows["task"].unique()) > 1:
         rows = rows.assign(**{by: rows["task"] + " " + rows[by].fillna("").astype(str)})
     settings = rows.drop_duplicates(["policy", "budget", "storage"]).to_dict("records")
@@ -138,6 +149,8 @@ def _show_by(rows: pd.DataFrame, by: str, title: str, console: Console) -> None:
         grid = titled("policy", "budget", "storage", title=title)
         for kind in kinds[first : first + KINDS_ABREAST]:
             grid.add_column(str(kind), justify="right")
+        for heading in more or {}:
+            grid.add_column(heading, justify="right")
         for setting in settings:
             policy, budget, storage = setting["policy"], setting["budget"], setting["storage"]
             same = rows["budget"].isna() if _missing(budget) else rows["budget"] == budget
@@ -148,6 +161,7 @@ def _show_by(rows: pd.DataFrame, by: str, title: str, console: Console) -> None:
                 _in_words(budget),
                 storage,
                 *(f"{100 * scores[kind]:.1f}" for kind in kinds[first : first + KINDS_ABREAST]),
+                *(cells.get((policy, _in_words(budget), storage), "") for cells in (more or {}).values()),
             )
         console.print(grid, highlight=False)
 
