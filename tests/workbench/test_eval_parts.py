@@ -37,7 +37,7 @@ def answers(mode, kind, by_policy):
             kv_bytes=100,
             aux_bytes=0,
             marks={"kind": kind, "mode": mode, "turn": turn},
-            signature="m|t|p|s|v",
+            signature="m|t|p|compress at context|v",
         )
         for policy, scores in by_policy.items()
         for context in range(2)
@@ -140,6 +140,19 @@ def test_the_figure_has_a_panel_for_each_mode_moment_and_budget():
 def test_the_figure_stands_beside_the_answers(tmp_path):
     path = evaluation.draw(FOUND, tmp_path / "turns.jsonl")
     assert path == tmp_path / "turns.png" and path.stat().st_size > 10_000
+
+
+def test_the_figure_has_the_same_answers_of_another_moment_too():
+    other = [
+        replace(answer, key=f"p{answer.key}", compress_at="prompt", signature="m|t|p|compress at prompt|v")
+        for answer in FOUND
+    ]
+    strangers = [
+        replace(other[0], key="a", signature="m|other task|p|compress at prompt|v"),
+        replace(other[0], key="b", signature="m|t|p|compress at prompt|v2"),
+        replace(other[0], key="c", example="another"),
+    ]
+    assert turning.both_moments(FOUND, [*FOUND, *other, *strangers]) == [*FOUND, *other]
 
 
 def test_turns_and_modes_are_kept_and_shown(tmp_path):

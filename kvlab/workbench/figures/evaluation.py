@@ -80,11 +80,14 @@ def needles(answers: Sequence[Answer]) -> Figure | None:
     return plots.figure_of(plots.needle_heatmap(rows)[0])
 
 
-def draw(answers: Sequence[Answer], path: Path) -> Path | None:
-    """Write the heatmap of needles, or the scores by turn, beside the answers, and return its path; None without."""
+def draw(answers: Sequence[Answer], path: Path, beside: Sequence[Answer] = ()) -> Path | None:
+    """Write the heatmap of needles, or the scores by turn, beside the answers, and return its path; None without.
+
+    beside: answers of earlier runs; those that were compressed at another moment stand beside these, turn by turn.
+    """
     from kvlab.workbench.figures import turning
 
-    if figure := needles(answers) or turning.scores(answers):
+    if figure := needles(answers) or turning.scores(turning.both_moments(answers, beside)):
         with replacing(path.with_suffix(".png")) as part:
             figure.savefig(part, dpi=144, bbox_inches="tight", facecolor="white")
         return path.with_suffix(".png")

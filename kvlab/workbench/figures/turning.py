@@ -42,6 +42,16 @@ def scores(answers: Sequence[Answer]) -> Figure | None:
         return _drawn(columns)
 
 
+def both_moments(answers: Sequence[Answer], beside: Sequence[Answer]) -> list[Answer]:
+    """These answers, and those of `beside` that differ from them in the moment of compression alone."""
+    keys, known = {answer.key for answer in answers}, {_but_for_the_moment(answer) for answer in answers}
+    return [*answers, *(a for a in beside if a.key not in keys and _but_for_the_moment(a) in known)]
+
+
+def _but_for_the_moment(answer: Answer) -> tuple[str, str]:
+    return answer.signature.replace(f"|compress at {answer.compress_at}|", "|"), answer.example
+
+
 def _drawn(columns: Mapping[tuple[str, str], pandas.DataFrame]) -> Figure:
     frames = list(columns.values())
     budgets: list[float | None] = sorted({b for frame in frames for b in frame["budget"].dropna()})
