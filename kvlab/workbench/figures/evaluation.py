@@ -130,12 +130,12 @@ def show_parts(answers: Sequence[Answer], console: Console) -> None:
     if len({answer.marks.get("kind") for answer in answers}) > 1:
         _show_by(summary(answers, "kind"), "kind", "score by kind, %", console)
     for mode, part in by_turn(answers).items():
-        changes = {
-            (row["policy"], _in_words(row["budget"]), row["storage"]): "{:+.1f} ({:+.1f} to {:+.1f})".format(
-                *(100 * row[name] for name in ("decline", "low", "high"))
-            )
-            for row in decline(part).to_dict("records")
-        }
+        changes = {}
+        for row in decline(part).to_dict("records"):
+            # Adding 0 makes 0 of minus 0, as a mean of tiny errors is shown.
+            change = [round(100 * row[name], 1) + 0.0 for name in ("decline", "low", "high")]
+            told = "{:+.1f} ({:+.1f} to {:+.1f})".format(*change)
+            changes[row["policy"], _in_words(row["budget"]), row["storage"]] = told
         title = f"score by turn, %: {mode}".removesuffix(": ")
         _show_by(summary(part, "turn"), "turn", title, console, {"later turns less the first": changes})
 
