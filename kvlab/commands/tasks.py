@@ -99,7 +99,8 @@ def eval_(
             made = evaluate.run(lm, plan, path, advance)
         answers += made
         typer.echo(path, err=True)
-        if figure := evaluation.draw(made, path.with_name(f"{path.stem}-{plan.task.name}") if out else path):
+        beside = path.with_name(f"{path.stem}-{plan.task.name}") if out else path
+        if figure := evaluation.draw(made, beside, evaluate.read(path)):
             typer.echo(figure, err=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
     evaluation.show(evaluate.summary(answers), console)

@@ -4,7 +4,20 @@ from kvlab.evaluation.answering import answers, feed
 from kvlab.evaluation.conversing import answered
 from kvlab.evaluation.planning import Plan, plan
 from kvlab.evaluation.records import Answer, read
-from kvlab.evaluation.results import summary, table
+from kvlab.evaluation.results import by_turn, decline, summary, table
 from kvlab.evaluation.running import run
 
-__all__ = ["Answer", "Plan", "answered", "answers", "feed", "plan", "read", "run", "summary", "table"]
+__all__ = [
+    "Answer",
+    "Plan",
+    "answered",
+    "answers",
+    "by_turn",
+    "decline",
+    "feed",
+    "plan",
+    "read",
+    "run",
+    "summary",
+    "table",
+]

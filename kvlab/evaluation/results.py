@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kvlab.core.storage import AS_IS
@@ -94,6 +95,38 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
                 "prefill_seconds": sum(a.prefill_seconds for a in members) / len(members),
             }
         )
+    return pd.DataFrame(rows)
+
+
+def by_turn(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """The answers that have a turn, by their mark `mode`; by "" where the task knows no modes."""
+    found: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if "turn" in answer.marks:
+            found.setdefault(str(answer.marks.get("mode", "")), []).append(answer)
+    return found
+
+
+def decline(answers: Sequence[Answer]) -> pd.DataFrame:
+    """One row for each policy, budget, storage and moment: how the mean score of the later turns differs from that of
+    the first turn (below 0: it declines), with its 95 % interval over contexts, in which both are paired.
+
+    answers: of one mode, with the mark `turn` (see `by_turn`).
+    """
+    import pandas as pd
+
+    systems: dict[tuple, dict[str, tuple[list[float], list[float]]]] = {}
+    for answer in answers:
+        contexts = systems.setdefault((answer.policy, answer.budget, answer.storage, answer.compress_at), {})
+        context = answer.marks.get("context", answer.example.rpartition("-")[0])
+        first, later = contexts.setdefault(context, ([], []))
+        (first if answer.marks["turn"] == 1 else later).append(answer.scores[answer.metric])
+    rows = []
+    for (policy, budget, storage, compress_at), contexts in systems.items():
+        differences = [fmean(later) - fmean(first) for first, later in contexts.values() if first and later]
+        mean, (low, high) = bounded(differences, -1.0, 1.0) if differences else (float("nan"), (float("nan"),) * 2)
+        about = {"policy": policy, "budget": budget, "storage": storage, "compress_at": compress_at}
+        rows.append({**about, "contexts": len(differences), "decline": mean, "low": low, "high": high})
     return pd.DataFrame(rows)
 
 

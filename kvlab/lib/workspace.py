@@ -45,10 +45,13 @@ def root() -> Path:
     return next((folder for folder in (start, *start.parents) if (folder / "experiments").is_dir()), start)
 
 
-def workspace() -> Path | None:
-    """The project in use, if it is a workspace; else None. Raises KvlabError where its pyproject.toml is no TOML."""
+def workspace(folder: Path | None = None) -> Path | None:
+    """`folder`, or the project in use, if it is a workspace; else None.
+
+    Raises KvlabError where its pyproject.toml is no TOML.
+    """
     try:
-        path = root() / "pyproject.toml"
+        path = (folder or root()) / "pyproject.toml"
         found = path.stat()
     except (OSError, KvlabError):
         return None
@@ -66,15 +69,15 @@ def _marked(path: Path, changed: int, size: int) -> bool:
     return isinstance(mine, dict) and mine.get("workspace") is True
 
 
-def files(part: str, pattern: str) -> list[Path]:
-    """The files of a folder of the workspace, by name; none where there is no workspace."""
-    folder = workspace()
+def files(part: str, pattern: str, folder: Path | None = None) -> list[Path]:
+    """The files of a folder of the workspace (of that at `folder`, or the one in use), by name; none without one."""
+    folder = workspace(folder)
     return sorted(path for path in (folder / part).glob(pattern) if path.is_file()) if folder else []
 
 
-def code_hash() -> str | None:
-    """sha256 over the workspace's own code; None where there is none."""
-    paths = [path for part in CODE for path in files(part, "**/*.py")]
+def code_hash(folder: Path | None = None) -> str | None:
+    """sha256 over the own code of the workspace, of that at `folder` or the one in use; None where there is none."""
+    paths = [path for part in CODE for path in files(part, "**/*.py", folder)]
     if not paths:
         return None
     digest = hashlib.sha256()

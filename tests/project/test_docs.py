@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from support import recorders
 from support.commands import call
 from support.paths import ROOT
 from support.projects import blank_store
@@ -206,5 +207,6 @@ def test_the_examples_of_other_pages_run(page, desk, monkeypatch):
     # The name is kept wherever it was first asked for.
     for holder in (kvlab, models, loading):
         monkeypatch.setattr(holder, "load", small)
+    recorders.install(monkeypatch, lambda: small(models.DEFAULT))
     for example in examples(page):
         run(page, example)

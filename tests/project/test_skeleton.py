@@ -73,6 +73,11 @@ def test_everything_is_pinned_to_one_version():
     assert CONSTRAINTS["torch"] == "2.13.0"
 
 
+def test_a_wheel_is_built_with_what_the_environment_holds():
+    built_with = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert pins(built_with) == {"hatchling": CONSTRAINTS["hatchling"]} and "hatchling" in EXTRAS["test"]
+
+
 def test_conda_installs_the_very_same_pins():
     (pip,) = [
         part["pip"]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pandas
 import pytest
 from rich.console import Console
+from support.paths import ROOT
 from support.spread import students
 
-from kvlab.evaluation import Answer, summary
-from kvlab.workbench.figures import evaluation
+from kvlab.evaluation import Answer, decline, summary
+from kvlab.workbench.figures import evaluation, turning
+from kvlab.workbench.report import answered, boards, kept, page
 
 
 def answers(mode, kind, by_policy):
@@ -34,7 +37,7 @@ def answers(mode, kind, by_policy):
             kv_bytes=100,
             aux_bytes=0,
             marks={"kind": kind, "mode": mode, "turn": turn},
-            signature="m|t|p|s|v",
+            signature="m|t|p|compress at context|v",
         )
         for policy, scores in by_policy.items()
         for context in range(2)
@@ -58,7 +61,7 @@ def test_each_mode_has_its_scores_by_turn():
     text = shown(FOUND)
     assert "score by turn, %: chat" in text and "score by turn, %: requests" in text
     rows = [re.findall(r"\d+\.\d", line) for line in text.splitlines() if "snapkv" in line]
-    assert rows == [["100.0", "25.0"], ["50.0", "50.0"]]
+    assert [row[:2] for row in rows] == [["100.0", "25.0"], ["50.0", "50.0"]]
 
 
 def test_kinds_have_a_table_where_there_are_several_and_turns_need_not_be():
@@ -79,6 +82,23 @@ def test_turns_need_no_modes():
     assert heading == "score by turn, %" and "50.0" in shown(alone)
 
 
+def test_the_decline_is_paired_by_context_with_an_interval():
+    """Later turns less the first, whatever contexts have at other times."""
+    easy, hard = ([1.0, 0.5, 0.7], [0.5, 0.0, 0.4])
+    asked = [
+        replace(FOUND[0], key=f"{name}{turn}", scores={"score": score}, marks={"context": name, "turn": turn})
+        for name, scores in {"easy": easy, "hard": hard}.items()
+        for turn, score in enumerate(scores, 1)
+    ]
+    (row,) = decline(asked).to_dict("records")
+    assert (row["policy"], row["contexts"]) == ("full", 2) and row["decline"] == pytest.approx(-0.35)
+    assert (row["low"], row["high"]) == pytest.approx(students((-0.4, -0.3)), rel=1e-4)
+    text = shown(asked)
+    assert "later turns less the first" in text and "-35.0 (" in text
+    (alone,) = decline([asked[0]]).to_dict("records")
+    assert alone["contexts"] == 0 and alone["decline"] != alone["decline"], "one turn alone declines from nothing"
+
+
 def test_questions_over_one_context_are_one_repetition():
     """Of both modes, too: four answers on each of two contexts have the interval of two numbers."""
     scores = {"a": (0.5, 0.5, 0.6, 0.4), "b": (0.5, 0.6, 0.5, 0.44)}
@@ -92,3 +112,86 @@ def test_questions_over_one_context_are_one_repetition():
     (row,) = summary(asked).to_dict("records")
     assert row["n"] == 8 and row["score"] == pytest.approx(0.505)
     assert (row["low"], row["high"]) == pytest.approx(students((0.5, 0.51)), rel=1e-4)
+
+
+@pytest.mark.usefixtures("headless")
+def test_the_figure_has_a_panel_for_each_mode_moment_and_budget():
+    asked = [*FOUND, *(replace(answer, key=f"p{answer.key}", compress_at="prompt") for answer in FOUND)]
+    more = [replace(answer, key=f"m{answer.key}", budget=96) for answer in asked if answer.policy != "full"]
+    figure = turning.scores([*asked, *more])
+    titles = [ax.get_title("left") for ax in figure.axes]
+    assert titles[:4] == [
+        "chat: the first question read",
+        "requests: each question read",
+        "chat: no question read",
+        "requests: no question read",
+    ]
+    assert len(figure.axes) == 8 and [ax.get_ylabel() for ax in figure.axes[::4]] == [
+        "score, budget 64",
+        "score, budget 96",
+    ]
+    lines = {bars.get_label(): bars.lines[0].get_ydata().tolist() for bars in figure.axes[0].containers}
+    assert lines == {"snapkv": [1.0, 0.25]}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full cache", "snapkv"]
+    assert turning.scores([replace(answer, marks={}) for answer in FOUND]) is None
+
+
+@pytest.mark.usefixtures("headless")
+def test_the_figure_stands_beside_the_answers(tmp_path):
+    path = evaluation.draw(FOUND, tmp_path / "turns.jsonl")
+    assert path == tmp_path / "turns.png" and path.stat().st_size > 10_000
+
+
+def test_the_figure_has_the_same_answers_of_another_moment_too():
+    other = [
+        replace(answer, key=f"p{answer.key}", compress_at="prompt", signature="m|t|p|compress at prompt|v")
+        for answer in FOUND
+    ]
+    strangers = [
+        replace(other[0], key="a", signature="m|other task|p|compress at prompt|v"),
+        replace(other[0], key="b", signature="m|t|p|compress at prompt|v2"),
+        replace(other[0], key="c", example="another"),
+    ]
+    assert turning.both_moments(FOUND, [*FOUND, *other, *strangers]) == [*FOUND, *other]
+
+
+def test_turns_and_modes_are_kept_and_shown(tmp_path):
+    """In lines of their own, which do not change the table over all answers."""
+    path = answered.keep(tmp_path, FOUND, "a machine")
+    lines = boards.read(path)
+    found = {(line["policy"], line["mode"], line["turn"]): float(line["score"]) for line in lines}
+    assert len(found) == len(lines) == 2 * (1 + 2 + 4)
+    assert found["snapkv", "", ""] == pytest.approx(0.5625)
+    assert found["snapkv", "chat", ""] == pytest.approx(0.625) and found["snapkv", "chat", "2"] == 0.25
+    (board,) = boards.boards(tmp_path)
+    assert board.full.score == 100 and board.n == 8
+    assert [(system, cells[0].score) for system, cells in board.rows] == [("snapkv", pytest.approx(56.25))]
+    chat, requests = board.by_turn
+    assert (chat.mode, chat.turns, requests.mode) == ("chat", ["1", "2"], "requests")
+    assert [(system, [cell.score for cell in cells]) for system, cells in chat.rows] == [
+        ("full", [100, 100]),
+        ("snapkv at 64", [100, 25]),
+    ]
+    assert answered.keep(tmp_path, FOUND, "a machine").read_bytes() == path.read_bytes()
+    judged = kept.kept(ROOT / "docs" / "ledger", "smollm2-135m")
+    shown = page.render(judged, scores=[replace(board, model="smollm2-135m")])["report.html"]
+    text = " ".join(re.sub(r"<[^>]+>", " ", shown[shown.index('id="scores"') :]).split())
+    assert "By turn: chat Policy 1 2 full 100" in text and "By turn: requests" in text
+
+
+def test_what_was_kept_before_there_were_turns_is_read_and_goes_on(tmp_path):
+    """The form of the file: its columns, in their order, of which the two latest may be missing."""
+    path = answered.keep(tmp_path, [replace(answer, marks={}) for answer in FOUND], "a machine")
+    head, *rest = path.read_text().splitlines()
+    assert head == (
+        "model,task,settings,kind,policy,budget,storage,parameters,compress_at,mode,turn,n,score,low,high,difference,"
+        "difference_low,difference_high,kv_bytes,seconds,commit,machine,version"
+    )
+    frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
+    frame.drop(columns=["mode", "turn"]).to_csv(path, index=False)
+    (board,) = boards.boards(tmp_path)
+    assert board.by_turn == [] and len(board.rows) == 1
+    assert answered.keep(tmp_path, [replace(answer, marks={}) for answer in FOUND], "a machine") == path
+    assert path.read_text().splitlines() == [head, *rest], "the same lines, none twice"
+    for shipped in (ROOT / "docs" / "ledger" / "tasks").glob("*.csv"):
+        assert boards.read(shipped)

@@ -94,15 +94,30 @@ def test_python_files_and_notebooks_that_are_written_pass_ruff_and_nbformat(made
 
 def test_the_example_measures_what_its_claims_read(made, reader, monkeypatch):
     run = executed(made / "notebooks" / "first_tokens.ipynb", reader, monkeypatch, tokens=60, new_tokens=3, budget=8)
-    assert run.state == "FINISHED" and run.figures == ["table_1"] and run.tables == ["losses"]
+    assert run.state == "FINISHED" and run.figures == ["table_1", "sinks"] and run.tables == ["losses"]
     for claim in papers.claims(paper="streaming"):
-        assert claim.metrics <= run.metrics.keys()
+        assert claim.metrics <= run.metrics.keys() and claim.figure in run.figures
         assert papers.judge(claim, run.metrics).verdict != "not measured"
     assert run.metrics["entries/difference"] == 0 and run.metrics["attention/even"] > 0
+    assert kvlab.Trace.load("first_tokens.safetensors").steps == 3
+    assert "*.safetensors" in (made / ".gitignore").read_text().split()
+    last = notebooks.source(list(notebooks.cells(made / "notebooks" / "first_tokens.ipynb"))[-1])
+    assert last.splitlines()[-1].startswith("kvlab.explore(")
 
 
-def test_the_examples_tests_pass(made):
-    assert "10 passed" in pytest_passes(made, "tests")
+def test_the_examples_tests_pass_from_outside_the_folder(made):
+    """From inside `make test` runs them, see test_wheel.py."""
+    assert "10 passed" in pytest_passes(made.parent, "my-lab/tests")
+
+
+@pytest.mark.parametrize("paper", [paper.name for paper in shelf.shipped()])
+def test_a_copy_of_a_paper_passes_its_tests(paper, tmp_path, monkeypatch):
+    """Each of its experiments has jobs in both profiles, and each of its claims an experiment that is there."""
+    monkeypatch.delenv("KVLAB_ROOT", raising=False)
+    folder = new(tmp_path / "copy", paper)
+    (known,) = [one for one in shelf.shipped() if one.name == paper]
+    experiments_of = {claim.experiment for claim in known.claims if claim.experiment}
+    assert pytest_passes(folder, "tests").startswith(f"{2 * len(experiments_of) + len(known.claims)} passed")
 
 
 def test_a_copy_of_a_paper_is_that_paper(tmp_path, monkeypatch):

@@ -11,11 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, notebook
+from support.projects import BODY, EXPERIMENT, PARAMETERS, blank_store, cell, experiment, notebook
+from support.refusals import refusal
 from support.runs import ARTIFACTS, artifacts, runs
 
+from kvlab import papers
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import driver, places, sweep, warm
+from kvlab.lib import workspace
+from kvlab.workbench import project as projects
+from kvlab.workbench.jobs import carried, driver, places, sweep, warm
 from kvlab.workbench.store import database
 
 distributed = pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
@@ -44,6 +48,50 @@ def test_a_cluster_keeps_what_this_machine_would_have_kept(project, console, clu
         assert artifacts(run) == ARTIFACTS
     again = driver.run(EXPERIMENT, cluster=cluster.scheduler_address, console=console)
     assert [result.state for result in again] == ["done earlier"] * 2
+
+
+def test_the_example_of_a_workspace_runs_on_a_cluster(made, console, cluster):
+    """Its policy, the figure that the paper prints and its claims are on the worker, whose folder is another one."""
+    (made / "mlruns" / "mlflow.db").write_bytes(blank_store())
+    small = {"tokens": 60, "new_tokens": 3, "budget": 8, "documents": ["sotu/1962", "squad/Oxygen"]}
+    (result,) = driver.run("first_tokens", overrides=small, cluster=cluster.scheduler_address, console=console)
+    assert result.state == "finished", console.file.getvalue()
+    (run,) = runs("job", "first_tokens")
+    assert {"claims.json", "figures/table_1.png", "tables/losses.json"} <= artifacts(run)
+    assert run.data.tags["kvlab.workspace"] == str(workspace.code_hash())[:16]
+    for claim in papers.claims(paper="streaming"):
+        assert claim.metrics <= run.data.metrics.keys()
+    (again,) = driver.run("first_tokens", overrides=small, cluster=cluster.scheduler_address, console=console)
+    assert again.state == "done earlier"
+
+
+def test_what_goes_along_with_a_job_is_the_workspace_less_what_is_large(made, tmp_path, monkeypatch):
+    (made / "policies" / "__pycache__").mkdir()
+    (made / "policies" / "__pycache__" / "ends.pyc").write_bytes(b"compiled")
+    files = carried.packed()
+    assert set(files) == {
+        "pyproject.toml",
+        "policies/ends.py",
+        "tasks/.gitkeep",
+        "papers/streaming.yaml",
+        "papers/figures/streaming_table1.csv",
+    }
+    carried.unpack(files, tmp_path / "there")
+    assert workspace.code_hash(tmp_path / "there") == workspace.code_hash()
+    (made / "policies" / "weights.bin").write_bytes(bytes(carried.MOST))
+    for asked in (carried.packed, lambda: places.connect("tcp://127.0.0.1:1")):
+        assert "8.0 MiB, more than 8; move large files such as policies/weights.bin out" in refusal(asked)
+    monkeypatch.setenv("KVLAB_ROOT", str(tmp_path))
+    assert carried.packed() == {}, "only a workspace is sent"
+
+
+def test_code_that_is_not_that_of_the_jobs_key_does_not_run(made, monkeypatch):
+    """It was edited while it was read: the job is begun again, with a new key."""
+    spec = {"code": projects.code_hash(), "workspace": workspace.code_hash(), "notebook": "x.ipynb"}
+    files = carried.packed() | {"policies/ends.py": b"boom"}
+    monkeypatch.setattr(places, "_begun_elsewhere", lambda environment: False)
+    code, left = places.work(spec, b"", files, {}, 1)
+    assert code == 1 and set(left) == {places.LOG} and b"was edited" in left[places.LOG]
 
 
 @pytest.mark.skipif(not warm.possible(), reason="nothing forks here")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.core.storage import AS_IS
-from kvlab.evaluation import Answer, summary, table
+from kvlab.evaluation import Answer, by_turn, decline, summary, table
 from kvlab.lib.files import replacing
 from kvlab.lib.terminal import titled
 from kvlab.workbench.store import tracking
@@ -28,6 +28,8 @@ def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
     Metrics are TASK/POLICY/BUDGET/score with its interval, /difference from the full cache with its own, and /kv_bytes;
     a storage other than the plain one stands behind the budget.
     """
+    from kvlab.workbench.figures import turning
+
     rows = summary(answers)
     with tracking.start(EXPERIMENT, parameters) as run:
         run.tag("mlflow.runName", named(parameters))
@@ -47,8 +49,11 @@ def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
         run.table("by_kind", summary(answers, by="kind"))
         for name, part in by_turn(answers).items():
             run.table("_".join(["by_turn", *name.split()]), summary(part, "turn"))
+            run.table("_".join(["decline", *name.split()]), decline(part))
         if heatmap := needles(answers):
             run.figure("needle_heatmap", heatmap)
+        if curves := turning.scores(answers):
+            run.figure("by_turn", curves)
         run.json("signatures", sorted({answer.signature for answer in answers}))
     return run.id
 
@@ -75,11 +80,16 @@ def needles(answers: Sequence[Answer]) -> Figure | None:
     return plots.figure_of(plots.needle_heatmap(rows)[0])
 
 
-def draw(answers: Sequence[Answer], path: Path) -> Path | None:
-    """Write the heatmap of needles beside the answers, and return its path; None without needles."""
-    if heatmap := needles(answers):
+def draw(answers: Sequence[Answer], path: Path, beside: Sequence[Answer] = ()) -> Path | None:
+    """Write the heatmap of needles, or the scores by turn, beside the answers, and return its path; None without.
+
+    beside: answers of earlier runs; those that were compressed at another moment stand beside these, turn by turn.
+    """
+    from kvlab.workbench.figures import turning
+
+    if figure := needles(answers) or turning.scores(turning.both_moments(answers, beside)):
         with replacing(path.with_suffix(".png")) as part:
-            heatmap.savefig(part, dpi=144, bbox_inches="tight", facecolor="white")
+            figure.savefig(part, dpi=144, bbox_inches="tight", facecolor="white")
         return path.with_suffix(".png")
     return None
 
@@ -115,24 +125,25 @@ def show(rows: pd.DataFrame, console: Console) -> None:
     )
 
 
-def by_turn(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    """The answers that have a turn, by their mark `mode`; by "" where the task knows no modes."""
-    found: dict[str, list[Answer]] = {}
-    for answer in answers:
-        if "turn" in answer.marks:
-            found.setdefault(str(answer.marks.get("mode", "")), []).append(answer)
-    return found
-
-
 def show_parts(answers: Sequence[Answer], console: Console) -> None:
     """Print the scores by kind, where there are several, and those of each mode by turn, where there are turns."""
     if len({answer.marks.get("kind") for answer in answers}) > 1:
         _show_by(summary(answers, "kind"), "kind", "score by kind, %", console)
     for mode, part in by_turn(answers).items():
-        _show_by(summary(part, "turn"), "turn", f"score by turn, %: {mode}".removesuffix(": "), console)
+        changes = {}
+        for row in decline(part).to_dict("records"):
+            # Adding 0 makes 0 of minus 0, as a mean of tiny errors is shown.
+            change = [round(100 * row[name], 1) + 0.0 for name in ("decline", "low", "high")]
+            told = "{:+.1f} ({:+.1f} to {:+.1f})".format(*change)
+            changes[row["policy"], _in_words(row["budget"]), row["storage"]] = told
+        title = f"score by turn, %: {mode}".removesuffix(": ")
+        _show_by(summary(part, "turn"), "turn", title, console, {"later turns less the first": changes})
 
 
-def _show_by(rows: pd.DataFrame, by: str, title: str, console: Console) -> None:
+def _show_by(
+    rows: pd.DataFrame, by: str, title: str, console: Console, more: Mapping[str, Mapping[tuple, str]] | None = None
+) -> None:
+    """`more`: further columns, their cells by policy, budget and storage as they are shown."""
     if len(rows["task"].unique()) > 1:
         rows = rows.assign(**{by: rows["task"] + " " + rows[by].fillna("").astype(str)})
     settings = rows.drop_duplicates(["policy", "budget", "storage"]).to_dict("records")
@@ -141,6 +152,8 @@ def _show_by(rows: pd.DataFrame, by: str, title: str, console: Console) -> None:
         grid = titled("policy", "budget", "storage", title=title)
         for kind in kinds[first : first + KINDS_ABREAST]:
             grid.add_column(str(kind), justify="right")
+        for heading in more or {}:
+            grid.add_column(heading, justify="right")
         for setting in settings:
             policy, budget, storage = setting["policy"], setting["budget"], setting["storage"]
             same = rows["budget"].isna() if _missing(budget) else rows["budget"] == budget
@@ -151,6 +164,7 @@ def _show_by(rows: pd.DataFrame, by: str, title: str, console: Console) -> None:
                 _in_words(budget),
                 storage,
                 *(f"{100 * scores[kind]:.1f}" for kind in kinds[first : first + KINDS_ABREAST]),
+                *(cells.get((policy, _in_words(budget), storage), "") for cells in (more or {}).values()),
             )
         console.print(grid, highlight=False)
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvlab.errors import KvlabError
-from kvlab.lib import yamls
+from kvlab.lib import workspace, yamls
 from kvlab.lib.durations import duration
 from kvlab.workbench import project
+from kvlab.workbench.jobs import carried
 from kvlab.workbench.jobs.processes import LOG
 from kvlab.workbench.jobs.warm import STARTER, Starter
 from kvlab.workbench.store import database
@@ -108,7 +109,8 @@ class Here:
 
 
 class Cluster:
-    """The workers of a Dask scheduler. The notebook is sent to them, and the job's files are sent back.
+    """The workers of a Dask scheduler. The notebook is sent to them with the code and the papers of the workspace, and
+    the job's files are sent back.
 
     A scheduler runs any code that its clients send: connect only to one of your own.
     """
@@ -135,8 +137,9 @@ class Cluster:
             # pure=False: Dask must not answer a second call with the result of the first.
             future = self.client.submit(
                 work,
-                {**spec, "code": project.code_hash()},
+                {**spec, "code": project.code_hash(), "workspace": workspace.code_hash()},
                 notebook,
+                carried.packed(),
                 dict(environment),
                 at_once,
                 pure=False,
@@ -178,8 +181,13 @@ class Remote:
             self.future.cancel(force=True)
 
 
-def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_once: int) -> tuple[int, dict]:
-    """On a worker of the cluster: run one job in a process of its own, and return its exit code and its files."""
+def work(
+    spec: dict[str, Any], notebook: bytes, files: dict[str, bytes], environment: dict[str, str], at_once: int
+) -> tuple[int, dict]:
+    """On a worker of the cluster: run one job in a process of its own, and return its exit code and its files.
+
+    `files` are those of the workspace, whose code must have the hash that the job's key was made of.
+    """
     if about()[1] != spec["code"]:
         return 1, {RESULT: _failed(f"{socket.gethostname()} has another version of kvlab's code by now").encode()}
     if _begun_elsewhere(environment):
@@ -189,6 +197,9 @@ def work(spec: dict[str, Any], notebook: bytes, environment: dict[str, str], at_
         source = folder / "source" / Path(spec["notebook"]).name
         source.parent.mkdir()
         source.write_bytes(notebook)
+        carried.unpack(files, folder)
+        if workspace.code_hash(folder) != spec["workspace"]:
+            return 1, {LOG: b"the workspace was edited while its files were sent"}
         output = folder / Path(spec["output"]).name
         local = {
             **spec,
@@ -257,6 +268,7 @@ def connect(address: str, workers: int | None = None) -> Cluster:
         from distributed import Client
     except ImportError:
         raise KvlabError("--cluster needs Dask: pip install 'kvlab[cluster]'") from None
+    carried.packed()  # too much to send is told before anything is started
     if address == SLURM:
         return _on_slurm(workers)
     try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
-from kvlab.evaluation import Answer, summary
+from kvlab.evaluation import Answer, by_turn, summary
 from kvlab.lib.files import why
 from kvlab.workbench import project
 from kvlab.workbench.report import told
@@ -19,9 +19,9 @@ from kvlab.workbench.report.subjects import Subject
 def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
     """Write the mean scores of one model's answers as FOLDER/tasks/MODEL.csv; what was kept of others stays.
 
-    A line for each task (and each kind of its examples), policy, budget, storage and moment of compression: the mean
-    score with its 95 % interval, the difference from the full cache on the same examples with its own, bytes held and
-    seconds for an answer; and what they come from.
+    A line for each task (and each kind of its examples, each of its modes and each turn of a mode), policy, budget,
+    storage and moment of compression: the mean score with its 95 % interval, the difference from the full cache on the
+    same examples with its own, bytes held and seconds for an answer; and what they come from.
 
     Args:
         machine: what it ran on, in words.
@@ -40,16 +40,24 @@ def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
     for settings, mine in _by_settings(answers).items():
         version = mine[0].signature.split("|")[-1]
         about = {"model": model, "settings": settings, "commit": commit, "machine": machine, "version": version}
-        several = len({answer.marks.get("kind") for answer in mine}) > 1
-        for by in (None, "kind") if several else (None,):
-            for row in summary(mine, by).to_dict("records"):
-                line = _texts({**row, **about, "kind": row["kind"] if by else ""})
-                lines[_key(line)] = line
+        for row in _rows(mine):
+            line = _texts({**row, **about})
+            lines[_key(line)] = line
     try:
         told.write(path, (lines[key] for key in sorted(lines)), COLUMNS)
     except OSError as error:
         raise KvlabError(f"cannot keep the scores in {folder}: {why(error)}") from error
     return path
+
+
+def _rows(answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+    """Means over all answers of a task, over each kind and each mode where there are several, and over each turn."""
+    yield from summary(answers).to_dict("records")
+    for mark in ("kind", "mode"):
+        if len({answer.marks.get(mark) for answer in answers}) > 1:
+            yield from summary(answers, mark).to_dict("records")
+    for mode, part in by_turn(answers).items():
+        yield from ({**row, "mode": mode} for row in summary(part, "turn").to_dict("records"))
 
 
 def _by_settings(answers: Sequence[Answer]) -> dict[str, list[Answer]]:

@@ -12,8 +12,9 @@ from kvlab.workbench.report import told
 from kvlab.workbench.report.subjects import Subject
 
 FOLDER = "tasks"  # a folder of its own, so that every CSV beside it is a ledger
-KEY = ["task", "settings", "kind", "policy", "budget", "storage", "parameters", "compress_at"]
+KEY = ["task", "settings", "kind", "policy", "budget", "storage", "parameters", "compress_at", "mode", "turn"]
 NUMBERS = ["n", "score", "low", "high", "difference", "difference_low", "difference_high", "kv_bytes", "seconds"]
+LATER = KEY[-2:]  # files that were kept before there were turns do not have these columns
 COLUMNS = ["model", *KEY, *NUMBERS, "commit", "machine", "version"]
 FULL, PLAIN = "full", "as_is"  # the policy and the storage that all are compared with
 
@@ -24,7 +25,10 @@ def read(path: Path) -> list[dict[str, str]]:
     Raises:
         KvlabError: the file cannot be read, or lacks a column.
     """
-    return told.table(path, COLUMNS) if path.exists() else []
+    if not path.exists():
+        return []
+    lines = told.table(path, [name for name in COLUMNS if name not in LATER])
+    return [dict.fromkeys(LATER, "") | line for line in lines]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,20 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class ByTurn:
+    """The scores of one mode of a task, turn by turn.
+
+    Attributes:
+        turns: the columns.
+        rows: (policy with its budget, a cell for each turn, None where there is none), the full cache's first.
+    """
+
+    mode: str
+    turns: list[str]
+    rows: list[tuple[str, list[Cell | None]]]
+
+
+@dataclass(frozen=True)
 class Board:
     """The scores of one task with one set of parameters on one model, compressed at one moment.
 
@@ -49,6 +67,7 @@ class Board:
         full: the full cache's.
         budgets: the columns.
         rows: (policy, a cell for each budget, None where there is none), in the order of the mean score.
+        by_turn: of each mode, where the task asks several questions over one context.
     """
 
     model: str
@@ -59,10 +78,11 @@ class Board:
     full: Cell | None
     budgets: list[str]
     rows: list[tuple[str, list[Cell | None]]]
+    by_turn: list[ByTurn]
 
 
 def boards(folder: Path) -> list[Board]:
-    """What a folder keeps, as tables; those with kinds of examples of their own count once, as a whole.
+    """What a folder keeps, as tables: of all kinds of examples and all turns together, and then by turn.
 
     Raises:
         KvlabError: a file cannot be read.
@@ -76,8 +96,9 @@ def boards(folder: Path) -> list[Board]:
     return [_board(about, lines) for about, lines in found.items()]
 
 
-def _board(about: tuple[str, ...], lines: Sequence[Mapping[str, str]]) -> Board:
+def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
     model, task, settings, compress_at = about
+    lines = [line for line in every if not line["mode"] and not line["turn"]]
     cells = {(_system(line), line["budget"]): _cell(line) for line in lines}
     named = dict.fromkeys(system for system, _ in cells if system != FULL)
     budgets = sorted({budget for system, budget in cells if system != FULL}, key=lambda budget: float(budget or "nan"))
@@ -93,7 +114,23 @@ def _board(about: tuple[str, ...], lines: Sequence[Mapping[str, str]]) -> Board:
         full,
         budgets,
         rows,
+        _by_turn([line for line in every if line["turn"]]),
     )
+
+
+def _by_turn(lines: Sequence[Mapping[str, str]]) -> list[ByTurn]:
+    found = []
+    for mode in dict.fromkeys(line["mode"] for line in lines):
+        mine = sorted((line for line in lines if line["mode"] == mode), key=lambda line: _system(line) != FULL)
+        cells = {(_at(line), line["turn"]): _cell(line) for line in mine}
+        turns = sorted({line["turn"] for line in mine}, key=int)
+        named = dict.fromkeys(_at(line) for line in mine)
+        found.append(ByTurn(mode, turns, [(at, [cells.get((at, turn)) for turn in turns]) for at in named]))
+    return found
+
+
+def _at(line: Mapping[str, str]) -> str:
+    return f"{_system(line)} at {line['budget']}" if line["budget"] else _system(line)
 
 
 def _system(line: Mapping[str, str]) -> str:
