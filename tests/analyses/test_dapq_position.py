@@ -182,6 +182,12 @@ def handmade(curves: dict[tuple[str, str], list[float]]) -> Findings:
     return Findings(pandas.DataFrame(rows))
 
 
+def test_two_contexts_of_one_document_need_lengths_that_differ(small):
+    lm, (trace, *_) = small
+    with pytest.raises(KvlabError, match=r"is there twice with about \d+ tokens; contexts need lengths further apart"):
+        dapq.figure_2b(lm, [trace, trace], parts=2, n=8)
+
+
 def test_contexts_are_compared_document_by_document():
     figure = handmade(
         {("a", "500"): [1.0, 0.7], ("b", "500"): [1.0, 0.6], ("b", "2k"): [0.9, 0.8, 0.2], ("a", "2k"): [1.0, 0.9, 0.4]}

@@ -261,10 +261,15 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
         with intervals: `offset/spearman/2k` (rank correlation of similarity with the offset; -1 is a monotone decay),
         `offset/drop/2k` (similarity at the right position less that at position 0) and `offset/curve/2k/0` ..
         `offset/curve/2k/{parts}` (similarity after each even step).
+
+    Raises:
+        KvlabError: two traces of one document whose lengths have the same name.
     """
     rows, even = [], {}
     for trace in bars.each(traces, "figure 2b", "context"):
         length, context, text = trace.prompt_length, context_name(trace.prompt_length), plain_name(trace)
+        if (text, context) in even:
+            raise KvlabError(f"{text} is there twice with about {context} tokens; contexts need lengths further apart")
         steps = torch.linspace(0, length, parts + 1).round().long()
         near = 4 ** torch.arange(1, 8)
         # SnapKV's window stands n tokens before the response.
