@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import kvlab
 from kvlab import evaluation, papers
-from kvlab.analyses.tasks import contenders, examples, gains, longbench, planning, scores
+from kvlab.analyses.tasks import examples, gains, longbench, planning, scores
 from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
@@ -321,38 +321,6 @@ def test_a_gain_widens_from_the_largest_budget_to_the_smallest():
     assert found.metrics["widening/qa/dapq_over_snapkv"] == pytest.approx((0.4 - 0.1 + 0.8 - 0.0) / 2)
     assert found.intervals["widening/qa/dapq_over_snapkv"] == pytest.approx(students((0.3, 0.8)), rel=1e-4)
     assert "widening/needle/dapq_over_snapkv" not in found.metrics  # at one budget only
-
-
-def test_variants_are_their_policies_with_one_setting_changed(lm, needle):
-    wanted = {"snapkv_unpooled": [64], "dapq_pooled": [64], "compilerkv_filled": [64], "zsmerge_question": [64]}
-    made = contenders.by_name(wanted, tables="smollm2-135m")
-    assert [method.name for method in made] == list(wanted)
-    unpooled, pooled, filled, question = made
-    assert unpooled.model_dump() == kvlab.policy("snapkv", budget=64, kernel=1).model_dump()
-    assert pooled.model_dump(exclude={"kernel"}) == kvlab.policy("dapq", budget=64).model_dump()
-    padded = kvlab.policy("compilerkv", budget=64, tables="smollm2-135m", pad="budget")
-    assert filled.model_dump() == padded.model_dump()
-    assert question.model_dump() == kvlab.policy("zsmerge", budget=64, residual=2, window=16).model_dump()
-    assert not set(wanted) & set(kvlab.policies())
-    (spending,) = contenders.by_name({"quest_spending": [64]})
-    assert spending.model_dump() == kvlab.policy("quest", budget=64, page=1, last="cut").model_dump()
-
-    plain = pooled.replace(kernel=1), kvlab.policy("dapq", budget=64)
-    same, as_published, other = scores.passes(lm, needle, [(method, "prompt") for method in (*plain, pooled)])
-    assert same["nll"] == pytest.approx(as_published["nll"], abs=1e-4)
-    assert other["nll"] != pytest.approx(as_published["nll"], abs=1e-3)
-
-
-def test_rivals_at_tiny_budgets_are_those_of_rocketkvs_budgets(lm, needle):
-    """SparQ's rank is rounded to what the paper's setting implies, instead of falling to 1."""
-    budget, (rounded,) = 40, contenders.by_name({"sparq_rounded": [40]})
-    length = evaluation.feed(lm, needle.example, "prompt").ids.shape[-1] + examples.NEW_TOKENS
-    rank = round(lm.model.config.head_dim * budget / length)
-    assert rank > max(1, lm.model.config.head_dim * budget // length), "a budget at which rounding shows"
-    as_given = kvlab.policy("sparq", budget=budget, rank=rank), kvlab.policy("sparq", budget=budget)
-    found, same, other = scores.passes(lm, needle, [(method, "prompt") for method in (rounded, *as_given)])
-    assert found["nll"] == pytest.approx(same["nll"], abs=1e-5)
-    assert found["nll"] != pytest.approx(other["nll"], abs=1e-4)
 
 
 def test_scores_losses_and_what_is_retained():

@@ -72,12 +72,19 @@ def test_a_workspace_has_the_layout_of_a_project(made):
 )
 def test_kvlab_is_pinned_to_where_it_was_installed_from(tmp_path, monkeypatch, told, pin):
     """A wheel that is on no index would not be found by its version."""
-    read = importlib.metadata.PathDistribution.read_text
+    real = importlib.metadata.distribution("kvlab")
 
-    def told_there(self, name):
-        return read(self, name) if name != "direct_url.json" else told and json.dumps(told)
+    class Installed:
+        """kvlab's distribution, of whatever class, with another origin."""
 
-    monkeypatch.setattr(importlib.metadata.PathDistribution, "read_text", told_there)
+        def read_text(self, name):
+            return real.read_text(name) if name != "direct_url.json" else told and json.dumps(told)
+
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+    found = importlib.metadata.distribution
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda n: Installed() if n == "kvlab" else found(n))
     made = new(tmp_path / "lab")
     assert (made / "requirements.txt").read_text().splitlines()[1] == f"kvlab[notebooks,workspace]{pin}"
 

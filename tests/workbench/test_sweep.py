@@ -330,7 +330,7 @@ def test_a_scheduler_that_goes_away_is_one_sentence_and_burns_no_tries(tmp_path)
 
 
 def test_a_worker_whose_code_was_changed_does_not_begin(tmp_path):
-    code, left = places.work({"notebook": "toy.ipynb", "code": "other"}, b"{}", {}, 1)
+    code, left = places.work({"notebook": "toy.ipynb", "code": "other"}, b"{}", {}, {}, 1)
     assert code == 1 and "another version of kvlab's code" in json.loads(left[places.RESULT])["error"]
 
 
