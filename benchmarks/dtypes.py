@@ -91,8 +91,12 @@ def losses(lms: dict[str, LM], tokens: int, budget: int, documents: int, new_tok
     return found
 
 
+def _table(title: str, caption: str) -> Table:
+    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def shown_times(found: dict[str, dict[str, list]], title: str, about: str) -> Table:
-    table = Table(title=title, caption=about, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = _table(title, about)
     for name in ("", *TYPES, "ratio", "range"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for what, by_type in found.items():
@@ -103,12 +107,7 @@ def shown_times(found: dict[str, dict[str, list]], title: str, about: str) -> Ta
 
 
 def shown_losses(found: dict[tuple, list[float]], title: str) -> Table:
-    table = Table(
-        title=title,
-        caption="largest: the shift of the document that moves most",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = _table(title, "largest: the shift of the document that moves most")
     for name in ("policy", "measure", *TYPES, "shift", "largest"):
         table.add_column(name, justify="left" if name in ("policy", "measure") else "right", no_wrap=True)
     for name, what in dict.fromkeys(key[:2] for key in found):
@@ -166,12 +165,7 @@ def shown_verdicts(rows: list[dict[str, Any]], title: str) -> Table:
     flipped = [row for row in rows if row["float32"] != row["bfloat16"]]
     shifts = [row["shift"] for row in rows if row["shift"] is not None]
     moved = f"; median shift {statistics.median(shifts):.2f} of the interval's width" if shifts else ""
-    table = Table(
-        title=title,
-        caption=f"{len(flipped)} of {len(rows)} verdicts differ{moved}",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = _table(title, f"{len(flipped)} of {len(rows)} verdicts differ{moved}")
     for name in ("claim", *TYPES, "shift"):
         table.add_column(name)
     for row in flipped:
