@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 DESKTOP, PHONE = (1280, 900), (390, 844)
@@ -33,11 +33,18 @@ def launched() -> Iterator[Browser]:
         chromium.close()
 
 
+def failure(request: Request) -> list[str]:
+    """What is wrong with a request that failed: nothing where its own page dropped it."""
+    return [] if request.failure == "net::ERR_ABORTED" else [f"failed: {request.url[:200]} ({request.failure})"]
+
+
 @contextmanager
 def opened(
     browser: Browser, address: str, size: tuple[int, int] = DESKTOP, **context: object
 ) -> Iterator[tuple[Page, list[str]]]:
     """A page at an address, and the growing list of its complaints: errors on the console, exceptions, failed requests.
+
+    A request that the page itself drops, as one that is left before its answer came, is none of them.
 
     size: of the window, in pixels; context: as playwright's `new_context` takes it (color_scheme="dark").
     """
@@ -45,7 +52,7 @@ def opened(
     page, complaints = within.new_page(), []
     page.on("console", lambda said: complaints.append(f"console: {said.text}") if said.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
-    page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url[:200]}"))
+    page.on("requestfailed", lambda request: complaints.extend(failure(request)))
     try:
         page.goto(address)
         yield page, complaints
