@@ -20,7 +20,7 @@ from kvlab.analyses.morphkv import windows
 from kvlab.analyses.texts import to_summarise
 from kvlab.analyses.zsmerge import merging, theorem
 from kvlab.inputs import corpus
-from kvlab.lib.intervals import interval, summarise
+from kvlab.lib.intervals import argmin, bounded, interval, summarise
 from kvlab.methods.zsmerge import ZSMerge
 
 RATIOS = (0.05, 0.20)
@@ -50,6 +50,27 @@ def test_intervals_cover_the_mean_at_the_numbers_of_documents_of_the_profiles(ki
         assert np.mean([low <= mean <= high for low, high in bootstraps]) < covered, (
             "a bootstrap of so few is too narrow"
         )
+
+
+@pytest.mark.parametrize("right", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("examples", [5, 15, 30])
+def test_intervals_of_scores_cover_at_the_numbers_of_examples_of_the_tasks(examples, right):
+    drawn = np.random.default_rng(7).binomial(1, right, (4000, examples))
+    ends = [bounded(scores, 0.0, 1.0)[1] for scores in drawn]
+    assert np.mean([low <= right <= high for low, high in ends]) >= 0.93
+    assert all(0 <= low < high <= 1 for low, high in ends)
+
+
+@pytest.mark.parametrize("documents", [8, 20])
+def test_intervals_of_an_argmin_cover_the_best_setting(documents):
+    random, settings = np.random.default_rng(8), [1.0, 2.0, 4.0, 8.0]
+    costs = np.array([0.3, 0.1, 0.0, 0.25])
+    covered = 0
+    for _ in range(400):
+        noise = random.normal(0, 0.3, (documents, 1)) + random.normal(0, 0.2, (documents, len(settings)))
+        _, (low, high) = argmin(pandas.DataFrame(costs + noise, columns=settings), resamples=300)
+        covered += low <= 4.0 <= high
+    assert covered / 400 >= 0.93
 
 
 def test_intervals_shrink_with_the_root_of_the_number_of_repetitions():
@@ -95,6 +116,20 @@ def test_findings_give_the_mean_of_each_genre():
     both = values.set_axis(pandas.MultiIndex.from_product([[0.2], names], names=["ratio", "document"]))
     found.add("x/{ratio:.1f}", both, ratio=0.5)
     assert found.metrics["x/0.5/genre/squad"] == 7.0
+
+
+def test_findings_of_scores_know_their_ends():
+    found = Findings(pandas.DataFrame())
+    found.add("loose", [1.0, 1.0, 1.0])
+    found.add_bounded("score/{task}", [1.0, 1.0, 1.0], (0.0, 1.0), task="needle")
+    found.add_bounded("gain", [0.0, 0.0, 0.0], (-1.0, 1.0))
+    found.add_bounded("spread", [0.0, 0.0, 1.0], (0.0, 1.0))
+    assert found.metrics == pytest.approx({"loose": 1.0, "score/needle": 1.0, "gain": 0.0, "spread": 1 / 3})
+    # Clopper and Pearson's lower end where all of three are right: 0.025 ** (1 / 3).
+    assert found.intervals["score/needle"] == pytest.approx((0.025 ** (1 / 3), 1.0))
+    low, high = found.intervals["gain"]
+    assert -1 < low < 0 < high < 1 and found.intervals["loose"] == (1.0, 1.0)
+    assert found.intervals["spread"][0] == 0.0 and found.intervals["spread"][1] <= 1.0
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,35 @@ def test_both_places_of_a_policy_stand_below_one_another():
     assert found.loc[1, ["low", "high"]].tolist() == pytest.approx(students((2.5, 3.5)), rel=1e-4)
 
 
+def test_scores_that_are_all_alike_are_not_certain():
+    found = gains.findings(TABLE)
+    low, high = found.intervals["score/needle/full"]
+    assert low == pytest.approx(0.025**0.5) and high == 1.0  # two right of two, by Clopper and Pearson
+    low, high = found.intervals["hits/needle/snapkv/64"]
+    assert 0 < low < 0.5 < high < 1
+    low, high = found.intervals["retained/qa/snapkv/64"]
+    assert low < 0.5 / 0.75 < high <= 1 / 0.75
+    low, high = found.intervals["score_gain/qa/dapq_over_h2o/64"]
+    assert -1 <= low < 0.5 < high <= 1
+
+
+def test_scores_have_means_by_kind_of_text():
+    names = dict(zip(("d0", "d1", "d2", "d3"), ("sotu/1962", "sotu/1999", "squad/Oxygen", "squad/Rhine"), strict=True))
+    table = pd.DataFrame(
+        [
+            *rows("needle", "full", None, [0.1, 0.3, 0.2, 0.2], [1, 1, 1, 1]),
+            *rows("needle", "dapq", 64, [1.0, 2.0, 1.0, 1.0], [1, 0, 1, 1]),
+            *rows("needle", "snapkv", 64, [1.5, 1.5, 3.0, 4.0], [0, 0, 0, 0]),
+            *rows("needle", "snapkv", 64, [2.5, 2.5, 3.0, 4.0], [0, 0, 0, 0], at="context"),
+        ]
+    )
+    found = gains.findings(table.assign(document=table["document"].map(names)))
+    assert found.metrics["gain/needle/dapq_over_snapkv/64/genre/sotu"] == pytest.approx(0.0)
+    assert found.metrics["gain/needle/dapq_over_snapkv/64/genre/squad"] == pytest.approx(2.5)
+    assert found.metrics["score/needle/dapq/64/genre/sotu"] == 0.5
+    assert found.metrics["question_aware/needle/snapkv/64/genre/squad"] == 0.0
+
+
 def test_claimed_gains_that_were_not_measured_are_left_out():
     found = gains.claimed(gains.findings(TABLE))
     assert found["label"].tolist() == ["dapq over snapkv, qa, 64", "dapq over h2o, qa, 64"]
