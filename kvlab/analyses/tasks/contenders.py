@@ -10,7 +10,12 @@ from kvlab.methods import Policy, has_budget, policies, policy
 
 
 def contender(
-    name: str, budget: float | None, heads: str | None = None, tables: str | None = None, pad: str | None = None
+    name: str,
+    budget: float | None,
+    heads: str | None = None,
+    tables: str | None = None,
+    pad: str | None = None,
+    after: int = 0,
 ) -> Policy:
     """A policy at a budget; the budget is ignored for a policy without one (the full cache).
 
@@ -19,10 +24,11 @@ def contender(
         heads: head scores for duoattention, the name of shipped ones or a file; None takes the first heads.
         tables: decision tables for compilerkv, a name or a file; None takes neutral ones.
         pad: whether compilerkv fills up to its budget ("budget") or not ("none"); None takes its default.
+        after: tokens after the question of the prompts, for zsmerge_question.
     """
     if name in VARIANTS:
-        own = {"tables": tables} if name == "compilerkv_filled" and tables is not None else {}
-        return VARIANTS[name](budget=budget, **own)
+        known = {"compilerkv_filled": {"tables": tables}, "zsmerge_question": {"after": after}}.get(name, {})
+        return VARIANTS[name](budget=budget, **{key: value for key, value in known.items() if value is not None})
     own = {"duoattention": {"heads": heads}, "compilerkv": {"tables": tables, "pad": pad}}.get(name, {})
     given: dict[str, float | str | None] = {key: value for key, value in own.items() if value is not None}
     if has_budget(name):
@@ -46,7 +52,12 @@ def contenders(
 
 
 def by_name(
-    wanted: Mapping[str, Sequence[int | float]], heads: str | None = None, tables: str | None = None
+    wanted: Mapping[str, Sequence[int | float]],
+    heads: str | None = None,
+    tables: str | None = None,
+    after: int = 0,
 ) -> list[Policy]:
     """Policies as a notebook names them: {"snapkv": [64, 128]}."""
-    return [contender(name, budget, heads, tables) for name, budgets in wanted.items() for budget in budgets]
+    return [
+        contender(name, budget, heads, tables, after=after) for name, budgets in wanted.items() for budget in budgets
+    ]

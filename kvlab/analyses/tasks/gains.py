@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
-from kvlab.analyses.findings import Findings
+from kvlab.analyses.findings import DOCUMENT, Findings
 from kvlab.lib.intervals import summarise
 
 AT_BUDGET = "{measure}/{task}/{policy}/{budget:g}"
@@ -34,6 +34,9 @@ PAIRS = (
     ("morphkv", "snapkv"),
 )
 """Pairs of policies that the papers compare; the one that should be better comes first."""
+
+BY = [DOCUMENT, "example"]
+"""What a cell's answers are indexed by; examples of one task may share their id, so theirs begins with both others."""
 
 APART = ("tiny_needle", "single_3")
 """Tasks with prompts or budgets of their own, which are left out where all tasks are taken together."""
@@ -96,7 +99,8 @@ CLAIMED = {
 def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> Findings:
     """Scores by task, policy and budget, and the paired differences that the papers claim.
 
-    Metrics, each with its 95 % interval over examples (compressed at the prompt unless they say otherwise):
+    Metrics, each with its 95 % interval over examples (compressed at the prompt unless they say otherwise; scores know
+    that they lie between 0 and 1), and with its mean over each kind of text:
     - `score/TASK/POLICY/BUDGET`, `hits/...`, `nll/...` (nats a token) and `loss/...`, the NLL above the full cache's on
       the same example; the full cache has no BUDGET;
     - `retained/TASK/POLICY/BUDGET`: hits as a share of the full cache's, the percentage of full-cache performance;
@@ -128,7 +132,7 @@ def _names(table: pd.DataFrame) -> pd.Series:
 
 
 def _cells(table: pd.DataFrame) -> dict[tuple[str, float | None], pd.DataFrame]:
-    """The answers by (policy, budget), each a table by example; a policy without a budget has None.
+    """The answers by (policy, budget), each a table by document and example; a policy without a budget has None.
 
     Policies that did not meet every example of the table are left out.
     """
@@ -137,7 +141,7 @@ def _cells(table: pd.DataFrame) -> dict[tuple[str, float | None], pd.DataFrame]:
         known = of_policy.dropna(subset="budget").groupby("budget")
         for budget, cell in [*known, (None, of_policy.query("budget.isna()"))]:
             if set(cell["example"]) == examples:
-                cells[policy, budget] = cell.set_index("example")
+                cells[policy, budget] = cell.set_index(BY)
     return cells
 
 
@@ -145,16 +149,21 @@ def _levels(findings: Findings, task: str, cells: Mapping[tuple[str, float | Non
     full = cells["full", None]
     for (policy, budget), cell in cells.items():
         values = {name: cell.loc[:, name] for name in ("score", "hits", "nll")}
+        ends = {"score": (0.0, 1.0), "hits": (0.0, 1.0)}
         if policy != "full":
             same = full.loc[cell.index]
             values["loss"] = cell["nll"] - same["nll"]
             if (right := same.loc[:, "hits"].mean()) > 0:
-                values["retained"] = cell["hits"] / right
+                values["retained"], ends["retained"] = cell["hits"] / right, (0.0, 1.0 / right)
+        at = {} if budget is None else {"budget": budget}
+        effect = WITHOUT_BUDGET if budget is None else AT_BUDGET
         for measure, of_examples in values.items():
-            if budget is None:
-                findings.add(WITHOUT_BUDGET, of_examples, measure=measure, task=task, policy=policy)
+            if measure in ends:
+                findings.add_bounded(
+                    effect, of_examples, ends[measure], measure=measure, task=task, policy=policy, **at
+                )
             else:
-                findings.add(AT_BUDGET, of_examples, measure=measure, task=task, policy=policy, budget=budget)
+                findings.add(effect, of_examples, measure=measure, task=task, policy=policy, **at)
 
 
 def _gains(
@@ -172,14 +181,14 @@ def _gains(
             left, right = cells[better, budget], cells[other, budget]
             gains[budget] = right["nll"] - left["nll"]
             findings.add(GAIN, gains[budget], budget=budget, **pair)
-            findings.add_difference(SCORE_GAIN, left.loc[:, "score"], right.loc[:, "score"], budget=budget, **pair)
+            findings.add_bounded(SCORE_GAIN, left["score"] - right["score"], (-1.0, 1.0), budget=budget, **pair)
     if len(gains) > 1:
         findings.add_difference(WIDENING, gains[min(gains)], gains[max(gains)], **pair)
 
 
 def _question_aware(findings: Findings, table: pd.DataFrame) -> None:
     for (task, policy, budget), sides in _read_and_held_back(table).items():
-        read, held_back = (side.set_index(_names(side)).loc[:, "nll"] for side in sides)
+        read, held_back = (side.assign(example=_names(side)).set_index(BY).loc[:, "nll"] for side in sides)
         findings.add_difference(QUESTION_AWARE, held_back, read, task=task, policy=policy, budget=budget)
 
 

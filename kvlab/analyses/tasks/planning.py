@@ -12,6 +12,7 @@ from kvlab.analyses.tasks import examples
 from kvlab.analyses.tasks.contenders import by_name
 from kvlab.analyses.tasks.examples import Item
 from kvlab.methods import Policy
+from kvlab.tasks import Example
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
@@ -45,15 +46,27 @@ def plan(
         heads, tables: for duoattention and compilerkv, as `contenders.contender` takes them.
     """
 
-    def compressed_at(place: str, budgets: Budgets) -> list[tuple[Policy, str]]:
-        return [(policy, place) for policy in by_name(budgets, heads, tables)]
+    def read(items: list[Item], budgets: Budgets) -> list[tuple[Policy, str]]:
+        after = after_text(lm, items[0].example) if "zsmerge_question" in budgets else 0
+        return [(policy, "prompt") for policy in by_name(budgets, heads, tables, after)]
 
-    both = compressed_at("prompt", needle) + compressed_at("context", held_back)
-    return [
-        (examples.needles(lm, documents, length, seed), both),
-        (examples.multikey(lm, documents, length, seed), compressed_at("prompt", ruler)),
-        (examples.questions(lm, articles, length, seed), compressed_at("prompt", qa)),
-    ]
+    needles = examples.needles(lm, documents, length, seed)
+    keys = examples.multikey(lm, documents, length, seed)
+    asked = examples.questions(lm, articles, length, seed)
+    unread = [(policy, "context") for policy in by_name(held_back, heads, tables)]
+    return [(needles, read(needles, needle) + unread), (keys, read(keys, ruler)), (asked, read(asked, qa))]
+
+
+def after_text(lm: LM, example: Example) -> int:
+    """How many tokens follow the text of an example's prompt: the end of the chat template, and the answer's beginning.
+
+    They are the same for all examples that begin their answers alike.
+    """
+    # Two texts that end in different ways have nothing at their ends in common but what the template adds.
+    ends = [lm.encode(text, chat="auto" if example.chat else False)[0].tolist()[::-1] for text in ("one", "two!")]
+    common = next((n for n, (left, right) in enumerate(zip(*ends, strict=False)) if left != right), 0)
+    begun = lm.require_tokenizer("answers cannot be begun")(example.prefix, add_special_tokens=False)
+    return common + len(begun["input_ids"])
 
 
 def full_only(

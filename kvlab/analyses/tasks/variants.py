@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from kvlab.core import ranking
+from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.methods import Policy
 from kvlab.methods.base import Kernel
@@ -49,14 +50,29 @@ class PooledDapQ(DapQ):
 class QuestionZSMerge(ZSMerge):
     """ZSMerge with the two residual slots of its table 2, and first scores that come from the question.
 
-    In the paper the last 8 queries of a prompt are the question's; here a chat template adds 8 tokens after it.
+    In the paper the last 8 queries of a prompt are the question's; here a chat template follows them.
+
+    Parameters:
+        after: tokens after the question, whose queries start no scores (`planning.after_text`).
     """
 
     name: ClassVar[str] = "zsmerge_question"
     summary: ClassVar[str] = "ZSMerge with two slots and scores from the question"
 
     residual: int | float = 2
-    window: int = 16
+    after: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def observes(self) -> int:
+        return self.window + self.after
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        def decayed(rows: Tensor) -> Tensor:
+            asked = rows[..., : rows.shape[-2] - self.after, :]
+            age = torch.arange(asked.shape[-2] - 1, -1, -1, device=rows.device)
+            return (asked * (self.decay**age)[:, None]).sum(-2)
+
+        return attention.sum_over_group(prompt.window_attention(self.observes, decayed), prompt.kv_heads)
 
 
 class FilledCompilerKV(CompilerKV):
