@@ -29,6 +29,11 @@ WRONG = [
         "must be at least 129 (one more than 128, the largest of 'windows'), and is 128",
     ),
     (["dapq_window_recall", "-p", "budgets=64,8"], "must be at least 33 (one more than 32, the largest of 'window')"),
+    (
+        ["dapq_position_vs_content", "-p", "contexts=2000,9000"],
+        "'contexts' of dapq_position_vs_content: prompts of 9,000 tokens and the 32 that follow are beyond the 8,192",
+    ),
+    (["all_together", "-p", "needle_lengths=320,0"], "'needle_lengths' of all_together must be at least 1, and is 0"),
     (["quickstart", "-p", "new_tokens=-1"], "'new_tokens' of quickstart must be at least 0, and is -1"),
     (["explore", "-p", "tokens=0"], "'tokens' of explore must be at least 1, and is 0"),
     (

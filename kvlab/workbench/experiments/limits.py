@@ -15,6 +15,8 @@ from kvlab.workbench.experiments import content
 
 # Parameters that say how many tokens a prompt has, alone or in a mapping with `new_tokens` beside.
 PROMPTS = ("tokens", "length", "shorter", "longest")
+# Lists of such numbers.
+LADDERS = ("contexts", "needle_lengths")
 # Parameters that say how much is cut out of every document.
 CUTS = ("tokens", "shorter")
 # A prompt may hold this many tokens besides the document's part: the request and the chat template.
@@ -55,8 +57,10 @@ def _prompts(parameters: Mapping[str, Any], inside: str = "") -> Iterator[tuple[
     for name, value in parameters.items():
         if isinstance(value, Mapping):
             yield from _prompts(value, f"{name}.")
-        elif name in PROMPTS and _is_count(value):
-            yield f"{inside}{name}", value, response if _is_count(response) else 0
+            continue
+        ladder = value if name in LADDERS and isinstance(value, list) else [value] if name in PROMPTS else []
+        for tokens in filter(_is_count, ladder):
+            yield f"{inside}{name}", tokens, response if _is_count(response) else 0
 
 
 def _context(folder: Path) -> int | None:
