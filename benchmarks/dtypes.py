@@ -16,6 +16,8 @@ response of float32, since a type's own one may be another text.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -137,7 +139,11 @@ def logged(experiment: str, lm: LM) -> Log:
     """What the cells of an experiment's notebook log by the quick profile, run on a model at hand."""
     (job,) = experiments.jobs(experiment)
     log, names = Log(), {"display": lambda *_: None}
-    with mock.patch.object(tracking, "start", lambda *_, **__: log), mock.patch.object(kvlab, "load", lambda *_: lm):
+    with (
+        mock.patch.object(tracking, "start", lambda *_, **__: log),
+        mock.patch.object(kvlab, "load", lambda *_: lm),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         for cell in notebooks.cells(job.notebook):
             if cell["cell_type"] == "code":
                 exec(compile(notebooks.source(cell), f"<{experiment}>", "exec"), names)
