@@ -66,7 +66,7 @@ def test_a_model_that_measured_no_claim_is_no_part_of_it(project):
 
 
 def test_models_stand_in_the_order_of_their_sizes(project, monkeypatch):
-    """As the newest run says that does; else as the catalogue says; the unknown ones last."""
+    """As the catalogue says; else as the newest run says that does; the unknown ones last."""
     monkeypatch.setitem(known.MODELS, "known", Subject("known", 500_000_000))
     job(0.1, model="unknown")
     job(0.1, model="known@0")
@@ -80,6 +80,9 @@ def test_models_stand_in_the_order_of_their_sizes(project, monkeypatch):
         ("large", 8_000_000_000),
         ("unknown", None),
     ]
+    job(0.3, model="known@0", parameters=630_000_000)
+    (catalogued,) = [subject for subject in subjects(report.entries()) if subject.name == "known@0"]
+    assert catalogued.parameters == 500_000_000, "its file may hold a matrix twice"
     assert found[2].told == "8B parameters; 32 layers; float32" and found[3].told == ""
 
 

@@ -41,7 +41,7 @@ class Subject:
 
     Attributes:
         name: the tag `model` of its runs.
-        parameters: the number of its weights; None where neither a run nor the catalogue tells.
+        parameters: the number of its weights, by the catalogue or by its runs; None where neither tells.
         shape, dtype: in words, as its newest run tells; empty where it does not.
     """
 
@@ -93,7 +93,7 @@ def subjects(judged: Iterable[Judged]) -> list[Subject]:
 def _subject(name: str, runs: list[Run], size: int | None) -> Subject:
     newest = sorted(runs, key=lambda run: run.info.end_time or 0, reverse=True)
     tags = [run.data.tags for run in newest]
-    return Subject(name, size or _parameters(name, tags), _first(tags, "shape"), _first(tags, "dtype"))
+    return Subject(name, _catalogued(name) or size or _tagged(tags), _first(tags, "shape"), _first(tags, "dtype"))
 
 
 def remarks(entry: Judged) -> list[str]:
@@ -112,11 +112,17 @@ def _first(tags: list[dict[str, str]], key: str) -> str:
     return next((of_run[key] for of_run in tags if of_run.get(key)), "")
 
 
-def _parameters(name: str, tags: list[dict[str, str]]) -> int | None:
-    """As the runs tell; older ones do not, and then the catalogue tells."""
+def _tagged(tags: list[dict[str, str]]) -> int | None:
     told = _first(tags, PARAMETERS)
-    if told.isdecimal():
-        return int(told)
+    return int(told) if told.isdecimal() else None
+
+
+def _catalogued(name: str) -> int | None:
+    """The size of a known model as its makers give it.
+
+    A GGUF file may hold an output matrix of its own beside the embedding that the published model uses twice, so that
+    the weights that were loaded are more.
+    """
     from kvlab.inputs.models import MODELS
 
     return getattr(MODELS.get(name.split("@")[0]), PARAMETERS, None)
