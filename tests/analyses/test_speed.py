@@ -192,6 +192,7 @@ def test_memory_is_that_of_weights_and_cache():
             "stored/h2o/longest": 0.15,
             "memory_saving/zsmerge/longest": 1 - 66 / 100,
             "memory_saving/h2o/longest": 1 - 66 / 100,
+            "cache_beside_weights/longest": 40 / 60,
         }
     )
     batch = found.table.query("batch == 4").set_index("policy")
@@ -380,6 +381,13 @@ def test_table_a1_prints_less_than_its_text():
     full = papers.figure("compilerkv", "tableA1").query("method == 'FullKV'")
     latency = full["ttft_s"] + full["output_tokens"] / full["tokens_per_s"]
     assert (latency / full["latency_s"] - 1).abs().max() < 0.01
+
+
+@pytest.mark.parametrize(("beside", "verdict"), [(0.16, "holds"), (0.02, "not measured")])
+def test_a_saving_of_memory_is_compared_where_the_cache_is_as_large_beside_the_weights(beside, verdict):
+    (claim,) = [claim for claim in papers.claims() if claim.id == "compilerkv.tableA1.memory"]
+    saving = {"memory_saving/compilerkv/longest": 0.1, "cache_beside_weights/longest": beside}
+    assert papers.judge(claim, saving, {}).verdict == verdict
 
 
 def test_the_metrics_that_claims_ask_for_are_there(decoded, tiny):

@@ -17,6 +17,7 @@ GAIN_OVER_H2O = "gain_over_h2o/{policy}"
 SLOWDOWN = "slowdown/{policy}"
 STORED = "stored/{policy}/longest"
 MEMORY_SAVING = "memory_saving/{policy}/longest"
+BESIDE_WEIGHTS = "cache_beside_weights/longest"
 FIRST_TOKEN = "first_token/{policy}"
 ANSWER_SAVED = "answer_saved/{policy}"
 PSEUDO_SHARE = "pseudo_share/{policy}"
@@ -88,7 +89,8 @@ def memory_findings(decoded: pd.DataFrame, weight_bytes: int) -> Findings:
     Returns:
         Table with columns length, batch, policy, stored_bytes (keys, values and what the policy keeps beside them),
         share (of the full cache's), total_bytes (with the weights), saving (1 - total / the full cache's total);
-        metrics `stored/POLICY/longest` (the share) and `memory_saving/POLICY/longest`.
+        metrics `stored/POLICY/longest` (the share), `memory_saving/POLICY/longest` and `cache_beside_weights/longest`
+        (bytes of the full cache for each byte of the weights).
     """
     settings = decoded.groupby(["length", "batch", "policy"], sort=False)
     table = settings.agg({"kv_bytes": "max", "aux_bytes": "max"}).reset_index()
@@ -97,8 +99,10 @@ def memory_findings(decoded: pd.DataFrame, weight_bytes: int) -> Findings:
     table["share"] = table["stored_bytes"] / _of_the_full_cache(table, ["length", "batch"], "stored_bytes")
     table["saving"] = 1 - table["total_bytes"] / _of_the_full_cache(table, ["length", "batch"], "total_bytes")
     findings = Findings(table)
-    longest = table.query("length == length.max() and batch == 1 and policy != @FULL").dropna()
-    for row in longest.to_dict("records"):
+    longest = table.query("length == length.max() and batch == 1").dropna()
+    for row in longest.query("policy == @FULL").to_dict("records"):
+        findings.set(BESIDE_WEIGHTS, row["stored_bytes"] / weight_bytes)
+    for row in longest.query("policy != @FULL").to_dict("records"):
         findings.set(STORED, row["share"], policy=row["policy"])
         findings.set(MEMORY_SAVING, row["saving"], policy=row["policy"])
     return findings
