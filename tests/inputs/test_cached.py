@@ -162,3 +162,17 @@ def test_a_look_changes_nothing_and_needs_no_torch(own_home):
     told = "import sys; from kvlab.workbench.listing import entries; entries('models'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n" and not own_home.exists()
+
+
+def test_what_a_killed_conversion_left_is_listed_and_removed(tmp_path, own_home):
+    stage = own_home / "models" / f"{packs.STAGE_PREFIX}gguf-1-0123abcd-x8z_k2pq"
+    stage.mkdir(parents=True)
+    (stage / "model.safetensors").write_bytes(b"0" * 3000)
+    (line,) = [line for line in lines() if line["name"] == "gguf-1-0123abcd"]
+    assert (line["summary"], line["cached_bytes"]) == ("left by a conversion that was cut off", 3000)
+    assert "gguf-1-0123abcd (0.0 MB, left by a conversion that was cut off)" in doctor.models().found
+    with FileLock(own_home / "models" / ".gguf-1-0123abcd.lock"):
+        assert cached.held() == [], "one that is under way is nothing that is left"
+    done = CliRunner().invoke(app, ["remove", "gguf-1-0123abcd"])
+    assert done.exit_code == 0 and done.stdout == "gguf-1-0123abcd: removed, 0.0 MB freed\n"
+    assert not stage.exists() and cached.held() == []

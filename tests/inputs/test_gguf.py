@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import warnings
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from kvlab.errors import KvlabError
 from kvlab.inputs import models, packs, wheels
-from kvlab.inputs.models import conversion, gguf_file, weights
+from kvlab.inputs.models import cached, conversion, gguf_file, weights
 from kvlab.inputs.models.folder import weight_files
 
 TYPES = gguf.GGMLQuantizationType
@@ -206,6 +207,19 @@ def test_a_disk_without_room_is_told_before_the_conversion(tmp_path, monkeypatch
     monkeypatch.setattr(packs.shutil, "disk_usage", lambda place: usage._replace(free=10**7))
     with pytest.raises(KvlabError, match=r"converting a.gguf \(once, 40 MB in the cache\) needs 40 MB .* 10 MB are"):
         models.load(path)
+
+
+def test_what_a_killed_conversion_left_does_not_take_the_room_of_the_next(tmp_path, own_home, monkeypatch):
+    path = tiny_gguf.write(tmp_path / "a.gguf")
+    target = cached.own_folder(hashlib.sha256(path.read_bytes()).hexdigest())
+    stale = target.parent / f"{packs.STAGE_PREFIX}{target.name}-abcdefgh"
+    stale.mkdir(parents=True)
+    usage = shutil.disk_usage(tmp_path)
+    # A disk that is full as long as the stage is there.
+    monkeypatch.setattr(
+        packs.shutil, "disk_usage", lambda place: usage._replace(free=10**7 if stale.exists() else 10**9)
+    )
+    assert models.load(path).n_layers > 0 and target.is_dir() and not stale.exists()
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path, own_home):

@@ -29,12 +29,12 @@ def own_folder(sha256: str) -> Path:
 
 @dataclass(frozen=True)
 class Held:
-    """A model in the cache, or what a pull that was cut off has left of it.
+    """A model in the cache, or what a pull or a conversion that was cut off has left of it.
 
     Attributes:
         name: as `remove` takes it.
         folder: where it lies; it is not there yet where only parts are.
-        parts: where those lie, if there are any.
+        parts: where those lie, if there are any; or what is there of a model whose conversion was cut off.
         size: bytes on the disk, parts included.
         about: what it is, in a few words.
     """
@@ -51,7 +51,8 @@ def held() -> list[Held]:
     known = [held for model in MODELS.values() if (held := _known(model))]
     folders = {model.folder.name for model in MODELS.values()}
     store = packs.home() / "models"
-    return known + [_other(path) for path in sorted(store.glob("[!.]*")) if path.is_dir() and path.name not in folders]
+    others = [path for path in sorted(store.glob("[!.]*")) if path.is_dir() and path.name not in folders]
+    return known + [_other(path) for path in others] + _cut_off(store, folders)
 
 
 def _known(model: KnownModel) -> Held | None:
@@ -75,6 +76,31 @@ def _other(folder: Path) -> Held:
     return Held(folder.name, folder, None, _bytes(folder), "of an earlier version")
 
 
+def _cut_off(store: Path, known: set[str]) -> list[Held]:
+    """What conversions of users' files have left that ended before they were done; none of those under way."""
+    left: dict[str, list[Path]] = {}
+    for stage in sorted(store.glob(f"{packs.STAGE_PREFIX}*")):
+        target = stage.name.removeprefix(packs.STAGE_PREFIX).rpartition("-")[0]
+        if target not in known and not _is_being_made(store, target):
+            left.setdefault(target, []).append(stage)
+    about = "left by a conversion that was cut off"
+    return [Held(target, store / target, stages[0], sum(map(_bytes, stages)), about) for target, stages in left.items()]
+
+
+def _is_being_made(store: Path, target: str) -> bool:
+    lock = _lock(store, target)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def _lock(store: Path, name: str) -> FileLock:
+    return FileLock(store / f".{name}.lock")
+
+
 def remove(name: str) -> int:
     """Remove a model from the cache, with what was fetched for it, and return the bytes that are free by that.
 
@@ -94,7 +120,7 @@ def remove(name: str) -> int:
 
 def _remove(model: Held) -> None:
     store, name = model.folder.parent, model.folder.name
-    lock = FileLock(store / f".{name}.lock")
+    lock = _lock(store, name)
     with packs.disk_errors(f"removing {model.name}"):
         try:
             lock.acquire(timeout=0)

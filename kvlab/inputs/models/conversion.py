@@ -89,9 +89,10 @@ def converted(path: Path, sha256: str, progress: bool = True) -> Path:
     hookable.layers_of(skeleton)
     size = 2 * file.parameters + BESIDES
     label = f"converting {path.name} (once, {packs.gigabytes(size)} in the cache)"
-    packs.check_room(size, label)
 
     def build(stage: Path) -> None:
+        # Here, after what a killed conversion had left was removed and another one has ended.
+        packs.check_room(size, label)
         _convert(file, skeleton, stage, path.stem, progress)
         packs.write_provenance(
             stage,
