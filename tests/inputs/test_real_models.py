@@ -17,8 +17,9 @@ import time
 import pytest
 import torch
 from support.slow_bpe import SlowBPE, SlowSentencePiece
-from transformers import Qwen2Tokenizer
+from transformers import GemmaTokenizer, Qwen2Tokenizer
 
+import kvlab
 from kvlab.analyses import lookups
 from kvlab.inputs import corpus, models, packs, wheels
 from kvlab.inputs.models import gguf_file, sources
@@ -168,6 +169,31 @@ def test_gemmas_tokenizer_is_sentencepieces(loaded, texts):
     assert loaded.encode("Hello")[0, 0] == ids["<bos>"]
 
 
+@pytest.mark.parametrize("name", ["gemma-3-270m"], indirect=True)
+def test_gemmas_tokenizer_is_transformers_own(name, loaded, texts):
+    """All texts, those with long runs of spaces too."""
+    kept = vocabulary(name)
+    merges = [tuple(pair) for pair in kept["model"]["merges"]]
+    theirs = GemmaTokenizer(vocab=dict(kept["model"]["vocab"]), merges=merges)
+    added = [token["content"] for token in kept["added_tokens"]]
+    theirs.add_tokens(added, special_tokens=True)
+    for text in texts:
+        ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"], repr(text)
+
+
+def test_the_default_models_tokenizer_splits_as_smollms(texts):
+    """transformers' reader takes GPT-2's way for it, whose digits do not stand alone."""
+    models.pull(models.DEFAULT)
+    kept = vocabulary(models.DEFAULT)
+    tokens = sorted(kept["model"]["vocab"], key=lambda token: kept["model"]["vocab"][token])
+    merges = [" ".join(pair) for pair in kept["model"]["merges"]]
+    slow = SlowBPE(tokens, merges, "smollm", [token["content"] for token in kept["added_tokens"]])
+    tokenizer = read_tokenizer(models.MODELS[models.DEFAULT].folder)
+    for text in texts:
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == slow.encode(text), repr(text)
+
+
 def test_every_text_comes_back(name, loaded, texts):
     import unicodedata
 
@@ -206,6 +232,18 @@ def test_a_chat_ends_where_the_model_says_so(loaded):
     assert loaded.model.generation_config.eos_token_id == [151645, 151643]
     template = loaded.tokenizer.decode(loaded.encode("Hi")[0])
     assert template.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("name", ["gemma-3-270m"], indirect=True)
+@pytest.mark.parametrize("method", ["full", "snapkv", "h2o"])
+def test_a_budget_that_keeps_everything_generates_as_transformers_does(loaded, method):
+    """Beyond the window of the layers that are not compressed."""
+    ids = loaded.encode(corpus.document("squad/Oxygen").text, chat=False)[:, :700]
+    options = {"max_new_tokens": 24, "do_sample": False}
+    plain = loaded.model.generate(ids, **options)
+    policy = kvlab.policy(method) if method == "full" else kvlab.policy(method, budget=1000)
+    with kvlab.compress(loaded.model, policy):
+        assert loaded.model.generate(ids, **options).tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize("name", ["gemma-3-270m"], indirect=True)

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 import kvlab
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
+from kvlab.inputs import models
 from kvlab.live.fidelity import closed_against_open, fidelity
 from kvlab.live.gather import gather
 
@@ -137,6 +138,39 @@ def test_live_keeps_what_a_replay_keeps(tiny, family, name):
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "rocketkv"])
+def test_in_half_precision_live_keeps_what_a_replay_keeps(family, name):
+    """And a budget as large as everything leaves the logits as they are, but for the last bits of that precision."""
+    lm, one, ids = models.random_lm(family, device="cpu", dtype="bfloat16"), small(name), prompt(60, seed=7)
+    trace = kvlab.capture(lm, ids, 3, policies=[one], pseudo=())
+    assert trace.keys.dtype == torch.bfloat16
+    opened = kvlab.replay(trace, one)
+    with kvlab.compress(lm.model, one, max_new_tokens=3) as session, torch.inference_mode():
+        out = lm.model(ids)
+        lm.model(trace.ids[60].view(1, 1), past_key_values=out.past_key_values)
+        for layer in lm.layout.compressed:
+            assert sets(session.kept_after_prefill(layer)) == sets(opened.kept(layer))
+    plain = forced(lm.model, ids, trace.ids[60:])
+    apart = {}
+    for method in (everything(name), kvlab.policy("streamingllm", budget=6)):
+        with kvlab.compress(lm.model, method):
+            apart[method] = float((forced(lm.model, ids, trace.ids[60:]) - plain).norm() / plain.norm())
+    all_of_it, little = apart.values()
+    assert all_of_it < 0.02 < little
+
+
+@torch.inference_mode()
+def forced(model, ids, told):
+    """Logits of the tokens that are fed one by one after a prompt."""
+    past, logits = model(ids).past_key_values, []
+    for token in told:
+        out = model(token.view(1, 1), past_key_values=past)
+        past = out.past_key_values
+        logits.append(out.logits[0, -1].float())
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_both_loops_begin_alike(tiny, family):
     lm, ids = hybrid(tiny, family), prompt(60, seed=7)[0]
     loops = closed_against_open(lm, small("snapkv"), ids, new_tokens=6)
@@ -151,7 +185,7 @@ def test_both_loops_begin_alike(tiny, family):
 # --- the ways in which people generate ---
 
 
-@pytest.mark.parametrize("family", [f for f in HYBRIDS if f != "hybrid-llama4"])
+@pytest.mark.parametrize("family", HYBRIDS)
 @pytest.mark.parametrize("name", KINDS)
 def test_each_row_of_a_padded_batch_goes_as_it_goes_alone(tiny, family, name):
     lm = hybrid(tiny, family)

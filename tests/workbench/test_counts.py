@@ -90,6 +90,12 @@ def test_a_check_that_is_undecided_is_not_met():
     assert tally.met("checks") == "1 of 2" and tally.checks_missed == 1
 
 
+def test_a_check_that_was_not_measured_is_not_missed():
+    tally = ledger.Tally.of(entries(HOLDS, None, kind="control"))
+    assert tally.met("checks") == "1 of 1" and tally.checks_missed == 0
+    assert ledger.Tally.of(entries(None, kind="control")).met("checks") == ""
+
+
 def test_the_ledger_names_finding_kind_power_and_machine(project):
     job(0.05, hardware="a machine")
     row = report.ledger().set_index("id").loc["zsmerge.figure4.reduction_20"]

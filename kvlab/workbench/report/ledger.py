@@ -157,9 +157,10 @@ class Tally:
         return f"{self.full_only} {papers.FULL_ONLY}" if state == papers.UNMEASURED and self.full_only else ""
 
     def met(self, group: str) -> str:
-        """How many of a group's claims hold: "3 of 4"; empty for a group without claims."""
+        """How many of a group's measured claims hold: "3 of 4"; empty for a group without any."""
         counted = getattr(self, group)
-        return f"{counted['holds']} of {counted.total()}" if counted else ""
+        measured = counted.total() - counted[papers.UNMEASURED] - counted[UNTESTED]
+        return f"{counted['holds']} of {measured}" if measured else ""
 
     @property
     def checks_missed(self) -> int:
