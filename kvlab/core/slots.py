@@ -34,18 +34,18 @@ class Picking:
             apart = row // slot, head // slot
             table = tensor.as_strided(((rows - 1) * apart[0] + (heads - 1) * apart[1] + n, width), (slot, 1))
             if apart not in self._rows:
-                self._rows[apart] = (slots + _firsts(rows, heads, *apart)).flatten()
+                self._rows[apart] = (slots + firsts(rows, heads, *apart, tensor.device)).flatten()
             return table.index_select(0, self._rows[apart]).view(rows, heads, -1, width)
         index = slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(*slots.shape, *tensor.shape[3:])
         return tensor.gather(2, index)
 
 
 @lru_cache(maxsize=256)
-def _firsts(rows: int, heads: int, row: int, head: int) -> Tensor:
-    """How many slots lie before each head's first, `[rows, heads, 1]`, where so many lie from one row or head to the
-    next. It stays the same until a store grows, and is asked for at every step of every layer.
+def firsts(rows: int, heads: int, row: int, head: int, device: torch.device) -> Tensor:
+    """What lies before each head's first slot, int64 `[rows, heads, 1]`, to be read, where so much lies from one row or
+    head to the next. It stays the same until a store grows, and is asked for at every step of every layer.
     """
-    first = torch.arange(rows, device="cpu")[:, None] * row + torch.arange(heads, device="cpu") * head
+    first = torch.arange(rows, device=device)[:, None] * row + torch.arange(heads, device=device) * head
     return first[..., None]
 
 

@@ -57,6 +57,13 @@ def summaries(store: LayerStore) -> Tensor:
         extremes = torch.empty(shape, dtype=store.dtype, device=store.device)
     extremes = store.memory["pages"] = extended(extremes, number(store))
     first = paged // size
+    if store.length - paged == 1 and paged % size and store.storage.exact:
+        # One more entry of the newest page. A storage may round those before it at any step, so that all are looked at.
+        key, (highest, lowest) = store.since(paged)[0][:, :, 0], extremes[..., -1].unbind(2)
+        torch.maximum(highest, key, out=highest)
+        torch.minimum(lowest, key, out=lowest)
+        store.numbers["paged"] = store.length
+        return extremes
     keys, _ = store.since(first * size)
     whole = keys.shape[2] // size
     for start, part in ((first, keys[:, :, : whole * size]), (first + whole, keys[:, :, whole * size :])):
