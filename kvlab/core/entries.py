@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlab.core.even import Even
 from kvlab.core.flat import Flat
-from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, Picking
+from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, Picking, padded
 
 Get = Callable[[str], Tensor]
 Run: TypeAlias = tuple[slice, Tensor, Tensor]
@@ -285,7 +285,8 @@ class AsIs:
         return self.slots.total * self.entry_bytes(KEYS) + self.fixed_bytes // 2
 
     def bytes_of(self, slots: Tensor) -> int:
-        return int((slots >= 0).sum()) * self.entry_bytes() + self.fixed_bytes
+        n = int((slots >= 0).sum()) if padded(slots) else slots.numel()
+        return n * self.entry_bytes() + self.fixed_bytes
 
     @property
     def fixed_bytes(self) -> int:

@@ -11,6 +11,12 @@ EMPTY = -1
 KEYS, VALUES, POSITIONS = "keys", "values", "positions"
 
 
+def padded(slots: Tensor) -> bool:
+    """Whether any of the slots stands for none."""
+    # A single reduction takes a third of the time of a comparison and `any`, and this is asked at every step.
+    return slots.numel() > 0 and int(slots.min()) < 0
+
+
 def pick(tensor: Tensor, slots: Tensor) -> Tensor:
     """Slots `[rows, kv_heads, n]` of `[rows, kv_heads, slots, ...]`; where `slots` is -1, whatever lies first."""
     return Picking(slots)(tensor)
