@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlab.core.even import Even
 from kvlab.core.flat import Flat
-from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, pick
+from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, Picking, padded
 
 Get = Callable[[str], Tensor]
 Run: TypeAlias = tuple[slice, Tensor, Tensor]
@@ -55,8 +55,8 @@ class Entries(Protocol):
         """
         ...
 
-    def taken(self, name: str, slots: Tensor) -> Tensor:
-        """Keys or values of the slots `[rows, kv_heads, n]`: `[rows, kv_heads, n, head_dim]`; anything for -1."""
+    def taken(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots `[rows, kv_heads, n]`, `[rows, kv_heads, n, head_dim]` each; anything for -1."""
         ...
 
     def since(self, name: str, slot: int) -> Tensor:
@@ -211,8 +211,13 @@ class AsIs:
         whole = slots.tensors[name] if name == POSITIONS else self.unpacked(name, slots.tensors.__getitem__)
         return (slots.of(whole, place) for place in range(len(slots.counts)))
 
-    def taken(self, name: str, slots: Tensor) -> Tensor:
-        return self.unpacked(name, lambda part: pick(self.slots.view(part), slots))
+    def taken(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        picking = Picking(slots)
+
+        def part(name: str) -> Tensor:
+            return picking(self.slots.view(name))
+
+        return self.unpacked(KEYS, part), self.unpacked(VALUES, part)
 
     def since(self, name: str, slot: int) -> Tensor:
         return self.unpacked(name, lambda part: self.slots.view(part)[:, :, slot:])
@@ -280,7 +285,8 @@ class AsIs:
         return self.slots.total * self.entry_bytes(KEYS) + self.fixed_bytes // 2
 
     def bytes_of(self, slots: Tensor) -> int:
-        return int((slots >= 0).sum()) * self.entry_bytes() + self.fixed_bytes
+        n = int((slots >= 0).sum()) if padded(slots) else slots.numel()
+        return n * self.entry_bytes() + self.fixed_bytes
 
     @property
     def fixed_bytes(self) -> int:

@@ -230,15 +230,17 @@ class Kivi:
         pairs = zip(self.old.heads(name), self.new.heads(name), strict=True)
         return (torch.cat(pair) for pair in pairs)
 
-    def taken(self, name: str, slots: Tensor) -> Tensor:
+    def taken(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         behind = slots - self._split()[..., None]
         older = behind < 0
         if not self.old.slots.total or not bool(older.any()):
-            return self.new.taken(name, behind)
-        rounded = self.old.taken(name, slots.masked_fill(~older, 0))
+            return self.new.taken(behind)
+        rounded = self.old.taken(slots.masked_fill(~older, 0))
         if bool(older.all()):
             return rounded
-        return torch.where(older[..., None], rounded, self.new.taken(name, behind))
+        newer = self.new.taken(behind)
+        keys, values = (torch.where(older[..., None], *pair) for pair in zip(rounded, newer, strict=True))
+        return keys, values
 
     def since(self, name: str, slot: int) -> Tensor:
         split = set(self.old.counts)

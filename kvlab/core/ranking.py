@@ -23,8 +23,10 @@ def top_positions(scores: Tensor, k: int | Tensor) -> Tensor:
     if 0 < widest < length and not isinstance(k, Tensor):
         # All that reaches the k-th score is several times cheaper than a sort, and exact unless others equal it.
         reached = scores >= scores.topk(widest, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-        if int(reached.sum()) == scores[..., :widest].numel():
-            return reached.nonzero()[:, -1].view(*scores.shape[:-1], widest)
+        # Two dimensions and not all: `nonzero` writes an index for each.
+        found = reached.reshape(-1, length).nonzero()
+        if len(found) == scores[..., :widest].numel():
+            return found[:, 1].view(*scores.shape[:-1], widest)
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :widest]
     if isinstance(k, Tensor) and widest:
         beyond = torch.arange(widest, device=scores.device) >= k[..., None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -9,19 +11,48 @@ EMPTY = -1
 KEYS, VALUES, POSITIONS = "keys", "values", "positions"
 
 
+def padded(slots: Tensor) -> bool:
+    """Whether any of the slots stands for none."""
+    # A single reduction takes a third of the time of a comparison and `any`, and this is asked at every step.
+    return slots.numel() > 0 and int(slots.min()) < 0
+
+
 def pick(tensor: Tensor, slots: Tensor) -> Tensor:
     """Slots `[rows, kv_heads, n]` of `[rows, kv_heads, slots, ...]`; where `slots` is -1, whatever lies first."""
-    slots = slots.clamp_min(0)
-    if tensor.dim() == 4 and tensor.shape[2] and tensor.is_cpu and _in_whole_slots(tensor):
-        # On a CPU, taking whole rows of one flat table is several times faster than an expanded gather.
-        row, head, slot, _ = tensor.stride()
-        rows, heads, n, width = tensor.shape
-        length = ((rows - 1) * row + (heads - 1) * head) // slot + n
-        first = torch.arange(rows)[:, None] * (row // slot) + torch.arange(heads) * (head // slot)
-        table = tensor.as_strided((length, width), (slot, 1))
-        return table.index_select(0, (slots + first[..., None]).flatten()).view(rows, heads, -1, width)
-    index = slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(*slots.shape, *tensor.shape[3:])
-    return tensor.gather(2, index)
+    return Picking(slots)(tensor)
+
+
+class Picking:
+    """Takes the same slots `[rows, kv_heads, n]` out of one tensor after the other, as `pick`: those that lie alike in
+    memory, as keys and values do, share an index.
+    """
+
+    def __init__(self, slots: Tensor):
+        self._slots = slots.clamp_min(0)
+        self._rows: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        slots = self._slots
+        if tensor.dim() == 4 and tensor.shape[2] and tensor.is_cpu and _in_whole_slots(tensor):
+            # On a CPU, taking whole rows of one flat table is several times faster than an expanded gather.
+            row, head, slot, _ = tensor.stride()
+            rows, heads, n, width = tensor.shape
+            apart = row // slot, head // slot
+            table = tensor.as_strided(((rows - 1) * apart[0] + (heads - 1) * apart[1] + n, width), (slot, 1))
+            if apart not in self._rows:
+                self._rows[apart] = (slots + firsts(rows, heads, *apart, tensor.device)).flatten()
+            return table.index_select(0, self._rows[apart]).view(rows, heads, -1, width)
+        index = slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(*slots.shape, *tensor.shape[3:])
+        return tensor.gather(2, index)
+
+
+@lru_cache(maxsize=256)
+def firsts(rows: int, heads: int, row: int, head: int, device: torch.device) -> Tensor:
+    """What lies before each head's first slot, int64 `[rows, heads, 1]`, to be read, where so much lies from one row or
+    head to the next. It stays the same until a store grows, and is asked for at every step of every layer.
+    """
+    first = torch.arange(rows, device=device)[:, None] * row + torch.arange(heads, device=device) * head
+    return first[..., None]
 
 
 def _in_whole_slots(tensor: Tensor) -> bool:

@@ -162,7 +162,7 @@ class LayerStore:
 
     def taken(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the slots `[rows, kv_heads, n]`, `[rows, kv_heads, n, head_dim]` each; anything for -1."""
-        return self._entries.taken(KEYS, slots), self._entries.taken(VALUES, slots)
+        return self._entries.taken(slots)
 
     def row(self, row: int) -> list[Tensor]:
         """Keys and values of one row, `[kv_heads, slots, head_dim]` each, and positions `[kv_heads, slots]`."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.core.slots import padded
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import EMPTY, LayerStore, pick
 from kvlab.methods import Policy
@@ -128,9 +129,10 @@ def _fused(store: LayerStore, queries: Tensor, slots: Tensor | None, bias: Tenso
     grouped = attention.by_group(queries, store.kv_heads)
     if slots is not None:
         mask = None if bias is None else pick(bias, slots)[:, :, None].to(queries.dtype)
-        if not bool((visible := slots != EMPTY).all()):
-            blank = torch.zeros_like(visible[:, :, None], dtype=queries.dtype)
-            mask = (blank if mask is None else mask).masked_fill(~visible[:, :, None], -torch.inf)
+        if padded(slots):
+            empty = (slots == EMPTY)[:, :, None]
+            blank = torch.zeros_like(empty, dtype=queries.dtype)
+            mask = (blank if mask is None else mask).masked_fill(empty, -torch.inf)
         out = F.scaled_dot_product_attention(grouped, *store.taken(slots), attn_mask=mask, scale=softmax.factor)
         return out.reshape(queries.shape)
     each, out = grouped.flatten(0, 1), []

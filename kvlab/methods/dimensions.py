@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.core.slots import firsts
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
 
@@ -54,8 +55,8 @@ def partial_queries(grouped: Tensor, dims: Tensor, scaling: Scaling) -> Tensor:
     factor = float(grouped.shape[-1] ** -0.5) if factor is None else factor
     part = grouped.gather(-1, dims[:, :, None].expand(*grouped.shape[:3], -1))
     tiny = torch.finfo(part.dtype).tiny
-    share = part.abs().sum(-1, keepdim=True).clamp_min(tiny) / grouped.abs().sum(-1, keepdim=True).clamp_min(tiny)
-    return part * (factor / share.sqrt())
+    some, whole = (x.abs().sum(-1, keepdim=True).clamp_min(tiny) for x in (part, grouped))
+    return part * ((some / whole).rsqrt() * factor)
 
 
 def shares(logits: Tensor, softmax: Softmax) -> Tensor:
@@ -75,6 +76,6 @@ def logits(part: Tensor, which: Tensor, table: Tensor) -> Tensor:
         # To copy many rows, or rows that are not contiguous, costs more than to multiply the others by zero.
         whole = part.new_zeros(*part.shape[:3], m).scatter_(-1, which[:, :, None].expand(part.shape), part)
         return whole @ attention.exact(table)
-    first = torch.arange(rows * kv_heads, device=which.device).view(rows, kv_heads, 1) * m
+    first = firsts(rows, kv_heads, kv_heads * m, m, which.device)
     picked = table.flatten(0, 2).index_select(0, (first + which).flatten()).view(rows, kv_heads, r, n)
     return part @ attention.exact(picked)

@@ -90,10 +90,10 @@ def select(store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | Non
     else:
         lowest = grouped.sum(2).gather(-1, dims) < 0
         approximate = logits(part, dims + lowest * grouped.shape[-1], pages.summaries(store).flatten(2, 3))
-    sizes = pages.sizes(store)
+    sizes, logs = pages.sizes(store)
     # In the softmax a page counts once for each of its entries, and each entry gets its share.
     softmax = Softmax.of(scaling)
-    scores = shares(softmax.capped(approximate) + sizes.log(), softmax).mean(2) / sizes
+    scores = shares(softmax.capped(approximate) + logs, softmax).mean(2) / sizes
     return pages.read(store, scores, room(store, pages.number(store), rank), cut=True)
 
 

@@ -7,6 +7,8 @@ taken by copying whole stretches of memory. The newest page may hold fewer entri
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -25,11 +27,23 @@ def number(store: LayerStore) -> int:
     return -(-store.length // store.numbers["page"])
 
 
-def sizes(store: LayerStore) -> Tensor:
-    """Entries of each page, int64 `[pages]`."""
-    entries = torch.full((number(store),), store.numbers["page"], device=store.device)
-    entries[-1] -= number(store) * store.numbers["page"] - store.length
-    return entries
+def sizes(store: LayerStore) -> tuple[Tensor, Tensor]:
+    """Entries of each page, int64 `[pages]`, and their logarithms; to be read."""
+    return _sizes(store.length, store.numbers["page"], store.device)
+
+
+@lru_cache(maxsize=64)
+def _sizes(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    # All layers of a step share it. A later one may be differentiated, of which an inference tensor cannot be part.
+    with torch.inference_mode(False):
+        entries = torch.full((-(-length // size),), size, device=device)
+        entries[-1] -= len(entries) * size - length
+        return entries, entries.log()
+
+
+@lru_cache(maxsize=64)
+def _within(size: int, device: torch.device) -> Tensor:
+    return torch.arange(size, device=device)
 
 
 def summaries(store: LayerStore) -> Tensor:
@@ -43,6 +57,13 @@ def summaries(store: LayerStore) -> Tensor:
         extremes = torch.empty(shape, dtype=store.dtype, device=store.device)
     extremes = store.memory["pages"] = extended(extremes, number(store))
     first = paged // size
+    if store.length - paged == 1 and paged % size and store.storage.exact:
+        # One more entry of the newest page. A storage may round those before it at any step, so that all are looked at.
+        key, (highest, lowest) = store.since(paged)[0][:, :, 0], extremes[..., -1].unbind(2)
+        torch.maximum(highest, key, out=highest)
+        torch.minimum(lowest, key, out=lowest)
+        store.numbers["paged"] = store.length
+        return extremes
     keys, _ = store.since(first * size)
     whole = keys.shape[2] // size
     for start, part in ((first, keys[:, :, : whole * size]), (first + whole, keys[:, :, whole * size :])):
@@ -79,18 +100,29 @@ def read(store: LayerStore, scores: Tensor, k: int, cut: bool) -> Tensor:
     if size == 1:
         return ranking.top_positions(scores, k)
     newest = store.length - (n - 1) * size
+    within = _within(min(size, k), scores.device)
+    if k >= size and (k % size == 0 and newest == size if cut else k % size < newest):
+        # Whichever pages are the best, so many fit in full, and of the next one nothing is read.
+        best = ranking.top_positions(scores, k // size)
+        slots = (best[..., None] * size + within).flatten(-2)
+        if newest == size:
+            return slots
+        if bool((best[..., -1] == n - 1).all()):
+            return slots[..., : newest - size]
+        return slots.masked_fill(slots >= store.length, EMPTY)
     best = _ranked(scores, min(n, max(-(-(k - newest) // size), 0) + 1))
-    entries = torch.where(best == n - 1, newest, size)
+    entries = sizes(store)[0].take(best)
     together = entries.cumsum(-1)
     if cut:
-        taken = torch.minimum((k - together + entries).clamp_min(0), entries)
+        # Negative where nothing is left for a page.
+        taken = torch.minimum(entries - together + k, entries)
     else:
         taken = entries * (together <= k)
         taken[..., 0] = entries[..., 0].clamp_max(k)
-    # Pages that are not read go to the end.
-    best, place = best.masked_fill(taken == 0, n).sort(-1)
+        # Pages that are not read go to the end.
+        best = best.masked_fill(taken == 0, n)
+    best, place = best.sort(-1)
     taken = taken.gather(-1, place)
-    within = torch.arange(min(size, k), device=scores.device)
     slots, wanted = best[..., None] * size + within, within < taken[..., None]
     if cut:
         return slots[wanted].view(*scores.shape[:2], k)

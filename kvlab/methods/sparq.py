@@ -85,20 +85,19 @@ class SparQ(Policy):
         found = logits(partial_queries(grouped, dims, scaling), dims, store.memory["copy"])
         weights = shares(softmax.capped(found), softmax)
         slots = ranking.top_positions(weights.sum(2), room(store, store.length, rank))
-        alpha = weights.gather(-1, slots[:, :, None].expand(*weights.shape[:3], -1)).sum(-1)
+        alpha = weights.gather(-1, slots[:, :, None].expand(*weights.shape[:3], -1)).sum(-1, keepdim=True)
         if softmax.sinks is not None:
             # The sink weighs among what is read as it does among all keys: only what is not read is stood in for.
-            alpha = alpha + (1 - weights.sum(-1))
-        store.scratch["alpha"] = alpha.flatten(1)
+            alpha = alpha + (1 - weights.sum(-1, keepdim=True))
+        store.scratch["alpha"] = alpha
         return slots
 
     def amend(self, store: LayerStore, output: Tensor) -> Tensor:
         if "alpha" not in store.scratch:
             return output
-        alpha = store.scratch["alpha"][..., None, None]
         mean = store.memory["value_sum"] / store.length
-        mean = mean.repeat_interleave(output.shape[1] // mean.shape[1], 1)
-        return (alpha * attention.exact(output) + (1 - alpha) * mean).to(output.dtype)
+        out = attention.by_group(attention.exact(output), store.kv_heads)
+        return torch.lerp(mean, out, store.scratch["alpha"]).view(output.shape).to(output.dtype)
 
     def overhead_bytes(self, store: LayerStore) -> int:
         if store.length <= store.budget:

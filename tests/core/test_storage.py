@@ -306,6 +306,22 @@ def test_groups_live_as_long_as_an_entry_refers_to_them():
     assert store.bytes_of(torch.tensor([2, 4]).view(1, 1, -1)) == group + entry + exact
 
 
+@pytest.mark.parametrize("lie", ["alike", "apart", "behind a start"])
+def test_taken_slots_may_be_padded_and_keys_and_values_may_lie_differently(lie):
+    keys, values = fresh(40, 3)
+    if lie == "apart":
+        values = values.transpose(1, 2).contiguous().transpose(1, 2)
+    store = LayerStore(keys, values)
+    if lie == "behind a start":
+        store.drop(0)
+        keys, values = keys[:, :, 1:], values[:, :, 1:]
+    slots = torch.tensor([[[0, 3, 38], [2, -1, -1]], [[5, 6, -1], [38, -1, -1]]])
+    for found, whole in zip(store.taken(slots), (keys, values), strict=True):
+        for r, h, n in (slots >= 0).nonzero().tolist():
+            assert torch.equal(found[r, h, n], whole[r, h, slots[r, h, n]])
+        assert found.isfinite().all(), "what stands for an empty slot is weighed by zero, which no NaN bears"
+
+
 def test_memory_is_freed_when_the_prompt_is_rounded():
     store = LayerStore(*fresh(4000, 0, (1, 2), 64))
     before = store.allocated_bytes

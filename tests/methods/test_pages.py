@@ -19,6 +19,8 @@ from support.stepwise import (
 from support.tensors import layer, sets
 
 import kvlab
+from kvlab.core.store import LayerStore
+from kvlab.methods import pages
 
 
 def finished(policy, tensors, prompt):
@@ -104,6 +106,43 @@ def test_quest_reads_whole_pages():
     result, _ = watched(kvlab.policy("quest", budget=40, page=4), inputs(9, 4, 2, 120, 30), 120)
     size = oracles.quest_page_size(150, 40, 4)
     for t in range(1, 31):
-        pages = oracles.cut_into_pages(120 + t, size)
+        cut = oracles.cut_into_pages(120 + t, size)
         for read in sets(result.kept(0, t)):
-            assert set(read) == {p for page in pages for p in page if page[0] in read}
+            assert set(read) == {p for page in cut for p in page if page[0] in read}
+
+
+def read_by_loops(scores, length, size, k, cut):
+    """The slots of one head's best pages."""
+    read = []
+    for page in sorted(range(len(scores)), key=lambda i: (-scores[i], i)):
+        slots = oracles.cut_into_pages(length, size)[page]
+        if len(read) + len(slots) > k:
+            return sorted(read + (slots[: k - len(read)] if cut or not read else []))
+        read += slots
+    return sorted(read)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    full=st.integers(2, 12),
+    newest=st.integers(1, 6),
+    size=st.integers(1, 6),
+    share=st.floats(0, 1),
+    values=st.sampled_from([3, 1000]),
+    drawn=st.booleans(),
+    cut=st.booleans(),
+)
+def test_pages_are_read_as_loops_say(seed, full, newest, size, share, values, drawn, cut):
+    """With many equal scores and few, the newest page full and in part, and in every head's best or in some."""
+    length = full * size + min(newest, size)
+    k = max(1, int(share * length))
+    store = LayerStore(*torch.zeros(2, 2, 3, length, 2))
+    pages.begin(store, size)
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, values, (2, 3, full + 1), generator=generator).float()
+    scores[..., -1] += values * drawn
+    slots = pages.read(store, scores, k, cut)
+    expected = [[read_by_loops(head, length, size, k, cut) for head in row] for row in scores.tolist()]
+    assert [sets(row) for row in slots] == expected
+    assert slots.shape[-1] == max(len(read) for row in expected for read in row)
