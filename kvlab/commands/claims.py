@@ -134,16 +134,16 @@ def _counts(ledger: list[Entry], on: str = "") -> Table:
     table.add_column("paper", footer="all")
     for state, style in STYLES.items():
         table.add_column(state, justify="right", footer=f"[{style}]{_number_of(total, state, '0')}[/]")
-    table.add_column("checks met", justify="right", footer=total.met("checks"))
-    table.add_column("recomputed, agree", justify="right", footer=total.met("recomputed"))
+    table.add_column("checks met", justify="right", footer=total.met("checks") or "·")
+    table.add_column("recomputed, agree", justify="right", footer=total.met("recomputed") or "·")
     for label, of_paper in by_paper(ledger).items():
         tally = Tally.of(of_paper)
         style = "red" if tally.checks_missed else "dim"
         table.add_row(
             label,
             *(f"[{STYLES[state]}]{_number_of(tally, state)}[/]" for state in STYLES),
-            f"[{style}]{tally.met('checks')}[/]",
-            f"[dim]{tally.met('recomputed')}[/]",
+            f"[{style}]{tally.met('checks') or '·'}[/]",
+            f"[dim]{tally.met('recomputed') or '·'}[/]",
         )
     return table
 

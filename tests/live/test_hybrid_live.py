@@ -16,7 +16,6 @@ from transformers import DynamicCache
 import kvlab
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
-from kvlab.inputs import models
 from kvlab.live.fidelity import closed_against_open, fidelity
 from kvlab.live.gather import gather
 
@@ -135,39 +134,6 @@ def test_live_keeps_what_a_replay_keeps(tiny, family, name):
         assert table[table.measure == "sink_share"].value.mean() > 0.05
     else:
         assert (table[table.measure == "sink_share"].value == 0).all() and opened.sink_share is None
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "rocketkv"])
-def test_in_half_precision_live_keeps_what_a_replay_keeps(family, name):
-    """And a budget as large as everything leaves the logits as they are, but for the last bits of that precision."""
-    lm, one, ids = models.random_lm(family, device="cpu", dtype="bfloat16"), small(name), prompt(60, seed=7)
-    trace = kvlab.capture(lm, ids, 3, policies=[one], pseudo=())
-    assert trace.keys.dtype == torch.bfloat16
-    opened = kvlab.replay(trace, one)
-    with kvlab.compress(lm.model, one, max_new_tokens=3) as session, torch.inference_mode():
-        out = lm.model(ids)
-        lm.model(trace.ids[60].view(1, 1), past_key_values=out.past_key_values)
-        for layer in lm.layout.compressed:
-            assert sets(session.kept_after_prefill(layer)) == sets(opened.kept(layer))
-    plain = forced(lm.model, ids, trace.ids[60:])
-    apart = {}
-    for method in (everything(name), kvlab.policy("streamingllm", budget=6)):
-        with kvlab.compress(lm.model, method):
-            apart[method] = float((forced(lm.model, ids, trace.ids[60:]) - plain).norm() / plain.norm())
-    all_of_it, little = apart.values()
-    assert all_of_it < 0.02 < little
-
-
-@torch.inference_mode()
-def forced(model, ids, told):
-    """Logits of the tokens that are fed one by one after a prompt."""
-    past, logits = model(ids).past_key_values, []
-    for token in told:
-        out = model(token.view(1, 1), past_key_values=past)
-        past = out.past_key_values
-        logits.append(out.logits[0, -1].float())
-    return torch.stack(logits)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

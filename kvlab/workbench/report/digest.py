@@ -142,8 +142,8 @@ def _apart(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
     mine = [entry for entry in of_paper if entry.model == order[-1].name]
     tally, untested = Tally.of(mine), sum(bool(entry.claim.untested) for entry in mine)
     parts = [
-        f"{tally.met('checks')} checks are met" if tally.checks else "",
-        f"{tally.met('recomputed')} recomputed claims agree" if tally.recomputed else "",
+        f"{tally.met('checks')} checks are met" if tally.met("checks") else "",
+        f"{tally.met('recomputed')} recomputed claims agree" if tally.met("recomputed") else "",
         f"{untested} {plural(untested, 'claim')} cannot be tested here" if untested else "",
     ]
     told = listed([part for part in parts if part])
