@@ -202,10 +202,15 @@ def _said(label: str, progress: bool) -> Iterator[None]:
         yield
 
 
+def lock_of(target: Path) -> FileLock:
+    """The lock of the one process that may make or remove `target`."""
+    return FileLock(target.parent / f".{target.name}.lock")
+
+
 @contextlib.contextmanager
 def locked(target: Path, label: str, progress: bool = True) -> Iterator[None]:
     """Hold the lock of the one process that may make or remove `target`, waiting for another that has it."""
-    lock = FileLock(target.parent / f".{target.name}.lock")
+    lock = lock_of(target)
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs
@@ -81,24 +81,20 @@ def _cut_off(store: Path, known: set[str]) -> list[Held]:
     left: dict[str, list[Path]] = {}
     for stage in sorted(store.glob(f"{packs.STAGE_PREFIX}*")):
         target = stage.name.removeprefix(packs.STAGE_PREFIX).rpartition("-")[0]
-        if target not in known and not _is_being_made(store, target):
+        if target not in known and not _is_being_made(store / target):
             left.setdefault(target, []).append(stage)
     about = "left by a conversion that was cut off"
     return [Held(target, store / target, stages[0], sum(map(_bytes, stages)), about) for target, stages in left.items()]
 
 
-def _is_being_made(store: Path, target: str) -> bool:
-    lock = _lock(store, target)
+def _is_being_made(target: Path) -> bool:
+    lock = packs.lock_of(target)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         return True
     lock.release()
     return False
-
-
-def _lock(store: Path, name: str) -> FileLock:
-    return FileLock(store / f".{name}.lock")
 
 
 def remove(name: str) -> int:
@@ -120,7 +116,7 @@ def remove(name: str) -> int:
 
 def _remove(model: Held) -> None:
     store, name = model.folder.parent, model.folder.name
-    lock = _lock(store, name)
+    lock = packs.lock_of(model.folder)
     with packs.disk_errors(f"removing {model.name}"):
         try:
             lock.acquire(timeout=0)
