@@ -93,14 +93,15 @@ class ZSMerge(Policy):
         return recent, budget - recent - int(residual), int(residual)
 
     def scores(self, prompt: Prompt) -> Tensor:
-        def decayed(rows: Tensor) -> Tensor:
-            age = torch.arange(rows.shape[-2] - 1, -1, -1, device=rows.device)
-            return (rows * (self.decay**age)[:, None]).sum(-2)
-
         return prompt.share(
             ("zsmerge", self.window, self.decay),
-            lambda: attention.sum_over_group(prompt.window_attention(self.window, decayed), prompt.kv_heads),
+            lambda: attention.sum_over_group(prompt.window_attention(self.window, self._decayed), prompt.kv_heads),
         )
+
+    def _decayed(self, rows: Tensor) -> Tensor:
+        """Attention `[..., queries, length]` summed over the queries, the older ones weighing less (eq. 5)."""
+        age = torch.arange(rows.shape[-2] - 1, -1, -1, device=rows.device)
+        return (rows * (self.decay**age)[:, None]).sum(-2)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         kept, leaving = self._partition(prompt, budget)

@@ -26,11 +26,15 @@ def contender(
         pad: whether compilerkv fills up to its budget ("budget") or not ("none"); None takes its default.
         after: tokens after the question of the prompts, for zsmerge_question.
     """
+    own: dict[str, dict[str, float | str | None]] = {
+        "duoattention": {"heads": heads},
+        "compilerkv": {"tables": tables, "pad": pad},
+        "compilerkv_filled": {"tables": tables},
+        "zsmerge_question": {"after": after},
+    }
+    given: dict[str, float | str | None] = {k: value for k, value in own.get(name, {}).items() if value is not None}
     if name in VARIANTS:
-        known = {"compilerkv_filled": {"tables": tables}, "zsmerge_question": {"after": after}}.get(name, {})
-        return VARIANTS[name](budget=budget, **{key: value for key, value in known.items() if value is not None})
-    own = {"duoattention": {"heads": heads}, "compilerkv": {"tables": tables, "pad": pad}}.get(name, {})
-    given: dict[str, float | str | None] = {key: value for key, value in own.items() if value is not None}
+        return VARIANTS[name](budget=budget, **given)
     if has_budget(name):
         given["budget"] = budget
     return policy(name, **given)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
@@ -67,12 +66,13 @@ class QuestionZSMerge(ZSMerge):
         return self.window + self.after
 
     def scores(self, prompt: Prompt) -> Tensor:
-        def decayed(rows: Tensor) -> Tensor:
-            asked = rows[..., : rows.shape[-2] - self.after, :]
-            age = torch.arange(asked.shape[-2] - 1, -1, -1, device=rows.device)
-            return (asked * (self.decay**age)[:, None]).sum(-2)
+        def asked(rows: Tensor) -> Tensor:
+            return self._decayed(rows[..., : rows.shape[-2] - self.after, :])
 
-        return attention.sum_over_group(prompt.window_attention(self.observes, decayed), prompt.kv_heads)
+        return prompt.share(
+            ("zsmerge", self.window, self.decay, self.after),
+            lambda: attention.sum_over_group(prompt.window_attention(self.observes, asked), prompt.kv_heads),
+        )
 
 
 class FilledCompilerKV(CompilerKV):

@@ -141,9 +141,10 @@ def _apart(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
     """Checks and recomputed claims on the largest model, and what cannot be tested."""
     mine = [entry for entry in of_paper if entry.model == order[-1].name]
     tally, untested = Tally.of(mine), sum(bool(entry.claim.untested) for entry in mine)
+    checks, recomputed = tally.met("checks"), tally.met("recomputed")
     parts = [
-        f"{tally.met('checks')} checks are met" if tally.met("checks") else "",
-        f"{tally.met('recomputed')} recomputed claims agree" if tally.met("recomputed") else "",
+        f"{checks} checks are met" if checks else "",
+        f"{recomputed} recomputed claims agree" if recomputed else "",
         f"{untested} {plural(untested, 'claim')} cannot be tested here" if untested else "",
     ]
     told = listed([part for part in parts if part])
