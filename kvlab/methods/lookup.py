@@ -30,6 +30,8 @@ SHIPPED = Path(__file__).parent / "heads"
 """Head scores that come with kvlab, one file for each model, found by the model's name."""
 SHIPPED_TABLES = Path(__file__).parent / "tables"
 """CompilerKV's tables that come with kvlab, in the same way."""
+SHIPPED_ALONE = Path(__file__).parent / "alone"
+"""Tables learnt one head at a time, a file `MODEL-BUDGET.json` for each budget."""
 
 
 class Measured(BaseModel):
@@ -50,10 +52,15 @@ class Measured(BaseModel):
         The hash of the weights decides. If no file has it (a later version may convert the same model differently), the
         name and the shape decide together.
         """
-        known = {path.stem: read(path, cls).measured_on for path in sorted(cls.folder.glob("*.json"))}
-        same = (name for name, (of_weights, *_) in known.items() if of_weights == sha256)
-        alike = (name for name, (_, *about) in known.items() if about == [model, n_layers, heads])
-        return next(same, None) or next(alike, None)
+        found = cls.shipped_in(cls.folder, model, sha256, n_layers, heads)
+        return found[0].stem if found else None
+
+    @classmethod
+    def shipped_in(cls, folder: Path, model: str, sha256: str, n_layers: int, heads: int) -> list[Path]:
+        """The files of a folder that are a model's, by the hash of its weights or else by its name and shape."""
+        known = {path: read(path, cls).measured_on for path in sorted(folder.glob("*.json"))}
+        same = [path for path, (of_weights, *_) in known.items() if of_weights == sha256]
+        return same or [path for path, (_, *about) in known.items() if about == [model, n_layers, heads]]
 
 
 T = TypeVar("T", bound=Measured)

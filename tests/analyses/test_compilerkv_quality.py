@@ -25,6 +25,7 @@ from support.measured_files import table_file
 from support.spread import students
 
 from kvlab import papers
+from kvlab.analyses import lookups
 from kvlab.analyses.compilerkv import ablation, printed, quality, thresholds, veto
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
@@ -106,6 +107,60 @@ def test_gains_are_ratios_document_by_document():
         (table["twin again"] / table["snapkv"] - 1).mean(), abs=1e-6
     )
     assert metrics["lost/snapkv"] == pytest.approx(1 - metrics["retained/snapkv"])
+
+
+def learnt(folder, budget, seed, documents=()):
+    """The file of weights learnt one head at a time, and the weights."""
+    weights = np.random.default_rng(seed).choice([0.25, 0.5, 1.0, 2.0], (LAYERS, HEADS))
+    risk = np.full((LAYERS, 2, 1), 0.02)
+    about = dict(learnt="alone", budget=budget, documents=list(documents))
+    return table_file(folder, f"tables-{budget}", heads=weights, risk=risk, **about), weights
+
+
+def test_filled_sets_have_the_weights_learnt_for_the_nearest_budget(tmp_path, tiny):
+    files = {budget: learnt(tmp_path, budget, budget) for budget in (64, 200)}
+    alone = lookups.alone(tiny(), [file for file, _ in files.values()])
+    found = quality.figure_2(TRACES[:2], BUDGETS, tables(), alone)
+    for budget, by in ((64, 64), (128, 200), (256, 200)):  # 128 is 2 of 64, and 200 is 1.56 of 128
+        plain = table_file(tmp_path, "plain", heads=files[by][1])
+        lost = [
+            quality.replayed(captured, policy("compilerkv", budget=budget, tables=plain)).summary["mass_lost"]
+            for captured in TRACES[:2]
+        ]
+        assert found.metrics[f"kept/filled/{budget}"] == pytest.approx(1 - np.mean(lost), abs=1e-6)
+    before = quality.figure_2(TRACES[:2], BUDGETS, tables()).metrics
+    same = [name for name in before if before[name] == found.metrics[name]]
+    assert all("filled" in name for name in set(before) - set(same)), "gated sets keep the tables of joint trials"
+    assert found.metrics["kept/filled/64"] != before["kept/filled/64"]
+
+
+def test_table_1_with_weights_learnt_one_head_at_a_time(tmp_path, tiny):
+    files = {budget: learnt(tmp_path, budget, budget) for budget in (64, 256)}
+    found = quality.table_1(TRACES, tables(), SHARE, lookups.alone(tiny(), [file for file, _ in files.values()]))
+    assert SHARE * PROMPT == 72, "nearest to 64"
+    plain = table_file(tmp_path, "plain", heads=files[64][1])
+    rival = policy("snapkv", budget=SHARE)
+    for name, given in (("filled", {}), ("twin", {"kernel": rival.kernel, "recent": rival.window})):
+        ours = policy("compilerkv", budget=SHARE, tables=plain, **given)
+        gains = [
+            (1 - quality.replayed(one, ours).summary["mass_lost"])
+            / (1 - quality.replayed(one, rival).summary["mass_lost"])
+            - 1
+            for one in TRACES
+        ]
+        assert found.metrics[f"gain_{name}/kept/snapkv"] == pytest.approx(np.mean(gains), abs=1e-6)
+    assert found.metrics["gain/kept/h2o"] == analyses()["table_1"].metrics["gain/kept/h2o"]
+
+
+def test_weights_are_not_judged_on_what_they_were_learnt_from(tmp_path, tiny):
+    file, _ = learnt(tmp_path, 64, 1, ["document 1@abc"])
+    alone = lookups.alone(tiny(), [file])
+    for judged in (
+        lambda: quality.table_1(TRACES, tables(), SHARE, alone),
+        lambda: quality.figure_2(TRACES, BUDGETS, tables(), alone),
+    ):
+        with pytest.raises(KvlabError, match="learnt from document 1"):
+            judged()
 
 
 def test_a_gate_never_keeps_more_and_equal_storage_is_equal():

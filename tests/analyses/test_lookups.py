@@ -53,3 +53,37 @@ def test_each_file_is_named_like_its_model_and_says_whose_weights_it_is_of(kind)
         assert model == path.stem and len(sha256) == 64 and layers and heads
     with pytest.raises(lookup.KvlabError, match="qwen9.5-coder-0.5b"):
         kind.load("qwen9.5-coder-0.5b")
+
+
+def learnt_alone(folder, lm, budget, name="", **changed):
+    about = {"model": lm.name, "sha256": lm.sha256, "heads": [[1.0, 1.0, 2.0, 2.0]] * 2, "risk": None}
+    about |= {"learnt": "alone", "budget": budget} | changed
+    path = folder / f"{name or lm.name}-{budget}.json"
+    path.write_text(json.dumps(about))
+    return str(path)
+
+
+def test_weights_learnt_one_head_at_a_time_are_found_by_their_budgets(tmp_path, monkeypatch, tiny):
+    lm = tiny()
+    monkeypatch.setattr(lookups, "SHIPPED_ALONE", tmp_path)
+    assert lookups.alone(lm) == {} and "none learnt" in lookups.alone_in_words({})
+    files = [learnt_alone(tmp_path, lm, budget) for budget in (256, 64)]
+    learnt_alone(tmp_path, lm, 64, "other", model="other", sha256="1" * 64)
+    found = lookups.alone(lm)
+    assert sorted(found) == [64, 256] and found[64].model == lm.name
+    assert "at 64, 256 entries" in lookups.alone_in_words(found)
+    assert lookups.alone(lm, files[:1]).keys() == {256} and lookups.alone(lm, files[0]).keys() == {256}
+    assert lookups.alone(lm, []) == lookups.alone(lm, "") == {}
+
+
+def test_other_files_are_no_weights_learnt_one_head_at_a_time(tmp_path, tiny):
+    lm = tiny()
+    file = learnt_alone(tmp_path, lm, 64)
+    for given, says in (
+        (learnt_alone(tmp_path, lm, 64, "joint", learnt="joint"), "joint-64.json holds no weights learnt one head"),
+        (learnt_alone(tmp_path, lm, None, "nameless"), "holds no weights learnt one head at a time"),
+        ([file, learnt_alone(tmp_path, lm, 64, "again")], "two files of weights for 64 entries"),
+        (str(tmp_path / "absent.json"), "cannot read"),
+    ):
+        with pytest.raises(lookup.KvlabError, match=says):
+            lookups.alone(lm, given)

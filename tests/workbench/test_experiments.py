@@ -204,6 +204,26 @@ def test_the_key_follows_tables_that_come_with_kvlab_for_the_model(tmp_path, mon
     assert key() != learnt
 
 
+def test_the_key_follows_the_tables_of_every_budget(tmp_path, monkeypatch):
+    """And not those of a model whose name begins alike."""
+    notebook(tmp_path / "one.ipynb", cell("model = 'mine'\nalone = 'auto'", "parameters"))
+    content, package = experiments.content, tmp_path / "kvlab"
+    shipped = package / "methods" / "alone"
+    shipped.mkdir(parents=True)
+    monkeypatch.setattr(content, "__file__", str(package / "workbench" / "experiments" / "content.py"))
+
+    def key(alone="auto"):
+        return content.key(tmp_path / "one.ipynb", {"model": "mine", "alone": alone})
+
+    none, named = key(), key(["mine-64.json"])
+    (shipped / "mine-64.json").write_text("{}")
+    one = key()
+    (shipped / "mine-coder-64.json").write_text("{}")
+    assert key() == one != none and key(["mine-64.json"]) == named
+    (shipped / "mine-128.json").write_text("{}")
+    assert key() != one
+
+
 @pytest.mark.parametrize(
     ("parameters", "match"),
     [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from kvlab.analyses.compilerkv.quality import by_method, sweep
+from kvlab.analyses.compilerkv.quality import apart, by_method, sweep
 from kvlab.analyses.compilerkv.signal import F, P
 from kvlab.analyses.compilerkv.variants import static_thresholds
 from kvlab.analyses.findings import Findings
@@ -125,7 +125,7 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
     """
     settings: dict[str, CompilerKV] = {}
     for budget, of_budget in tables.items():
-        _apart(of_budget, traces)
+        apart(of_budget, traces)
         heads, risk = np.array(of_budget.heads), np.array(of_budget.risk)
         static = np.broadcast_to(static_thresholds(of_budget).numpy()[:, None, None], risk.shape)
         base = policy("compilerkv", budget=budget)
@@ -177,13 +177,6 @@ def _with(tables: DecisionTables, heads: np.ndarray, risk: np.ndarray | None) ->
         entropy_edges=tables.entropy_edges,
         perplexity_edges=tables.perplexity_edges,
     )
-
-
-def _apart(tables: DecisionTables, traces: Sequence[Trace]) -> None:
-    learnt_from = {name.rpartition("@")[0] for name in (tables.model_extra or {}).get("documents") or []}
-    seen = learnt_from & {trace.document.partition("[")[0].partition("@")[0] for trace in traces}
-    if seen:
-        raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: take traces of other texts")
 
 
 def _cells_met(traces: Sequence[Trace], tables: DecisionTables) -> int:

@@ -8,13 +8,19 @@ By equation 16 the gate may leave a part of the budget unused. The paper compare
 tight budgets are always filled (appendix B.1); with tables learnt for a small model they are not. So each rival is
 compared first with sets filled up to the budget, where all store the same, and then with the gated ones. A twin with
 SnapKV's pooling and kept window tells what the utility does from what these two do.
+
+In filled sets thresholds have no effect, so that of what was learnt the weights of heads alone decide. These are taken
+from tables learnt one head at a time, as section 4.3 words it and where the trials hold a clear signal, for the nearest
+budget; the gated sets have the tables of joint trials.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import product
+from types import MappingProxyType
 
 import pandas as pd
 import torch
@@ -24,6 +30,8 @@ from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
 from kvlab.methods import Policy, policy
+from kvlab.methods.compilerkv import CompilerKV
+from kvlab.methods.lookup import DecisionTables
 from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -63,22 +71,45 @@ def paper_share(lengths: pd.DataFrame, entries: int = 512) -> float:
     return entries / float(lengths["length"].to_numpy().mean())
 
 
-def methods(budget: int | float, tables: str | None) -> dict[str, Policy]:
+def methods(budget: int | float, tables: str | None, weights: DecisionTables | None = None) -> dict[str, Policy]:
     """CompilerKV by equation 16, CompilerKV filled up to the budget as in the published runs, and table 1's six others.
 
     Args:
         budget: entries for each layer and KV head, or a share of the prompt.
         tables: as CompilerKV takes them; with None no token is turned away, and all sets fill the budget anyway.
+        weights: whose weights of heads the filled sets have instead of the tables' own; of `nearest`.
     """
-    ours = policy("compilerkv", budget=budget, tables=tables)
+    ours = CompilerKV(budget=budget, tables=tables)
     filled = ours if tables is None else ours.replace(pad="budget")
+    if weights is not None:
+        filled = ours.using(weights)
     return {"compilerkv": ours, "filled": filled} | {name: policy(name, budget=budget) for name in RIVALS}
 
 
-def twin(filled: Policy, budget: int | float) -> Policy:
+def nearest(alone: Mapping[int, DecisionTables], entries: float) -> DecisionTables | None:
+    """The weights that were learnt for the budget whose ratio to `entries` is nearest to 1, without thresholds, which
+    filled sets do not need; None where none were learnt.
+    """
+    if not alone:
+        return None
+    at = min(alone, key=lambda budget: (abs(math.log(budget / entries)), budget))
+    return DecisionTables(model=alone[at].model, heads=alone[at].heads, risk=None)
+
+
+def apart(tables: DecisionTables, traces: Sequence[Trace]) -> None:
+    """Raises KvlabError where a trace is of a document that the tables were learnt from."""
+    learnt_from = {name.rpartition("@")[0] for name in (tables.model_extra or {}).get("documents") or []}
+    seen = learnt_from & {trace.document.partition("[")[0].partition("@")[0] for trace in traces}
+    if seen:
+        raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: take traces of other texts")
+
+
+def twin(filled: CompilerKV, budget: int | float) -> CompilerKV:
     """CompilerKV that differs from SnapKV in its utility alone: with the same pooling and the same kept window."""
     snapkv = SnapKV(budget=budget)
-    return filled.replace(kernel=snapkv.kernel, recent=snapkv.window)
+    alike = filled.replace(kernel=snapkv.kernel, recent=snapkv.window)
+    # A copy reads a file's tables again, and those from memory are handed on.
+    return alike if filled.tables is not None else alike.using(filled.tables_in_use)
 
 
 def sweep(traces: Sequence[Trace], settings: Sequence[tuple[str, Policy]]) -> pd.DataFrame:
@@ -144,15 +175,18 @@ def figure_2(
     traces: Sequence[Trace],
     budgets: Sequence[int] = BUDGETS,
     tables: str | None = None,
+    alone: Mapping[int, DecisionTables] = MappingProxyType({}),
     steep: tuple[int, int] = (256, 64),
 ) -> Findings:
     """Figure 2: what every method keeps from the smallest budget to the largest.
 
     Args:
+        alone: tables by the budget that they were learnt for, one head at a time; each filled set has the weights of
+            the nearest.
         steep: budgets between which the paper sees eviction drop (section 5.3).
 
     Raises:
-        KvlabError: these two are not among the budgets.
+        KvlabError: these two are not among the budgets; a text that tables were learnt from.
 
     Returns:
         The table of `sweep`; metrics `kept/compilerkv/512`, `recall/...`, `stored/...` (mean entries of the prompt);
@@ -163,13 +197,19 @@ def figure_2(
     """
     if not set(steep) <= set(budgets):
         raise KvlabError(f"the drop from {steep[0]} to {steep[1]} entries needs both among the budgets {list(budgets)}")
-    settings = {(name, budget): method for budget in budgets for name, method in methods(budget, tables).items()}
+    for learnt in alone.values():
+        apart(learnt, traces)
+    settings = {
+        (name, budget): method
+        for budget in budgets
+        for name, method in methods(budget, tables, nearest(alone, budget)).items()
+    }
     findings = Findings(sweep(traces, [(name, method) for (name, _), method in settings.items()]))
     values = {measure: dict(by_document(findings.table, measure).items()) for measure in (*MEASURES, "stored")}
     for measure, (name, budget) in product(values, settings):
         findings.add(AT_BUDGET, values[measure][name, budget], measure=measure, method=name, budget=budget)
     kept, large, small = values["kept"], *steep
-    drops = {name: kept[name, large] - kept[name, small] for name in methods(small, tables)}
+    drops = {name: kept[name, large] - kept[name, small] for name in ("compilerkv", "filled", *RIVALS)}
     for name, drop in drops.items():
         findings.add(DROP, drop, method=name)
     sides = {"compilerkv": (FLATTER, LEAD), "filled": (FLATTER_FILLED, LEAD_FILLED)}
@@ -186,8 +226,19 @@ def figure_2(
     return findings
 
 
-def table_1(traces: Sequence[Trace], tables: str | None, share: float) -> Findings:
+def table_1(
+    traces: Sequence[Trace],
+    tables: str | None,
+    share: float,
+    alone: Mapping[int, DecisionTables] = MappingProxyType({}),
+) -> Findings:
     """Table 1's comparison at the paper's share of each prompt, document by document.
+
+    Args:
+        alone: as for `figure_2`; the budget is the share of the mean prompt.
+
+    Raises:
+        KvlabError: a text that tables were learnt from.
 
     Returns:
         The table of `sweep`; metrics `retained/METHOD` (attention kept), `lost/METHOD` (the rest), `recalled/METHOD`;
@@ -195,8 +246,13 @@ def table_1(traces: Sequence[Trace], tables: str | None, share: float) -> Findin
         where CompilerKV is filled up to the budget; and `gain_twin/...`, where it has SnapKV's pooling and kept window
         besides.
     """
-    compared = methods(share, tables)
-    compared["twin"] = twin(compared["filled"], share)
+    for learnt in alone.values():
+        apart(learnt, traces)
+    entries = share * sum(trace.prompt_length for trace in traces) / len(traces)
+    compared = methods(share, tables, nearest(alone, entries))
+    filled = compared["filled"]
+    assert isinstance(filled, CompilerKV)
+    compared["twin"] = twin(filled, share)
     findings = Findings(sweep(traces, list(compared.items())))
     for measure, effect in zip(MEASURES, (RETAINED, RECALLED), strict=True):
         values = by_method(findings.table, measure)

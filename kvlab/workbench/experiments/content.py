@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvlab.workbench import project
 from kvlab.workbench.experiments import notebooks
 
 LIBRARIES = ("torch", "transformers", "numpy")
-LOOKED_UP = ("heads", "tables")
+LOOKED_UP = ("alone", "heads", "tables")
 """Parameters that name what was measured for a model and comes with kvlab, in a folder of that name; AUTO: its own."""
 AUTO = "auto"
 
@@ -40,13 +41,15 @@ def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
 
 
 def _shipped(kind: str, parameters: Mapping[str, Any]) -> str | None:
-    """The hash of the file that comes with kvlab for the model, or under the name that is given; None without one."""
+    """The hash of the files that come with kvlab for the model, or under the name that is given; None without any.
+
+    There is one, or one for each budget (`NAME-128.json`).
+    """
     wanted = parameters[kind]
     name = str(parameters.get("model") if wanted == AUTO else wanted)
-    path = Path(__file__).resolve().parents[2] / "methods" / kind / f"{name}.json"
-    if Path(name).name != name or not path.is_file():
-        return None
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    folder, own = Path(__file__).resolve().parents[2] / "methods" / kind, re.compile(re.escape(name) + r"(-\d+)?\.json")
+    found = sorted(path for path in folder.glob("*.json") if own.fullmatch(path.name))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in found)).hexdigest() if found else None
 
 
 def key_now(notebook: Path, parameters: Mapping[str, Any]) -> str:
