@@ -7,6 +7,7 @@ import json
 import pytest
 
 from kvlab.analyses import lookups
+from kvlab.compile.contexts import HELD_APART
 from kvlab.methods import lookup
 from kvlab.methods.lookup import DecisionTables, HeadScores
 
@@ -87,3 +88,16 @@ def test_other_files_are_no_weights_learnt_one_head_at_a_time(tmp_path, tiny):
     ):
         with pytest.raises(lookup.KvlabError, match=says):
             lookups.alone(lm, given)
+
+
+def test_the_default_model_s_weights_learnt_one_head_at_a_time(lm):
+    """For the budgets of figure 2 that are shorter than all prompts; other models have none yet."""
+    found = lookups.alone(lm)
+    assert sorted(found) == [64, 128, 256, 512]
+    held_apart = set(HELD_APART)
+    for tables in found.values():
+        about = tables.model_extra or {}
+        assert (tables.model, about["sha256"], about["contexts"]) == (lm.name, lm.sha256, 40)
+        assert not {name.rpartition("@")[0] for name in about["documents"]} & held_apart
+        moved = [weight != 1 for row in tables.heads for weight in row]
+        assert 0 < sum(moved) < len(moved), "some heads are clearly worth another weight, and not all"
