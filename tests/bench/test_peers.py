@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.paths import ROOT
+from support.benchmarks import imported
 from typer.testing import CliRunner
 
 import kvlab
@@ -29,18 +29,9 @@ for line in sys.stdin:
 @pytest.fixture
 def peers(monkeypatch):
     """The modules of benchmarks/ by name, importable for this test."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    known = set(sys.modules)
-    import peers
-    import peers_methods
-    import peers_process
-    import peers_sets
-    import peers_tables
-
-    yield dict(command=peers, methods=peers_methods, process=peers_process, sets=peers_sets, tables=peers_tables)
-    for name in set(sys.modules) - known:
-        if name == "common" or name.startswith("peers"):
-            del sys.modules[name]
+    parts = ("methods", "process", "sets", "tables")
+    with imported(monkeypatch, "peers", *(f"peers_{part}" for part in parts)) as (command, *modules):
+        yield dict(zip(("command", *parts), (command, *modules), strict=True))
 
 
 @pytest.fixture

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import typer
-from support.paths import ROOT
+from support.benchmarks import imported
 from typer.testing import CliRunner
 
 
 @pytest.fixture
 def throughput(monkeypatch):
-    """The benchmark, importable for this test."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import throughput
-
-    yield throughput
-    for name in ("throughput", "common"):
-        del sys.modules[name]
+    with imported(monkeypatch, "throughput") as modules:
+        yield modules[0]
 
 
 def test_the_largest_batch_and_its_speed_by_hand(throughput):
