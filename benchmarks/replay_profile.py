@@ -12,7 +12,6 @@ a call to its operation, and what the profiler takes to write each down.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from typing import Annotated
@@ -29,7 +28,6 @@ from torch.profiler import ProfilerActivity, profile
 import kvlab
 from kvlab.bench import clock
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler announces each of its starts
 SHOWN = [name for name in (*PURPOSES, OTHER) if name != WEIGHTS]
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-import typer
-from support.benchmarks import imported
-from typer.testing import CliRunner
+from support.benchmarks import imported, invoked
 
 
 @pytest.fixture
@@ -22,9 +20,7 @@ def row(part, tokens, seconds=1.0, model="smollm2-135m", **more):
 
 
 def command(growth, *arguments):
-    app = typer.Typer()
-    app.command()(growth.main)
-    return CliRunner().invoke(app, list(arguments))
+    return invoked(growth.main, *arguments)
 
 
 @pytest.fixture

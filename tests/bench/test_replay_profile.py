@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import typer
-from support.benchmarks import imported
-from typer.testing import CliRunner
+from support.benchmarks import cells, imported, invoked
 
 
 @pytest.fixture
@@ -15,16 +13,13 @@ def profiling(monkeypatch):
 
 
 def command(profiling, steps, *arguments):
-    app = typer.Typer()
-    app.command()(profiling.main)
-    return CliRunner().invoke(app, ["--tokens", "200", "--new-tokens", str(steps), "--budget", "64", *arguments])
+    sizes = ["--tokens", "200", "--new-tokens", str(steps), "--budget", "64"]
+    return invoked(profiling.main, *sizes, *arguments)
 
 
 def printed(done):
     """The rows by their names, in numbers."""
-    assert done.exit_code == 0, done.output
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if "|" in line]
-    return {name: [float(cell.replace(",", "")) for cell in cells] for name, *cells in rows[2:]}
+    return {name: [float(cell.replace(",", "")) for cell in row] for name, *row in cells(done)[2:]}
 
 
 def test_shares_add_up_and_merging_works_at_every_step(profiling, lm):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import typer
-from support.benchmarks import imported
-from typer.testing import CliRunner
+from support.benchmarks import cells, imported, invoked
 
 
 @pytest.fixture
@@ -35,13 +33,9 @@ def test_an_operation_s_purpose(step, operation, purpose):
 
 
 def test_the_parts_add_up_to_a_step(step, lm):
-    app = typer.Typer()
-    app.command()(step.main)
     sizes = ["--context", "60", "--budget", "16", "--steps", "2", "--repeats", "1"]
-    done = CliRunner().invoke(app, [*sizes, "--policies", "full,quest"])
-    assert done.exit_code == 0, done.output
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if "|" in line]
-    header, table = rows[0], {name: [float(cell) for cell in cells] for name, *cells in rows[2:]}
+    header, _, *rows = cells(invoked(step.main, *sizes, "--policies", "full,quest"))
+    table = {name: [float(cell) for cell in row] for name, *row in rows}
     assert header[1:] == ["transformers", "full", "quest"]
     whole, parts = table.pop("a step"), [*table.values()]
     assert [*table] == [*step.PURPOSES, step.OTHER, step.PYTHON]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
 
 from support.paths import ROOT
 
@@ -21,3 +24,16 @@ def imported(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[list[Modu
     yield [importlib.import_module(name) for name in names]
     for path in folder.glob("*.py"):
         sys.modules.pop(path.stem, None)
+
+
+def invoked(main: Callable[..., None], *arguments: str) -> Result:
+    """A benchmark's function run as the command that it is."""
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def cells(done: Result) -> list[list[str]]:
+    """The rows of the table in Markdown that a benchmark printed, its header and the line below it among them."""
+    assert done.exit_code == 0, done.output
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if "|" in line]

@@ -123,9 +123,9 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
     Raises:
         KvlabError: a prompt whose document the tables were learnt from.
     """
+    apart(tables.values(), traces)
     settings: dict[str, CompilerKV] = {}
     for budget, of_budget in tables.items():
-        apart(of_budget, traces)
         heads, risk = np.array(of_budget.heads), np.array(of_budget.risk)
         static = np.broadcast_to(static_thresholds(of_budget).numpy()[:, None, None], risk.shape)
         base = policy("compilerkv", budget=budget)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 
@@ -96,9 +96,10 @@ def nearest(alone: Mapping[int, DecisionTables], entries: float) -> DecisionTabl
     return DecisionTables(model=alone[at].model, heads=alone[at].heads, risk=None)
 
 
-def apart(tables: DecisionTables, traces: Sequence[Trace]) -> None:
-    """Raises KvlabError where a trace is of a document that the tables were learnt from."""
-    learnt_from = {name.rpartition("@")[0] for name in (tables.model_extra or {}).get("documents") or []}
+def apart(tables: Iterable[DecisionTables], traces: Sequence[Trace]) -> None:
+    """Raises KvlabError where a trace is of a document that any of the tables was learnt from."""
+    documents = (name for each in tables for name in (each.model_extra or {}).get("documents") or [])
+    learnt_from = {name.rpartition("@")[0] for name in documents}
     seen = learnt_from & {trace.document.partition("[")[0].partition("@")[0] for trace in traces}
     if seen:
         raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: take traces of other texts")
@@ -197,8 +198,7 @@ def figure_2(
     """
     if not set(steep) <= set(budgets):
         raise KvlabError(f"the drop from {steep[0]} to {steep[1]} entries needs both among the budgets {list(budgets)}")
-    for learnt in alone.values():
-        apart(learnt, traces)
+    apart(alone.values(), traces)
     settings = {
         (name, budget): method
         for budget in budgets
@@ -246,8 +246,7 @@ def table_1(
         where CompilerKV is filled up to the budget; and `gain_twin/...`, where it has SnapKV's pooling and kept window
         besides.
     """
-    for learnt in alone.values():
-        apart(learnt, traces)
+    apart(alone.values(), traces)
     entries = share * sum(trace.prompt_length for trace in traces) / len(traces)
     compared = methods(share, tables, nearest(alone, entries))
     filled = compared["filled"]
