@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,13 @@ class CompilerKV(Policy):
         """The same policy with tables from memory, not from a file."""
         policy = self.replace(tables=None)
         policy._tables = tables
+        return policy
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with other values; tables from memory stay, unless others are given."""
+        policy = super().replace(**changes)
+        if policy.tables is None and "tables" not in changes:
+            policy._tables = self._tables
         return policy
 
     @property

@@ -14,6 +14,7 @@ from support.tensors import exact
 
 import kvlab
 from kvlab.errors import KvlabError
+from kvlab.methods.lookup import DecisionTables
 
 
 def random_weights(layers, heads, seed=0):
@@ -237,3 +238,12 @@ def test_bad_parameters_are_named(parameters, said):
 
 def test_too_few_prompt_queries():
     assert "64" in sentence_of(trace_of(model(18, prompt=90, n=20), 90), window=64, utility_window=32)
+
+
+def test_a_copy_keeps_tables_from_memory_unless_others_are_given():
+    learnt = DecisionTables(heads=[[1.0, 2.0]], risk=None)
+    policy = kvlab.policy("compilerkv", budget=64).using(learnt)
+    assert policy.replace(budget=32).tables_in_use == learnt
+    assert policy.replace(tables=None).tables_in_use.neutral
+    named = policy.replace(tables="smollm2-135m")
+    assert named.replace(budget=32).tables_in_use == named.tables_in_use != learnt

@@ -145,10 +145,6 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
         for budget in tables
         for kind in ("gated", "static")
     }
-    # A copy of a policy reads no tables again, so that they are handed on.
-    twins = {
-        name: twin.using(settings[f"heads/{name.rpartition('/')[2]}"].tables_in_use) for name, twin in twins.items()
-    }
     findings.table = pd.concat([findings.table, sweep(traces, list(twins.items()))], ignore_index=True)
     kept = {str(name): column for name, column in by_method(findings.table, "kept").items()}
     for name, column in kept.items():

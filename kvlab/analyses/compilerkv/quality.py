@@ -108,9 +108,7 @@ def apart(tables: Iterable[DecisionTables], traces: Sequence[Trace]) -> None:
 def twin(filled: CompilerKV, budget: int | float) -> CompilerKV:
     """CompilerKV that differs from SnapKV in its utility alone: with the same pooling and the same kept window."""
     snapkv = SnapKV(budget=budget)
-    alike = filled.replace(kernel=snapkv.kernel, recent=snapkv.window)
-    # A copy reads a file's tables again, and those from memory are handed on.
-    return alike if filled.tables is not None else alike.using(filled.tables_in_use)
+    return filled.replace(kernel=snapkv.kernel, recent=snapkv.window)
 
 
 def sweep(traces: Sequence[Trace], settings: Sequence[tuple[str, Policy]]) -> pd.DataFrame:
