@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.texts import FERRY
@@ -11,6 +12,9 @@ from kvlab import evaluation
 from kvlab.analyses.tasks import contenders, examples, planning, scores
 from kvlab.analyses.tasks.examples import Item
 from kvlab.analyses.tasks.variants import QuestionZSMerge
+from kvlab.errors import KvlabError
+from kvlab.methods.compilerkv import CompilerKV
+from kvlab.methods.lookup import DecisionTables
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +92,55 @@ def test_a_plan_tells_zsmerge_where_the_question_of_each_task_ends(lm):
     ends = [policies[0][0].after for _, policies in made]
     assert ends == [planning.after_text(lm, items[0].example) for items, _ in made]
     assert ends[2] < ends[0], "the needle's answer is begun, the article's is not"
+
+
+def learnt_alone(budget: int, seed: int, documents: tuple[str, ...] = ()) -> DecisionTables:
+    weights = np.random.default_rng(seed).choice([0.25, 0.5, 1.0, 2.0], (30, 9)).tolist()
+    about = {"learnt": "alone", "budget": budget, "documents": list(documents)}
+    return DecisionTables.model_validate({"model": "smollm2-135m", "heads": weights, "risk": None, **about})
+
+
+def test_filled_sets_have_the_weights_learnt_one_head_at_a_time_for_the_nearest_budget(lm):
+    alone = {budget: learnt_alone(budget, budget) for budget in (64, 256)}
+    asks = {"compilerkv": [100], "compilerkv_filled": [100, 200]}
+    made = planning.plan(
+        lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0,
+        needle=asks, ruler=asks, qa=asks, held_back=asks, tables="smollm2-135m", alone=alone,
+    )  # fmt: skip
+    joint = DecisionTables.load("smollm2-135m")
+    for items, policies in made:
+        assert items and len(policies) in (3, 6)  # needles are met twice
+        for method, _ in policies:
+            assert isinstance(method, CompilerKV)
+            expected = joint if method.name == "compilerkv" else alone[64 if method.budget == 100 else 256]
+            assert method.tables_in_use.heads == expected.heads
+            assert method.pad == ("none" if method.name == "compilerkv" else "budget")
+
+
+def test_filled_sets_are_those_of_a_file_with_these_weights(lm, needle, tmp_path):
+    """Which a policy takes by another way; without such weights the tables of joint trials fill the sets."""
+    alone = {64: learnt_alone(64, 3)}
+    file = tmp_path / "weights.json"
+    file.write_text(alone[64].model_dump_json())
+    asks = {"compilerkv_filled": [64]}
+    ((ours, _),), ((joint, _),) = (
+        planning.plan(
+            lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0,
+            needle=asks, ruler={}, qa={}, held_back={}, tables="smollm2-135m", alone=weights,
+        )[0][1]
+        for weights in (alone, {})
+    )  # fmt: skip
+    by_file = kvlab.policy("compilerkv", budget=64, tables=str(file), pad="budget")
+    found, same, other = (next(scores.passes(lm, needle, [(method, "prompt")])) for method in (ours, by_file, joint))
+    assert found["nll"] == pytest.approx(same["nll"], abs=1e-6) and found["kv_bytes"] == other["kv_bytes"]
+    assert found["nll"] != pytest.approx(other["nll"], abs=1e-4)
+
+
+def test_a_plan_refuses_texts_that_weights_were_learnt_from(lm):
+    asks = {"compilerkv_filled": [64]}
+    for seen in ("sotu/1962", "squad/Oxygen"):
+        with pytest.raises(KvlabError, match=f"learnt from {seen}"):
+            planning.plan(
+                lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0,
+                needle=asks, ruler=asks, qa=asks, held_back={}, alone={64: learnt_alone(64, 1, (f"{seen}@abc",))},
+            )  # fmt: skip

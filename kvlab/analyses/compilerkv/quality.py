@@ -96,13 +96,13 @@ def nearest(alone: Mapping[int, DecisionTables], entries: float) -> DecisionTabl
     return DecisionTables(model=alone[at].model, heads=alone[at].heads, risk=None)
 
 
-def apart(tables: Iterable[DecisionTables], traces: Sequence[Trace]) -> None:
-    """Raises KvlabError where a trace is of a document that any of the tables was learnt from."""
-    documents = (name for each in tables for name in (each.model_extra or {}).get("documents") or [])
-    learnt_from = {name.rpartition("@")[0] for name in documents}
-    seen = learnt_from & {trace.document.partition("[")[0].partition("@")[0] for trace in traces}
+def apart(tables: Iterable[DecisionTables], documents: Iterable[str]) -> None:
+    """Raises KvlabError where a document that is judged on is one that any of the tables was learnt from."""
+    learnt = (name for each in tables for name in (each.model_extra or {}).get("documents") or [])
+    learnt_from = {name.rpartition("@")[0] for name in learnt}
+    seen = learnt_from & {name.partition("[")[0].partition("@")[0] for name in documents}
     if seen:
-        raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: take traces of other texts")
+        raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: take other texts")
 
 
 def twin(filled: CompilerKV, budget: int | float) -> CompilerKV:
@@ -196,7 +196,7 @@ def figure_2(
     """
     if not set(steep) <= set(budgets):
         raise KvlabError(f"the drop from {steep[0]} to {steep[1]} entries needs both among the budgets {list(budgets)}")
-    apart(alone.values(), traces)
+    apart(alone.values(), (trace.document for trace in traces))
     settings = {
         (name, budget): method
         for budget in budgets
@@ -244,7 +244,7 @@ def table_1(
         where CompilerKV is filled up to the budget; and `gain_twin/...`, where it has SnapKV's pooling and kept window
         besides.
     """
-    apart(alone.values(), traces)
+    apart(alone.values(), (trace.document for trace in traces))
     entries = share * sum(trace.prompt_length for trace in traces) / len(traces)
     compared = methods(share, tables, nearest(alone, entries))
     filled = compared["filled"]

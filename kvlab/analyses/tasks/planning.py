@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from kvlab.analyses.compilerkv import quality
 from kvlab.analyses.tasks import examples
 from kvlab.analyses.tasks.contenders import by_name
 from kvlab.analyses.tasks.examples import Item
+from kvlab.analyses.tasks.variants import FilledCompilerKV
 from kvlab.methods import Policy
+from kvlab.methods.lookup import DecisionTables
 from kvlab.tasks import Example
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ def plan(
     held_back: Budgets,
     heads: str | None = None,
     tables: str | None = None,
+    alone: Mapping[int, DecisionTables] = MappingProxyType({}),
 ) -> Plan:
     """A needle and RULER's needle in each document, and a question on each article.
 
@@ -44,17 +49,28 @@ def plan(
         needle, ruler, qa: which policies meet each task, compressed once the prompt has been read.
         held_back: policies that meet the needle once more, compressed before its question has been read.
         heads, tables: for duoattention and compilerkv, as `contenders.contender` takes them.
+        alone: tables learnt one head at a time, by budget (`lookups.alone`); compilerkv_filled has the weights of the
+            nearest, as filled sets have in table 1 (`quality.nearest`).
+
+    Raises:
+        KvlabError: a text that these tables were learnt from.
     """
 
     def read(items: list[Item], budgets: Budgets) -> list[tuple[Policy, str]]:
         after = after_text(lm, items[0].example) if "zsmerge_question" in budgets else 0
-        return [(policy, "prompt") for policy in by_name(budgets, heads, tables, after)]
+        return [(_filled(policy, alone, length), "prompt") for policy in by_name(budgets, heads, tables, after)]
 
     needles = examples.needles(lm, documents, length, seed)
     keys = examples.multikey(lm, documents, length, seed)
     asked = examples.questions(lm, articles, length, seed)
-    unread = [(policy, "context") for policy in by_name(held_back, heads, tables)]
+    quality.apart(alone.values(), (item.document for item in (*needles, *keys, *asked)))
+    unread = [(_filled(policy, alone, length), "context") for policy in by_name(held_back, heads, tables)]
     return [(needles, read(needles, needle) + unread), (keys, read(keys, ruler)), (asked, read(asked, qa))]
+
+
+def _filled(policy: Policy, alone: Mapping[int, DecisionTables], length: int) -> Policy:
+    weights = quality.nearest(alone, policy.entries(length)) if isinstance(policy, FilledCompilerKV) else None
+    return policy if weights is None else policy.using(weights)
 
 
 def after_text(lm: LM, example: Example) -> int:
