@@ -123,7 +123,7 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
     Raises:
         KvlabError: a prompt whose document the tables were learnt from.
     """
-    apart(tables.values(), traces)
+    apart(tables.values(), (trace.document for trace in traces))
     settings: dict[str, CompilerKV] = {}
     for budget, of_budget in tables.items():
         heads, risk = np.array(of_budget.heads), np.array(of_budget.risk)

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from kvlab.analyses.compilerkv.quality import apart
 from kvlab.analyses.compilerkv.tables import visits
 from kvlab.analyses.compilerkv.variants import static_thresholds
 from kvlab.analyses.findings import Findings
@@ -22,7 +23,6 @@ from kvlab.compile.trials import Prefilled, neutral, prefilled
 from kvlab.core import attention, hooks
 from kvlab.core.adapter import StoreCache, twin
 from kvlab.core.store import LayerStore
-from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib import bars
 from kvlab.methods.lookup import DecisionTables
@@ -147,7 +147,7 @@ def held_out(
     Raises:
         KvlabError: a document that one of the tables was learnt from.
     """
-    _apart(tables, documents)
+    apart(tables.values(), corpus.named(documents))
     settings = Settings(budget=budget, lengths=(tokens,), continuation=continuation)
     contexts = windows(lm, documents, tokens, continuation, per_document)
     rows = []
@@ -167,13 +167,6 @@ def held_out(
         for prefill, sets in bars.each(pairs, "held out", "window"):
             rows += _of_window(prefill, sets)
     return _compared(pd.DataFrame(rows))
-
-
-def _apart(tables: Mapping[str, DecisionTables], documents: Sequence[str]) -> None:
-    """Raise KvlabError if tables were learnt from one of these documents; they name theirs as NAME@SHA."""
-    sources = {name for variant in tables.values() for name in (variant.model_extra or {}).get("documents") or []}
-    if seen := {name.rpartition("@")[0] for name in sources} & set(corpus.named(documents)):
-        raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: name texts that they have not seen")
 
 
 def _of_window(prefill: Prefilled, sets: Mapping[str, Sequence[Tensor]]) -> list[dict[str, object]]:

@@ -102,7 +102,7 @@ def apart(tables: Iterable[DecisionTables], documents: Iterable[str]) -> None:
     learnt_from = {name.rpartition("@")[0] for name in learnt}
     seen = learnt_from & {name.partition("[")[0].partition("@")[0] for name in documents}
     if seen:
-        raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: take other texts")
+        raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: name texts that they have not seen")
 
 
 def twin(filled: CompilerKV, budget: int | float) -> CompilerKV:

@@ -69,7 +69,9 @@ def plan(
 
 
 def _filled(policy: Policy, alone: Mapping[int, DecisionTables], length: int) -> Policy:
-    weights = quality.nearest(alone, policy.entries(length)) if isinstance(policy, FilledCompilerKV) else None
+    if not isinstance(policy, FilledCompilerKV):
+        return policy
+    weights = quality.nearest(alone, policy.entries(length))
     return policy if weights is None else policy.using(weights)
 
 
