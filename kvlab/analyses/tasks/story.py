@@ -30,11 +30,12 @@ def needles(findings: Findings) -> list[str]:
     ]
     full = findings.row(gains.WITHOUT_BUDGET, measure="hits", task="needle", policy="full")
     all_found = sum(value >= full.value for value in hits["value"])
+    finds = "finds" if all_found < 2 else "find"
     return [
         f"With {budget:g} entries {best['policy']} finds {percent(rows[0])} of the needle's digits and "
         f"{worst['policy']} {percent(rows[1])}; the full cache finds {percent(full)}.",
-        f"Of {len(hits)} policies {all_found} lose nothing there: one needle parts those that keep its tokens from "
-        "those that do not, and says little about what is between.",
+        f"Of {len(hits)} policies {all_found or 'none'} {finds} all that the full cache finds there: one needle parts "
+        "those that keep its tokens from those that do not, and says little about what is between.",
     ]
 
 
