@@ -5,13 +5,13 @@ from __future__ import annotations
 import pandas
 import pytest
 from support.commands import call
-from support.projects import EXPERIMENT, blank_store
+from support.projects import EXPERIMENT, blank_store, experiment
 from support.report_pages import CLAIM
 from support.runs import job
 
 from kvlab import papers
 from kvlab.errors import KvlabError
-from kvlab.workbench.report import kept, told
+from kvlab.workbench.report import kept, page, told
 from kvlab.workbench.report.evidence import evidence
 from kvlab.workbench.report.subjects import subjects
 from kvlab.workbench.store import database, tracking
@@ -200,3 +200,60 @@ def test_without_a_story_no_file_of_stories_is_made(project, tmp_path):
     job(0.6)
     kept.keep(tmp_path / "ledger")
     assert not (tmp_path / "ledger" / "stories").exists() and told.read(tmp_path / "ledger", "toy") == []
+
+
+# ---------------------------------------------------------------- experiments that no claim rests on
+
+
+def lonely(sentence: str, profile: str = "quick", model: str = "toy@0") -> str:
+    """A job of an experiment that no claim rests on, which tells a figure; returns the run's id."""
+    tags = {"kvlab.kind": "job", "kvlab.profile": profile, "model": model, "hardware": "one machine"}
+    run = tracking.create_run(database.client(), "lonely", {}, tags | {"kvlab.commit": "c0ffee"}, "lonely")
+    run.tell("front", [sentence])
+    run.finish()
+    return run.id
+
+
+def test_what_experiments_without_claims_tell_is_kept_and_shown(project, tmp_path):
+    folder = tmp_path / "ledger"
+    experiment(project, "lonely")
+    job(0.6), job(0.5, profile="full")
+    lonely("Earlier."), lonely("Another model's.", model="other@1")
+    lonely("By the quick profile."), lonely("By the full one.", profile="full")
+    kept.keep(folder)
+    found = [line for line in told.read(folder, "toy") if line["experiment"] == "lonely"]
+    assert [(line["profile"], line["story"]) for line in found] == [
+        ("full", "By the full one."),
+        ("quick", "By the quick profile."),
+    ]
+    assert {(line["machine"], line["commit"], line["model"]) for line in found} == {("one machine", "c0ffee", "toy@0")}
+    (item,) = (item for item in evidence(kept.kept(folder)).values() if item.experiment == "lonely")
+    assert item.stories == {"front": "By the full one."} and not item.entries
+    assert item.kept and (item.kept.machine, item.kept.commit) == ("one machine", "c0ffee")
+
+    other_store(project)
+    job(0.4)
+    kept.keep(folder)
+    assert [line for line in told.read(folder, "toy") if line["experiment"] == "lonely"] == found, "stays"
+    (project / "experiments" / "lonely.yaml").unlink()
+    kept.keep(folder)
+    assert not [line for line in told.read(folder, "toy") if line["experiment"] == "lonely"], "is none any more"
+
+
+def test_the_report_of_a_store_shows_the_runs_that_no_claim_rests_on(project, tmp_path):
+    experiment(project, "lonely")
+    job(0.6), lonely("Another model's.", model="other@1"), lonely("Not of this profile.", profile="full")
+    run = lonely("Of no claim.")
+    (item,) = (item for item in evidence(page.measured()).values() if item.experiment == "lonely")
+    assert item.run and item.run.info.run_id == run and item.stories == {"front": "Of no claim."}
+    text = page.write(tmp_path / "report").read_text()
+    assert "Of no claim." in text and "no claim rests on it" in text and "Not of this" not in text
+
+
+def test_stories_that_were_kept_without_a_machine_are_read(project, tmp_path):
+    telling("curve", "It rises.")
+    kept.keep(tmp_path / "ledger")
+    path = tmp_path / "ledger" / "stories" / "toy.csv"
+    pandas.read_csv(path).drop(columns=told.LATER).to_csv(path, index=False)
+    (line,) = told.read(tmp_path / "ledger", "toy")
+    assert (line["story"], line["machine"], line["seconds"]) == ("It rises.", "", "")

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from kvlab.errors import KvlabError
 from kvlab.workbench.report import told
 from kvlab.workbench.report.ledger import Entry
-from kvlab.workbench.report.origins import Origin
+from kvlab.workbench.report.origins import Origin, thoroughness
 from kvlab.workbench.report.told import stories
 from kvlab.workbench.store import artifacts, database
 from kvlab.workbench.store.tracking import file_name
@@ -75,11 +75,14 @@ class Evidence:
 
 
 def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
-    """Source of an entry (`source`) -> what is shown of that run, for all measured entries, sorted by experiment."""
+    """Source of an entry (`source`) -> what is shown of that run, for all measured entries, sorted by experiment; and
+    likewise for runs of the same models and profiles that no claim rests on (`told.beside`).
+    """
     shown: dict[str, Evidence] = {}
     for entry in judged:
         if entry.measured:
             shown.setdefault(source(entry), Evidence.of(entry)).entries.append(entry)
+    _add_others(shown)
     for item in shown.values():
         if item.run:
             connection = database.client()
@@ -89,11 +92,32 @@ def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
     return dict(sorted(shown.items(), key=lambda pair: pair[1].experiment))
 
 
+def _add_others(shown: dict[str, Evidence]) -> None:
+    """Add the runs and the kept stories of experiments that no claim rests on."""
+    logged = {(entry.model, entry.profile) for item in shown.values() if item.run for entry in item.entries}
+    for model in sorted({model for model, _ in logged}):
+        for experiment, run in told.beside(model, {profile for of, profile in logged if of == model}):
+            number, profile = run.info.run_id, run.data.tags.get("kvlab.profile", "")
+            shown[number] = Evidence(number[:8], experiment, profile, signature(run), run)
+    others = told.without_claims()
+    for file in sorted({item.kept.file for item in shown.values() if item.kept and item.kept.file}):
+        lines = [line for line in told.read(file.parent, file.stem) if line["experiment"] in others]
+        # The most thorough one of each comes last, and stands.
+        lines.sort(key=lambda line: thoroughness(line["profile"]), reverse=True)
+        for line in {line["experiment"]: line for line in lines}.values():
+            about = line["experiment"], line["profile"], line["signature"]
+            name = _hashed((line["model"], *about, line["commit"]))
+            shown[name] = Evidence(name[:8], *about, kept=told.origin(line, file))
+
+
 def source(entry: Entry) -> str:
     """What tells the runs behind entries apart: the run's id; of kept lines what they say of the run."""
     if entry.run:
         return entry.run.info.run_id
-    about = (entry.model, entry.claim.experiment, entry.profile, entry.signature, _commit(entry))
+    return _hashed((entry.model, entry.claim.experiment, entry.profile, entry.signature, _commit(entry)))
+
+
+def _hashed(about: Iterable[str | None]) -> str:
     return hashlib.sha256("\n".join(map(str, about)).encode()).hexdigest()
 
 

@@ -27,7 +27,7 @@ from kvlab.workbench.report.ledger import (
     refuse,
     side_by_side,
 )
-from kvlab.workbench.report.origins import Origin
+from kvlab.workbench.report.origins import Origin, thoroughness
 from kvlab.workbench.report.subjects import Subject, remarks, subjects
 
 ORIGIN = ["profile", "signature", "commit", "machine", "seconds"]
@@ -35,7 +35,6 @@ LATER = ["parameters", "remarks"]  # ledgers that were kept without these are re
 COLUMNS = ["claim", "finding", "verdict", "value", "low", "high", "power", "why", "model", *ORIGIN, *LATER]
 OWN = "kept"
 NUMBERS = ("value", "low", "high")
-THOROUGH = ("full", "gpu")
 """The profiles that are shown in place of others, the most thorough one last; the quick one stands behind all."""
 
 Line = dict[str, str]
@@ -111,19 +110,12 @@ def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
         lines |= {(line["claim"], line["profile"]): line for line in _new_lines(judged)}
     measured = {claim for claim, profile in lines if profile}
     lines = {key: line for key, line in lines.items() if key[1] or key[0] not in measured}
-    sorted_lines = (lines[key] for key in sorted(lines, key=lambda key: (order.index(key[0]), _place(key[1]))))
+    sorted_lines = (lines[key] for key in sorted(lines, key=lambda key: (order.index(key[0]), thoroughness(key[1]))))
     # A line that stays has the name that its finding has today.
     told.write(path, ({**line, "finding": findings[line["claim"]]} for line in sorted_lines), COLUMNS)
     stayed = sum(_knows(line) and line is before.get(key) for key, line in lines.items())
     replaced = sum(_knows(line) for line in lines.values()) - stayed
     return Kept(path, replaced, stayed, sorted({claim for claim, _ in before} - set(order)))
-
-
-def _place(profile: str) -> tuple[int, str]:
-    """The order of a claim's lines: the most thorough profile first, the quick one last, a project's own between."""
-    if profile in THOROUGH:
-        return -1 - THOROUGH.index(profile), ""
-    return int(profile == "quick"), profile
 
 
 def _knows(line: Line) -> bool:
@@ -220,7 +212,7 @@ def _read(path: Path) -> list[Entry]:
     model = next((line["model"] for line in lines.values() if line["model"]), path.stem)
     return [
         Entry(known[name], _verdict(line), None, model, _origin(line, path) if _knows(line) else None)
-        for (name, _), line in sorted(lines.items(), key=lambda pair: _place(pair[0][1]))
+        for (name, _), line in sorted(lines.items(), key=lambda pair: thoroughness(pair[0][1]))
     ]
 
 

@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+THOROUGH = ("full", "gpu")
+
+
+def thoroughness(profile: str) -> tuple[int, str]:
+    """The order of profiles: the most thorough one first, the quick one last, a project's own between."""
+    if profile in THOROUGH:
+        return -1 - THOROUGH.index(profile), ""
+    return int(profile == "quick"), profile
+
 
 @dataclass(frozen=True)
 class Origin:

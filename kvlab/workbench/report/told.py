@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import read_text, replacing
+from kvlab.workbench import experiments
+from kvlab.workbench.report import runs
 from kvlab.workbench.report.ledger import Entry, claims
+from kvlab.workbench.report.origins import Origin
 from kvlab.workbench.store import artifacts, database
 from kvlab.workbench.store.tracking import STORY
 
@@ -18,14 +21,16 @@ if TYPE_CHECKING:
     from kvlab.workbench.store.patience import Patient
 
 FOLDER = "stories"  # a folder of its own, so that every CSV beside it is a ledger
-COLUMNS = ["model", "experiment", "figure", "profile", "signature", "commit", "story"]
+LATER = ["machine", "seconds"]  # columns that older files lack
+COLUMNS = ["model", "experiment", "figure", "profile", "signature", "commit", "story", *LATER]
 
 
 def keep(folder: Path, label: str, sweeps: Iterable[Sequence[Entry]]) -> None:
     """Write what the runs of a model told as FOLDER/stories/LABEL.csv: a line for each figure, experiment and profile.
 
     The stories of an experiment and a profile are replaced together, by those of the newest run that entries rest on;
-    those without one stay, unless no claim names the experiment any more.
+    those without one stay, unless no claim names the experiment any more and it is none of the project. Of experiments
+    that no claim rests on the newest run of each profile tells.
 
     Args:
         folder: of the ledger.
@@ -33,14 +38,17 @@ def keep(folder: Path, label: str, sweeps: Iterable[Sequence[Entry]]) -> None:
         sweeps: its entries; later ones are kept in place of earlier ones of the same profile.
     """
     path = folder / FOLDER / f"{label}.csv"
-    known = {claim.experiment for claim in claims()}
+    known = {claim.experiment for claim in claims()} | without_claims()
     kept: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for line in table(path, COLUMNS) if path.exists() else []:
+    for line in read(folder, label):
         if line["experiment"] in known:
             kept.setdefault((line["experiment"], line["profile"]), []).append(line)
     for judged in sweeps:
-        for experiment, run in _newest(judged).items():
-            kept[experiment, run.data.tags.get("kvlab.profile", "")] = _lines(experiment, run)
+        of_claims = _newest(judged)
+        profiles = {_profile(run) for run in of_claims.values()}
+        others = [found for model in {entry.model for entry in judged} for found in beside(model, profiles)]
+        for experiment, run in (*of_claims.items(), *others):
+            kept[experiment, _profile(run)] = _lines(experiment, run)
     lines = [line for key in sorted(kept) for line in kept[key]]
     if not lines and not path.exists():
         return
@@ -54,7 +62,32 @@ def read(folder: Path, label: str) -> list[dict[str, str]]:
         KvlabError: the file cannot be read, or lacks a column.
     """
     path = folder / FOLDER / f"{label}.csv"
-    return table(path, COLUMNS) if path.exists() else []
+    if not path.exists():
+        return []
+    found = table(path, [name for name in COLUMNS if name not in LATER])
+    return [dict.fromkeys(LATER, "") | line for line in found]
+
+
+def origin(line: Mapping[str, str], file: Path) -> Origin:
+    """What a kept story says of its run; `file`: the ledger that the story is kept beside."""
+    seconds = int(line["seconds"]) if line["seconds"] else None
+    return Origin(line["profile"], line["signature"], line["commit"], line["machine"], seconds, file=file)
+
+
+def without_claims() -> set[str]:
+    """The project's experiments that no claim rests on; there are none where a folder is no project."""
+    try:
+        return set(experiments.names()) - {claim.experiment for claim in claims()}
+    except KvlabError:
+        return set()
+
+
+def beside(model: str, profiles: Iterable[str]) -> Iterator[tuple[str, Run]]:
+    """Experiments that no claim rests on, each with its newest finished job on a model, of each of these profiles."""
+    names = sorted(without_claims())
+    for profile in sorted(profiles):
+        found = runs.newest(names, "model", profile=profile)
+        yield from ((name, found[name][model]) for name in names if model in found.get(name, {}))
 
 
 def stories(connection: Patient, run: Run) -> dict[str, str]:
@@ -97,14 +130,20 @@ def _newest(judged: Iterable[Entry]) -> dict[str, Run]:
     return found
 
 
+def _profile(run: Run) -> str:
+    return run.data.tags.get("kvlab.profile", "")
+
+
 def _lines(experiment: str, run: Run) -> list[dict[str, str]]:
     tags = run.data.tags
     about = {
         "model": tags.get("model", ""),
         "experiment": experiment,
-        "profile": tags.get("kvlab.profile", ""),
+        "profile": _profile(run),
         "signature": tags.get("signature", ""),
         "commit": tags.get("kvlab.commit", ""),
+        "machine": tags.get("hardware", ""),
+        "seconds": f"{float(took):.0f}" if (took := tags.get("kvlab.seconds")) else "",
     }
     found = stories(database.client(), run)
     return [{**about, "figure": figure, "story": story} for figure, story in found.items()]
