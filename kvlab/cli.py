@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -59,7 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
     if sys.stdout is None:  # it was closed before the start
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        code = app(arguments, prog_name="kvlab", standalone_mode=False)
+        with _plain_warnings():
+            code = app(arguments, prog_name="kvlab", standalone_mode=False)
         sys.stdout.flush()  # so that a full disk or a closed pipe raises its error here
     except KvlabError as error:
         _leave(str(error), 1, debug)
@@ -79,6 +83,22 @@ def main(arguments: list[str] | None = None) -> None:
     if code == 130:  # typer has caught the interrupt itself, and returns this code
         print("kvlab: interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Our own warnings are a sentence, without the place in the code; others stay as they are."""
+    whole, own = warnings.formatwarning, str(Path(__file__).parent)
+
+    def formatted(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
+        ours = category is UserWarning and filename.startswith(own)
+        return f"kvlab: {message}\n" if ours else whole(message, category, filename, *place)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = whole
 
 
 def _drop_output() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 from support.commands import call, complaint, shell
 from support.projects import EXPERIMENT, cell, experiment, notebook
 from support.runs import job
 
-from kvlab import papers
+from kvlab import cli, papers
 from kvlab.commands import options, stock
 from kvlab.errors import KvlabError
 from kvlab.methods.base import KINDS
@@ -47,6 +48,15 @@ MISTAKES = [
 )
 def test_a_mistake_is_one_sentence(project, capsys, arguments, code, match):
     assert match in complaint(capsys, *arguments, code=code)
+
+
+def test_our_warnings_are_sentences_and_those_of_others_keep_their_place():
+    before = warnings.formatwarning
+    with cli._plain_warnings():
+        assert warnings.formatwarning("so it is", UserWarning, cli.__file__, 3) == "kvlab: so it is\n"
+        assert "other.py:3" in warnings.formatwarning("so it is", UserWarning, "other.py", 3)
+        assert "cli.py:3" in warnings.formatwarning("so it was", DeprecationWarning, cli.__file__, 3)
+    assert warnings.formatwarning is before
 
 
 def test_a_real_process_too(project):
