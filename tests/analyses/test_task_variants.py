@@ -9,6 +9,7 @@ from support.texts import FERRY
 
 import kvlab
 from kvlab import evaluation
+from kvlab.analyses.compilerkv import quality
 from kvlab.analyses.tasks import contenders, examples, planning, scores
 from kvlab.analyses.tasks.examples import Item
 from kvlab.analyses.tasks.variants import QuestionZSMerge
@@ -31,6 +32,8 @@ def test_variants_are_their_policies_with_one_setting_changed(lm, needle):
     assert pooled.model_dump(exclude={"kernel"}) == kvlab.policy("dapq", budget=64).model_dump()
     padded = kvlab.policy("compilerkv", budget=64, tables="smollm2-135m", pad="budget")
     assert filled.model_dump() == padded.model_dump()
+    (twin,) = contenders.by_name({"compilerkv_twin": [64]}, tables="smollm2-135m")
+    assert twin.model_dump() == quality.twin(padded, 64).model_dump()
     like = kvlab.policy("zsmerge", budget=64, residual=2)
     assert question.model_dump(exclude={"after"}) == like.model_dump() and question.after == 0
     assert not set(wanted) & set(kvlab.policies())
@@ -102,14 +105,14 @@ def learnt_alone(budget: int, seed: int, documents: tuple[str, ...] = ()) -> Dec
 
 def test_filled_sets_have_the_weights_learnt_one_head_at_a_time_for_the_nearest_budget(lm):
     alone = {budget: learnt_alone(budget, budget) for budget in (64, 256)}
-    asks = {"compilerkv": [100], "compilerkv_filled": [100, 200]}
+    asks = {"compilerkv": [100], "compilerkv_filled": [100, 200], "compilerkv_twin": [200]}
     made = planning.plan(
         lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0,
         needle=asks, ruler=asks, qa=asks, held_back=asks, tables="smollm2-135m", alone=alone,
     )  # fmt: skip
     joint = DecisionTables.load("smollm2-135m")
     for items, policies in made:
-        assert items and len(policies) in (3, 6)  # needles are met twice
+        assert items and len(policies) in (4, 8)  # needles are met twice
         for method, _ in policies:
             assert isinstance(method, CompilerKV)
             expected = joint if method.name == "compilerkv" else alone[64 if method.budget == 100 else 256]

@@ -30,6 +30,7 @@ def contender(
         "duoattention": {"heads": heads},
         "compilerkv": {"tables": tables, "pad": pad},
         "compilerkv_filled": {"tables": tables},
+        "compilerkv_twin": {"tables": tables},
         "zsmerge_question": {"after": after},
     }
     given: dict[str, float | str | None] = {k: value for k, value in own.get(name, {}).items() if value is not None}

@@ -49,8 +49,8 @@ def plan(
         needle, ruler, qa: which policies meet each task, compressed once the prompt has been read.
         held_back: policies that meet the needle once more, compressed before its question has been read.
         heads, tables: for duoattention and compilerkv, as `contenders.contender` takes them.
-        alone: tables learnt one head at a time, by budget (`lookups.alone`); compilerkv_filled has the weights of the
-            nearest, as filled sets have in table 1 (`quality.nearest`).
+        alone: tables learnt one head at a time, by budget (`lookups.alone`); compilerkv_filled and compilerkv_twin have
+            the weights of the nearest, as filled sets have in table 1 (`quality.nearest`).
 
     Raises:
         KvlabError: a text that these tables were learnt from.

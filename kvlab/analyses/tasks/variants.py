@@ -84,6 +84,16 @@ class FilledCompilerKV(CompilerKV):
     pad: Literal["none", "budget"] = "budget"
 
 
+class TwinCompilerKV(FilledCompilerKV):
+    """CompilerKV that differs from SnapKV in its utility alone, as the authors' runs pool their scores, too."""
+
+    name: ClassVar[str] = "compilerkv_twin"
+    summary: ClassVar[str] = "CompilerKV filled up, with SnapKV's pooling and kept window"
+
+    kernel: Kernel = 7
+    recent: Annotated[int, Field(ge=0)] = 32
+
+
 class SpendingQuest(Quest):
     """Quest with the setting of RocketKV's comparison: it reads the first entries of the page that no longer fits."""
 
@@ -111,5 +121,13 @@ class RoundedSparQ(SparQ):
 
 VARIANTS: dict[str, type[Policy]] = {
     variant.name: variant
-    for variant in (UnpooledSnapKV, PooledDapQ, QuestionZSMerge, FilledCompilerKV, SpendingQuest, RoundedSparQ)
+    for variant in (
+        UnpooledSnapKV,
+        PooledDapQ,
+        QuestionZSMerge,
+        FilledCompilerKV,
+        TwinCompilerKV,
+        SpendingQuest,
+        RoundedSparQ,
+    )
 }
