@@ -21,7 +21,7 @@ PAIRS = (
     ("dapq_pooled", "snapkv"),
     *(
         (ours, other)
-        for ours in ("compilerkv", "compilerkv_filled")
+        for ours in ("compilerkv", "compilerkv_filled", "compilerkv_twin")
         for other in ("snapkv", "pyramidkv", "h2o", "streamingllm", "zigzagkv", "dynamickv")
     ),
     *(("rocketkv", other) for other in ("snapkv", "quest", "sparq", "duoattention", "hybrid", "exact_topk")),
