@@ -88,10 +88,10 @@ def main(arguments: list[str] | None = None) -> None:
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
     """Our own warnings are a sentence, without the place in the code; others stay as they are."""
-    whole, own = warnings.formatwarning, str(Path(__file__).parent)
+    whole, own = warnings.formatwarning, Path(__file__).parent
 
     def formatted(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
-        ours = category is UserWarning and filename.startswith(own)
+        ours = category is UserWarning and Path(filename).is_relative_to(own)
         return f"kvlab: {message}\n" if ours else whole(message, category, filename, *place)
 
     warnings.formatwarning = formatted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from kvlab.analyses import lookups
 from kvlab.analyses.compilerkv import ablation, printed, quality, thresholds, veto
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
+from kvlab.methods.lookup import DecisionTables
 
 
 def test_a_sweep_is_the_replays_by_head():
@@ -161,6 +163,15 @@ def test_weights_are_not_judged_on_what_they_were_learnt_from(tmp_path, tiny):
     ):
         with pytest.raises(KvlabError, match="learnt from document 1"):
             judged()
+
+
+@pytest.mark.parametrize("name", ["sotu/1962", "/home/me/notes@work.txt", "/data/a[1].txt"])
+def test_texts_are_told_apart_by_their_names(name):
+    tables = DecisionTables.model_validate({"model": "toy", "heads": None, "risk": None, "documents": [f"{name}@0ab1"]})
+    for document in (name, *(quality.text_of(f"{name}{part}") for part in ("@0ab1", "[12:345]@0ab1", ""))):
+        with pytest.raises(KvlabError, match=f"learnt from {re.escape(name)}"):
+            quality.apart([tables], [document])
+    quality.apart([tables], ["sotu/19620", "/data/a", "/home/me/notes"])
 
 
 def test_a_gate_never_keeps_more_and_equal_storage_is_equal():

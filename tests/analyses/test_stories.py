@@ -37,7 +37,7 @@ def test_needles_and_questions_name_the_best_and_the_worst():
     assert "With 128 entries snapkv finds 90 %" in text and "h2o 30 %" in text
     for full, told_of in ((1.0, "none finds"), (0.9, "1 finds"), (0.3, "2 find")):
         found.set(gains.WITHOUT_BUDGET, *around(full), measure="hits", task="needle", policy="full")
-        assert f"Of 2 policies {told_of} all that the full cache finds" in told(of_tasks.needles(found))
+        assert f"Of 2 policies {told_of} as many as the full cache" in told(of_tasks.needles(found))
     text = told(of_tasks.against_budget(found))
     assert "least with snapkv, 0.200" in text and "most with h2o, 0.600" in text
     assert "No policy" in told(of_tasks.needles(empty())) and "No policy" in told(of_tasks.against_budget(empty()))

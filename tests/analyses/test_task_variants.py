@@ -139,6 +139,13 @@ def test_filled_sets_are_those_of_a_file_with_these_weights(lm, needle, tmp_path
     assert found["nll"] != pytest.approx(other["nll"], abs=1e-4)
 
 
+def test_texts_that_weights_were_learnt_from_may_be_asked_where_no_policy_has_them(lm):
+    alone, asks = {64: learnt_alone(64, 1, ("sotu/1962@abc",))}, {"compilerkv": [64]}
+    assert planning.plan(
+        lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0, needle=asks, ruler=asks, qa=asks, held_back={}, alone=alone
+    )
+
+
 def test_a_plan_refuses_texts_that_weights_were_learnt_from(lm):
     asks = {"compilerkv_filled": [64]}
     for seen in ("sotu/1962", "squad/Oxygen"):

@@ -59,6 +59,16 @@ def test_our_warnings_are_sentences_and_those_of_others_keep_their_place():
     assert warnings.formatwarning is before
 
 
+def test_a_warning_of_a_command_is_told_so(project, monkeypatch):
+    said = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *given: said.append(warnings.formatwarning(*given[:4])))
+    own = cli.__file__
+    monkeypatch.setattr(cli, "app", lambda *_, **__: warnings.warn_explicit("so it is", UserWarning, own, 3))
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert said == ["kvlab: so it is\n"]
+
+
 def test_a_real_process_too(project):
     wrong = shell("run", EXPERIMENT, "-p", "sede=1")
     assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.count("\n") == 1

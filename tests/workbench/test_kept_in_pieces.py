@@ -12,7 +12,7 @@ from support.runs import job
 from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.workbench.report import kept, page, told
-from kvlab.workbench.report.evidence import evidence
+from kvlab.workbench.report.evidence import Evidence, evidence
 from kvlab.workbench.report.subjects import subjects
 from kvlab.workbench.store import database, tracking
 
@@ -214,6 +214,10 @@ def lonely(sentence: str, profile: str = "quick", model: str = "toy@0") -> str:
     return run.id
 
 
+def of_lonely(judged) -> list[Evidence]:
+    return [item for item in evidence(judged).values() if item.experiment == "lonely"]
+
+
 def test_what_experiments_without_claims_tell_is_kept_and_shown(project, tmp_path):
     folder = tmp_path / "ledger"
     experiment(project, "lonely")
@@ -227,15 +231,19 @@ def test_what_experiments_without_claims_tell_is_kept_and_shown(project, tmp_pat
         ("quick", "By the quick profile."),
     ]
     assert {(line["machine"], line["commit"], line["model"]) for line in found} == {("one machine", "c0ffee", "toy@0")}
-    (item,) = (item for item in evidence(kept.kept(folder)).values() if item.experiment == "lonely")
+    (item,) = of_lonely(kept.kept(folder))
     assert item.stories == {"front": "By the full one."} and not item.entries
     assert item.kept and (item.kept.machine, item.kept.commit) == ("one machine", "c0ffee")
+    assert item.kept.seconds == int(found[0]["seconds"]) < 60
+    (quick,) = of_lonely(kept.kept(folder, profile="quick"))
+    assert quick.stories == {"front": "By the quick profile."}
 
     other_store(project)
     job(0.4)
     kept.keep(folder)
     assert [line for line in told.read(folder, "toy") if line["experiment"] == "lonely"] == found, "stays"
     (project / "experiments" / "lonely.yaml").unlink()
+    assert len(of_lonely(kept.kept(folder))) == 1, "whatever the project has"
     kept.keep(folder)
     assert not [line for line in told.read(folder, "toy") if line["experiment"] == "lonely"], "is none any more"
 
@@ -244,10 +252,33 @@ def test_the_report_of_a_store_shows_the_runs_that_no_claim_rests_on(project, tm
     experiment(project, "lonely")
     job(0.6), lonely("Another model's.", model="other@1"), lonely("Not of this profile.", profile="full")
     run = lonely("Of no claim.")
-    (item,) = (item for item in evidence(page.measured()).values() if item.experiment == "lonely")
+    (item,) = of_lonely(page.measured())
     assert item.run and item.run.info.run_id == run and item.stories == {"front": "Of no claim."}
     text = page.write(tmp_path / "report").read_text()
     assert "Of no claim." in text and "no claim rests on it" in text and "Not of this" not in text
+
+
+def test_outside_a_project_nothing_kept_is_dropped(project, tmp_path, monkeypatch):
+    folder, elsewhere = tmp_path / "ledger", tmp_path / "elsewhere"
+    experiment(project, "lonely")
+    job(0.6), lonely("Of no claim.")
+    kept.keep(folder)
+    elsewhere.mkdir()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{project / 'mlruns' / 'mlflow.db'}")
+    for file in ("experiments", "notebooks"):
+        (project / file).rename(elsewhere / file)
+    job(0.5)
+    kept.keep(folder)
+    assert [item.stories for item in of_lonely(kept.kept(folder))] == [{"front": "Of no claim."}]
+
+
+def test_seconds_that_are_no_number_are_refused(project, tmp_path):
+    telling("curve", "It rises.")
+    kept.keep(tmp_path / "ledger")
+    path = tmp_path / "ledger" / "stories" / "toy.csv"
+    pandas.read_csv(path).assign(seconds="12.5").to_csv(path, index=False)
+    with pytest.raises(KvlabError, match="seconds are a whole number, not '12.5'"):
+        told.read(tmp_path / "ledger", "toy")
 
 
 def test_stories_that_were_kept_without_a_machine_are_read(project, tmp_path):

@@ -17,6 +17,7 @@ budget; the gated sets have the tables of joint trials.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import product
@@ -97,12 +98,19 @@ def nearest(alone: Mapping[int, DecisionTables], entries: float) -> DecisionTabl
 
 
 def apart(tables: Iterable[DecisionTables], documents: Iterable[str]) -> None:
-    """Raises KvlabError where a document that is judged on is one that any of the tables was learnt from."""
+    """Raises KvlabError where a document that is judged on is one that any of the tables was learnt from.
+
+    documents: names, as `corpus.named` gives them (`text_of` has those of traces).
+    """
     learnt = (name for each in tables for name in (each.model_extra or {}).get("documents") or [])
     learnt_from = {name.rpartition("@")[0] for name in learnt}
-    seen = learnt_from & {name.partition("[")[0].partition("@")[0] for name in documents}
-    if seen:
+    if seen := learnt_from & set(documents):
         raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: name texts that they have not seen")
+
+
+def text_of(document: str) -> str:
+    """The name of a text, of what a trace says of its prompt: NAME@HASH, or NAME[FROM:TO]@HASH for a part of it."""
+    return re.sub(r"(\[\d+:\d+\])?(@[0-9a-f]+)?$", "", document)
 
 
 def twin(filled: CompilerKV, budget: int | float) -> CompilerKV:
@@ -196,7 +204,7 @@ def figure_2(
     """
     if not set(steep) <= set(budgets):
         raise KvlabError(f"the drop from {steep[0]} to {steep[1]} entries needs both among the budgets {list(budgets)}")
-    apart(alone.values(), (trace.document for trace in traces))
+    apart(alone.values(), (text_of(trace.document) for trace in traces))
     settings = {
         (name, budget): method
         for budget in budgets
@@ -244,7 +252,7 @@ def table_1(
         where CompilerKV is filled up to the budget; and `gain_twin/...`, where it has SnapKV's pooling and kept window
         besides.
     """
-    apart(alone.values(), (trace.document for trace in traces))
+    apart(alone.values(), (text_of(trace.document) for trace in traces))
     entries = share * sum(trace.prompt_length for trace in traces) / len(traces)
     compared = methods(share, tables, nearest(alone, entries))
     filled = compared["filled"]

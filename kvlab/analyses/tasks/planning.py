@@ -53,7 +53,7 @@ def plan(
             the weights of the nearest, as filled sets have in table 1 (`quality.nearest`).
 
     Raises:
-        KvlabError: a text that these tables were learnt from.
+        KvlabError: a text that these tables were learnt from, where a policy has them.
     """
 
     def read(items: list[Item], budgets: Budgets) -> list[tuple[Policy, str]]:
@@ -63,9 +63,12 @@ def plan(
     needles = examples.needles(lm, documents, length, seed)
     keys = examples.multikey(lm, documents, length, seed)
     asked = examples.questions(lm, articles, length, seed)
-    quality.apart(alone.values(), (item.document for item in (*needles, *keys, *asked)))
     unread = [(_filled(policy, alone, length), "context") for policy in by_name(held_back, heads, tables)]
-    return [(needles, read(needles, needle) + unread), (keys, read(keys, ruler)), (asked, read(asked, qa))]
+    plan = [(needles, read(needles, needle) + unread), (keys, read(keys, ruler)), (asked, read(asked, qa))]
+    for items, policies in plan:
+        if any(isinstance(policy, FilledCompilerKV) for policy, _ in policies):
+            quality.apart(alone.values(), (item.document for item in items))
+    return plan
 
 
 def _filled(policy: Policy, alone: Mapping[int, DecisionTables], length: int) -> Policy:

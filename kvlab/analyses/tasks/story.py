@@ -34,7 +34,7 @@ def needles(findings: Findings) -> list[str]:
     return [
         f"With {budget:g} entries {best['policy']} finds {percent(rows[0])} of the needle's digits and "
         f"{worst['policy']} {percent(rows[1])}; the full cache finds {percent(full)}.",
-        f"Of {len(hits)} policies {all_found or 'none'} {finds} all that the full cache finds there: one needle parts "
+        f"Of {len(hits)} policies {all_found or 'none'} {finds} as many as the full cache: one needle parts "
         "those that keep its tokens from those that do not, and says little about what is between.",
     ]
 

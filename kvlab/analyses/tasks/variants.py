@@ -76,7 +76,10 @@ class QuestionZSMerge(ZSMerge):
 
 
 class FilledCompilerKV(CompilerKV):
-    """CompilerKV that fills up to its budget, so that it stores as much as its rivals."""
+    """CompilerKV that fills up to its budget, so that it stores as much as its rivals.
+
+    A plan gives it weights of heads that were learnt one head at a time besides, where there are some.
+    """
 
     name: ClassVar[str] = "compilerkv_filled"
     summary: ClassVar[str] = "CompilerKV filled up to its budget"

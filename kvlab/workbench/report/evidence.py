@@ -93,15 +93,19 @@ def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
 
 
 def _add_others(shown: dict[str, Evidence]) -> None:
-    """Add the runs and the kept stories of experiments that no claim rests on."""
-    logged = {(entry.model, entry.profile) for item in shown.values() if item.run for entry in item.entries}
-    for model in sorted({model for model, _ in logged}):
-        for experiment, run in told.beside(model, {profile for of, profile in logged if of == model}):
-            number, profile = run.info.run_id, run.data.tags.get("kvlab.profile", "")
-            shown[number] = Evidence(number[:8], experiment, profile, signature(run), run)
-    others = told.without_claims()
-    for file in sorted({item.kept.file for item in shown.values() if item.kept and item.kept.file}):
-        lines = [line for line in told.read(file.parent, file.stem) if line["experiment"] in others]
+    """Add the runs and the kept stories of experiments that no claim rests on, of the same models and profiles."""
+    measured = [entry for item in shown.values() if item.run for entry in item.entries]
+    models, profiles = ({entry.model for entry in measured}, {entry.profile for entry in measured})
+    for experiment, run in told.beside(models, profiles):
+        number, profile = run.info.run_id, run.data.tags.get("kvlab.profile", "")
+        shown[number] = Evidence(number[:8], experiment, profile, signature(run), run)
+    kept = [(item.kept.file, item.profile) for item in shown.values() if item.kept and item.kept.file]
+    for file in sorted({file for file, _ in kept}):
+        lines = [
+            line
+            for line in told.read(file.parent, file.stem)
+            if line["experiment"] not in told.of_claims() and (file, line["profile"]) in kept
+        ]
         # The most thorough one of each comes last, and stands.
         lines.sort(key=lambda line: thoroughness(line["profile"]), reverse=True)
         for line in {line["experiment"]: line for line in lines}.values():

@@ -27,7 +27,7 @@ from kvlab.workbench.report.ledger import (
     refuse,
     side_by_side,
 )
-from kvlab.workbench.report.origins import Origin, thoroughness
+from kvlab.workbench.report.origins import Origin, seconds, thoroughness
 from kvlab.workbench.report.subjects import Subject, remarks, subjects
 
 ORIGIN = ["profile", "signature", "commit", "machine", "seconds"]
@@ -35,7 +35,6 @@ LATER = ["parameters", "remarks"]  # ledgers that were kept without these are re
 COLUMNS = ["claim", "finding", "verdict", "value", "low", "high", "power", "why", "model", *ORIGIN, *LATER]
 OWN = "kept"
 NUMBERS = ("value", "low", "high")
-"""The profiles that are shown in place of others, the most thorough one last; the quick one stands behind all."""
 
 Line = dict[str, str]
 Lines = dict[tuple[str, str], Line]
@@ -137,13 +136,13 @@ def _new_lines(judged: Sequence[Entry]) -> list[Line]:
             "model": entry.model,
         }
         if entry.run and not _lacking(entry):
-            tags, info = entry.run.data.tags, entry.run.info
+            tags = entry.run.data.tags
             row |= {
                 "profile": entry.profile,
                 "signature": entry.signature,
                 "commit": tags.get("kvlab.commit", ""),
                 "machine": entry.machine or hardware.get(tags.get("kvlab.host"), ""),
-                "seconds": round((info.end_time - info.start_time) / 1000) if info.end_time else None,
+                "seconds": seconds(entry.run),
                 "parameters": sizes[entry.model],
                 "remarks": "; ".join(remarks(entry)),
             }

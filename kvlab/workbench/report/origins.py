@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
 
 THOROUGH = ("full", "gpu")
+"""The profiles that are shown in place of others, the most thorough one last; the quick one stands behind all."""
 
 
 def thoroughness(profile: str) -> tuple[int, str]:
@@ -15,13 +20,18 @@ def thoroughness(profile: str) -> tuple[int, str]:
     return int(profile == "quick"), profile
 
 
+def seconds(run: Run) -> int | None:
+    """How long a run took; None where it has not ended."""
+    return round((run.info.end_time - run.info.start_time) / 1000) if run.info.end_time else None
+
+
 @dataclass(frozen=True)
 class Origin:
     """What a kept line says of its run.
 
     Attributes:
         profile, signature, commit: as the run's tags had them; commit with `+changes` where files differed from it.
-        machine: the hardware, where any run of the same computer named it.
+        machine: the hardware, where the run named it; of a claim's line, where any run of the same computer did.
         seconds: how long the run took.
         parameters: the number of the model's weights; None where neither the run nor the catalogue told.
         remarks: what the run went without, as `subjects.remarks` says it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from kvlab.lib.files import read_text, replacing
 from kvlab.workbench import experiments
 from kvlab.workbench.report import runs
 from kvlab.workbench.report.ledger import Entry, claims
-from kvlab.workbench.report.origins import Origin
+from kvlab.workbench.report.origins import Origin, seconds
 from kvlab.workbench.store import artifacts, database
 from kvlab.workbench.store.tracking import STORY
 
@@ -29,8 +29,8 @@ def keep(folder: Path, label: str, sweeps: Iterable[Sequence[Entry]]) -> None:
     """Write what the runs of a model told as FOLDER/stories/LABEL.csv: a line for each figure, experiment and profile.
 
     The stories of an experiment and a profile are replaced together, by those of the newest run that entries rest on;
-    those without one stay, unless no claim names the experiment any more and it is none of the project. Of experiments
-    that no claim rests on the newest run of each profile tells.
+    those without one stay, unless no claim names the experiment any more and the project has none of that name. Of
+    experiments that no claim rests on the newest run of each profile of the entries tells.
 
     Args:
         folder: of the ledger.
@@ -38,17 +38,18 @@ def keep(folder: Path, label: str, sweeps: Iterable[Sequence[Entry]]) -> None:
         sweeps: its entries; later ones are kept in place of earlier ones of the same profile.
     """
     path = folder / FOLDER / f"{label}.csv"
-    known = {claim.experiment for claim in claims()} | without_claims()
+    known, others = of_claims(), without_claims()
     kept: dict[tuple[str, str], list[dict[str, str]]] = {}
     for line in read(folder, label):
-        if line["experiment"] in known:
+        if others is None or line["experiment"] in known | others:
             kept.setdefault((line["experiment"], line["profile"]), []).append(line)
+    telling: dict[tuple[str, str], Run] = {}
     for judged in sweeps:
-        of_claims = _newest(judged)
-        profiles = {_profile(run) for run in of_claims.values()}
-        others = [found for model in {entry.model for entry in judged} for found in beside(model, profiles)]
-        for experiment, run in (*of_claims.items(), *others):
-            kept[experiment, _profile(run)] = _lines(experiment, run)
+        found = _newest(judged)
+        models, profiles = {entry.model for entry in judged}, {_profile(run) for run in found.values()}
+        for experiment, run in (*found.items(), *beside(models, profiles)):
+            telling[experiment, _profile(run)] = run
+    kept |= {(experiment, profile): _lines(experiment, run) for (experiment, profile), run in telling.items()}
     lines = [line for key in sorted(kept) for line in kept[key]]
     if not lines and not path.exists():
         return
@@ -59,35 +60,47 @@ def read(folder: Path, label: str) -> list[dict[str, str]]:
     """The kept stories of a model, in the order of their experiments and figures; none where none are kept.
 
     Raises:
-        KvlabError: the file cannot be read, or lacks a column.
+        KvlabError: the file cannot be read, or lacks a column, or its seconds are no numbers.
     """
     path = folder / FOLDER / f"{label}.csv"
     if not path.exists():
         return []
-    found = table(path, [name for name in COLUMNS if name not in LATER])
-    return [dict.fromkeys(LATER, "") | line for line in found]
+    found = [dict.fromkeys(LATER, "") | line for line in table(path, [name for name in COLUMNS if name not in LATER])]
+    if wrong := [line["seconds"] for line in found if line["seconds"] and not line["seconds"].isdecimal()]:
+        raise KvlabError(f"{path}: seconds are a whole number, not {wrong[0]!r}")
+    return found
 
 
 def origin(line: Mapping[str, str], file: Path) -> Origin:
     """What a kept story says of its run; `file`: the ledger that the story is kept beside."""
-    seconds = int(line["seconds"]) if line["seconds"] else None
-    return Origin(line["profile"], line["signature"], line["commit"], line["machine"], seconds, file=file)
+    took = int(line["seconds"]) if line["seconds"] else None
+    return Origin(line["profile"], line["signature"], line["commit"], line["machine"], took, file=file)
 
 
-def without_claims() -> set[str]:
-    """The project's experiments that no claim rests on; there are none where a folder is no project."""
+def of_claims() -> set[str | None]:
+    """The experiments that claims rest on."""
+    return {claim.experiment for claim in claims()}
+
+
+def without_claims() -> set[str] | None:
+    """The project's experiments that no claim rests on; None where a folder is no project."""
     try:
-        return set(experiments.names()) - {claim.experiment for claim in claims()}
+        names = experiments.names()
     except KvlabError:
-        return set()
+        return None
+    return set(names) - of_claims()
 
 
-def beside(model: str, profiles: Iterable[str]) -> Iterator[tuple[str, Run]]:
-    """Experiments that no claim rests on, each with its newest finished job on a model, of each of these profiles."""
-    names = sorted(without_claims())
+def beside(models: Collection[str], profiles: Iterable[str]) -> Iterator[tuple[str, Run]]:
+    """The project's experiments that no claim rests on, each with its newest finished job on each of these models by
+    each of these profiles.
+    """
+    names = sorted(without_claims() or ())
     for profile in sorted(profiles):
-        found = runs.newest(names, "model", profile=profile)
-        yield from ((name, found[name][model]) for name in names if model in found.get(name, {}))
+        if "'" in profile:  # cannot be asked for
+            continue
+        for name, by_model in runs.newest(names, "model", profile=profile).items():
+            yield from ((name, run) for model, run in by_model.items() if model in models)
 
 
 def stories(connection: Patient, run: Run) -> dict[str, str]:
@@ -143,7 +156,7 @@ def _lines(experiment: str, run: Run) -> list[dict[str, str]]:
         "signature": tags.get("signature", ""),
         "commit": tags.get("kvlab.commit", ""),
         "machine": tags.get("hardware", ""),
-        "seconds": f"{float(took):.0f}" if (took := tags.get("kvlab.seconds")) else "",
+        "seconds": "" if (took := seconds(run)) is None else str(took),
     }
     found = stories(database.client(), run)
     return [{**about, "figure": figure, "story": story} for figure, story in found.items()]
