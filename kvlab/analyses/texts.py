@@ -5,6 +5,7 @@ The work of the notebooks is done here; each module follows one paper's section.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -61,3 +62,13 @@ def common_traces(
 
     prompts = [to_summarise(lm, document, tokens) for document in corpus.documents(documents)]
     return shared.shared(lm, prompts, new_tokens, window=64, policies=sorted(named(names)), chat=chat)
+
+
+def plain_name(trace: Trace) -> str:
+    """The name of a trace's document, without the span: "sotu/1962[0:1951]@6a..." -> "sotu/1962"."""
+    return without_span(trace.document)
+
+
+def without_span(document: str) -> str:
+    """As `plain_name`, of a document's full name; the name itself may hold an @ or brackets, as paths do."""
+    return re.sub(r"(\[\d+:\d+\])?(@[0-9a-f]+)?$", "", document)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from kvlab.analyses.compilerkv.quality import apart, by_method, sweep, text_of
+from kvlab.analyses.compilerkv.quality import apart, by_method, sweep
 from kvlab.analyses.compilerkv.signal import F, P
 from kvlab.analyses.compilerkv.variants import static_thresholds
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.texts import to_summarise
+from kvlab.analyses.texts import plain_name, to_summarise
 from kvlab.compile import evidence
 from kvlab.compile.alone import Alone, Planner, Tried
 from kvlab.errors import KvlabError
@@ -123,7 +123,7 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
     Raises:
         KvlabError: a prompt whose document the tables were learnt from.
     """
-    apart(tables.values(), (text_of(trace.document) for trace in traces))
+    apart(tables.values(), map(plain_name, traces))
     settings: dict[str, CompilerKV] = {}
     for budget, of_budget in tables.items():
         heads, risk = np.array(of_budget.heads), np.array(of_budget.risk)

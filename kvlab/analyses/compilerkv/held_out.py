@@ -16,7 +16,7 @@ from kvlab.analyses.compilerkv.quality import apart
 from kvlab.analyses.compilerkv.tables import visits
 from kvlab.analyses.compilerkv.variants import static_thresholds
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.texts import DOCUMENTS
+from kvlab.analyses.texts import DOCUMENTS, without_span
 from kvlab.compile import Settings
 from kvlab.compile.contexts import Context
 from kvlab.compile.trials import Prefilled, neutral, prefilled
@@ -180,7 +180,7 @@ def _of_window(prefill: Prefilled, sets: Mapping[str, Sequence[Tensor]]) -> list
         rows.append(
             {
                 "window": window,
-                "document": window.partition("[")[0],
+                "document": without_span(window),
                 "variant": variant,
                 "nll_change": loss - full,
                 "mass_lost": float(np.mean(lost)),

@@ -17,7 +17,6 @@ budget; the gated sets have the tables of joint trials.
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import product
@@ -27,6 +26,7 @@ import pandas as pd
 import torch
 
 from kvlab.analyses.findings import Findings
+from kvlab.analyses.texts import plain_name
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
@@ -100,17 +100,12 @@ def nearest(alone: Mapping[int, DecisionTables], entries: float) -> DecisionTabl
 def apart(tables: Iterable[DecisionTables], documents: Iterable[str]) -> None:
     """Raises KvlabError where a document that is judged on is one that any of the tables was learnt from.
 
-    documents: names, as `corpus.named` gives them (`text_of` has those of traces).
+    documents: names, as `corpus.named` gives them (`texts.plain_name` has those of traces).
     """
     learnt = (name for each in tables for name in (each.model_extra or {}).get("documents") or [])
     learnt_from = {name.rpartition("@")[0] for name in learnt}
     if seen := learnt_from & set(documents):
         raise KvlabError(f"these tables were learnt from {', '.join(sorted(seen))}: name texts that they have not seen")
-
-
-def text_of(document: str) -> str:
-    """The name of a text, of what a trace says of its prompt: NAME@HASH, or NAME[FROM:TO]@HASH for a part of it."""
-    return re.sub(r"(\[\d+:\d+\])?(@[0-9a-f]+)?$", "", document)
 
 
 def twin(filled: CompilerKV, budget: int | float) -> CompilerKV:
@@ -204,7 +199,7 @@ def figure_2(
     """
     if not set(steep) <= set(budgets):
         raise KvlabError(f"the drop from {steep[0]} to {steep[1]} entries needs both among the budgets {list(budgets)}")
-    apart(alone.values(), (text_of(trace.document) for trace in traces))
+    apart(alone.values(), map(plain_name, traces))
     settings = {
         (name, budget): method
         for budget in budgets
@@ -252,7 +247,7 @@ def table_1(
         where CompilerKV is filled up to the budget; and `gain_twin/...`, where it has SnapKV's pooling and kept window
         besides.
     """
-    apart(alone.values(), (text_of(trace.document) for trace in traces))
+    apart(alone.values(), map(plain_name, traces))
     entries = share * sum(trace.prompt_length for trace in traces) / len(traces)
     compared = methods(share, tables, nearest(alone, entries))
     filled = compared["filled"]

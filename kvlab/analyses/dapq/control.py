@@ -15,8 +15,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvlab.analyses.dapq.position import TOGETHER, ids_of, nonsense, response, without_span
+from kvlab.analyses.dapq.position import TOGETHER, ids_of, nonsense, response
 from kvlab.analyses.findings import Findings
+from kvlab.analyses.texts import without_span
 from kvlab.core import attention, hookable, ranking
 from kvlab.instruments import measures
 from kvlab.lib import bars

@@ -15,7 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.texts import to_summarise
+from kvlab.analyses.texts import plain_name, to_summarise
 from kvlab.core import hookable
 from kvlab.core.adapter import StoreCache
 from kvlab.errors import KvlabError
@@ -352,16 +352,6 @@ def responses(lm: LM, traces: Sequence[Trace]) -> str:
         begins = lm.decode(ids_of(trace)[trace.prompt_length :]).strip()[:90]
         lines.append(f"{plain_name(trace)} {trace.prompt_length} tokens: {begins} ...")
     return "\n".join(lines)
-
-
-def plain_name(trace: Trace) -> str:
-    """The name of a trace's document, without the span: "sotu/1962[0:1951]@6a..." -> "sotu/1962"."""
-    return without_span(trace.document)
-
-
-def without_span(document: str) -> str:
-    """As `plain_name`, of a document's full name."""
-    return document.partition("@")[0].partition("[")[0]
 
 
 def context(traces: Sequence[Trace]) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.report import told
-from kvlab.workbench.report.ledger import Entry
+from kvlab.workbench.report.ledger import Entry, measuring
 from kvlab.workbench.report.origins import Origin, thoroughness
 from kvlab.workbench.report.told import stories
 from kvlab.workbench.store import artifacts, database
@@ -99,12 +99,13 @@ def _add_others(shown: dict[str, Evidence]) -> None:
     for experiment, run in told.beside(models, profiles):
         number, profile = run.info.run_id, run.data.tags.get("kvlab.profile", "")
         shown[number] = Evidence(number[:8], experiment, profile, signature(run), run)
-    kept = [(item.kept.file, item.profile) for item in shown.values() if item.kept and item.kept.file]
+    kept = {(item.kept.file, item.profile) for item in shown.values() if item.kept and item.kept.file}
+    claimed = measuring()
     for file in sorted({file for file, _ in kept}):
         lines = [
             line
             for line in told.read(file.parent, file.stem)
-            if line["experiment"] not in told.of_claims() and (file, line["profile"]) in kept
+            if line["experiment"] not in claimed and (file, line["profile"]) in kept
         ]
         # The most thorough one of each comes last, and stands.
         lines.sort(key=lambda line: thoroughness(line["profile"]), reverse=True)

@@ -189,7 +189,7 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
         profile: only runs of this profile.
     """
     tags = {"profile": _quotable(profile)} if profile else {}
-    every, newest = claims(), runs.newest(_measuring(), "model", **tags)
+    every, newest = claims(), runs.newest(measuring(), "model", **tags)
     wanted = names(model)
     known = sorted({name for found in newest.values() for name in found if not wanted or names(name) & wanted})
     verdicts = {
@@ -235,14 +235,14 @@ def finding(claim: papers.Claim) -> str:
     return claim.fact[1] if claim.kind == "finding" else ""
 
 
-def _measuring() -> set[str]:
+def measuring() -> set[str]:
     """The experiments that claims rest on."""
     return {claim.experiment for claim in claims() if claim.experiment}
 
 
 def profiles() -> list[str]:
     """The profiles of the finished jobs that claims may rest on."""
-    return sorted(set().union(*runs.newest(_measuring(), "kvlab.profile").values()) - {""})
+    return sorted(set().union(*runs.newest(measuring(), "kvlab.profile").values()) - {""})
 
 
 def names(model: str | Sequence[str] | None) -> set[str]:
@@ -260,7 +260,7 @@ def by_model(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
     """Raise KvlabError that says why no run of these models and that profile measured a claim."""
-    models = set().union(*runs.newest(_measuring(), "model").values())
+    models = set().union(*runs.newest(measuring(), "model").values())
     if not models:
         project.checkout()
         raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")

@@ -10,7 +10,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib.files import read_text, replacing
 from kvlab.workbench import experiments
 from kvlab.workbench.report import runs
-from kvlab.workbench.report.ledger import Entry, claims
+from kvlab.workbench.report.ledger import Entry, measuring
 from kvlab.workbench.report.origins import Origin, seconds
 from kvlab.workbench.store import artifacts, database
 from kvlab.workbench.store.tracking import STORY
@@ -38,7 +38,7 @@ def keep(folder: Path, label: str, sweeps: Iterable[Sequence[Entry]]) -> None:
         sweeps: its entries; later ones are kept in place of earlier ones of the same profile.
     """
     path = folder / FOLDER / f"{label}.csv"
-    known, others = of_claims(), without_claims()
+    known, others = measuring(), without_claims()
     kept: dict[tuple[str, str], list[dict[str, str]]] = {}
     for line in read(folder, label):
         if others is None or line["experiment"] in known | others:
@@ -77,18 +77,13 @@ def origin(line: Mapping[str, str], file: Path) -> Origin:
     return Origin(line["profile"], line["signature"], line["commit"], line["machine"], took, file=file)
 
 
-def of_claims() -> set[str | None]:
-    """The experiments that claims rest on."""
-    return {claim.experiment for claim in claims()}
-
-
 def without_claims() -> set[str] | None:
     """The project's experiments that no claim rests on; None where a folder is no project."""
     try:
         names = experiments.names()
     except KvlabError:
         return None
-    return set(names) - of_claims()
+    return set(names) - measuring()
 
 
 def beside(models: Collection[str], profiles: Iterable[str]) -> Iterator[tuple[str, Run]]:
