@@ -233,7 +233,7 @@ def test_the_papers_own_figure_passes_its_test_of_size(entry):
 def _met(entry: Claim) -> dict[str, float]:
     """Numbers with which what a claim is `provided` with is given."""
     needed = sorted(entry.provided.needs(entry.metric) - {entry.metric})
-    tried = (dict(zip(needed, numbers)) for numbers in itertools.product((0.0, 2.0, 100.0), repeat=len(needed)))
+    tried = (dict(zip(needed, numbers)) for numbers in itertools.product((0.0, 0.2, 2.0, 100.0), repeat=len(needed)))
     return next(met for met in tried if entry.provided.check(entry.metric, met.__getitem__, None)[0])
 
 
