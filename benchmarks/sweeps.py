@@ -2,7 +2,7 @@
 
 \b
 python benchmarks/sweeps.py
-python benchmarks/sweeps.py --jobs 40 --kills 20
+python benchmarks/sweeps.py --jobs 20 --parts times
 
 Short jobs (a notebook that logs one metric) in projects of their own in a temporary folder: one after the other, with
 cold and with warm starts in turns; two at once; and once more when all are done. Then the same sweep is killed (kill -9
@@ -34,6 +34,7 @@ from rich.table import Table
 
 from kvlab.bench import clock
 
+PARTS = "times,kills"
 PARAMETERS = "number = 0\n"
 BODY = (
     "from kvlab.workbench.store import tracking\n"
@@ -141,41 +142,54 @@ def list_of_jobs(folder: Path) -> list[int]:
     return yaml.safe_load((folder / "experiments" / "short.yaml").read_text())["grid"]["number"]
 
 
+def timed(place: Path, jobs: int, table: Table) -> None:
+    """Rows for the same sweep cold and warm, two jobs at once, and when all is done."""
+    folders = [place / name for name in ("cold", "warm", "cold again", "warm again", "two")]
+    for folder in folders:
+        make_project(folder, jobs)
+    # In turns, so that a machine that grows busier meanwhile does not favour one of them.
+    alone = [clock.seconds(CPU, sweep, folder, 1, warm) for folder, warm in zip(folders[:4], "0101", strict=True)]
+    cold, warm = (min(alone[first::2]) for first in (0, 1))
+    each = [statistics.median(finished(folders[first])[1] + finished(folders[first + 2])[1]) for first in (0, 1)]
+    own = alone[3] - sum(finished(folders[3])[1])
+    again = clock.seconds(CPU, sweep, folders[3], 1)
+    two = clock.seconds(CPU, sweep, folders[4], 2)
+    table.add_row("a job that starts cold", f"{each[0]:.1f} s", "")
+    table.add_row("a job that starts warm", f"{each[1]:.1f} s, {each[1] / each[0]:.2f}x", "1.5 s")
+    table.add_row(f"{jobs} jobs, --jobs 1, cold", f"{cold:.0f} s", "")
+    table.add_row(f"{jobs} jobs, --jobs 1", f"{warm:.0f} s, {warm / cold:.2f}x", "")
+    table.add_row(f"{jobs} jobs, --jobs 2", f"{two:.0f} s, {two / warm:.2f}x", "")
+    table.add_row("the driver's own cost", f"{own / jobs:.2f} s a job", "0.20 s")
+    table.add_row("the same sweep when all is done", f"{again:.1f} s", "10 s")
+
+
+def killed(folder: Path, jobs: int, kills: int, seed: int, table: Table, console: Console) -> None:
+    """A row for what is left of a sweep after so many kills."""
+    make_project(folder, 3 * jobs)  # warm jobs are soon done
+    struck, starts = torment(folder, kills, seed, console)
+    found, _, states = finished(folder)
+    lost, doubled = set(list_of_jobs(folder)) - set(found), len(found) - len(set(found))
+    table.add_row(
+        f"{struck} kills, {starts} starts",
+        f"{len(lost)} of {3 * jobs} lost, {doubled} doubled, {'some' if 'RUNNING' in states else 'none'} running",
+        "0, 0, none",
+    )
+
+
 def main(
-    jobs: Annotated[int, typer.Option(min=2, help="Jobs of the sweep.")] = 40,
-    kills: Annotated[int, typer.Option(min=0, help="Kills at random moments.")] = 20,
+    jobs: Annotated[int, typer.Option(min=2, help="Jobs of the sweep; three times as many of the one killed.")] = 40,
+    kills: Annotated[int, typer.Option(min=1, help="Kills at random moments.")] = 20,
     seed: Annotated[int, typer.Option(help="Of the kills' moments and victims.")] = 0,
+    parts: Annotated[str, typer.Option(help=f"Some of {PARTS}.")] = PARTS,
 ) -> None:
-    console = Console()
-    table = Table("what", "measured", "goal")
+    console, table, wanted = Console(), Table("what", "measured", "goal"), parts.split(",")
+    if set(wanted) - set(PARTS.split(",")):
+        raise typer.BadParameter(f"parts are some of {PARTS}, and not {parts!r}")
     with tempfile.TemporaryDirectory(prefix="kvlab-sweeps-") as place:
-        folders = [Path(place) / name for name in ("cold", "warm", "cold again", "warm again", "two", "killed")]
-        for folder in folders[:5]:
-            make_project(folder, jobs)
-        # In turns, so that a machine that grows busier meanwhile does not favour one of them.
-        alone = [clock.seconds(CPU, sweep, folder, 1, warm) for folder, warm in zip(folders[:4], "0101", strict=True)]
-        cold, warm = (min(alone[first::2]) for first in (0, 1))
-        each = [statistics.median(finished(folders[first])[1] + finished(folders[first + 2])[1]) for first in (0, 1)]
-        own = alone[3] - sum(finished(folders[3])[1])
-        again = clock.seconds(CPU, sweep, folders[3], 1)
-        two = clock.seconds(CPU, sweep, folders[4], 2)
-        table.add_row("a job that starts cold", f"{each[0]:.1f} s", "")
-        table.add_row("a job that starts warm", f"{each[1]:.1f} s, {each[1] / each[0]:.2f}x", "1.5 s")
-        table.add_row(f"{jobs} jobs, --jobs 1, cold", f"{cold:.0f} s", "")
-        table.add_row(f"{jobs} jobs, --jobs 1", f"{warm:.0f} s, {warm / cold:.2f}x", "")
-        table.add_row(f"{jobs} jobs, --jobs 2", f"{two:.0f} s, {two / warm:.2f}x", "")
-        table.add_row("the driver's own cost", f"{own / jobs:.2f} s a job", "0.20 s")
-        table.add_row("the same sweep when all is done", f"{again:.1f} s", "10 s")
-        if kills:
-            make_project(folders[5], 3 * jobs)  # warm jobs are soon done
-            struck, starts = torment(folders[5], kills, seed, console)
-            found, _, states = finished(folders[5])
-            lost, doubled = set(list_of_jobs(folders[5])) - set(found), len(found) - len(set(found))
-            table.add_row(
-                f"{struck} kills, {starts} starts",
-                f"{len(lost)} lost, {doubled} doubled, {'some' if 'RUNNING' in states else 'none'} running",
-                "0, 0, none",
-            )
+        if "times" in wanted:
+            timed(Path(place), jobs, table)
+        if "kills" in wanted:
+            killed(Path(place) / "killed", jobs, kills, seed, table, console)
     console.print(table)
 
 
