@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from kvlab.analyses.findings import Row
 
@@ -41,6 +42,19 @@ def side(row: Row, above: str, below: str, undecided: str = UNDECIDED, at: float
     if low > at:
         return above
     return below if high < at else undecided
+
+
+def moved(row: Row, above: str, below: str, undecided: str = UNDECIDED, shown: Callable[[Row], str] = number) -> str:
+    """The side's phrase with the amount: `saves 0.455 (0.129 to 0.781)`, without the sign that `below` has told.
+
+    Args:
+        shown: `number` or `percent`.
+    """
+    phrase = side(row, above, below, undecided)
+    if side(row, "above", "below", "undecided") == "below":
+        low, high = (None if end is None else -end for end in (row.high, row.low))
+        row = replace(row, value=-row.value, low=low, high=high)
+    return f"{phrase} {shown(row)}"
 
 
 def by_side(rows: Iterable[Row]) -> dict[str, list[Row]]:

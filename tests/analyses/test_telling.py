@@ -68,3 +68,24 @@ def test_a_number_is_set_beside_the_papers(given, paper, text):
 )
 def test_words_are_listed(words, text):
     assert telling.listed(words) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (row(0.2, 0.1, 0.3), "costs 0.200 (0.100 to 0.300)"),
+        (row(-0.455, -0.781, -0.129), "saves 0.455 (0.129 to 0.781)"),
+        (row(-0.455), "saves 0.455"),
+        (row(-0.1, -0.3, 0.1), "changes by -0.100 (-0.300 to 0.100)"),
+        (row(0.0), "changes by 0"),
+    ],
+)
+def test_an_amount_has_no_sign_where_its_phrase_tells_the_side(given, text):
+    assert telling.moved(given, above="costs", below="saves", undecided="changes by") == text
+
+
+def test_a_share_moves_in_percent():
+    assert (
+        telling.moved(row(-0.2, -0.3, -0.1), "grows by", "falls by", shown=telling.percent)
+        == "falls by 20 % (10 to 30)"
+    )

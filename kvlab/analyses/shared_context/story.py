@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.shared_context import asking
-from kvlab.analyses.telling import listed, number, percent, side
+from kvlab.analyses.telling import listed, moved, number, percent, side
 
 
 def question(findings: Findings) -> list[str]:
@@ -14,8 +14,8 @@ def question(findings: Findings) -> list[str]:
         return ["No policy was asked."]
     told = []
     for row in rows:
-        cost = side(row, above="costs", below="saves", undecided="makes no clear difference,")
-        told.append(f"with {_named(row)} this {cost} {number(row)} nats a token")
+        cost = moved(row, above="costs", below="saves", undecided="makes no clear difference,")
+        told.append(f"with {_named(row)} this {cost} nats a token")
     lines = [f"The cache compressed before any question instead of after each: {listed(told)}."]
     for row in findings.of(asking.BETWEEN, way="none"):
         less = side(row, above="loses more than", below="loses less than", undecided="cannot be told from")
@@ -36,8 +36,8 @@ def turns(findings: Findings) -> list[str]:
         return ["No chat was held."]
     told = []
     for row in rows:
-        way = side(row, above="grows by", below="falls by", undecided="changes by no clear amount,")
-        told.append(f"with {_named(row)} it {way} {number(row)}")
+        way = moved(row, above="grows by", below="falls by", undecided="changes by no clear amount,")
+        told.append(f"with {_named(row)} it {way}")
     return [
         f"From the first turn of a chat, whose question was read, to the later ones the loss changes: {listed(told)} "
         "nats a token.",

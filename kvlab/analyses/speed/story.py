@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.speed import footprint, ratios
-from kvlab.analyses.telling import by_side, listed, number, percent, side
+from kvlab.analyses.telling import by_side, listed, moved, number, percent, side
 
 VARY = "Times belong to this machine and this run, and are no findings; a step in Python costs what a kernel would not."
 
@@ -32,7 +32,7 @@ def batches(findings: Findings) -> list[str]:
         return ["Larger batches were not measured, or did not fit into memory."]
     told = [
         f"with {row.keys['policy']} it "
-        f"{side(row, above='grows by', below='falls by', undecided='changes by no clear')} {percent(row)}"
+        + moved(row, above="grows by", below="falls by", undecided="changes by no clear", shown=percent)
         for row in rows
     ]
     return [f"From one sequence to the largest batch the gain on the full cache changes: {listed(told)}.", VARY]

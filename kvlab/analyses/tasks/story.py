@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.tasks import gains
-from kvlab.analyses.telling import by_side, listed, number, percent, side
+from kvlab.analyses.telling import by_side, listed, moved, number, percent, side
 
 
 def _levels(findings: Findings, measure: str, task: str) -> pd.DataFrame:
@@ -144,8 +144,8 @@ def question(findings: Findings) -> list[str]:
     for keys in rows:
         key = {name: keys[name] for name in ("task", "policy", "budget")}
         row = findings.row(gains.QUESTION_AWARE, **key)
-        cost = side(row, above="costs", below="saves", undecided="changes by no clear amount,")
-        told.append(f"with {keys['policy']} at {keys['budget']:g} it {cost} {number(row)} nats a token")
+        cost = moved(row, above="costs", below="saves", undecided="changes by no clear amount,")
+        told.append(f"with {keys['policy']} at {keys['budget']:g} it {cost} nats a token")
     return [
         f"Compressing before the question has been read: {listed(told)}.",
         "What a method keeps for a question that it knows says little about a cache that must serve any question.",
