@@ -39,6 +39,22 @@ def lost_by_layer(results: Sequence[Replay]) -> Findings:
     return findings
 
 
+def story(findings: Findings, left: str, right: str) -> list[str]:
+    """What the layers show of two policies; findings: of `lost_by_layer`."""
+    table = findings.table.pivot_table(index="layer", columns="policy", values="mass_lost")
+    less = table[left] - table[right]
+    means = {name: table[name].mean() for name in (left, right)}
+    layer, furthest = table[left].idxmax(), less.abs().idxmax()
+    return [
+        f"{left} loses {means[left]:.1%} of the response's attention and {right} {means[right]:.1%}; {right} loses "
+        f"less in {int((less > 0).sum())} of {len(table)} layers.",
+        f"{left} loses most in layer {layer} ({table[left][layer]:.0%}); the two differ most in layer {furthest} "
+        f"({table[left][furthest]:.0%} and {table[right][furthest]:.0%}).",
+        "This is one prompt, so that nothing says how sure it is; next, the same on several texts: `kvlab.replay` "
+        "takes a list of traces and gives intervals over them.",
+    ]
+
+
 def tokens_lost(trace: Trace, results: Sequence[Replay], tokens: Sequence[str], limit: int = 10) -> pd.DataFrame:
     """The prompt's tokens that lost the most attention, summed over layers, heads and steps and as a share of all.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
 from kvlab.analyses.findings import Findings
@@ -67,6 +68,24 @@ def lost_by_step(results: Replays) -> pd.DataFrame:
         for r in results
     ]
     return pd.concat(frames, ignore_index=True)
+
+
+def story(result: Replay, results: Replays) -> list[str]:
+    """What the picture shows: where one policy loses attention, and which of several loses least and most."""
+    lost, by_head = result.mass_lost, lost_by_head(result).to_numpy()
+    layer, head = divmod(int(by_head.argmax()), by_head.shape[1])
+    most = np.sort(by_head.ravel())[::-1][: max(1, by_head.size // 10)]
+    early, late = (float(part.mean()) for part in (lost[..., : lost.shape[-1] // 2], lost[..., lost.shape[-1] // 2 :]))
+    ordered = sorted(results, key=lambda one: one.summary["mass_lost"])
+    told = [f"{one.policy.name} ({one.summary['mass_lost']:.1%})" for one in (ordered[0], ordered[-1])]
+    return [
+        f"{result.policy.name} loses {result.summary['mass_lost']:.1%} of the response's attention. Of all that "
+        f"is lost the worst tenth of the heads has {most.sum() / by_head.sum():.0%}; head {head} of layer "
+        f"{result.trace.layers[layer]} loses {by_head[layer, head]:.0%} of its own.",
+        f"From the first half of the response to the second its loss goes from {early:.1%} to {late:.1%}.",
+        f"Of {len(ordered)} policies {told[0]} loses least and {told[1]} most. This is one prompt, so that nothing "
+        "says how sure it is; next, the same on several texts: a list of traces gives intervals over them.",
+    ]
 
 
 def worst(result: Replay) -> Place:

@@ -66,3 +66,31 @@ def test_attention_lost_by_layer_averages_heads_and_steps(results):
         rows = findings.table[findings.table["policy"] == result.policy.name].set_index("layer")["mass_lost"]
         assert rows.tolist() == pytest.approx([float(layer.mean()) for layer in result.mass_lost])
         assert findings.metrics[f"mass_lost/{result.policy.name}"] == pytest.approx(float(result.mass_lost.mean()))
+
+
+def test_the_story_of_the_first_picture_follows_from_the_replays(results):
+    (streaming, h2o) = results
+    lost = streaming.mass_lost.numpy()
+    heads = {(layer, head): lost[layer, head].mean() for layer in range(len(lost)) for head in range(lost.shape[1])}
+    (layer, head), most = max(heads.items(), key=lambda item: item[1])
+    tenth = sum(sorted(heads.values())[-max(1, len(heads) // 10) :]) / sum(heads.values())
+    where, along, who = first_look.story(streaming, results)
+    assert where.startswith(f"streamingllm loses {lost.mean():.1%} of the response's attention")
+    assert f"worst tenth of the heads has {tenth:.0%}" in where and where.endswith(
+        f"head {head} of layer {layer} loses {most:.0%} of its own."
+    )
+    half = lost.shape[-1] // 2
+    assert along.endswith(f"from {lost[..., :half].mean():.1%} to {lost[..., half:].mean():.1%}.")
+    assert float(h2o.mass_lost.mean()) < lost.mean()
+    assert f"h2o ({float(h2o.mass_lost.mean()):.1%}) loses least and streamingllm ({lost.mean():.1%}) most" in who
+
+
+def test_the_story_of_two_policies_follows_from_their_layers(results):
+    (streaming, h2o) = results
+    left, right = (one.mass_lost.mean((1, 2)).tolist() for one in results)
+    means, layers, _ = exploring.story(exploring.lost_by_layer([streaming, h2o]), "streamingllm", "h2o")
+    lower = sum(b < a for a, b in zip(left, right, strict=True))
+    assert means.endswith(f"h2o loses less in {lower} of {len(left)} layers.")
+    assert f"most in layer {left.index(max(left))} ({max(left):.0%})" in layers
+    apart = [abs(a - b) for a, b in zip(left, right, strict=True)]
+    assert f"differ most in layer {apart.index(max(apart))} (" in layers
