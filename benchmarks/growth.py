@@ -60,7 +60,7 @@ def lived(lm: kvlab.LM, ids: torch.Tensor) -> None:
         cast(Any, lm.model).generate(ids[None], prefill_chunk_size=None if chunk == len(ids) else chunk, **asked)
 
 
-def measured(part: str, model: str, tokens: int, path: Path) -> dict:
+def measured(part: str, model: str, dtype: str, tokens: int, path: Path) -> dict:
     """In this process: seconds, and bytes at the highest."""
     if part == "replay":
         small = path.with_name("small")
@@ -71,7 +71,7 @@ def measured(part: str, model: str, tokens: int, path: Path) -> dict:
         def once() -> None:
             replayed(path)
     else:
-        lm = kvlab.load(model, device="cpu")
+        lm = kvlab.load(model, device="cpu", dtype=dtype)
         ids = prompt(lm, tokens)
         runs = {
             "prefill": lambda some: prefill(lm, some),
@@ -97,9 +97,15 @@ def measured(part: str, model: str, tokens: int, path: Path) -> dict:
     }
 
 
-def measure(model: str, tokens: int, part: str, folder: Path) -> dict:
-    order = [__file__, "--model", model, "--tokens", str(tokens), "--parts", part, "--one", str(folder / "long")]
-    row: dict = {"model": model, "tokens": tokens, "part": part}
+def named(model: str, dtype: str) -> str:
+    """What rows and tables call it."""
+    return model if dtype == "auto" else f"{model} in {dtype}"
+
+
+def measure(model: str, dtype: str, tokens: int, part: str, folder: Path) -> dict:
+    order = [__file__, "--model", model, "--dtype", dtype, "--tokens", str(tokens), "--parts", part]
+    order += ["--one", str(folder / "long")]
+    row: dict = {"model": named(model, dtype), "tokens": tokens, "part": part}
     row |= json.loads(memory.in_fresh_process(order, f"{part} at {tokens} tokens"))
     if part == "capture":
         row["trace_mib"] = (folder / "long").stat().st_size / MIB
@@ -155,6 +161,7 @@ def show(rows: list[dict], model: str, console: Console) -> None:
 
 def main(
     model: Annotated[str, typer.Option(help="As for kvlab.load.")] = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="Of the model, and so of its trace: auto, float32, bfloat16.")] = "auto",
     tokens: Annotated[
         list[int], typer.Option(min=600, help="Length of a prompt; may be given several times.")
     ] = LENGTHS,
@@ -163,7 +170,7 @@ def main(
     one: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     if one:
-        print(json.dumps(measured(parts, model, tokens[0], one)))
+        print(json.dumps(measured(parts, model, dtype, tokens[0], one)))
         return
     console = Console(highlight=False)
     with in_a_sentence():
@@ -174,8 +181,9 @@ def main(
         # The longest prompt leaves room for what follows.
         lengths = sorted({min(length, longest) for length in tokens})
         jobs = [(length, part) for length in lengths for part in wanted]
+        label = named(model, dtype)
         known = {(row["model"], row["tokens"], row["part"]) for row in rows}
-        todo = [job for job in jobs if (model, *job) not in known]
+        todo = [job for job in jobs if (label, *job) not in known]
         # A replay's trace is gone with the run that captured it.
         needed = {length for length, part in todo if part == "replay"}
         todo = [job for job in jobs if job in todo or (job[1] == "capture" and job[0] in needed)]
@@ -183,13 +191,13 @@ def main(
             task = progress.add_task("", total=sum(cost(*job) for job in todo))
             for length, part in todo:
                 progress.update(task, description=f"{part} of {length} tokens")
-                row = measure(model, length, part, Path(folder))
-                rows = [each for each in rows if (each["model"], each["tokens"], each["part"]) != (model, length, part)]
+                row = measure(model, dtype, length, part, Path(folder))
+                rows = [each for each in rows if (each["model"], each["tokens"], each["part"]) != (label, length, part)]
                 rows.append(row)
                 if out:
                     write_csv(out, rows)
                 progress.advance(task, cost(length, part))
-        show([row for row in rows if row["model"] == model and row["part"] in wanted], model, console)
+        show([row for row in rows if row["model"] == label and row["part"] in wanted], label, console)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ def measured(growth, monkeypatch, lm):
     """What was measured anew, without measuring it; the model is loaded for its length alone."""
     asked = []
 
-    def measure(model, tokens, part, _folder):
+    def measure(model, dtype, tokens, part, _folder):
         asked.append((tokens, part))
-        return row(part, tokens, tokens**1.5, **({"trace_mib": 5.0} if part == "capture" else {}))
+        more = {"trace_mib": 5.0} if part == "capture" else {}
+        return row(part, tokens, tokens**1.5, growth.named(model, dtype), **more)
 
     monkeypatch.setattr(growth, "measure", measure)
     monkeypatch.setattr(growth.kvlab, "load", lambda *_, **__: lm)
@@ -58,6 +59,15 @@ def test_what_was_measured_is_not_measured_again(growth, measured, tmp_path):
     assert len(kept) == 4 and kept[1] == row("capture", 700, 700**1.5, trace_mib=5.0)
 
 
+def test_another_type_is_measured_beside_the_models_own(growth, measured, tmp_path):
+    out = tmp_path / "rows.csv"
+    for dtype in ("auto", "bfloat16", "bfloat16"):
+        found = command(growth, "--tokens", "700", "--parts", "live", "--dtype", dtype, "--out", str(out))
+    assert measured == [(700, "live")] * 2
+    assert [row["model"] for row in growth.kept(out)] == ["smollm2-135m", "smollm2-135m in bfloat16"]
+    assert "smollm2-135m in bfloat16" in found.stdout
+
+
 def test_a_replay_needs_its_trace_captured_again(growth, measured, tmp_path):
     out = tmp_path / "rows.csv"
     command(growth, "--tokens", "700", "--parts", "capture", "--out", str(out))
@@ -81,8 +91,8 @@ def test_other_parts_are_refused_in_a_sentence(growth, measured):
 def test_a_capture_its_replays_and_a_live_run_for_real(growth, lm, tmp_path):
     path = tmp_path / "long"
     with pytest.raises(growth.kvlab.KvlabError, match="ask for capture, too"):
-        growth.measured("replay", lm.name, 640, path)
-    found = {part: growth.measured(part, lm.name, 640, path) for part in ("capture", "replay", "live")}
+        growth.measured("replay", lm.name, "auto", 640, path)
+    found = {part: growth.measured(part, lm.name, "auto", 640, path) for part in ("capture", "replay", "live")}
     for part, numbers in found.items():
         assert 0 < numbers["above_mib"] < numbers["peak_mib"], part
         assert numbers["seconds"] > 0 and numbers["cpu_seconds"] > 0, part
