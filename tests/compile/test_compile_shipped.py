@@ -20,12 +20,12 @@ NAMES = sorted(path.stem for path in SHIPPED_TABLES.glob("*.json"))
 
 
 @pytest.fixture(scope="module")
-def name():
+def name(request):
     """The default model's, unless a test asks for all."""
-    return NAME
+    return getattr(request, "param", NAME)
 
 
-every_model = pytest.mark.parametrize("name", NAMES, scope="module")
+every_model = pytest.mark.parametrize("name", NAMES, indirect=True)
 
 
 @pytest.fixture(scope="module")
