@@ -47,7 +47,7 @@ def story(findings: Findings, left: str, right: str) -> list[str]:
     layer, furthest = table[left].idxmax(), less.abs().idxmax()
     return [
         f"{left} loses {means[left]:.1%} of the response's attention and {right} {means[right]:.1%}; {right} loses "
-        f"less in {int((less > 0).sum())} of {len(table)} layers.",
+        f"less in {(less.to_numpy() > 0).sum()} of {len(table)} layers.",
         f"{left} loses most in layer {layer} ({table[left][layer]:.0%}); the two differ most in layer {furthest} "
         f"({table[left][furthest]:.0%} and {table[right][furthest]:.0%}).",
         "This is one prompt, so that nothing says how sure it is; next, the same on several texts: `kvlab.replay` "
