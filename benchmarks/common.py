@@ -58,6 +58,18 @@ def in_a_sentence() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+def some_of(known: str, parts: str) -> list[str]:
+    """Which of the `known` parts of a benchmark are asked for, in their own order; both are names between commas.
+
+    Raises:
+        KvlabError: one of them is not known.
+    """
+    asked, all_of_them = set(parts.split(",")), known.split(",")
+    if not asked <= set(all_of_them):
+        raise KvlabError(f"parts are some of {known}, and not {parts!r}")
+    return [part for part in all_of_them if part in asked]
+
+
 def run(main: Callable[..., None], about: str | None) -> None:
     """Run a benchmark's function as a command; `about` is its help."""
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)

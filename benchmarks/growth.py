@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import torch
 import typer
-from common import bar, in_a_sentence, prefill, prompt, run, write_csv
+from common import bar, in_a_sentence, prefill, prompt, run, some_of, write_csv
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -174,9 +174,7 @@ def main(
         return
     console = Console(highlight=False)
     with in_a_sentence():
-        rows, wanted = kept(out), [part for part in PARTS.split(",") if part in parts.split(",")]
-        if set(parts.split(",")) - set(wanted):
-            raise kvlab.KvlabError(f"parts are some of {PARTS}, and not {parts!r}")
+        rows, wanted = kept(out), some_of(PARTS, parts)
         longest = kvlab.load(model, device="cpu").context_length - FOLLOW
         # The longest prompt leaves room for what follows.
         lengths = sorted({min(length, longest) for length in tokens})

@@ -28,6 +28,7 @@ import psutil
 import torch
 import typer
 import yaml
+from common import in_a_sentence, run, some_of
 from nbformat import v4
 from rich.console import Console
 from rich.table import Table
@@ -182,9 +183,9 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the kills' moments and victims.")] = 0,
     parts: Annotated[str, typer.Option(help=f"Some of {PARTS}.")] = PARTS,
 ) -> None:
-    console, table, wanted = Console(), Table("what", "measured", "goal"), parts.split(",")
-    if set(wanted) - set(PARTS.split(",")):
-        raise typer.BadParameter(f"parts are some of {PARTS}, and not {parts!r}")
+    console, table = Console(), Table("what", "measured", "goal")
+    with in_a_sentence():
+        wanted = some_of(PARTS, parts)
     with tempfile.TemporaryDirectory(prefix="kvlab-sweeps-") as place:
         if "times" in wanted:
             timed(Path(place), jobs, table)
@@ -194,4 +195,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main, __doc__)

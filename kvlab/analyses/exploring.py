@@ -43,7 +43,7 @@ def story(findings: Findings, left: str, right: str) -> list[str]:
     """What the layers show of two policies; findings: of `lost_by_layer`."""
     table = findings.table.pivot_table(index="layer", columns="policy", values="mass_lost")
     less = table[left] - table[right]
-    means = {name: table[name].mean() for name in (left, right)}
+    means = {name: findings.row(MASS_LOST, policy=name).value for name in (left, right)}
     layer, furthest = table[left].idxmax(), less.abs().idxmax()
     return [
         f"{left} loses {means[left]:.1%} of the response's attention and {right} {means[right]:.1%}; {right} loses "
