@@ -112,6 +112,13 @@ def test_gains_are_ratios_document_by_document():
     assert metrics["lost/snapkv"] == pytest.approx(1 - metrics["retained/snapkv"])
 
 
+def test_table_1_says_how_many_entries_each_method_stores():
+    found = quality.table_1(TRACES[:2], tables(), 256 / PROMPT).metrics
+    assert found["stored/snapkv"] == found["stored/filled"] == 256
+    sizes = [len(kept(each, policy("compilerkv", budget=256, tables=tables()))[0][0]) for each in TRACES[:2]]
+    assert found["stored/compilerkv"] < 256 and max(sizes) < 256, "the gate leaves a part of the budget empty"
+
+
 def learnt(folder, budget, seed, documents=()):
     """The file of weights learnt one head at a time, and the weights."""
     weights = np.random.default_rng(seed).choice([0.25, 0.5, 1.0, 2.0], (LAYERS, HEADS))

@@ -227,6 +227,8 @@ def test_table_1_is_named_by_compression(traces):
     pages = math.ceil(TOTAL / max(16, math.ceil(TOTAL / 28)))
     assert found.metrics["auxiliary/quest/c16"] == pytest.approx(found.metrics["storage/quest/c16"] - 1)
     assert found.metrics["auxiliary/quest/c16"] == pytest.approx(pages / TOTAL, rel=0.05)
+    by_tensors = [found.metrics[f"by_tensors/{name}/c16"] for name in ("rocketkv", "quest", "sparq", "snapkv")]
+    assert by_tensors == pytest.approx([1 / 4 + 1 / 8, 1 + 1 / 32, 1.5, 1 / 16]), "at exactly 16"
     assert found.metrics["of_tensors/sparq/c64"] == pytest.approx(found.metrics["storage/sparq/c64"] / 1.5)
     assert "storage/snapkv/c64" not in found.metrics
 

@@ -252,6 +252,7 @@ def rows(task: str, policy: str, budget: float | None, nll: list[float], score: 
             "nll": n,
             "score": s,
             "hits": s / 2 + 0.5,
+            "kv_bytes": 8_000 * (i + 1) if budget is None else 100 * budget,
         }
         for i, (n, s) in enumerate(zip(nll, score, strict=True))
     ]
@@ -325,10 +326,10 @@ def test_a_gain_widens_from_the_largest_budget_to_the_smallest():
 
 def test_scores_losses_and_what_is_retained():
     found = gains.findings(TABLE)
-    assert found.metrics["score/needle/dapq/64"] == 0.5
-    assert found.metrics["score/needle/full"] == 1.0
+    assert (found.metrics["score/needle/dapq/64"], found.metrics["score/needle/full"]) == (0.5, 1.0)
     assert found.metrics["loss/needle/dapq/64"] == pytest.approx((0.9 + 1.7) / 2)
     assert found.metrics["loss/all/dapq/64"] == pytest.approx((0.9 + 1.7 + 0.1 + 0.3) / 4)
+    assert found.metrics["stored/needle/dapq/64"] == pytest.approx((0.8 + 0.4) / 2), "example by example"
     assert found.metrics["retained/qa/dapq/64"] == pytest.approx(1.0)
     assert found.metrics["retained/qa/snapkv/64"] == pytest.approx(0.5 / 0.75)
     assert found.metrics["question_aware/needle/snapkv/64"] == pytest.approx((1.0 + 2.0) / 2)

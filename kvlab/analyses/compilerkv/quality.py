@@ -60,6 +60,7 @@ FLATTER, FLATTER_FILLED = "flatter/{rival}", "flatter_filled/{rival}"
 LEAD, LEAD_FILLED = "lead/{rival}/{budget}", "lead_filled/{rival}/{budget}"
 CLAMPED = "clamped/{budget}"
 RETAINED, RECALLED, LOST = "retained/{method}", "recalled/{method}", "lost/{method}"
+HELD = "stored/{method}"
 GAIN, GAIN_FILLED = "gain/{measure}/{rival}", "gain_filled/{measure}/{rival}"
 GAIN_TWIN = "gain_twin/{measure}/{rival}"
 
@@ -242,7 +243,8 @@ def table_1(
         KvlabError: a text that tables were learnt from.
 
     Returns:
-        The table of `sweep`; metrics `retained/METHOD` (attention kept), `lost/METHOD` (the rest), `recalled/METHOD`;
+        The table of `sweep`; metrics `retained/METHOD` (attention kept), `lost/METHOD` (the rest), `recalled/METHOD`,
+        `stored/METHOD` (mean entries of the prompt, of which a gate may leave some empty);
         `gain/kept/RIVAL` and `gain/recall/RIVAL`, CompilerKV's measure over the rival's, less 1; `gain_filled/...`,
         where CompilerKV is filled up to the budget; and `gain_twin/...`, where it has SnapKV's pooling and kept window
         besides.
@@ -254,6 +256,8 @@ def table_1(
     assert isinstance(filled, CompilerKV)
     compared["twin"] = twin(filled, share)
     findings = Findings(sweep(traces, list(compared.items())))
+    for name, stored in by_method(findings.table, "stored").items():
+        findings.add(HELD, stored, method=name)
     for measure, effect in zip(MEASURES, (RETAINED, RECALLED), strict=True):
         values = by_method(findings.table, measure)
         for name in compared:

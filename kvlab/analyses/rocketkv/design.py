@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,6 +64,7 @@ STORAGE = "storage/{method}/c{compression:g}"
 TRAFFIC = "traffic/{method}/c{compression:g}"
 OF_TENSORS = "of_tensors/{method}/c{compression:g}"
 AUXILIARY = "auxiliary/{method}/c{compression:g}"
+BY_TENSORS = "by_tensors/{method}/c{compression:g}"
 
 
 def stages(traces: Sequence[Trace], least: float = LEAST) -> tuple[float, ...]:
@@ -357,16 +359,18 @@ def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], under: str = ""
 
 
 def table_1(trace: Trace, wanted: Sequence[float] = (4, 16, 64)) -> Findings:
-    """Table 1 at given compressions: `rocketkv.table_1`, with metrics named by compression.
+    """Table 1 at given compressions: `rocketkv.table_1`, with metrics named by compression, and the arithmetic of it.
 
     Returns:
         Its table. Metrics `storage/rocketkv/c16` and `traffic/rocketkv/c16`, measured as shares of the full cache;
         `auxiliary/quest/c16`, what is stored beyond the full cache; `of_tensors/rocketkv/c16`, the measured storage as
-        a share of `storage_by_tensors`.
+        a share of `storage_by_tensors`; `by_tensors/rocketkv/c16`, what the latter says at exactly this compression.
     """
     by_budget = {budget_at(trace, c): c for c in wanted}
     table = common.table_1(trace, list(by_budget)).table
     findings = Findings(table.assign(compression=[by_budget[budget] for budget in table["budget"]]))
+    for method, compression in itertools.product(common.METHODS, wanted):
+        findings.set(BY_TENSORS, common.storage_by_tensors(method, compression), method=method, compression=compression)
     for row in findings.table.dropna().to_dict("records"):
         at = {"method": row["method"], "compression": row["compression"]}
         findings.set(STORAGE, row["storage_measured"], **at)

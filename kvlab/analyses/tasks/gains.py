@@ -103,6 +103,7 @@ def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> F
     that they lie between 0 and 1), and with its mean over each kind of text:
     - `score/TASK/POLICY/BUDGET`, `hits/...`, `nll/...` (nats a token) and `loss/...`, the NLL above the full cache's on
       the same example; the full cache has no BUDGET;
+    - `stored/TASK/POLICY/BUDGET`: bytes of keys and values after the answer, as a share of the full cache's;
     - `retained/TASK/POLICY/BUDGET`: hits as a share of the full cache's, the percentage of full-cache performance;
     - `gain/TASK/A_over_B/BUDGET`: NLL of B less that of A on the same examples, so that more than 0 speaks for A;
     - `score_gain/...`, the scores of A less those of B;
@@ -153,6 +154,7 @@ def _levels(findings: Findings, task: str, cells: Mapping[tuple[str, float | Non
         if policy != "full":
             same = full.loc[cell.index]
             values["loss"] = cell["nll"] - same["nll"]
+            values["stored"] = cell["kv_bytes"] / same["kv_bytes"]
             if (right := same.loc[:, "hits"].mean()) > 0:
                 values["retained"], ends["retained"] = cell["hits"] / right, (0.0, 1.0 / right)
         at = {} if budget is None else {"budget": budget}
