@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from kvlab import papers
 from kvlab.analyses.findings import Row
 
 UNDECIDED = "not told apart from none"
@@ -82,6 +83,32 @@ def beside(row: Row, paper: float) -> str:
         return where
     ratio = row.value / paper
     return f"{where}: {'ours has the other sign' if ratio < 0 else f'ours is {_shown(ratio, 2)} of it'}"
+
+
+def stated(claim: str) -> float:
+    """The number that the paper states for a claim, by the claim's id."""
+    (value,) = [one.paper_value for one in papers.claims(paper=claim.split(".")[0]) if one.id == claim]
+    if value is None:
+        raise ValueError(f"the paper states no number for {claim}")
+    return value
+
+
+def verdict(row: Row) -> str:
+    """Whether a gain is one: "a gain", "a loss", or not told apart from none."""
+    return side(row, above="a gain", below="a loss")
+
+
+def grouped(rows: Iterable[tuple[Row, str]], **phrases: str) -> str:
+    """Named rows by the side of 0 that they lie on: `ahead of a (0.2) and b (0.1) and behind c (-0.2)`.
+
+    Args:
+        rows: each with the words for it.
+        phrases: what stands before the words of each side: `above`, `below` and `undecided`.
+    """
+    sides: dict[str, list[str]] = {name: [] for name in ("above", "below", "undecided")}
+    for row, words in rows:
+        sides[side(row, above="above", below="below", undecided="undecided")].append(words)
+    return listed([f"{phrases[name]} {listed(words)}" for name, words in sides.items() if words])
 
 
 def listed(words: list[str]) -> str:

@@ -89,3 +89,28 @@ def test_a_share_moves_in_percent():
         telling.moved(row(-0.2, -0.3, -0.1), "grows by", "falls by", shown=telling.percent)
         == "falls by 20 % (10 to 30)"
     )
+
+
+def test_a_papers_number_is_found_by_its_claim():
+    assert telling.stated("dapq.table1.position_outweighs_content") == 0.3971
+    with pytest.raises(ValueError, match="states no number"):
+        telling.stated("dapq.section3_3.retained_set")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (row(0.2, 0.1, 0.3), "a gain"),
+        (row(-0.2, -0.3, -0.1), "a loss"),
+        (row(0.2, -0.1, 0.5), "not told apart from none"),
+    ],
+)
+def test_a_gain_is_one_by_its_interval(given, text):
+    assert telling.verdict(given) == text
+
+
+def test_names_are_grouped_by_the_side_of_their_rows():
+    rows = [(row(0.2, 0.1, 0.3), "a"), (row(-0.2, -0.3, -0.1), "b"), (row(0.3, 0.1, 0.5), "c"), (row(0.0), "d")]
+    phrases = {"above": "ahead of", "below": "behind", "undecided": "level with"}
+    assert telling.grouped(rows, **phrases) == "ahead of a and c, behind b and level with d"
+    assert telling.grouped(rows[:1], **phrases) == "ahead of a"

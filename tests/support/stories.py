@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pandas
 
 from kvlab.analyses.findings import Findings
@@ -19,6 +21,27 @@ def findings_of(effects: dict, table: pandas.DataFrame) -> Findings:
         for value, keys in rows:
             findings.set(effect, *around(value, 0.02), **keys)
     return findings
+
+
+def counted(sentences: list[str]) -> list[str]:
+    """The sentences that a reader counts, however they were put into the list; each begins and ends as one does."""
+    text = " ".join(sentence for sentence in sentences if sentence)
+    # An equation's number goes on after its full stop.
+    found = re.split(r"(?<=[.?]) (?=\S)(?<!\beq\. )", text)
+    assert all(re.fullmatch(r"\S.*\.", sentence) and "  " not in sentence for sentence in found), found
+    return found
+
+
+def told(sentences: list[str]) -> str:
+    """As one paragraph, which has the length of a story: two to four sentences."""
+    assert 2 <= len(counted(sentences)) <= 4, sentences
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def unmeasured(sentences: list[str]) -> str:
+    """The one sentence of a figure whose numbers were not measured."""
+    (sentence,) = counted(sentences)
+    return sentence
 
 
 def whole(sentences: list[str]) -> str:

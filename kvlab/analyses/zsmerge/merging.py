@@ -160,7 +160,9 @@ def template_in_words(findings: Findings, ratio: float = 0.2) -> list[str]:
     change = telling.side(row, "more", "less", "not measurably more or less")
     return [
         f"With the chat template merging removes {change} of eviction's error at {ratio:.0%} of the cache: "
-        f"the share changes by {telling.number(row)}."
+        f"the share changes by {telling.number(row)}.",
+        "The paper's scores start from a prompt's last queries, some of which are then the template's own tokens.",
+        "Next: a response that outgrows the cache, where scores are renewed at every step.",
     ]
 
 

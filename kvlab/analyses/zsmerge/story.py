@@ -6,7 +6,7 @@ from typing import Any
 
 from kvlab import papers
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.telling import beside, listed, number, percent, side
+from kvlab.analyses.telling import by_side, grouped, listed, number, percent, side, stated
 from kvlab.analyses.zsmerge import decoding, merging, printed, sensitivity, theorem
 
 MATTERS = "matters more than merging itself"
@@ -15,31 +15,34 @@ MATTERS = "matters more than merging itself"
 def figure_4(findings: Findings) -> list[str]:
     """Under figure 4; findings: of `merging.figure_4`."""
     rows = [row for row in findings.rows if row.effect == merging.REDUCTION]
-    clear = [row for row in rows if row.low is not None and row.low > 0]
-    sentences = [f"Merging is clearly ahead of eviction at {len(clear)} of {len(rows)} ratios."]
-    paper = papers.figure("zsmerge", "figure4").set_index("ratio")["reduction"]
-    for row in rows:
-        ratio = float(str(row.keys["ratio"]))
-        if ratio in paper.index and ratio in (0.05, 0.2, 0.5):
-            sentences.append(
-                f"At {100 * ratio:.0f} % of the cache it removes {percent(row)} of eviction's error; "
-                f"{beside(row, float(paper.loc[ratio]))}."
-            )
+    clear = len(by_side(rows)["above"])
+    paper: Any = papers.figure("zsmerge", "figure4").set_index("ratio")["reduction"]
+    beside = [(row, float(str(row.keys["ratio"]))) for row in rows if row.keys["ratio"] in (0.05, 0.2, 0.5)]
+    told = [f"{percent(row)} at {100 * ratio:.0f} % of the cache ({100 * paper[ratio]:.1f} %)" for row, ratio in beside]
+    inside = sum(side(row, "above", "below", "inside", at=paper[ratio]) == "inside" for row, ratio in beside)
+    removes = (
+        f", and removes {listed(told)} of eviction's error, in brackets figure 4's; {inside} of these {len(told)} lie "
+        "inside our intervals"
+        if told
+        else ""
+    )
     grows = findings.found(merging.GROWTH, first=0.05, last=0.50)
-    if grows is not None:
-        sentences.append(
-            "From 5 to 50 % of the cache the share "
-            + side(
-                grows,
-                above="grows, as the paper's own numbers do and its caption denies.",
-                below="falls, as the caption says and the paper's own numbers do not.",
-                undecided="neither clearly grows nor falls.",
-            )
-        )
-    sentences.append(_definitions(findings))
-    sentences.append(_similarity(findings))
-    sentences.append("Next: does it last where a response is long enough that every token is merged one by one?")
-    return sentences
+    readings = "; ".join(part for part in (_definitions(findings), _similarity(findings)) if part)
+    return [
+        f"Merging is clearly ahead of eviction at {clear} of {len(rows)} ratios{removes}.",
+        ""
+        if grows is None
+        else "From 5 to 50 % of the cache the share "
+        + side(
+            grows,
+            above="grows, as the paper's own numbers do and its caption denies.",
+            below="falls, as the caption says and the paper's own numbers do not.",
+            undecided="neither clearly grows nor falls, where the paper's numbers grow and its caption says they fall.",
+        ),
+        f"At 20 % of the cache {readings}." if readings else "",
+        "Next: in which layers it gains, and whether that lasts where a response is long enough that tokens are merged "
+        "one by one.",
+    ]
 
 
 def _definitions(findings: Findings) -> str:
@@ -54,8 +57,8 @@ def _definitions(findings: Findings) -> str:
     told = {"heads": "head by head", "squares": "squared", "layers": "over whole layers"}
     shown = listed([f"{percent(row)} {told[name]}" for name, row in rows.items() if row is not None])
     explains = abs(rows[nearest].value - paper) < 0.1 * paper  # type: ignore[union-attr]
-    so = "which is the paper's number" if explains else "and so the definition does not explain the difference"
-    return f"At {100 * at:.0f} % the reduction is {shown}; nearest to the paper's is that {told[nearest]}, {so}."
+    so = "which is the paper's number" if explains else "so that the definition does not explain the difference"
+    return f"the reduction is {shown}; the one {told[nearest]} is nearest to the paper's, {so}"
 
 
 def _similarity(findings: Findings) -> str:
@@ -69,7 +72,7 @@ def _similarity(findings: Findings) -> str:
         below="serves clearly worse than the authors' contiguous runs",
         undecided="is not told apart from the authors' contiguous runs",
     )
-    return f"Filling the slots by similarity, as the algorithm says, {verdict}: it removes {percent(reduced)}."
+    return f"filling the slots by similarity, as the algorithm says, {verdict} ({percent(reduced)} removed)"
 
 
 def by_layer(findings: Findings) -> list[str]:
@@ -92,24 +95,27 @@ def by_layer(findings: Findings) -> list[str]:
 def while_decoding(findings: Findings, theorem_1: Findings) -> list[str]:
     """Under the long responses; findings: of `decoding.merging_while_decoding`, theorem_1: of `theorem.theorem_1`."""
     merge = findings.row(decoding.REDUCTION, definition="error", variant="merge")
+    ahead = side(merge, above="it is clearly ahead", below="it is clearly behind", undecided="no clear difference")
+    last = findings.found(decoding.REDUCTION_OF_PART, part=decoding.PARTS)
+    still = last and side(
+        last,
+        above="it is still clearly ahead, as section 3.4 says",
+        below="it is clearly behind, where section 3.4 has it still ahead",
+        undecided="it is not told apart from eviction, where section 3.4 has it still ahead",
+    )
+    told = {"displaces": "the newcomer displacing another", "plain": "scores by eq. 2", "alpha0": "no bias"}
+    rows = [(findings.row(decoding.AHEAD, choice=choice), words) for choice, words in told.items()]
+    error = grouped(
+        [(row, f"{words} ({number(row, 2)} saved)") for row, words in rows],
+        above="clearly lower with",
+        below="clearly higher with",
+        undecided="not clearly other with",
+    )
     sentences = [
         f"Along a response that outgrows the cache merging one by one removes {percent(merge)} of eviction's error: "
-        + side(merge, above="it is clearly ahead.", below="it is clearly behind.", undecided="no clear difference.")
+        f"{ahead}" + (f"; in the last quarter {still} ({percent(last)})." if last else "."),
+        f"The error is {error}; section 3.5 has the bias as what makes the difference.",
     ]
-    last = findings.found(decoding.REDUCTION_OF_PART, part=decoding.PARTS)
-    if last is not None:
-        ahead = side(
-            last,
-            above="it is still clearly ahead",
-            below="it is clearly behind",
-            undecided="it is no longer told apart from eviction",
-        )
-        sentences.append(f"In the last quarter {ahead} ({percent(last)}).")
-    told = {"displaces": "letting the newcomer displace another", "plain": "scoring by eq. 2", "alpha0": "no bias"}
-    for choice, words in told.items():
-        row = findings.row(decoding.AHEAD, choice=choice)
-        better = side(row, above="clearly lower", below="clearly higher", undecided="not clearly other")
-        sentences.append(f"With {words} the error is {better} ({number(row, 2)} saved).")
     fullest = theorem_1.found(theorem.FULLEST, moment=theorem.WHILE_DECODING)
     if fullest is not None:
         even = theorem_1.row(theorem.EVEN, moment=theorem.WHILE_DECODING)
@@ -124,7 +130,7 @@ def while_decoding(findings: Findings, theorem_1: Findings) -> list[str]:
             f"The fullest slot of a KV head holds {percent(fullest)} of what was merged, {percent(even)} would be its "
             f"even share: {crowded}."
         )
-    return sentences
+    return [*sentences, "The paper prints no error along such a response; next, what its printed tables add up to."]
 
 
 def printed_tables(over_snapkv: Findings, infinite: Findings, summaries: Findings) -> list[str]:
@@ -147,43 +153,53 @@ def printed_tables(over_snapkv: Findings, infinite: Findings, summaries: Finding
         f"{100 * stated['high']:.0f} %.",
         f"The tasks of table 6 give {100 * shares[0]:.1f} % of the full cache's average, the printed "
         f"averages {100 * shares[1]:.1f} %.",
+        "Next: how much the hyper-parameters matter, in zsmerge_sensitivity.",
     ]
 
 
 def figure_5(findings: Findings) -> list[str]:
     """Under figure 5; findings: of `sensitivity.figure_5`."""
-    sentences = []
+    spreads, best = [], []
     for row in findings.rows:
         if row.effect == sensitivity.SPREAD_OVER_MERGING and row.keys["parameter"] in ("decay", "window"):
             verdict = side(
                 row, above=MATTERS, below="matters less than merging itself", undecided="may matter as much", at=1.0
             )
-            sentences.append(
-                f"Within the range that the paper calls stable the {row.keys['parameter']} {verdict}: "
-                f"the error varies by {number(row, 2)} times what merging gains."
-            )
-    for row in findings.rows:
+            spreads.append(f"the {row.keys['parameter']} {verdict} ({number(row, 2)})")
         if row.effect == sensitivity.BEST and row.keys["parameter"] in ("proximity", "residual"):
             recommended = sensitivity.RECOMMENDED[str(row.keys["parameter"])]
-            sentences.append(
-                f"The best {row.keys['parameter']} is {number(row, 2)}, the paper recommends {recommended:g}."
+            best.append(
+                f"the best {row.keys['parameter']} is {number(row, 2)} where the paper recommends {recommended:g}"
             )
     none = findings.found(sensitivity.WORSE, parameter="residual", setting=0.0)
     if none is not None:
         costs = side(none, above="clearly costs", below="clearly saves", undecided="does not clearly change")
-        sentences.append(f"Giving up the residual slots {costs} error ({number(none, 2)}).")
-    sentences.append("Next: the same sweeps by tasks, since output error and ROUGE may put optima elsewhere.")
-    return sentences
+        paper: Any = papers.figure("zsmerge", "figure5").query("parameter == 'residual' and first == 0").iloc[0]
+        best.append(
+            f"giving up the residual slots {costs} error ({number(none, 2)}), where it costs the paper "
+            f"{-100 * paper['highest']:.0f} to {-100 * paper['lowest']:.0f} % of ROUGE"
+        )
+    optima = "; ".join(best)
+    return [
+        f"Within the range that the paper calls stable {listed(spreads)}, in brackets by how many times what merging "
+        f"gains the error varies; the paper's printed ROUGE comes to {stated('zsmerge.figure5.decay_robust'):.2f} at "
+        "most."
+        if spreads
+        else "",
+        optima[:1].upper() + optima[1:] + "." if optima else "",
+        "Next: the choices that the paper leaves open; by ROUGE, which is no error of an output, optima may lie "
+        "elsewhere.",
+    ]
 
 
 def choices(findings: Findings) -> list[str]:
     """Under the open choices; findings: of `sensitivity.open_choices`."""
     told = {
-        "similarity": "How the slots are first filled",
-        "displaces": "Whether the newcomer competes",
-        "plain": "Whose attention the scores gather",
+        "similarity": "how the slots are first filled",
+        "displaces": "whether the newcomer competes",
+        "plain": "whose attention the scores gather",
     }
-    sentences = []
+    parts = []
     for choice, words in told.items():
         row = findings.row(sensitivity.CHOICE_OVER_MERGING, choice=choice)
         worse = findings.row(sensitivity.WORSE_BY_CHOICE, choice=choice)
@@ -191,5 +207,9 @@ def choices(findings: Findings) -> list[str]:
             row, above=MATTERS, below="matters less than merging itself", undecided="may matter as much", at=1.0
         )
         way = side(worse, above="for the worse", below="for the better", undecided="in no clear direction")
-        sentences.append(f"{words} {verdict} ({number(row, 2)} times its gain, {way}).")
-    return sentences
+        parts.append(f"{words} {verdict} ({number(row, 2)} times its gain, {way})")
+    return [
+        f"Of the choices that are no numbers, {listed(parts)}.",
+        "Appendix C.2 calls the method robust, and varies none of these.",
+        "Next: whether merging pays on tasks, in tasks_at_small_budgets.",
+    ]
