@@ -32,6 +32,11 @@ def percent(row: Row, digits: int = 2) -> str:
     return f"{value} ({_shown(100 * row.low, digits)} to {_shown(100 * row.high, digits)})"
 
 
+def ends(row: Row) -> tuple[float, float]:
+    """The interval's ends; the value twice where it has no interval."""
+    return (row.value, row.value) if row.low is None or row.high is None else (row.low, row.high)
+
+
 def side(row: Row, above: str, below: str, undecided: str = UNDECIDED, at: float = 0.0) -> str:
     """The phrase that the row's interval allows: `above` or `below` only where the whole interval lies on that side.
 
@@ -39,7 +44,7 @@ def side(row: Row, above: str, below: str, undecided: str = UNDECIDED, at: float
         undecided: the phrase where the interval contains `at`.
         at: where the direction turns.
     """
-    low, high = (row.low, row.high) if row.low is not None and row.high is not None else (row.value, row.value)
+    low, high = ends(row)
     if low > at:
         return above
     return below if high < at else undecided
@@ -114,6 +119,12 @@ def grouped(rows: Iterable[tuple[Row, str]], **phrases: str) -> str:
 def listed(words: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join(part for part in (", ".join(words[:-1]), *words[-1:]) if part)
+
+
+def sentence(parts: list[str]) -> str:
+    """Clauses as one sentence, `A; b.`; without the empty ones, and empty without any."""
+    text = "; ".join(part for part in parts if part)
+    return text and f"{text[0].upper()}{text[1:]}."
 
 
 def _shown(value: float, digits: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
-from support.stories import around, paragraph
+from support.stories import around, told, unmeasured
 
 from kvlab import papers
 from kvlab.analyses.compilerkv import ablation, alone, held_out, printed, quality, story, tables, theorem, veto
@@ -12,10 +12,6 @@ from kvlab.analyses.compilerkv.signal import P
 from kvlab.analyses.findings import Findings
 
 SIDES = {"gain": 0.05, "loss": -0.05}
-
-
-def told(sentences) -> str:
-    return paragraph(sentences, most=4)
 
 
 def signalled(p, question="heads"):
@@ -58,6 +54,7 @@ def test_figure_2_says_which_curves_fall_less(flatter, clamped, says):
         found.set(quality.CLAMPED, *around(clamped), budget=budget)
     text = told(story.figure_2(found))
     assert says in text and ("falls clearly less" in text) is (flatter > 0) and "At 64 entries" in text
+    assert "where figure 2 draws it flatter than every rival's" in text
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -68,7 +65,8 @@ def test_table_2_reads_weights_only_with_a_signal(side, p):
     found.set(ablation.EQUAL_STORAGE, *around(SIDES[side]), measure="kept")
     cells.set("risk/cells", 1 if p > 0.1 else 3)
     text = told(story.table_2(found, signalled(p), cells))
-    assert ("as in the paper" in text) is (side == "gain") and f"a {side}" in text
+    assert ("as in the paper" in text) is (side == "gain") and f"(a {side})" in text
+    assert "table 2 loses 4.5 %" in text
     assert ("holds no signal" in text) is ("one threshold" in text) is (p > 0.1)
     assert "no log" in story.heads_signal(Findings(pd.DataFrame()))
 
@@ -81,7 +79,9 @@ def test_printed_tables_contradict_each_other():
 def test_thresholds_beside_those_that_matter():
     table = pd.DataFrame({"needed": [0.01, 0.02], "threshold": [0.02, 0.0], "at_tenth": [20, 22]})
     text = told(story.admitted(table))
-    assert "0.0150" in text and "50%" in text and "21 tokens" in text
+    assert "0.0150" in text and "50%" in text and "21 tokens" in text and "where appendix B.1" in text
+    text = told(story.admitted(table.assign(threshold=0.0)))
+    assert "In 0% of prompts" in text and "as appendix B.1 says" in text
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -92,6 +92,7 @@ def test_steps_say_what_gains_and_what_costs(side):
     text = told(story.steps(found, 7))
     assert ("value norms spare attention" in text) is (side == "gain")
     assert ("loses more" in text) is (side == "gain") and "At 7 %" in text
+    assert ("costs 0.0500 (0.0400 to 0.0600)" if side == "gain" else "spares 0.0500 (0.0400 to 0.0600)") in text
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -101,7 +102,8 @@ def test_a_veto_is_seen_or_not(side):
     found.set(veto.DIFFERENCE, *around(SIDES[side]))
     text = told(story.protected(found, signalled(0.3)))
     assert ("more than with equal weights" in text) is (side == "gain") and "holds no signal" in text
-    assert "none has a veto" in told(story.protected(Findings(pd.DataFrame()), signalled(0.3)))
+    assert ("as section 4.3 says" in text) is (side == "gain")
+    assert "none has a veto" in unmeasured(story.protected(Findings(pd.DataFrame()), signalled(0.3)))
 
 
 def test_what_of_the_theorem_fails():
@@ -127,9 +129,10 @@ def test_the_tables_beside_what_the_paper_draws(side):
     found.set("{table}/split_half", *around(0.1), table="heads")
     found.set(tables.VISITED, 0.11)
     found.set(tables.ENTROPY_SLOPE, *around(SIDES[side]))
-    assert "correlation of 0.100" in told(story.figure_a2(found, signalled(0.01)))
+    text = told(story.figure_a2(found, signalled(0.01)))
+    assert "correlation of 0.100" in text and ("lower, as figure A2 draws them" in text) is (side == "loss")
     text = told(story.figure_a3(found))
-    assert ("a rise where the paper draws a fall" in text) is (side == "gain") and "11%" in text
+    assert ("a rise where figure A3 draws a fall" in text) is (side == "gain") and "11%" in text
 
 
 def test_alpha_is_a_preference():
@@ -151,13 +154,15 @@ def test_held_out_gains_and_losses(side):
     found = Findings(pd.DataFrame())
     for comparison in ("heads_over_neutral", "equal/over_neutral"):
         found.set(held_out.GAIN, *around(SIDES[side]), measure="nll", comparison=comparison)
-    assert told(story.held_out_gains(found, signalled(0.2))).count(f"a {side}") == 2
+    text = told(story.held_out_gains(found, signalled(0.2)))
+    assert text.count(f"(a {side})") == 2 and "Table 2 loses 2.2 %" in text
     one_by_one = Findings(pd.DataFrame())
     for comparison in alone.COMPARED:
         one_by_one.set(alone.GAIN, *around(SIDES[side]), comparison=comparison, budget=128)
     one_by_one.set(alone.CHANGED, 0.2, budget=128)
     text = told(story.alone_gains(one_by_one, signalled(0.001, "alone_heads")))
-    assert text.count(f"a {side}") == 2 and "20% of the heads" in text and "holds a signal" in text
+    assert text.count(f"(a {side})") == 2 and "20% of the heads" in text and "holds a signal" in text
+    assert "7.5 % with static thresholds" in text
 
 
 def test_the_penalty_decides():

@@ -114,3 +114,10 @@ def test_names_are_grouped_by_the_side_of_their_rows():
     phrases = {"above": "ahead of", "below": "behind", "undecided": "level with"}
     assert telling.grouped(rows, **phrases) == "ahead of a and c, behind b and level with d"
     assert telling.grouped(rows[:1], **phrases) == "ahead of a"
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"), [([], ""), (["", ""], ""), (["of 2 one", "", "At 3"], "Of 2 one; At 3."), (["a"], "A.")]
+)
+def test_clauses_become_one_sentence(parts, text):
+    assert telling.sentence(parts) == text

@@ -10,7 +10,7 @@ import pandas as pd
 from kvlab.analyses.compilerkv import ablation, alone, held_out, printed, quality, tables, theorem, veto
 from kvlab.analyses.compilerkv.signal import LEVEL, P
 from kvlab.analyses.findings import Findings, Row
-from kvlab.analyses.telling import by_side, listed, number, percent, side
+from kvlab.analyses.telling import by_side, listed, moved, number, percent, plural, sentence, side, stated, verdict
 
 
 def _rivals(rows: Sequence[Row]) -> str:
@@ -41,25 +41,25 @@ def table_1(findings: Findings, paper: pd.Series) -> list[str]:
         f"LongBench averages put it ahead of all {len(leads)}, by {100 * min(leads.values()):.1f} to "
         f"{100 * max(leads.values()):.1f} %."
     )
-    gate = findings.row(quality.GAIN, measure="kept", rival="snapkv")
-    full = findings.row(quality.GAIN_FILLED, measure="kept", rival="snapkv")
-    second = (
-        f"As its gate decides, and leaves entries empty, the gain on SnapKV is {percent(gate)}; with filled sets it is "
-        f"{percent(full)}."
+    filled_on_snapkv, gate, twin = (
+        findings.row(effect, measure="kept", rival="snapkv")
+        for effect in (quality.GAIN_FILLED, quality.GAIN, quality.GAIN_TWIN)
     )
-    twin = findings.row(quality.GAIN_TWIN, measure="kept", rival="snapkv")
-    verdict = side(
+    worth = side(
         twin,
         above="so that the utility itself is worth something",
         below="so that the utility itself is the worse one",
         undecided="so that the two utilities cannot be told apart",
     )
-    third = f"With SnapKV's own pooling and window its twin gains {percent(twin)} on SnapKV, {verdict}."
+    second = (
+        f"On SnapKV it gains {percent(filled_on_snapkv)} with filled sets, {percent(gate)} as its gate decides, which "
+        f"leaves entries empty, and {percent(twin)} with SnapKV's own pooling and window, {worth}."
+    )
     return [
         first,
         second,
-        third,
-        "Whether a task's score follows the attention kept is asked in tasks_at_small_budgets.",
+        "Next: whether its lead grows as budgets shrink; whether a task's score follows the attention kept is asked in "
+        "tasks_at_small_budgets.",
     ]
 
 
@@ -76,7 +76,7 @@ def figure_2(findings: Findings) -> list[str]:
     told = listed(parts) if parts else "falls neither clearly more nor clearly less than any rival"
     sentences = [
         f"From 256 to 64 entries CompilerKV's filled sets lose {number(drop)} of the response's attention; its curve "
-        f"{told}."
+        f"{told}, where figure 2 draws it flatter than every rival's and prints no numbers."
     ]
     clamped = findings.frame(quality.CLAMPED)
     if len(clamped):
@@ -90,8 +90,7 @@ def figure_2(findings: Findings) -> list[str]:
                 else "where the paper says that they always do: the rest of the budget stays empty."
             )
         )
-    sentences.append("The paper draws a flatter curve than every rival's, and prints no numbers for it.")
-    return sentences
+    return [*sentences, "Next: what each of its parts is worth."]
 
 
 def table_2(findings: Findings, signal: Findings, cells: Findings) -> list[str]:
@@ -109,27 +108,28 @@ def table_2(findings: Findings, signal: Findings, cells: Findings) -> list[str]:
         below="so that raw attention keeps more, against the paper",
         undecided="so that neither is clearly better",
     )
-    sentences = [f"Without the stabilised utility {percent(raw)} of the kept attention is lost, {worth}."]
-    sentences.append(heads_signal(signal))
+    clauses = []
     if "risk/cells" in cells.metrics:
         met = int(cells.metrics["risk/cells"])
-        sentences.append(
-            f"The prompts here fall into {met} visited {'cell' if met == 1 else 'cells'} of risk"
-            + (
-                ", so that a threshold for the prompt's risk is one threshold, and the comparison with a static one "
-                "is not measured."
-                if met < 2
-                else "."
-            )
+        one = (
+            ", so that a threshold for the prompt's risk is one threshold, and the comparison with a static one is not "
+            "measured"
         )
-    equal = ablation.EQUAL_STORAGE.format(measure="kept")
-    if equal in findings.metrics:
+        clauses.append(
+            f"the prompts here fall into {met} visited {plural(met, 'cell')} of risk{one if met < 2 else ''}"
+        )
+    if ablation.EQUAL_STORAGE.format(measure="kept") in findings.metrics:
         row = findings.row(ablation.EQUAL_STORAGE, measure="kept")
-        sentences.append(
-            f"At equal storage the gate changes what is kept of the attention by {number(row)}: "
-            + side(row, above="a gain.", below="a loss.", undecided="not told apart from none.")
+        clauses.append(
+            f"at equal storage the gate changes what is kept of the attention by {number(row)} ({verdict(row)})"
         )
-    return sentences
+    return [
+        f"Without the stabilised utility {percent(raw)} of the kept attention is lost, {worth}, whose table 2 loses "
+        f"{100 * stated('compilerkv.table2.stabilised_utility'):.1f} % of LongBench's average.",
+        heads_signal(signal),
+        sentence(clauses),
+        "Next: what a threshold can do, and which it would have to be.",
+    ]
 
 
 def heads_signal(signal: Findings) -> str:
@@ -156,6 +156,7 @@ def printed_tables(points: Findings) -> list[str]:
         f"mean, and of at least {least:.2f}.",
         "One of the two statements cannot be true; which one, the published code cannot tell, since its runs use no "
         "thresholds.",
+        "Next: whether table 1's leads are seen in the attention that is kept.",
     ]
 
 
@@ -168,7 +169,8 @@ def admitted(table: pd.DataFrame) -> list[str]:
         "score (median): the first token draws so much that a threshold of 0.1 leaves "
         f"{table['at_tenth'].to_numpy().mean():.0f} tokens.",
         f"In {strict:.0%} of prompts and layers the table's threshold is stricter than that, and part of the budget "
-        "stays empty.",
+        "stays empty" + (", where appendix B.1 has the budget always decide." if strict else ", as appendix B.1 says."),
+        "Next: which step from its utility to SnapKV's gains and which loses.",
     ]
 
 
@@ -182,17 +184,19 @@ def steps(findings: Findings, percent_of_prompt: int) -> list[str]:
     single = "spares attention", "costs attention", "makes no clear difference"
     return [
         f"At {percent_of_prompt} % of the prompt value norms {side(norms, *words)} ({number(norms)}), and the mean "
-        f"over the model instead of the layer's own {side(mean, *single)} ({number(mean)}); the paper counts on both.",
+        f"over the model instead of the layer's own {side(mean, *single)} ({number(mean)}); section 4.2 counts on "
+        "both.",
         "One set for all heads of a layer, where a set for each KV head is stored at the same price, "
-        f"{side(one, above='costs', below='spares', undecided='changes by')} {number(one)}.",
-        f"Against the whole of SnapKV, CompilerKV's utility {side(last, above='loses more', below='loses less')} "
-        f"({number(last)}): "
+        f"{moved(one, above='costs', below='spares', undecided='changes by')}; against the whole of SnapKV, "
+        "CompilerKV's utility "
+        f"{side(last, above='loses more', below='loses less', undecided='loses about as much')} ({number(last)}): "
         + side(
             last,
             above="pooling and a set for each head are worth more than its utility.",
             below="what it gains lies in keeping no window.",
             undecided="what it wins without a window it loses by its one set.",
         ),
+        "Next: whether its most reliable heads have the veto that section 4.3 gives them.",
     ]
 
 
@@ -203,15 +207,16 @@ def protected(findings: Findings, signal: Findings) -> list[str]:
     row = findings.row(veto.DIFFERENCE)
     effect = side(
         row,
-        above="more than with equal weights",
-        below="less than with equal weights",
-        undecided="no clear difference from equal weights",
+        above="more than with equal weights, as section 4.3 says",
+        below="less than with equal weights, against section 4.3",
+        undecided="no clear difference from equal weights, where section 4.3 promises more",
     )
     ours = findings.row(veto.PROTECTED, method="compilerkv")
     return [
         f"Of the tokens that a layer's most reliable head attends to most, {percent(ours)} are kept: {effect} "
         f"({number(row)}).",
         heads_signal(signal),
+        "Next: what of theorem 4.1 can fail on real attention.",
     ]
 
 
@@ -222,8 +227,9 @@ def theorem_4_1(findings: Findings) -> list[str]:
     return [
         "That the l1 distance is twice the discarded mass is an identity, and the l2 bound cannot be broken (here it "
         f"is reached to {ratio:.0%}).",
-        f"The step from mass to utility (A2) can fail, and does for {percent(broken)} of the heads: a mean over the "
-        "whole model bounds no single head.",
+        f"The step from mass to utility (A2), on which theorem 4.1 rests, can fail, and does for {percent(broken)} of "
+        "the heads: a mean over the whole model bounds no single head.",
+        "Next: whether the tables can be learnt at all, in compilerkv_tables.",
     ]
 
 
@@ -244,7 +250,8 @@ def signals(findings: Findings) -> list[str]:
         "would do as well."
         if unseen
         else "",
-        "The paper learnt from about 50,000 prompts; whether so many would teach it, this log cannot say.",
+        "The paper learnt from about 50,000 prompts, and whether so many would teach it, this log cannot say; next, "
+        "whether the weights have the structure of figure A2.",
     ]
 
 
@@ -257,16 +264,23 @@ def figure_a2(findings: Findings, signal: Findings) -> list[str]:
     """
     middle = tables.MIDDLE_LESS_REST in findings.metrics
     halves = "heads/split_half" in findings.metrics
+    lower = middle and side(
+        findings.row(tables.MIDDLE_LESS_REST),
+        above="higher, where figure A2 draws low ones there",
+        below="lower, as figure A2 draws them",
+        undecided="not told apart, where figure A2 draws low ones there",
+    )
     return [
-        f"In the middle layers weights lie {number(findings.row(tables.MIDDLE_LESS_REST))} from those of the rest; "
-        "the paper sees low ones there."
+        f"Weights of the middle layers less those of the rest are {number(findings.row(tables.MIDDLE_LESS_REST))}: "
+        f"{lower}."
         if middle
         else "",
         "Two halves of the contexts agree on a head's weight with a correlation of "
-        f"{number(findings.row('heads/split_half'))}."
+        f"{number(findings.row('heads/split_half'))}, where the paper sees a clear structure."
         if halves
         else "",
         heads_signal(signal),
+        "Next: whether the thresholds follow the prompt's risk as figure A3 draws them.",
     ]
 
 
@@ -279,13 +293,13 @@ def figure_a3(findings: Findings) -> list[str]:
         f"Over entropy thresholds change by {number(findings.row(tables.ENTROPY_SLOPE))} a nat, "
         + side(
             findings.row(tables.ENTROPY_SLOPE),
-            above="a rise where the paper draws a fall",
-            below="a fall, as the paper draws it",
-            undecided="neither a rise nor a fall",
+            above="a rise where figure A3 draws a fall.",
+            below="a fall, as figure A3 draws it.",
+            undecided="neither a rise nor a fall, where figure A3 draws a fall.",
         )
-        + "; what the penalty of equation 14 does to this slope is drawn below."
         if slope
-        else "With contexts in one bin of entropy there is no slope to see.",
+        else "With contexts in one bin of entropy there is no slope to see, where figure A3 draws a fall.",
+        "Next: what conservatism does to a table; what the penalty of equation 14 does to this slope is drawn below.",
     ]
 
 
@@ -299,24 +313,25 @@ def alpha(findings: Findings) -> list[str]:
         f"Where the log prefers the neutral action, {small['neutral'].iloc[0]:.0%} of the states are neutral without "
         f"it and {small['neutral'].iloc[-1]:.0%} with the largest: alpha is then a preference for what was done, not "
         "a test of evidence.",
+        "Section 3.2 has alpha control how conservative a table is; next, whether learnt tables serve text that they "
+        "were not learnt from.",
     ]
 
 
 def held_out_gains(findings: Findings, signal: Findings) -> list[str]:
     """What learnt tables are worth in likelihood."""
     heads = findings.row(held_out.GAIN, measure="nll", comparison="heads_over_neutral")
-    sentences = [
-        f"On held-out text the learnt weights save {number(heads)} nats a token against equal ones: "
-        + side(heads, above="a gain.", below="a loss.", undecided="not told apart from none.")
+    gains = [f"the learnt weights save {number(heads)} nats a token against equal ones ({verdict(heads)})"]
+    both = findings.found(held_out.GAIN, measure="nll", comparison="equal/over_neutral")
+    if both is not None:
+        gains.append(f"both tables together {number(both)} against none of them at equal storage ({verdict(both)})")
+    return [
+        f"On held-out text {listed(gains)}.",
+        f"Table 2 loses {100 * stated('compilerkv.table2.head_table'):.1f} % of LongBench's average without the table "
+        "of heads.",
+        heads_signal(signal),
+        "Next: the same learnt one head at a time, as section 4.3 credits them.",
     ]
-    name = held_out.GAIN.format(measure="nll", comparison="equal/over_neutral")
-    if name in findings.metrics:
-        both = findings.row(held_out.GAIN, measure="nll", comparison="equal/over_neutral")
-        sentences.append(
-            f"Both tables together save {number(both)} nats against none of them at equal storage: "
-            + side(both, above="a gain.", below="a loss.", undecided="not told apart from none.")
-        )
-    return [*sentences, heads_signal(signal)]
 
 
 def alone_gains(findings: Findings, signal: Findings) -> list[str]:
@@ -327,47 +342,41 @@ def alone_gains(findings: Findings, signal: Findings) -> list[str]:
         signal: of `alone.signal`.
     """
     name = P.format(question="alone_heads")
-    sentences = []
-    if name in signal.metrics:
-        p = signal.metrics[name]
-        sentences.append(
-            f"One head at a time, the log {'holds a' if p < LEVEL else 'holds no'} signal on the heads' weights (p = "
-            f"{p:.3f})."
-        )
+    p = signal.metrics.get(name)
     rows = findings.frame(alone.GAIN)
     budget = max(rows["budget"].tolist())
     changed = findings.row(alone.CHANGED, budget=budget).value
-    heads = findings.row(alone.GAIN, comparison="heads", budget=budget)
-    sentences.append(
+    heads, risk = (findings.row(alone.GAIN, comparison=kind, budget=budget) for kind in ("heads", "risk"))
+    without = 100 * stated("compilerkv.table2.head_table"), 100 * stated("compilerkv.table2.risk_gating")
+    return [
+        f"One head at a time, the log {'holds a' if p < LEVEL else 'holds no'} signal on the heads' weights (p = "
+        f"{p:.3f})."
+        if p is not None
+        else "",
         f"At {budget} entries {changed:.0%} of the heads get another weight than 1, and on prompts held out these "
-        f"keep {number(heads)} more of the attention than equal weights: "
-        + side(heads, above="a gain.", below="a loss.", undecided="not told apart from none.")
-    )
-    risk = findings.row(alone.GAIN, comparison="risk", budget=budget)
-    sentences.append(
-        f"Thresholds that follow the risk gain {number(risk)} on static ones at equal storage: "
-        + side(risk, above="a gain.", below="a loss.", undecided="not told apart from none.")
-    )
-    return sentences
+        f"keep {number(heads)} more of the attention than equal weights ({verdict(heads)}); thresholds that follow the "
+        f"risk gain {number(risk)} on static ones at equal storage ({verdict(risk)}).",
+        f"Table 2 loses {without[0]:.1f} % of LongBench's average without the table of heads and {without[1]:.1f} % "
+        "with static thresholds.",
+        "Next: what the penalty on the budget's deviation decides.",
+    ]
 
 
 def penalties(findings: Findings) -> list[str]:
     """Equation 14 decides the thresholds."""
-    sentences = []
+    told = []
     for log, rows in findings.table.groupby("log", sort=False):
         rows = rows.sort_values("penalty")
         first, last, slopes = rows.iloc[0], rows.iloc[-1], rows["slope"].to_numpy()
-        sentences.append(
-            f"In the {log} log the mean threshold is {first['threshold']:.4f} with a penalty of {first['penalty']:g} "
+        turns = (slopes < 0).any() and (slopes > 0).any()
+        told.append(
+            f"in the {log} log the mean threshold is {first['threshold']:.4f} with a penalty of {first['penalty']:g} "
             f"and {last['threshold']:.4f} with {last['penalty']:g}"
-            + (
-                ", and its slope over entropy changes its sign on the way."
-                if (slopes < 0).any() and (slopes > 0).any()
-                else "."
-            )
+            + (", and its slope over entropy changes its sign on the way" if turns else "")
         )
-    sentences.append(
+    return [
+        sentence(told),
         "A threshold only turns tokens away, so that how strict it is follows from the penalty, which the text at "
-        "hand does not give: figure A3 cannot be tested without it."
-    )
-    return sentences
+        "hand does not give: figure A3 cannot be tested without it.",
+        "Next: whether the tables pay on tasks, in tasks_at_small_budgets.",
+    ]

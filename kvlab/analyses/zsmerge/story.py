@@ -6,7 +6,7 @@ from typing import Any
 
 from kvlab import papers
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.telling import by_side, grouped, listed, number, percent, side, stated
+from kvlab.analyses.telling import by_side, grouped, listed, number, percent, sentence, side, stated
 from kvlab.analyses.zsmerge import decoding, merging, printed, sensitivity, theorem
 
 MATTERS = "matters more than merging itself"
@@ -179,14 +179,13 @@ def figure_5(findings: Findings) -> list[str]:
             f"giving up the residual slots {costs} error ({number(none, 2)}), where it costs the paper "
             f"{-100 * paper['highest']:.0f} to {-100 * paper['lowest']:.0f} % of ROUGE"
         )
-    optima = "; ".join(best)
     return [
         f"Within the range that the paper calls stable {listed(spreads)}, in brackets by how many times what merging "
         f"gains the error varies; the paper's printed ROUGE comes to {stated('zsmerge.figure5.decay_robust'):.2f} at "
         "most."
         if spreads
         else "",
-        optima[:1].upper() + optima[1:] + "." if optima else "",
+        sentence(best),
         "Next: the choices that the paper leaves open; by ROUGE, which is no error of an output, optima may lie "
         "elsewhere.",
     ]
