@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.spread import students
+from support.stories import told
 from support.texts import FERRY
 
 from kvlab import papers
@@ -70,9 +71,9 @@ def test_the_claims_read_what_is_measured(found):
 
 
 def test_the_story_names_the_ends_and_follows_the_numbers(found):
-    told = " ".join(story.over_lengths(found))
+    text = told(story.over_lengths(found))
     more = found.row(contexts.LONGEST_DECAYS_MORE)
-    assert "On 2 texts" in told and "from 100 to 300" in told
+    assert "On 2 texts" in text and "from 100 to 300" in text
     clear = more.low > 0 or more.high < 0
-    assert ("does not clearly grow" in told) != clear
+    assert ("does not clearly grow" in text) != clear
     assert story.over_lengths(None) == ["Contexts from 2k to 8k tokens are compared in the full profile only."]

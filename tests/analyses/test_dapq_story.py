@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pandas
 import pytest
-from support.stories import findings_of
-from support.stories import short as told
+from support.stories import findings_of, told
 
 from kvlab.analyses.dapq import control, position, printed, pseudo, recall, story
 from kvlab.analyses.findings import Findings
@@ -30,7 +29,7 @@ def test_table_1(gap, words):
     assert words in text and "0.750 (0.730 to 0.770)" in text and "the paper's 0.3971" in text
 
 
-@pytest.mark.parametrize(("gap", "words"), [(0.3, "as the paper draws it"), (-0.3, "the reverse"), (0.0, "undecided")])
+@pytest.mark.parametrize(("gap", "words"), [(0.3, "as figure 2a draws it"), (-0.3, "the reverse"), (0.0, "undecided")])
 def test_figure_2a(gap, words):
     keys = {"rope": "post", "left": "dc_sp", "right": "sc_dp_m"}
     far = {"rope": "post", "left": "dc_dp_m", "right": "dc_dp_100"}
@@ -43,7 +42,8 @@ def test_figure_2a(gap, words):
 )
 def test_figure_2b_and_offsets(at_window, words):
     figure = made({position.CLAIMED_DECAY: [(-0.9, {})], position.LONGER_DECAYS_MORE: [(0.1, {})]})
-    assert "larger, as the paper says" in told(story.figure_2b(figure))
+    text = told(story.figure_2b(figure))
+    assert "larger, as the paper says" in text and "where figure 2b falls throughout (-1)" in text
     (text,) = story.offsets(made({control.EQUAL_AT: [(300.0, {})], control.AT_WINDOW: [(at_window, {})]}))
     assert words in text and "an offset of 300" in text
 
@@ -62,9 +62,11 @@ def test_the_control(gap, over, words):
             control.POSITION_LESS_CONTENT: [(gap, {"measure": "similarity"})],
             control.MEAN_QUERY: [(0.74, {})],
             control.OVER_MEAN: [(over, {})],
+            control.EQUAL_AT: [(90.0, {})],
+            control.AT_WINDOW: [(gap, {})],
         }
     )
-    text = told(story.control_cells(findings))
+    text = told([*story.offsets(findings), *story.control_cells(findings)])
     assert all(word in text for word in words)
 
 
@@ -108,15 +110,17 @@ def test_leads_of_windows_and_of_retained_sets(lead, words):
         )
     ]
     findings = made({recall.LEAD: leads, recall.SMALL_BUDGET_LEAD: [(lead, {})]})
-    assert words in told(story.figure_3(findings))
+    text = told(story.figure_3(findings))
+    assert words in text and ("it grows, as the abstract says" in text) is (lead > 0)
     kept = told(story.retained_sets(findings))
-    assert {0.1: "ahead, as the paper says", -0.1: "behind", 0.0: "not told apart"}[lead] in kept
+    assert {0.1: "ahead, as section 3.3 says", -0.1: "behind, where", 0.0: "not told apart, where"}[lead] in kept
 
 
 @pytest.mark.parametrize(
     ("moved", "content", "words"),
     [
-        (0.1, 0.02, ["find more", "no more than the position is"]),
+        (0.1, 0.02, ["find more", "less than the position is"]),
+        (0.1, 0.13, ["find more", "about as much as the position is"]),
         (-0.1, 0.2, ["find less", "better guesses of the response"]),
         (0.0, 0.2, ["find as much"]),
     ],
@@ -144,7 +148,13 @@ def test_the_papers_own_tables():
     for benchmark in printed.BENCHMARKS:
         findings.set(printed.NOT_BEHIND, 0.9, benchmark=benchmark)
     text = told(story.printed(findings))
-    assert "90 % on needles" in text and "H2O is ahead in Qwen3-8B with 64 entries (needles), by 0.72 points." in text
+    assert (
+        "90 % on needles" in text
+        and "Ahead of it are H2O by 0.72 points in Qwen3-8B with 64 entries (needles)." in text
+    )
+    for cell in ("Qwen3-8B/128", "Llama3-8B/64"):
+        findings.set(printed.BEHIND, 0.1, benchmark="helmet", method="SnapKV", cell=cell)
+    assert "and SnapKV by 0.10 points in Llama3-8B with 64 entries (HELMET)." in told(story.printed(findings))
 
 
 @pytest.mark.parametrize(
@@ -155,10 +165,10 @@ def test_figure_6a(worth, words):
     effects = {pseudo.SPREAD: 0.05, pseudo.POSITION_LESS_SPREAD: worth, pseudo.VARIATION: 0.03}
     findings = made({effect: [(value, at)] for effect, value in effects.items()})
     text = told(story.figure_6a(findings))
-    assert words in text and "3.0 %" in text
+    assert words in text and "3.0 %" in text and "figure 6a has about 1 %" in text
 
 
-@pytest.mark.parametrize(("fall", "words"), [(0.1, "falls again, as in the paper"), (0.0, "does not clearly fall")])
+@pytest.mark.parametrize(("fall", "words"), [(0.1, "falls again, as in figure 6b"), (0.0, "does not clearly fall")])
 def test_figure_6b(fall, words):
     at = {"measure": "recall"}
     text = told(story.figure_6b(made({pseudo.RISE: [(0.2, at)], pseudo.FALL: [(fall, at)]})))
@@ -174,4 +184,4 @@ def test_mutual_attention(grows, words):
         pseudo.MUTUAL_GROWS: [(grows, {"measure": "recall"})],
     }
     text = told(story.mutual(made(effects, pandas.DataFrame({"length": [4, 128]}))))
-    assert words in text and "With 128 pseudo-queries" in text
+    assert words in text and "With 128 pseudo-queries" in text and "recall falls by 0.100 (0.0800" in text

@@ -45,7 +45,12 @@ def figure_2a(findings: Findings) -> list[str]:
     far = findings.row(position.GAP_RANDOM, rope="post", left="dc_dp_m", right="dc_dp_100")
     return [
         f"With random tokens and random spans the right position is {telling.number(row)} ahead of the right content: "
-        + telling.side(row, above="as the paper draws it.", below="the reverse of the paper.", undecided="undecided."),
+        + telling.side(
+            row,
+            above="as figure 2a draws it.",
+            below="the reverse of figure 2a.",
+            undecided="undecided, where figure 2a has it ahead.",
+        ),
         "Positions from the first hundred serve "
         + telling.side(
             far,
@@ -61,11 +66,16 @@ def figure_2b(findings: Findings) -> list[str]:
     """How the similarity falls."""
     decay, longer = findings.row(position.CLAIMED_DECAY), findings.row(position.LONGER_DECAYS_MORE)
     return [
-        f"The rank correlation of offset and similarity is {telling.number(decay)}; in longer contexts the loss from "
-        "the right "
-        "position to position 0 is "
-        + telling.side(longer, above="larger, as the paper says.", below="smaller.", undecided="not clearly larger."),
-        "Whether the first tokens of that fall are what SnapKV's window loses is asked by the next figure.",
+        f"The rank correlation of offset and similarity is {telling.number(decay)}, where figure 2b falls throughout "
+        f"({telling.stated('dapq.figure2b.monotone'):.0f}); in longer contexts the loss from the right position to "
+        "position 0 is "
+        + telling.side(
+            longer,
+            above="larger, as the paper says.",
+            below="smaller, where the paper says larger.",
+            undecided="not clearly larger, where the paper says that it is.",
+        ),
+        "Next: the same at the paper's lengths, and whether SnapKV's window loses by the first tokens of that fall.",
     ]
 
 
@@ -86,25 +96,24 @@ def over_lengths(findings: Contexts | None) -> list[str]:
         + telling.side(
             more,
             above=f"grows, by {telling.number(more)}, as the paper says.",
-            below=f"shrinks, by {telling.number(more)}.",
-            undecided=f"does not clearly grow ({telling.number(more)}).",
+            below=f"shrinks, by {telling.number(more)}, where the paper says that it grows.",
+            undecided=f"does not clearly grow ({telling.number(more)}), where the paper says that it does.",
         ),
-        "A fall that is steeper in all says nothing yet of its first 32 tokens, which are SnapKV's.",
+        "A fall that is steeper in all says nothing yet of its first 32 tokens, which are SnapKV's; these come next.",
     ]
 
 
 def offsets(findings: Findings) -> list[str]:
-    """Where a wrong position has cost as much as a wrong content."""
+    """Where a wrong position has cost as much as a wrong content; what is told with it is `control_cells`."""
     equal, at_window = findings.row(control.EQUAL_AT), findings.row(control.AT_WINDOW)
     return [
-        f"A wrong position costs as much as a wrong content only from an offset of {telling.number(equal)} tokens on. "
+        f"A wrong position costs as much as a wrong content only from an offset of {telling.number(equal)} tokens on; "
         + telling.side(
             at_window,
             above="SnapKV's window, 32 tokens off, loses more by its position than random content would.",
             below="SnapKV's window, 32 tokens off, loses less by its position than random content would: what it "
-            "lacks is not "
-            "the position.",
-            undecided="At SnapKV's 32 tokens position and content cost about the same.",
+            "lacks is not the position.",
+            undecided="at SnapKV's 32 tokens position and content cost about the same.",
         ),
     ]
 
@@ -118,11 +127,12 @@ def control_cells(findings: Findings) -> list[str]:
         + telling.side(
             row,
             above="random content at the right position still comes closer to the true queries than the true content "
-            "before it",
+            "before it, as in table 1",
             below="the true content comes closer to the true queries than random content at the right position: the "
             "order of "
             "table 1 is reversed",
-            undecided="random content at the right position and the true content before it come equally close",
+            undecided="random content at the right position and the true content before it come equally close, where "
+            "table 1 has the position ahead",
         )
         + f" ({telling.number(row)}).",
         f"The mean of the prompt's queries, with no content at all, has a cosine of {telling.number(mean)} there; "
@@ -136,6 +146,7 @@ def control_cells(findings: Findings) -> list[str]:
             below="a constant would approximate the true queries better.",
             undecided="a constant would do as well.",
         ),
+        "Next: in how many heads the position outweighs the content at this distance.",
     ]
 
 
@@ -147,8 +158,10 @@ def head_map(findings: Findings) -> list[str]:
     return [
         f"Position outweighs content at SnapKV's distance in {telling.percent(share)} of the heads, "
         + telling.side(share, above="most of them.", below="a minority.", undecided="about half of them.", at=0.5),
-        f"Position counts most, beside content, in layer {first.idxmax()}, and least in layer {first.idxmin()}.",
-        "Whether the heads in which it counts are those that eviction depends on is asked in dapq_window_recall.",
+        f"Position counts most, beside content, in layer {first.idxmax()}, and least in layer {first.idxmin()}; the "
+        "paper prints no heads.",
+        "Next: the premise that neighbouring queries are alike; whether the position decides what is found is asked in "
+        "dapq_window_recall.",
     ]
 
 
@@ -162,7 +175,7 @@ def adjacent(findings: Findings) -> list[str]:
     return [
         f"Neighbouring decoding queries have a cosine of {telling.number(near)}, "
         + telling.side(gap, above="more than distant ones", below="less than distant ones", undecided="as distant ones")
-        + f" by {telling.number(gap)}.",
+        + f" by {telling.number(gap)}; section 1 takes from CaliDrop that they are more alike.",
         "Before the rotation and less their mean, where only content is left, neighbours are "
         + telling.side(
             before,
@@ -171,6 +184,7 @@ def adjacent(findings: Findings) -> list[str]:
             undecided="no more alike: what makes them similar is the position",
         )
         + f" ({telling.number(before)}).",
+        "Next: whether the position makes the better window, in dapq_window_recall.",
     ]
 
 
@@ -192,9 +206,14 @@ def figure_3(findings: Findings, window: int = 32, budget: int = 256) -> list[st
             undecided="neither ahead nor behind",
         )
         + f"; against sinks and recent tokens it is {telling.number(rows['streamingllm'])}.",
-        "Under the tightest budget the lead over SnapKV is "
-        + telling.side(grows, above="larger", below="smaller", undecided="not clearly larger")
-        + f" than under the largest ({telling.number(grows)}).",
+        f"Under the tightest budget the lead over SnapKV less that under the largest is {telling.number(grows)}: "
+        + telling.side(
+            grows,
+            above="it grows, as the abstract says.",
+            below="it shrinks, where the abstract says that it grows.",
+            undecided="it does not clearly grow, where the abstract says that it does.",
+        ),
+        "Next: whether it is the position that makes the window, with the same tokens in both places.",
     ]
 
 
@@ -202,21 +221,24 @@ def control_recall(findings: Findings) -> list[str]:
     """The control that decides, in recall."""
     moved = findings.row(control.POSITION, measure="recall", content="last")
     content = findings.row(control.CONTENT, measure="recall", place="right")
+    (low, high), (least, most) = telling.ends(content), telling.ends(moved)
+    if low > most:
+        worth = "more than the position is; so the way to a better window leads over better guesses of the response."
+    elif high < least:
+        worth = "less than the position is."
+    else:
+        worth = "about as much as the position is, by intervals that overlap."
     return [
         "The same 32 tokens, the prompt's last, "
         + telling.side(
             moved,
-            above="find more of what the response needs at its positions than where SnapKV has them",
-            below="find less at the response's positions than where SnapKV has them",
-            undecided="find as much at the response's positions as where SnapKV has them",
+            above="find more of what the response needs at its positions than at SnapKV's, as section 3.3 says",
+            below="find less at the response's positions than at SnapKV's, against section 3.3",
+            undecided="find as much at the response's positions as at SnapKV's, where section 3.3 has more",
         )
         + f" ({telling.number(moved)}).",
-        f"The true content in place of random tokens is worth {telling.number(content)} at the right position, "
-        + (
-            "more than the position is; so the way to a better window leads over better guesses of the response."
-            if content.value > moved.value
-            else "no more than the position is."
-        ),
+        f"The true content in place of random tokens is worth {telling.number(content)} at the right position, {worth}",
+        "Next: what is left of this in the sets that are really kept.",
     ]
 
 
@@ -225,7 +247,12 @@ def retained_sets(findings: Findings, window: int = 32, budget: int = 256) -> li
     row = findings.row(recall.LEAD, measure="recall", policy="snapkv", window=window, budget=budget)
     return [
         f"In what is really kept DapQ's lead over SnapKV is {telling.number(row)} at {budget} entries: "
-        + telling.side(row, above="ahead, as the paper says.", below="behind.", undecided="not told apart."),
+        + telling.side(
+            row,
+            above="ahead, as section 3.3 says.",
+            below="behind, where section 3.3 has it ahead.",
+            undecided="not told apart, where section 3.3 has it ahead.",
+        ),
         "SnapKV pools its scores and keeps its window, and DapQ does neither; the next figure gives both the same.",
     ]
 
@@ -240,7 +267,9 @@ def same_pooling(findings: Findings, window: int = 32, budget: int = 256) -> lis
         f"Raw scores against raw ones, DapQ is {telling.side(raw, **words)} ({telling.number(raw)}); pooled against "
         "pooled, "
         f"with both windows kept, it is {telling.side(pooled, **words)} ({telling.number(pooled)}).",
-        "What differs between the two lines is pooling and the kept window, not the pseudo-queries.",
+        "What differs between the two lines is pooling and the kept window, not the pseudo-queries, which section 3.3 "
+        "credits.",
+        "Next: what the paper's own tables say; whether tasks follow is asked in tasks_at_small_budgets.",
     ]
 
 
@@ -248,12 +277,18 @@ def printed(findings: Findings) -> list[str]:
     """What section 5.2 says of the paper's own tables."""
     shares = {name: findings.row(tables.NOT_BEHIND, benchmark=name) for name in tables.BENCHMARKS}
     labels = {"longbench": "LongBench", "ruler": "RULER", "helmet": "HELMET", "needle": "needles"}
-    listed = telling.listed([f"{telling.percent(row)} on {labels[name]}" for name, row in shares.items()])
-    told = [f"In the paper's own tables no baseline is ahead of DapQ in {listed} of the cells."]
-    for row in findings.frame(tables.BEHIND).to_dict("records"):
-        cell = row["cell"].replace("/", " with ") + " entries"
-        told.append(f"{row['method']} is ahead in {cell} ({labels[row['benchmark']]}), by {row['value']:.2f} points.")
-    return told
+    cells = telling.listed([f"{telling.percent(row)} on {labels[name]}" for name, row in shares.items()])
+    ahead = [
+        f"{row['method']} by {row['value']:.2f} points in {row['cell'].replace('/', ' with ')} entries "
+        f"({labels[row['benchmark']]})"
+        for row in findings.frame(tables.BEHIND).to_dict("records")
+    ]
+    return [
+        f"In the paper's own tables no baseline is ahead of DapQ in {cells} of the cells, where section 5.2 says in "
+        "all.",
+        f"Ahead of it are {telling.listed(ahead)}." if ahead else "",
+        "Next: what the pseudo-queries say and how many there are, in dapq_pseudo_queries.",
+    ]
 
 
 def figure_6a(findings: Findings, budget: int = 128) -> list[str]:
@@ -263,17 +298,18 @@ def figure_6a(findings: Findings, budget: int = 128) -> list[str]:
     cv = findings.row(pseudo.VARIATION, **at)
     return [
         f"With {budget} entries the contents' recalls have a coefficient of variation of {telling.percent(cv)}, "
-        "where the paper "
-        "has about 1 % of LongBench's scores, and the best and the worst content of a document differ by "
+        f"where figure 6a has about {100 * telling.stated('dapq.figure6a.variation'):.0f} % of LongBench's scores, and "
+        "the best and the worst content of a document differ by "
         f"{telling.number(spread)}.",
         "What the wrong position costs is "
         + telling.side(
             worth,
-            above="more than that: content is secondary to a position thousands of tokens off",
-            below="less than that: what they say counts for more than where they stand",
-            undecided="about as much",
+            above="more than that: content is secondary to a position thousands of tokens off, as section 6.1 says",
+            below="less than that: what they say counts for more than where they stand, against section 6.1",
+            undecided="about as much, where section 6.1 has it secondary",
         )
         + f" ({telling.number(worth)}).",
+        "Next: how many pseudo-queries there should be.",
     ]
 
 
@@ -284,9 +320,10 @@ def figure_6b(findings: Findings) -> list[str]:
         "From one pseudo-query to the best length recall "
         + telling.side(rise, above="rises", below="falls", undecided="does not clearly change")
         + f" ({telling.number(rise)}), and from there to the longest it "
-        + telling.side(fall, above="falls again, as in the paper", below="rises on", undecided="does not clearly fall")
-        + f" ({telling.number(fall)}).",
-        "The best length is chosen on the other documents, so that its choice flatters neither.",
+        + telling.side(fall, above="falls again, as in figure 6b", below="rises on", undecided="does not clearly fall")
+        + f" ({telling.number(fall)}); the best length is chosen on the other documents, so that its choice flatters "
+        "neither.",
+        "Next: whether long windows are worse because pseudo-queries attend to each other, as section 6.2 says.",
     ]
 
 
@@ -298,16 +335,17 @@ def mutual(findings: Findings) -> list[str]:
         findings.row(pseudo.MUTUAL, measure="recall", length=longest),
         findings.row(pseudo.MUTUAL_GROWS, measure="recall"),
     )
+    moved = telling.moved(at, above="falls by", below="rises by", undecided="changes by no clear amount, a fall of")
     return [
-        f"With {longest} pseudo-queries that attend to each other, too, recall is {telling.number(at)} below that of "
-        "a softmax "
-        "over the prompt alone.",
-        "With the length of the window that "
+        f"With {longest} pseudo-queries that attend to each other, too, recall {moved} against a softmax over the "
+        "prompt alone.",
+        "With the length of the window that loss "
         + telling.side(
             grows,
             above="grows, which agrees with the paper's section 6.2",
             below="shrinks, against the paper's section 6.2",
-            undecided="does not clearly grow, so that dilution by mutual attention is not shown",
+            undecided="does not clearly grow, so that section 6.2's dilution by mutual attention is not shown",
         )
         + f" ({telling.number(grows)}).",
+        "Next: whether tasks follow what is kept, in tasks_at_small_budgets.",
     ]
