@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvlab import papers
 from kvlab.analyses import telling
 from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.rocketkv import lengths
@@ -36,24 +37,26 @@ def figure_1(findings: Findings) -> list[str]:
         undecided="which leaves open whether finding the tokens or reading few of them loses more",
         at=0.5,
     )
-    told = [
+    paper: Any = papers.figure("rocketkv", "figure1")
+    smallest = paper[paper["budget"] == paper["budget"].min()].set_index("method")["qasper"]
+    full = paper.set_index("method").loc["full", "qasper"]
+    return [
         f"At the largest compression, {_tightest(findings):g}, Exact-TopK loses {telling.number(oracle)} of the "
-        "attention.",
-        f"The best of the four practical methods loses more, and {telling.percent(share)} of its loss is not "
-        "Exact-TopK's, "
-        f"{decided}.",
-    ]
-    if quarter is not None:
-        words = telling.side(
+        f"attention; the best of the four practical methods loses more, {telling.percent(share)} of which is not "
+        f"Exact-TopK's, {decided}.",
+        f"In F1, at the smallest budget of figure 1 Exact-TopK has {smallest['exact_topk']:.1f} of the full cache's "
+        f"{full:.1f}, and the best of the four {smallest[list(RIVALS)].max():.1f}.",
+        ""
+        if quarter is None
+        else "With four times the budget "
+        + telling.side(
             quarter,
-            above="Exact-TopK still loses less than the best of the four with four times its budget, as in the paper.",
-            below="With four times the budget the best of the four loses less than Exact-TopK, where in the paper's "
-            "figure "
-            "it scores lower: half of such a budget, spent on reading, is enough here.",
-            undecided="With four times the budget the best of the four and Exact-TopK are not told apart.",
-        )
-        told.append(words)
-    return told
+            above="the best of the four still loses more than Exact-TopK with one, as in figure 1.",
+            below="the best of the four loses less than Exact-TopK with one, where in figure 1 it scores lower.",
+            undecided="the best of the four is not told apart from Exact-TopK with one; in figure 1 it scores lower.",
+        ),
+        "Next: how near RocketKV comes to it, among all methods.",
+    ]
 
 
 def figure_4(findings: Findings) -> list[str]:
@@ -68,32 +71,30 @@ def figure_4(findings: Findings) -> list[str]:
         + telling.side(
             row,
             above="larger than that of an output of zeros",
-            below="smaller than that of an output of zeros: it does not miss everything here",
+            below="smaller than that of an output of zeros",
             undecided="not told apart from that of an output of zeros",
             at=1.0,
         )
         for method in ("quest", "sparq")
         for row in [findings.row(AT_TIGHTEST, measure=ERROR, method=method)]
     ]
-    told = [
-        f"At a compression of {tightest:g}, the largest at which Quest can read one of its pages, the output errors "
-        "are "
-        f"in the order {ranked}.",
-        f"{fails[0]}; {fails[1]}.",
-    ]
     first = findings.found(FIRST_LAYERS, measure=ERROR)
-    if first is not None:
-        told.append(
-            f"RocketKV's error in the first two layers less that in the others is {telling.number(first)}: "
-            + telling.side(
-                first,
-                above="they lose more, so that leaving them whole, as prior work does, would pay.",
-                below="they lose less, so that they need not be left whole, as the paper says of models with grouped "
-                "queries.",
-                undecided="whether they need to be left whole stays open.",
-            )
-        )
-    return told
+    return [
+        f"At a compression of {tightest:g}, the largest at which Quest can read one of its pages, the mean output "
+        f"errors are in the order {ranked}.",
+        f"{fails[0]}; {fails[1]}; section 4.2 has both miss nearly everything.",
+        ""
+        if first is None
+        else f"RocketKV's error in the first two layers less that in the others is {telling.number(first)}: "
+        + telling.side(
+            first,
+            above="they lose more, so that leaving them whole, as prior work does, would pay, against appendix A.1.",
+            below="they lose less, so that they need not be left whole, as appendix A.1 says of models with grouped "
+            "queries.",
+            undecided="whether they need to be left whole, which appendix A.1 denies, stays open.",
+        ),
+        "Next: how sure the differences are, document by document.",
+    ]
 
 
 def gains(findings: Findings) -> list[str]:
@@ -102,20 +103,22 @@ def gains(findings: Findings) -> list[str]:
     every: Any = findings.frame(GAIN).query("measure == @ERROR and better == 'rocketkv' and other == @NEXT_BEST")
     wins = int((every["low"] > 0).sum())
     widening = findings.found(WIDENING, measure=ERROR, better="rocketkv", other=NEXT_BEST)
-    told = [
-        f"At the largest compression RocketKV's output error is {telling.number(tightest)} below that of the best "
-        "rival: "
-        + telling.side(tightest, above="it is ahead.", below="it is behind.", undecided="the two are not told apart."),
-        f"It is clearly ahead at {wins} of {len(every)} compressions, where the paper has it ahead of all others at "
-        "all.",
-    ]
-    if widening is not None:
-        told.append(
-            "From the least to the largest compression the lead "
-            + telling.side(widening, above="grows", below="shrinks", undecided="neither clearly grows nor shrinks")
-            + f" ({telling.number(widening)}); the next question is whether it lasts on longer prompts."
+    return [
+        f"At the largest compression RocketKV's output error is {telling.number(tightest)} below the best rival's: "
+        + telling.side(tightest, above="it is ahead", below="it is behind", undecided="the two are not told apart")
+        + f"; it is clearly ahead at {wins} of {len(every)} compressions, where figure 4 has it ahead at all.",
+        ""
+        if widening is None
+        else "From the least to the largest compression the lead "
+        + telling.side(
+            widening,
+            above="grows, as section 4.2 says",
+            below="shrinks, where section 4.2 says that it grows",
+            undecided="neither clearly grows nor shrinks, where section 4.2 says that it grows",
         )
-    return told
+        + f" ({telling.number(widening)}).",
+        "Next: what its second stage is worth alone, and whether the lead lasts on longer prompts.",
+    ]
 
 
 def figure_8(findings: Findings) -> list[str]:
@@ -125,25 +128,21 @@ def figure_8(findings: Findings) -> list[str]:
         row = findings.row(GAIN_AT_TIGHTEST, measure=ERROR, better="hybrid", other=half)
         each = findings.frame(GAIN).query("measure == @ERROR and better == 'hybrid' and other == @half")
         behind = [f"{c:g}" for c in each.loc[each["high"] < 0, "compression"]]
-        sentence = (
-            f"Against {name} hybrid attention's gain in output error at the largest compression is "
-            f"{telling.number(row)}, " + telling.side(row, above="clearly more than none", below="clearly a loss")
-        )
-        where = f"; at compressions of {telling.listed(behind)} it is behind" if behind else ""
+        where = f", and behind at compressions of {telling.listed(behind)}" if behind else ""
         everywhere = everywhere and not behind
-        told.append(f"{sentence}{where}.")
+        told.append(f"over {name} {telling.number(row)}, {telling.verdict(row)}{where}")
     both = [findings.row(GAIN_AT_TIGHTEST, measure=ERROR, better="hybrid", other=half) for half in ("quest", "sparq")]
     ahead = all(row.low is not None and row.low > 0 for row in both)
-    told.append(
-        "Two dimensions of sparsity find more than one does there, as the paper says."
+    return [
+        f"Hybrid attention's gain in output error at the largest compression is {'; '.join(told)}.",
+        "Two dimensions of sparsity find more than one does there, in all cases, as section 4.4.3 says."
         if ahead and everywhere
-        else "Two dimensions of sparsity find more than one does there, but not in all cases, as the paper says."
+        else "Two dimensions of sparsity find more than one does there, not in all cases, where section 4.4.3 says all."
         if ahead
-        else "So not in all cases are two dimensions of sparsity better than one, as the paper says; what SparQ has "
-        "besides "
-        "is the mean value in place of what it does not read."
-    )
-    return told
+        else "So two dimensions of sparsity are not better than one in all cases, where section 4.4.3 says all; what "
+        "SparQ has besides is the mean value in place of what it does not read.",
+        "Next: whether RocketKV's lead becomes wider on longer sequences.",
+    ]
 
 
 def longer(findings: Findings) -> list[str]:
@@ -156,11 +155,12 @@ def longer(findings: Findings) -> list[str]:
         f"{tokens['shorter']:.0f} tokens and {telling.number(ends['longer'])} on prompts of {tokens['longer']:.0f}.",
         telling.side(
             wider,
-            above="It becomes wider with the prompt, as the paper says of RULER.",
+            above="It becomes wider with the prompt, as section 4.2 says of RULER.",
             below="It becomes narrower with the prompt, where the paper's becomes wider.",
-            undecided="Whether it becomes wider with the prompt is not told apart from noise.",
+            undecided="Whether it becomes wider with the prompt, as section 4.2 says of RULER, is left open.",
         ),
-        "Whether that goes on to the paper's 16,000 to 96,000 tokens takes a model that reads them.",
+        "Whether that goes on to the paper's 16,000 to 96,000 tokens takes a model that reads them; next, what each "
+        "point costs.",
     ]
 
 
@@ -172,8 +172,8 @@ def costs(findings: Findings) -> list[str]:
         f"At the same budget, a {tightest:g}th of the sequence read at each step, RocketKV stores "
         f"{telling.percent(_bare(stored['rocketkv']))} of the full cache and SparQ "
         f"{telling.percent(_bare(stored['sparq']))}.",
-        "So a comparison at equal budgets compares traffic; who may not store the whole cache should compare at equal "
-        "bytes.",
+        "So a comparison at equal budgets, as the paper's, compares traffic; who may not store the whole cache should "
+        "compare at equal bytes, as all_together does.",
     ]
 
 
@@ -186,15 +186,17 @@ def printed(findings: Findings) -> list[str]:
     shares = telling.listed([f"{telling.percent(row)} on {label}" for label, row in rivals.items()])
     behind = findings.frame(tables.BEHIND).sort_values("value").tail(1)
     wider = findings.row(tables.WIDER)
-    told = [f"In the paper's own tables RocketKV is not behind any rival in {shares} of the cells."]
+    largest = ""
     if len(behind):
         worst = behind.iloc[0]
-        told.append(f"The largest gap is to {NAMES[worst['method']]} in {worst['cell']}, {worst['value']:.1f} points.")
-    told.append(
+        largest = f"; the largest gap is to {NAMES[worst['method']]} in {worst['cell']}, {worst['value']:.1f} points"
+    return [
+        f"The share of the paper's own cells in which RocketKV is not behind any rival is {shares}, where section 4 "
+        f"has it ahead of all{largest}.",
         f"On RULER its lead is larger at the longest sequences than at the shortest at {telling.percent(wider)} of the "
-        "budgets that are printed for both, where the text says that the gaps become wider."
-    )
-    return told
+        "budgets that are printed for both, where the text says that the gaps become wider.",
+        "Next: what each part of the design is worth, in rocketkv_design.",
+    ]
 
 
 def _tightest(findings: Findings) -> float:

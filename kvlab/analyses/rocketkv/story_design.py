@@ -71,12 +71,14 @@ def figure_7(findings: Findings) -> list[str]:
             undecided="which resampled documents do not tell apart from SnapKV's 7",
             at=7.0,
         )
-        + f"; {telling.beside(best, 63.0)}.",
+        + f"; {telling.beside(best, telling.stated('rocketkv.figure7.optimum'))}.",
         f"From a quarter of the length on, the best kernel grows by {telling.number(growth)} doublings, "
         + telling.side(
-            growth, above="as the paper says.", below="which is no growth.", undecided="so growth is undecided."
-        ),
-        "Kernels of some hundred tokens cover a large part of such prompts; longer ones would tell more.",
+            growth, above="as figure 7 has it", below="which is no growth", undecided="so growth is undecided"
+        )
+        + f"; figure 7's grows by {telling.stated('rocketkv.figure7.grows'):.2f}.",
+        "Kernels of some hundred tokens cover a large part of such prompts, and longer ones would tell more; next, "
+        "what the design stores.",
     ]
 
 
@@ -89,9 +91,9 @@ def table_1(findings: Findings) -> list[str]:
         f"At a compression of 16 RocketKV stores {ours:.3f} of the full cache, {ours / paper:.2f} of what table 1's "
         "formula "
         f"says ({paper:.3f}), since minima and maxima are kept of the keys alone.",
-        f"SparQ's second copy is of the keys, too: {sparq:.2f} of the full cache, not 2. The paper is too hard on "
-        "both, "
-        "itself and its rival.",
+        f"SparQ's second copy is of the keys, too, {sparq:.2f} of the full cache where table 1 has "
+        f"{telling.stated('rocketkv.table1.sparq_storage'):.0f}: the paper is too hard on both, itself and its rival.",
+        "Next: how the compression is best split between the stages.",
     ]
 
 
@@ -112,8 +114,15 @@ def splits(findings: Findings) -> list[str]:
             else "so that the two together do not clearly beat both, as the paper says they do."
         ),
         f"The first stage leaves {telling.percent(survived)} of each step's true top tokens, "
-        + telling.side(survived, above="a majority.", below="less than half.", undecided="about half of them.", at=0.5),
+        + telling.side(
+            survived,
+            above="a majority, as section 3.2 says.",
+            below="less than half, against section 3.2.",
+            undecided="about half of them, where section 3.2 has a majority.",
+            at=0.5,
+        ),
         f"Of all splits that were tried, {_named(str(best))} has the smallest mean error there.",
+        "Next: the same question inside the second stage, pages or dimensions.",
     ]
 
 
@@ -134,6 +143,7 @@ def pages(findings: Findings) -> list[str]:
         )
         + " and "
         + telling.side(rows["1"], above="beats pages.", below="loses to pages.", undecided="ties with pages."),
-        f"The smallest mean error is at the exponent {str(means.idxmin()).removeprefix('pages')}, where the paper "
+        f"The smallest mean error is at the exponent {str(means.idxmin()).removeprefix('pages')}, where section 3.4 "
         "takes 0.5.",
+        "Next: whether tasks follow, in tasks_at_small_budgets.",
     ]
