@@ -79,12 +79,13 @@ def story(result: Replay, results: Replays) -> list[str]:
     ordered = sorted(results, key=lambda one: one.summary["mass_lost"])
     told = [f"{one.policy.name} ({one.summary['mass_lost']:.1%})" for one in (ordered[0], ordered[-1])]
     return [
-        f"{result.policy.name} loses {result.summary['mass_lost']:.1%} of the response's attention. Of all that "
-        f"is lost the worst tenth of the heads has {most.sum() / by_head.sum():.0%}; head {head} of layer "
+        f"{result.policy.name} loses {result.summary['mass_lost']:.1%} of the response's attention, {early:.1%} in its "
+        f"first half and {late:.1%} in its second.",
+        f"Of all that is lost the worst tenth of the heads has {most.sum() / by_head.sum():.0%}; head {head} of layer "
         f"{result.trace.layers[layer]} loses {by_head[layer, head]:.0%} of its own.",
-        f"From the first half of the response to the second its loss goes from {early:.1%} to {late:.1%}.",
-        f"Of {len(ordered)} policies {told[0]} loses least and {told[1]} most. This is one prompt, so that nothing "
-        "says how sure it is; next, the same on several texts: a list of traces gives intervals over them.",
+        f"Of {len(ordered)} policies {told[0]} loses least and {told[1]} most.",
+        "This is one prompt, so that nothing says how sure it is, and no paper prints such numbers; next, the same on "
+        "several texts: a list of traces gives intervals over them.",
     ]
 
 

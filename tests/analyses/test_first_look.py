@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.stories import counted, told
 
 import kvlab
 from kvlab.analyses import exploring, first_look
@@ -74,13 +75,15 @@ def test_the_story_of_the_first_picture_follows_from_the_replays(results):
     heads = {(layer, head): lost[layer, head].mean() for layer in range(len(lost)) for head in range(lost.shape[1])}
     (layer, head), most = max(heads.items(), key=lambda item: item[1])
     tenth = sum(sorted(heads.values())[-max(1, len(heads) // 10) :]) / sum(heads.values())
-    where, along, who = first_look.story(streaming, results)
-    assert where.startswith(f"streamingllm loses {lost.mean():.1%} of the response's attention")
+    text = told(first_look.story(streaming, results))
+    along, where, who, _ = counted([text])
+    assert along.startswith(f"streamingllm loses {lost.mean():.1%} of the response's attention")
     assert f"worst tenth of the heads has {tenth:.0%}" in where and where.endswith(
         f"head {head} of layer {layer} loses {most:.0%} of its own."
     )
     half = lost.shape[-1] // 2
-    assert along.endswith(f"from {lost[..., :half].mean():.1%} to {lost[..., half:].mean():.1%}.")
+    halves = lost[..., :half].mean(), lost[..., half:].mean()
+    assert along.endswith(f"{halves[0]:.1%} in its first half and {halves[1]:.1%} in its second.")
     assert float(h2o.mass_lost.mean()) < lost.mean()
     assert f"h2o ({float(h2o.mass_lost.mean()):.1%}) loses least and streamingllm ({lost.mean():.1%}) most" in who
 
@@ -88,7 +91,8 @@ def test_the_story_of_the_first_picture_follows_from_the_replays(results):
 def test_the_story_of_two_policies_follows_from_their_layers(results):
     (streaming, h2o) = results
     left, right = (one.mass_lost.mean((1, 2)).tolist() for one in results)
-    means, layers, _ = exploring.story(exploring.lost_by_layer([streaming, h2o]), "streamingllm", "h2o")
+    found = exploring.lost_by_layer([streaming, h2o])
+    means, layers, _ = counted([told(exploring.story(found, "streamingllm", "h2o"))])
     lower = sum(b < a for a, b in zip(left, right, strict=True))
     assert means.endswith(f"h2o loses less in {lower} of {len(left)} layers.")
     assert f"most in layer {left.index(max(left))} ({max(left):.0%})" in layers

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.refusals import one_sentence
 from support.spread import students
+from support.stories import told, unmeasured
 from support.turning import LOSSES
 from torch.nn import functional as F
 
@@ -120,12 +121,14 @@ def test_what_has_no_score_counts_nowhere():
 
 def test_sentences_say_what_the_intervals_allow():
     found = asking.findings(LOSSES)
-    asked, declined = " ".join(story.question(found)), " ".join(story.turns(found))
-    assert "with snapkv at 64 this makes no clear difference, 0.800" in asked
-    assert "keydiff cannot be told from snapkv" in asked
-    assert "with snapkv at 64 it changes by no clear amount, 0.500" in declined
+    asked, declined = told(story.question(found)), told(story.turns(found))
+    assert "neither clearly more nor less with snapkv at 64 (0.800" in asked
+    assert "Before any question neither more nor less is lost than with snapkv with keydiff at 64 (-0.400" in asked
+    assert "; after each question" in asked and "100 % (" in asked
+    assert "changes by no clear amount with snapkv at 64 (0.500" in declined
     empty = asking.findings(LOSSES[LOSSES.policy == "full"])
-    assert story.question(empty) == ["No policy was asked."] and story.turns(empty) == ["No chat was held."]
+    assert unmeasured(story.question(empty)) == "No policy was asked."
+    assert unmeasured(story.turns(empty)) == "No chat was held."
 
 
 def test_what_was_asked_is_said_in_words():

@@ -1,10 +1,16 @@
-"""The sentences of the notebooks on tasks, speed and all methods together, on made-up findings in both directions."""
+"""The sentences of the notebooks on tasks, speed and all methods together, on made-up findings in both directions; and
+that every notebook's stories are held to the length of one."""
 
 from __future__ import annotations
 
+import ast
+import json
+from pathlib import Path
+
 import pandas as pd
 import pytest
-from support.stories import around, paragraph
+from support.paths import ROOT
+from support.stories import around, called, counted, told, unmeasured
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.speed import footprint, ratios
@@ -15,8 +21,27 @@ from kvlab.analyses.together import equal_bytes
 from kvlab.analyses.together import story as of_all
 
 
-def told(sentences) -> str:
-    return paragraph(sentences, most=5)
+def test_every_story_that_a_notebook_tells_is_held_to_its_length():
+    """`support.stories.told` counts sentences: each function that tells a figure goes through it in some test."""
+    notebooks = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+        notebooks.append(ast.parse("\n".join("".join(cell["source"]) for cell in cells)))
+    tests = [ast.parse(path.read_text("utf-8")) for path in Path(__file__).parent.glob("test_*.py")]
+    tell = called(notebooks, "tell")
+    assert len(tell) > 60 and tell <= called(tests, "told")
+
+
+@pytest.mark.parametrize(
+    ("sentences", "count"),
+    [(["One. Two (eq. 6 and 0.5).", "", "Three."], 3), (["Of 2.5 one; At 3."], 1)],
+)
+def test_sentences_are_counted_as_a_reader_counts_them(sentences, count):
+    assert len(counted(sentences)) == count
+    with pytest.raises(AssertionError):
+        counted([*sentences, "No end"])
+    with pytest.raises(AssertionError):
+        told(sentences * 5)
 
 
 def empty() -> Findings:
@@ -35,12 +60,19 @@ def test_needles_and_questions_name_the_best_and_the_worst():
     found.set(gains.WITHOUT_BUDGET, *around(0.9), measure="hits", task="needle", policy="full")
     text = told(of_tasks.needles(found))
     assert "With 128 entries snapkv finds 90 %" in text and "h2o 30 %" in text
-    for full, told_of in ((1.0, "none finds"), (0.9, "1 finds"), (0.3, "2 find")):
+    assert "RocketKV prints 99.0 % at 256 of far longer prompts and DapQ prints 99.5 %" in text
+    found.set(gains.AT_BUDGET, *around(0.4), measure="hits", task="needle", policy="dapq", budget=128)
+    assert "DapQ prints 99.5 % at 256 of far longer prompts and finds 40 % (39 to 41) here" in told(
+        of_tasks.needles(found)
+    )
+    for full, told_of in ((1.0, "none finds"), (0.9, "1 finds"), (0.4, "2 find")):
         found.set(gains.WITHOUT_BUDGET, *around(full), measure="hits", task="needle", policy="full")
-        assert f"Of 2 policies {told_of} as many as the full cache" in told(of_tasks.needles(found))
+        text = told(of_tasks.needles(found))
+        assert f"Of 3 policies {told_of} as many as the full cache" in text
     text = told(of_tasks.against_budget(found))
     assert "least with snapkv, 0.200" in text and "most with h2o, 0.600" in text
-    assert "No policy" in told(of_tasks.needles(empty())) and "No policy" in told(of_tasks.against_budget(empty()))
+    assert "No policy" in unmeasured(of_tasks.needles(empty()))
+    assert "No policy" in unmeasured(of_tasks.against_budget(empty()))
 
 
 @pytest.mark.parametrize(("gain", "clear", "lost", "open_"), [(0.1, 1, 0, 0), (-0.1, 0, 1, 0), (0.001, 0, 0, 1)])
@@ -49,18 +81,18 @@ def test_claimed_gains_are_counted_by_what_their_intervals_say(gain, clear, lost
     found.set(gains.GAIN, *around(gain), task="qa", better="zsmerge", other="h2o", budget=64)
     text = told(of_tasks.claimed(found))
     assert f"{clear} are clear here, {lost} are clearly losses, and {open_} cannot" in text
-    assert ("zsmerge over h2o on questions" in text) is (open_ == 0)
+    assert ("Clear are zsmerge over h2o on questions" in text) is (clear == 1)
+    assert ("Losses are zsmerge over h2o on questions" in text) is (lost == 1)
     asked = empty()
     asked.set(gains.GAIN, *around(gain), task="qa", better="zsmerge_question", other="h2o", budget=64)
     assert f"clear at {clear} of 1 budgets" in told(of_tasks.zsmerge_table_2(asked)), "the variant that the claims test"
-    assert "None of the gains" in told(of_tasks.claimed(empty())) and "did not meet" in told(
-        of_tasks.zsmerge_table_2(empty())
-    )
+    assert "None of the gains" in unmeasured(of_tasks.claimed(empty()))
+    assert "did not meet" in unmeasured(of_tasks.zsmerge_table_2(empty()))
 
 
 def test_tiny_budgets_and_identifiers_are_told_where_they_were_measured():
-    assert "full profile only" in told(of_tasks.tiny_needles(empty()))
-    assert "full profile only" in told(of_tasks.single_3(empty()))
+    assert "full profile only" in unmeasured(of_tasks.tiny_needles(empty()))
+    assert "full profile only" in unmeasured(of_tasks.single_3(empty()))
     found = empty()
     for task, measure in (("tiny_needle", "hits"), ("single_3", "nll")):
         found.set(gains.WITHOUT_BUDGET, 0.9, measure=measure, task=task, policy="full")
@@ -74,21 +106,23 @@ def test_tiny_budgets_and_identifiers_are_told_where_they_were_measured():
     assert "rocketkv 20 %" in text and "full cache gets 90 %" in text
     text = told(of_tasks.single_3(found))
     assert "clearly ahead at 1 of 3" in text and "clearly behind at 1" in text and "0.500" in text
+    assert "table 5 has it 58.2 points ahead" in text
 
 
 @pytest.mark.parametrize(("cost", "says"), [(0.3, "costs"), (-0.3, "saves"), (0.001, "no clear amount")])
 def test_a_question_held_back(cost, says):
     found = empty()
     found.set(gains.QUESTION_AWARE, *around(cost), task="needle", policy="snapkv", budget=128)
-    assert f"with snapkv at 128 it {says}" in told(of_tasks.question(found)) or says in told(of_tasks.question(found))
-    assert "No policy" in told(of_tasks.question(empty()))
+    assert says in told(of_tasks.question(found))
+    assert "No policy" in unmeasured(of_tasks.question(empty()))
 
 
 # --- speed
 
 
 @pytest.mark.parametrize(
-    ("gain", "says"), [(0.2, "clearly faster"), (-0.2, "clearly slower"), (0.001, "No difference")]
+    ("gain", "says"),
+    [(0.2, "a step is clearly faster"), (-0.2, "a step is clearly slower"), (0.001, "a step is not clearly different")],
 )
 def test_times_are_told_by_their_intervals_and_as_times(gain, says):
     found = empty()
@@ -99,18 +133,20 @@ def test_times_are_told_by_their_intervals_and_as_times(gain, says):
     found.set(ratios.ANSWER_SAVED, *around(gain), policy="h2o")
     text = told(of_speed.speed(found))
     assert says in text and text.count("clear") == 1 and "no findings" in text
+    assert "up to 3.0 times the full cache's speed, ZSMerge's figure 3 2.25 and CompilerKV's table A1 1.78" in text
     assert {0.2: "grows by", -0.2: "falls by", 0.001: "no clear"}[gain] in told(of_speed.batches(found))
+    assert "table 4 it grows by 22 %" in told(of_speed.batches(found))
     text = told(of_speed.first_token(found))
     assert {0.2: "later", -0.2: "earlier", 0.001: "no clearly different"}[gain] in text
-    assert ("clearly quicker with h2o" in text) is (gain == 0.2)
-    assert "not measured" in told(of_speed.batches(empty()))
+    assert ("clearly quicker with h2o" in text) is (gain == 0.2) and "4.8 % later" in text
+    assert "not measured" in unmeasured(of_speed.batches(empty()))
 
 
 @pytest.mark.parametrize(
     ("ratio", "says"), [(0.4, "less time than"), (1.6, "more time than"), (1.001, "no clearly other time")]
 )
 def test_pseudo_queries_are_told_beside_generating(ratio, says):
-    assert "No policy with pseudo-queries" in told(of_speed.pseudo(empty()))
+    assert "No policy with pseudo-queries" in unmeasured(of_speed.pseudo(empty()))
     found = empty()
     found.set(ratios.PSEUDO_SHARE, 0.128, policy="dapq")
     found.set(ratios.PSEUDO_OVER_GENERATED, *around(ratio), policy="dapq")
@@ -118,7 +154,7 @@ def test_pseudo_queries_are_told_beside_generating(ratio, says):
     assert says in text and "12.8% longer" in text and "full profile only" in text and "no findings" in text
     found.set(ratios.PEAK_OVER_SNAPKV, *around(0.05), policy="dapq")
     text = told(of_speed.pseudo(found))
-    assert "differs from SnapKV's by 5.0 %" in text and "full profile only" not in text
+    assert "peak of memory is above SnapKV's (5.0 %" in text and "full profile only" not in text
 
 
 def test_memory_names_the_least_and_what_it_is_of_everything():
@@ -127,7 +163,7 @@ def test_memory_names_the_least_and_what_it_is_of_everything():
         found.set(ratios.STORED, share, policy=policy)
         found.set(ratios.MEMORY_SAVING, saving, policy=policy)
     text = told(of_speed.memory(found))
-    assert "h2o stores 10%" in text and "at most 2.0% (h2o)" in text
+    assert "h2o stores 10%" in text and "at most 2.0% (h2o)" in text and "up to 31.4 %" in text
     printed = empty()
     printed.set(footprint.SMALLEST_SAVING, 0.05)
     printed.set(footprint.GROWTH_OVER_CACHE, 2.8)
@@ -161,6 +197,9 @@ def test_the_front_and_the_best_at_equal_bytes():
     summary = equal_bytes.summary(equal_bytes.at_equal(measured(), "stored", 0.15))
     text = told(of_all.at_equal_bytes({"stored": summary}, {"stored": 0.15}))
     assert "good has the smallest output error" in text and "bad the largest" in text and "overlap" not in text
+    assert text.endswith("Next: whether attention mass lost ranks them alike.")
+    both = told(of_all.at_equal_bytes({"stored": summary, "read": summary}, {"stored": 0.15, "read": 0.1}, "mass_lost"))
+    assert "good has the smallest mass lost" in both and both.endswith("Next: who finds needles.")
     wide = summary.assign(output_error_low=0.0, output_error_high=1.0)
     assert "bad overlap" in told(of_all.at_equal_bytes({"stored": wide}, {"stored": 0.15}))
     nowhere = equal_bytes.summary(equal_bytes.at_equal(measured(), "stored", 0.9))

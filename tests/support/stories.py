@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterable
 
 import pandas
 
@@ -44,21 +46,34 @@ def unmeasured(sentences: list[str]) -> str:
     return sentence
 
 
-def whole(sentences: list[str]) -> str:
-    """As one text; each sentence has its end."""
-    assert all(sentence == "" or sentence.rstrip()[-1] in ".?" for sentence in sentences)
-    return " ".join(sentences)
+def called(trees: Iterable[ast.AST], through: str) -> set[str]:
+    """The functions of modules, in full, that are called within the arguments of calls of `through`.
 
-
-def short(sentences: list[str]) -> str:
-    """As one text, which must be short and whole."""
-    assert 2 <= len(sentences) <= 4 and all(sentence.endswith(".") for sentence in sentences)
-    return " ".join(sentences)
-
-
-def paragraph(sentences, most: int) -> str:
-    """As one paragraph; each sentence begins and ends as one does."""
-    sentences = [sentence for sentence in sentences if sentence]
-    assert 1 <= len(sentences) <= most
-    assert all(sentence[0].isupper() and sentence.endswith(".") and "  " not in sentence for sentence in sentences)
-    return " ".join(sentences)
+    Args:
+        trees: of files, each with its own imports.
+        through: the name of a function or a method.
+    """
+    found = set()
+    for tree in trees:
+        nodes = list(ast.walk(tree))
+        modules = {
+            name.asname or name.name: f"{node.module}.{name.name}"
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for name in node.names
+        }
+        given = [
+            argument
+            for node in nodes
+            if isinstance(node, ast.Call) and through in ast.unparse(node.func).split(".")
+            for argument in node.args
+        ]
+        while given:
+            node = given.pop()
+            call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            module = modules.get(ast.unparse(node.func.value), "") if call else ""
+            if module.startswith("kvlab.analyses"):
+                found.add(f"{module}.{node.func.attr}")  # what it is given tells nothing itself
+            else:
+                given += ast.iter_child_nodes(node)
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvlab.analyses.findings import Findings, Row
 from kvlab.analyses.shared_context import asking
-from kvlab.analyses.telling import listed, moved, number, percent, side
+from kvlab.analyses.telling import grouped, number, percent, sentence
 
 
 def question(findings: Findings) -> list[str]:
@@ -12,21 +12,38 @@ def question(findings: Findings) -> list[str]:
     rows = findings.of(asking.UNKNOWN)
     if not rows:
         return ["No policy was asked."]
-    told = []
-    for row in rows:
-        cost = moved(row, above="costs", below="saves", undecided="makes no clear difference,")
-        told.append(f"with {_named(row)} this {cost} nats a token")
-    lines = [f"The cache compressed before any question instead of after each: {listed(told)}."]
-    for row in findings.of(asking.BETWEEN, way="none"):
-        less = side(row, above="loses more than", below="loses less than", undecided="cannot be told from")
-        reads = findings.row(asking.BETWEEN, **{**row.keys, "way": "each"})
-        known = side(reads, above="loses more", below="loses less", undecided="cannot be told from it")
-        lines.append(
-            f"At {row.keys['budget']:g} entries, before any question, {row.keys['left']} {less} {row.keys['right']} "
-            f"({number(row)}); after each question it {known} ({number(reads)})."
-        )
+    cost = grouped(
+        [(row, f"{_named(row)} ({number(row)})") for row in rows],
+        above="more with",
+        below="less with",
+        undecided="neither clearly more nor less with",
+    )
     full = findings.found(asking.FULL_HITS, way="none")
-    return [*lines, f"The full cache gets {percent(full)} of the scored tokens right." if full else ""]
+    beside = f", beside a full cache that gets {percent(full)} of the scored tokens right" if full else ""
+    return [
+        f"Compressed before any question instead of after each, a cache loses, in nats a token{beside}: {cost}.",
+        sentence(
+            [_between(findings, "none", "before any question"), _between(findings, "each", "after each question")]
+        ),
+        "The five papers compress after the question, where a policy can read off what it will be asked.",
+        "Next: how a chat declines after the turn whose question was read.",
+    ]
+
+
+def _between(findings: Findings, way: str, when: str) -> str:
+    """Who loses more or less than whom, in one of the ways of asking."""
+    rows = findings.of(asking.BETWEEN, way=way)
+    if not rows:
+        return ""
+    # One policy, the first, stands on the right of all.
+    than = f"than with {rows[0].keys['right']} with"
+    told = grouped(
+        [(row, f"{row.keys['left']} at {row.keys['budget']:g} ({number(row)})") for row in rows],
+        above=f"more is lost {than}",
+        below=f"less is lost {than}",
+        undecided=f"neither more nor less is lost {than}",
+    )
+    return f"{when} {told}"
 
 
 def turns(findings: Findings) -> list[str]:
@@ -34,15 +51,17 @@ def turns(findings: Findings) -> list[str]:
     rows = findings.of(asking.DECLINE)
     if not rows:
         return ["No chat was held."]
-    told = []
-    for row in rows:
-        way = moved(row, above="grows by", below="falls by", undecided="changes by no clear amount,")
-        told.append(f"with {_named(row)} it {way}")
+    told = grouped(
+        [(row, f"{_named(row)} ({number(row)})") for row in rows],
+        above="grows with",
+        below="falls with",
+        undecided="changes by no clear amount with",
+    )
     return [
-        f"From the first turn of a chat, whose question was read, to the later ones the loss changes: {listed(told)} "
-        "nats a token.",
+        f"From the first turn of a chat, whose question was read, to the later ones the loss, in nats a token, {told}.",
         "The order of the questions is random: without this knowledge no turn would be harder than another, but for "
         "the text between them.",
+        "The five papers score the question that was read; next, all policies at equal bytes, in all_together.",
     ]
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.tasks import gains
-from kvlab.analyses.telling import by_side, listed, moved, number, percent, side
+from kvlab.analyses.telling import by_side, listed, moved, number, percent, sentence, side, stated
 
 
 def _levels(findings: Findings, measure: str, task: str) -> pd.DataFrame:
@@ -36,7 +36,23 @@ def needles(findings: Findings) -> list[str]:
         f"{worst['policy']} {percent(rows[1])}; the full cache finds {percent(full)}.",
         f"Of {len(hits)} policies {all_found or 'none'} {finds} as many as the full cache: one needle parts "
         "those that keep its tokens from those that do not, and says little about what is between.",
+        sentence([listed(_printed_needles(findings, budget))]),
+        "Next: smaller shares of longer prompts, and the likelihood of answers to questions.",
     ]
+
+
+def _printed_needles(findings: Findings, budget: float) -> list[str]:
+    """What the two papers that print needles have with 256 entries, beside what is found here."""
+    printed = {
+        "rocketkv": ("RocketKV", "rocketkv.figure4.task_needle_near_full"),
+        "dapq": ("DapQ", "dapq.abstract.task_needle"),
+    }
+    told = []
+    for policy, (name, claim) in printed.items():
+        row = findings.found(gains.AT_BUDGET, measure="hits", task="needle", policy=policy, budget=budget)
+        here = "" if row is None else f" and finds {percent(row)} here"
+        told.append(f"{name} prints {100 * stated(claim):.1f} % at 256 of far longer prompts{here}")
+    return told
 
 
 def tiny_needles(findings: Findings) -> list[str]:
@@ -50,8 +66,13 @@ def tiny_needles(findings: Findings) -> list[str]:
     for budget in sorted(set(found["budget"]), reverse=True):
         rows = findings.of(gains.AT_BUDGET, measure="hits", task="tiny_needle", budget=budget)
         shares = listed([f"{row.keys['policy']} {percent(row)}" for row in rows])
-        told.append(f"Where a step reads {budget:g} tokens, they come out right so often: {shares}.")
-    return [f"The full cache gets {percent(full)} of the needle's digits right.", *told]
+        told.append(f"where it reads {budget:g} tokens, {shares}")
+    return [
+        f"So many of the needle's digits come out right by what a step reads: {'; '.join(told)}.",
+        f"The full cache gets {percent(full)} right; RocketKV's figure 4 has "
+        f"{100 * stated('rocketkv.figure4.task_needle_c32'):.0f} % for RocketKV at its smallest budget.",
+        "Next: how answers to questions fare as budgets shrink.",
+    ]
 
 
 def single_3(findings: Findings) -> list[str]:
@@ -66,7 +87,9 @@ def single_3(findings: Findings) -> list[str]:
     return [
         f"A token of the identifier costs the full cache {number(full)} nats; a digit drawn from sixteen costs 2.77.",
         f"DapQ's gain on SnapKV is, in nats a token, {told} entries: it is clearly ahead at {ahead} of {len(rows)} "
-        f"budgets and clearly behind at {behind}.",
+        f"budgets and clearly behind at {behind}, where table 5 has it {stated('dapq.table5.single_3'):.1f} points "
+        "ahead.",
+        "Next: merging against eviction, ZSMerge's table 2.",
     ]
 
 
@@ -84,7 +107,9 @@ def against_budget(findings: Findings) -> list[str]:
     return [
         f"With {budget:g} entries the right answers to questions lose least with {best['policy']}, "
         f"{number(of[best['policy']])} nats a token, and most with {worst['policy']}, {number(of[worst['policy']])}.",
-        "These are likelihoods of one model of this size on a few questions, and no score of LongBench.",
+        "DapQ's tables 2 and 3 have it ahead, most where compression is aggressive, in scores of LongBench; these are "
+        "likelihoods of one model of this size on a few questions.",
+        "Next: an identifier, on which table 5 has DapQ's largest lead.",
     ]
 
 
@@ -102,7 +127,9 @@ def zsmerge_table_2(findings: Findings) -> list[str]:
     clear = sum(side(row, above="1", below="", undecided="") == "1" for _, row in found)
     return [
         f"ZSMerge's gain on H2O, its first scores from the question, is, in nats a token, {told} entries.",
-        f"It is clear at {clear} of {len(found)} budgets; the paper sees it grow as budgets shrink.",
+        f"It is clear at {clear} of {len(found)} budgets; table 2 has ZSMerge ahead at all, and the paper sees the "
+        "gain grow as budgets shrink.",
+        "Next: all gains that the papers claim, on paired examples.",
     ]
 
 
@@ -116,9 +143,14 @@ def claimed(findings: Findings) -> list[str]:
     return [
         f"Of {len(rows)} gains that the papers claim, {len(clear)} are clear here, {len(reversed_)} are clearly "
         f"losses, and {open_} cannot be told from none.",
-        f"Clear: {_named(clear)}." if len(clear) else "",
-        f"Losses: {_named(reversed_)}." if len(reversed_) else "",
-        "More examples would decide more of them." if open_ else "",
+        sentence(
+            [
+                f"clear are {_named(clear)}" if len(clear) else "",
+                f"losses are {_named(reversed_)}" if len(reversed_) else "",
+                "more examples would decide more of them" if open_ else "",
+            ]
+        ),
+        "Next: how much rests on the question, which stands in the prompt when the cache is compressed.",
     ]
 
 
@@ -148,5 +180,7 @@ def question(findings: Findings) -> list[str]:
         told.append(f"with {keys['policy']} at {keys['budget']:g} it {cost} nats a token")
     return [
         f"Compressing before the question has been read: {listed(told)}.",
-        "What a method keeps for a question that it knows says little about a cache that must serve any question.",
+        "All five papers compress with the question in the prompt; what a method keeps for a question that it knows "
+        "says little about a cache that must serve any question.",
+        "Next: several questions over one compressed context, in shared_context.",
     ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.telling import listed
+from kvlab.analyses.telling import listed, stated
 from kvlab.analyses.together import equal_bytes, storing
 
 NO_RIVALS = ["full", equal_bytes.ORACLE]
@@ -22,6 +22,7 @@ def pareto(measured: pd.DataFrame, side: str) -> list[str]:
     return [
         f"By bytes {NOUNS[side]} {len(counts)} of {every} policies stand on the front of output error at some budget: "
         f"{listed([str(name) for name in counts.index])}.",
+        "The papers compare at equal budgets, which stand for different bytes, and draw no such front.",
         "A point on the front is a mean over documents; whether neighbours differ beyond chance is asked below, at "
         "equal bytes.",
     ]
@@ -36,29 +37,26 @@ def at_equal_bytes(
         summaries: of `equal_bytes.summary`, for "stored" and "read".
         shares: of the full cache's bytes, likewise.
     """
-    sides = (_at_side(summary, side, shares[side], measure) for side, summary in summaries.items())
-    return [sentence for sentences in sides for sentence in sentences]
+    told = [_at_side(summary, side, shares[side], measure) for side, summary in summaries.items()]
+    asked = "whether attention mass lost ranks them alike" if measure == "output_error" else "who finds needles"
+    return [*told, "The papers compare at equal budgets, which stand for different bytes.", f"Next: {asked}."]
 
 
-def _at_side(summary: pd.DataFrame, side: str, share: float, measure: str) -> list[str]:
+def _at_side(summary: pd.DataFrame, side: str, share: float, measure: str) -> str:
     known = summary.dropna(subset=measure).query("policy not in @NO_RIVALS").sort_values(measure)
     if known.empty:
-        return [f"At {share:.1%} of the bytes {NOUNS[side]} no policy was measured."]
+        return f"At {share:.1%} of the bytes {NOUNS[side]} no policy was measured."
     best, worst = known.iloc[0], known.iloc[-1]
     near = known[known[f"{measure}_low"] <= best[f"{measure}_high"]]["policy"].tolist()[1:]
-    name = measure.replace("_", " ")
-    sentences = [
-        f"At {share:.1%} of the full cache's bytes {NOUNS[side]}, {best['policy']} has the smallest {name}, "
-        f"{best[measure]:.3f} ({best[f'{measure}_low']:.3f} to {best[f'{measure}_high']:.3f}), and {worst['policy']} "
-        f"the largest, {worst[measure]:.3f}."
-    ]
-    if near:
-        shown = [*near[:4], *([f"{len(near) - 4} more"] if len(near) > 4 else [])]
-        sentences.append(f"The intervals of {listed([str(one) for one in shown])} overlap with it.")
+    shown = [*near[:4], *([f"{len(near) - 4} more"] if len(near) > 4 else [])]
+    overlap = f"; the intervals of {listed([str(one) for one in shown])} overlap with it" if near else ""
     missing = len(summary) - len(summary.dropna(subset=measure))
-    if missing:
-        sentences.append(f"{missing} policies have no value there: they cannot be made as small, or were not measured.")
-    return sentences
+    absent = f"; {missing} policies cannot be made as small, or were not measured" if missing else ""
+    return (
+        f"At {share:.1%} of the full cache's bytes {NOUNS[side]}, {best['policy']} has the smallest "
+        f"{measure.replace('_', ' ')}, {best[measure]:.3f} ({best[f'{measure}_low']:.3f} to "
+        f"{best[f'{measure}_high']:.3f}), and {worst['policy']} the largest, {worst[measure]:.3f}{overlap}{absent}."
+    )
 
 
 def needles(hidden: Findings) -> list[str]:
@@ -68,11 +66,16 @@ def needles(hidden: Findings) -> list[str]:
     others = rows.query("policy != 'full'")
     top = others[others["value"] >= others["value"].max()]["policy"].tolist()
     last = others.iloc[-1]
+    rocketkv, dapq = (
+        100 * stated(claim) for claim in ("rocketkv.figure4.task_needle_near_full", "dapq.abstract.task_needle")
+    )
     whole = f"; the full cache finds {full.iloc[0]:.0%}" if len(full) else ""
     return [
         f"Most of the needles' digits are found with {listed([str(name) for name in top])} "
         f"({others['value'].max():.0%}), fewest with {last['policy']} ({last['value']:.0%}){whole}.",
         "One text and a handful of places: this ranks no neighbours, and chance alone finds a tenth.",
+        f"With 256 entries of longer prompts RocketKV prints {rocketkv:.0f} % and DapQ {dapq:.1f} %; more needles are "
+        "asked for in tasks_at_small_budgets.",
     ]
 
 
@@ -87,4 +90,7 @@ def evict_or_quantise(measured: pd.DataFrame) -> list[str]:
             f"By {label} the front holds {len(systems)} pairs of a policy and a storage, {whole} of them the full "
             f"cache in fewer bits: {listed(list(systems)[:5])}{' and others' if len(systems) > 5 else ''}."
         )
-    return [*sentences, "Whether neighbours on it differ beyond chance is asked below."]
+    return [
+        *sentences,
+        "The papers draw no such front; whether neighbours on it differ beyond chance is asked below.",
+    ]
