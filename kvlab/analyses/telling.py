@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kvlab import papers
 from kvlab.analyses.findings import Row
+from kvlab.errors import KvlabError
 
 UNDECIDED = "not told apart from none"
 
@@ -91,11 +92,15 @@ def beside(row: Row, paper: float) -> str:
 
 
 def stated(claim: str) -> float:
-    """The number that the paper states for a claim, by the claim's id."""
-    (value,) = [one.paper_value for one in papers.claims(paper=claim.split(".")[0]) if one.id == claim]
-    if value is None:
-        raise ValueError(f"the paper states no number for {claim}")
-    return value
+    """The number that the paper states for a claim, by the claim's id.
+
+    Raises:
+        KvlabError: there is no such claim, or it has no number.
+    """
+    values = [one.paper_value for one in papers.claims(paper=claim.split(".")[0]) if one.id == claim]
+    if not values or values[0] is None:
+        raise KvlabError(f"the paper states no number for the claim {claim!r}")
+    return values[0]
 
 
 def verdict(row: Row) -> str:

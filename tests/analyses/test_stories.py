@@ -60,9 +60,9 @@ def test_needles_and_questions_name_the_best_and_the_worst():
     found.set(gains.WITHOUT_BUDGET, *around(0.9), measure="hits", task="needle", policy="full")
     text = told(of_tasks.needles(found))
     assert "With 128 entries snapkv finds 90 %" in text and "h2o 30 %" in text
-    assert "RocketKV prints 99.0 % at 256 of far longer prompts and DapQ prints 99.5 %" in text
+    assert "RocketKV prints 99.0 % with 256 tokens of far longer prompts and DapQ prints 99.5 %" in text
     found.set(gains.AT_BUDGET, *around(0.4), measure="hits", task="needle", policy="dapq", budget=128)
-    assert "DapQ prints 99.5 % at 256 of far longer prompts and finds 40 % (39 to 41) here" in told(
+    assert "DapQ prints 99.5 % with 256 tokens of far longer prompts and finds 40 % (39 to 41) here" in told(
         of_tasks.needles(found)
     )
     for full, told_of in ((1.0, "none finds"), (0.9, "1 finds"), (0.4, "2 find")):

@@ -4,6 +4,7 @@ import pytest
 
 from kvlab.analyses import telling
 from kvlab.analyses.findings import Row
+from kvlab.errors import KvlabError
 
 
 def row(value, low=None, high=None):
@@ -93,8 +94,9 @@ def test_a_share_moves_in_percent():
 
 def test_a_papers_number_is_found_by_its_claim():
     assert telling.stated("dapq.table1.position_outweighs_content") == 0.3971
-    with pytest.raises(ValueError, match="states no number"):
-        telling.stated("dapq.section3_3.retained_set")
+    for claim in ("dapq.section3_3.retained_set", "dapq.no_such_claim"):
+        with pytest.raises(KvlabError, match=f"states no number for the claim '{claim}'"):
+            telling.stated(claim)
 
 
 @pytest.mark.parametrize(

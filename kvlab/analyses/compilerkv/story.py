@@ -169,7 +169,9 @@ def admitted(table: pd.DataFrame) -> list[str]:
         "score (median): the first token draws so much that a threshold of 0.1 leaves "
         f"{table['at_tenth'].to_numpy().mean():.0f} tokens.",
         f"In {strict:.0%} of prompts and layers the table's threshold is stricter than that, and part of the budget "
-        "stays empty" + (", where appendix B.1 has the budget always decide." if strict else ", as appendix B.1 says."),
+        "stays empty, where appendix B.1 has the budget always decide."
+        if strict
+        else "In none is the table's threshold stricter than that: the budget always decides, as appendix B.1 says.",
         "Next: which step from its utility to SnapKV's gains and which loses.",
     ]
 

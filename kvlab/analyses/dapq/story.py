@@ -284,8 +284,8 @@ def printed(findings: Findings) -> list[str]:
         for row in findings.frame(tables.BEHIND).to_dict("records")
     ]
     return [
-        f"In the paper's own tables no baseline is ahead of DapQ in {cells} of the cells, where section 5.2 says in "
-        "all.",
+        "In the paper's own tables the share of cells in which no baseline is ahead of DapQ is "
+        f"{cells}, where section 5.2 has it ahead in all.",
         f"Ahead of it are {telling.listed(ahead)}." if ahead else "",
         "Next: what the pseudo-queries say and how many there are, in dapq_pseudo_queries.",
     ]

@@ -82,8 +82,8 @@ def fusions(found: Findings, regimes: Findings, printed: Findings) -> list[str]:
     follows = "as its rows do" if row.value > 0 else "while its rows are in favour of the sum"
     table_4, table_5 = stated("morphkv.table4.text_and_rows"), stated("morphkv.table5.sum_keeps_more")
     return [
-        f"By what the sum saves of the attention lost, {listed(ours)}; at {sum(map(len, sides.values()))} windows the "
-        f"sum is clearly better {len(sides['above'])} times, the maximum {len(sides['below'])} times.",
+        f"By what the sum saves of the attention lost, {listed(ours)}; of {sum(map(len, sides.values()))} windows the "
+        f"sum is clearly better at {len(sides['above'])}, the maximum at {len(sides['below'])}.",
         f"The paper's table 5 has the sum {100 * table_5:.1f} % ahead on long responses; the text of table 4 states "
         f"{100 * table_4:.0f} % in favour of the maximum on long contexts, {follows} ({percent(row)}).",
         "Next: what a bounded cache costs at budgets of a few per cent, in morphkv_long_responses.",
@@ -124,12 +124,17 @@ def early_facts(found: Findings) -> list[str]:
     full = found.row(facts.FULL)
     knows = side(full, above="does not know", below="knows", undecided="hardly knows", at=GUESSED)
     lost = " and ".join(f"{number(costs[name], 2)} with the {words}" for name, words in WINDOWS.items())
-    behind = side(h2o, above="clearly worse than", below="clearly better than", undecided="not told apart from")
+    behind = side(
+        h2o,
+        above="clearly worse than the wide window, as sections 1 and 5.1.1 say",
+        below="clearly better than the wide window, against sections 1 and 5.1.1",
+        undecided="not told apart from the wide window, where sections 1 and 5.1.1 have it worse",
+    )
     return [
         f"Under the full cache the model {knows} the code ({number(full, 2)} nats a token; a guessed digit costs "
         f"{GUESSED:.2f}), and MorphKV adds {lost} window.",
         f"The wider window {verdict} ({number(nats, 2)} nats), and keeps {keeps} of its entries ({percent(stored)}).",
-        f"H2O is {behind} the wide window (by {number(h2o, 2)} nats), where sections 1 and 5.1.1 have it worse.",
+        f"H2O is {behind} (by {number(h2o, 2)} nats).",
         "Next: whether a set for each query head would keep more.",
     ]
 
@@ -177,8 +182,8 @@ def budgets(small: Findings) -> list[str]:
     in_paper = {name: there.row(headlines.CHOICES, method=name).value for name in ("snapkv", "morphkv")}
     return [
         f"By the share of attention kept, {'; '.join(told)}.",
-        f"By recall SnapKV lies {percent(drop)} below at {100 * tightest:.0f} %; of the scores of figure 10 "
-        f"{beside(drop, float(paper))}.",
+        f"By recall SnapKV lies {percent(drop)} below at {100 * tightest:.0f} %; {beside(drop, float(paper))} "
+        "(figure 10, by scores).",
         f"There SnapKV's window leaves {free['snapkv']:.0f} of its entries to choose where MorphKV chooses "
         f"{free['morphkv']:.0f}; by the paper's settings it is {in_paper['snapkv']:.0f} against "
         f"{in_paper['morphkv']:.0f}, so that its figure compares windows as much as choices.",
@@ -196,11 +201,11 @@ def growth(stored: Findings) -> list[str]:
     )
     constant = abs(rows["morphkv"].value) < 0.005
     grows = rows["snapkv"].value > 1
-    follows = "as the paper draws and says" if constant and grows else "other than the paper draws and says"
+    follows = "as here" if constant and grows else "other than here"
     return [
         f"A decoded token adds, as a multiple of what it adds to the full cache: {told}; these are bytes counted, "
         "without scatter.",
-        f"In figure 2a SnapKV's memory grows faster than the full cache's, and MorphKV's stays: {follows}.",
+        f"In figure 2a SnapKV's memory grows faster than the full cache's and MorphKV's stays, {follows}.",
         f"The formula, with which the next section goes to the paper's models, {right}.",
     ]
 

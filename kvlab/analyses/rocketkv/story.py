@@ -42,8 +42,8 @@ def figure_1(findings: Findings) -> list[str]:
     full = paper.set_index("method").loc["full", "qasper"]
     return [
         f"At the largest compression, {_tightest(findings):g}, Exact-TopK loses {telling.number(oracle)} of the "
-        f"attention; the best of the four practical methods loses more, {telling.percent(share)} of which is not "
-        f"Exact-TopK's, {decided}.",
+        f"attention; the best of the four practical methods loses more, and {telling.percent(share)} of its loss is "
+        f"not Exact-TopK's, {decided}.",
         f"In F1, at the smallest budget of figure 1 Exact-TopK has {smallest['exact_topk']:.1f} of the full cache's "
         f"{full:.1f}, and the best of the four {smallest[list(RIVALS)].max():.1f}.",
         ""
@@ -130,7 +130,7 @@ def figure_8(findings: Findings) -> list[str]:
         behind = [f"{c:g}" for c in each.loc[each["high"] < 0, "compression"]]
         where = f", and behind at compressions of {telling.listed(behind)}" if behind else ""
         everywhere = everywhere and not behind
-        told.append(f"over {name} {telling.number(row)}, {telling.verdict(row)}{where}")
+        told.append(f"{telling.number(row)} over {name}, {telling.verdict(row)}{where}")
     both = [findings.row(GAIN_AT_TIGHTEST, measure=ERROR, better="hybrid", other=half) for half in ("quest", "sparq")]
     ahead = all(row.low is not None and row.low > 0 for row in both)
     return [

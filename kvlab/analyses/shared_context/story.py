@@ -19,9 +19,9 @@ def question(findings: Findings) -> list[str]:
         undecided="neither clearly more nor less with",
     )
     full = findings.found(asking.FULL_HITS, way="none")
-    beside = f", beside a full cache that gets {percent(full)} of the scored tokens right" if full else ""
+    whole = f"; the full cache gets {percent(full)} of the scored tokens right" if full else ""
     return [
-        f"Compressed before any question instead of after each, a cache loses, in nats a token{beside}: {cost}.",
+        f"Compressed before any question instead of after each, a cache loses {cost}, in nats a token{whole}.",
         sentence(
             [_between(findings, "none", "before any question"), _between(findings, "each", "after each question")]
         ),
@@ -35,15 +35,14 @@ def _between(findings: Findings, way: str, when: str) -> str:
     rows = findings.of(asking.BETWEEN, way=way)
     if not rows:
         return ""
-    # One policy, the first, stands on the right of all.
-    than = f"than with {rows[0].keys['right']} with"
     told = grouped(
         [(row, f"{row.keys['left']} at {row.keys['budget']:g} ({number(row)})") for row in rows],
-        above=f"more is lost {than}",
-        below=f"less is lost {than}",
-        undecided=f"neither more nor less is lost {than}",
+        above="more is lost with",
+        below="less is lost with",
+        undecided="no clearly other amount is lost with",
     )
-    return f"{when} {told}"
+    # One policy, the first, stands on the right of all.
+    return f"{when}, beside {rows[0].keys['right']}, {told}"
 
 
 def turns(findings: Findings) -> list[str]:

@@ -51,7 +51,7 @@ def _printed_needles(findings: Findings, budget: float) -> list[str]:
     for policy, (name, claim) in printed.items():
         row = findings.found(gains.AT_BUDGET, measure="hits", task="needle", policy=policy, budget=budget)
         here = "" if row is None else f" and finds {percent(row)} here"
-        told.append(f"{name} prints {100 * stated(claim):.1f} % at 256 of far longer prompts{here}")
+        told.append(f"{name} prints {100 * stated(claim):.1f} % with 256 tokens of far longer prompts{here}")
     return told
 
 

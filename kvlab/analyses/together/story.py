@@ -74,7 +74,7 @@ def needles(hidden: Findings) -> list[str]:
         f"Most of the needles' digits are found with {listed([str(name) for name in top])} "
         f"({others['value'].max():.0%}), fewest with {last['policy']} ({last['value']:.0%}){whole}.",
         "One text and a handful of places: this ranks no neighbours, and chance alone finds a tenth.",
-        f"With 256 entries of longer prompts RocketKV prints {rocketkv:.0f} % and DapQ {dapq:.1f} %; more needles are "
+        f"With 256 tokens of longer prompts RocketKV prints {rocketkv:.0f} % and DapQ {dapq:.1f} %; more needles are "
         "asked for in tasks_at_small_budgets.",
     ]
 

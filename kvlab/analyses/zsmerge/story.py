@@ -57,7 +57,7 @@ def _definitions(findings: Findings) -> str:
     told = {"heads": "head by head", "squares": "squared", "layers": "over whole layers"}
     shown = listed([f"{percent(row)} {told[name]}" for name, row in rows.items() if row is not None])
     explains = abs(rows[nearest].value - paper) < 0.1 * paper  # type: ignore[union-attr]
-    so = "which is the paper's number" if explains else "so that the definition does not explain the difference"
+    so = "within a tenth of it" if explains else "so that the definition does not explain the difference"
     return f"the reduction is {shown}; the one {told[nearest]} is nearest to the paper's, {so}"
 
 
