@@ -17,7 +17,7 @@ from kvlab.analyses.speed import footprint, ratios
 from kvlab.analyses.speed import story as of_speed
 from kvlab.analyses.tasks import gains
 from kvlab.analyses.tasks import story as of_tasks
-from kvlab.analyses.together import equal_bytes
+from kvlab.analyses.together import equal_bytes, storing
 from kvlab.analyses.together import story as of_all
 
 
@@ -238,3 +238,23 @@ def test_pairs_of_policy_and_storage_on_the_front():
     text = told(of_all.evict_or_quantise(pd.DataFrame(rows)))
     assert "2 pairs of a policy and a storage, 1 of them the full cache" in text and "snapkv in kivi-4" in text
     assert "snapkv in as_is" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "evicting", "counted"),
+    [
+        (0.2, "evicting loses more than rounding to int8 (two, 0.200", "1 gain and 0 lose"),
+        (-0.2, "evicting loses less than rounding to int8 (two, -0.200", "0 gain and 1 lose"),
+        (0.0, "evicting is not told apart from rounding to int8 (two, 0 (", "0 gain and 0 lose"),
+    ],
+)
+def test_evicting_rounding_or_both_at_equal_bytes(value, evicting, counted):
+    found = empty()
+    for policy, worse in (("one", 1.0), ("two", 0.0)):
+        found.set(storing.EVICT, *around(value + worse), storage="int8", policy=policy, measure="kl")
+    for other in ("int8", "kivi-4"):
+        found.set(storing.BOTH, *around(value), storage="int8", policy="two", other=other, measure="kl")
+    found.set(storing.ALONE, *around(value), share=0.25, policy="two", other="kivi-4", measure="kl")
+    text = told(of_all.differences(found))
+    assert evicting in text and counted in text and "(one," not in text
+    assert "rounding alone to int8 (two in kivi-4, " in text and "two in int8" not in text

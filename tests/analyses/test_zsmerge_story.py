@@ -39,7 +39,9 @@ def test_figure_4_tells_what_a_short_run_has():
     found = Findings(pandas.DataFrame())
     found.set(merging.REDUCTION, 0.1, (0.05, 0.2), ratio=0.3)
     text = told(story.figure_4(found))
-    assert text.startswith("Merging is clearly ahead of eviction at 1 of 1 ratios. Next:")
+    assert text.startswith(
+        "Merging is clearly ahead of eviction at 1 of 1 ratios, of which figure 4 has it ahead at all. Next:"
+    )
 
 
 def test_by_layer_names_the_best_and_the_worst():

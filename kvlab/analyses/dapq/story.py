@@ -158,8 +158,8 @@ def head_map(findings: Findings) -> list[str]:
     return [
         f"Position outweighs content at SnapKV's distance in {telling.percent(share)} of the heads, "
         + telling.side(share, above="most of them.", below="a minority.", undecided="about half of them.", at=0.5),
-        f"Position counts most, beside content, in layer {first.idxmax()}, and least in layer {first.idxmin()}; the "
-        "paper prints no heads.",
+        f"Position counts most, beside content, in layer {first.idxmax()}, and least in layer {first.idxmin()}; table "
+        "1 tells no heads apart.",
         "Next: the premise that neighbouring queries are alike; whether the position decides what is found is asked in "
         "dapq_window_recall.",
     ]

@@ -62,7 +62,7 @@ def along(found: Findings, fusion: str, capacity: int) -> list[str]:
     return [
         f"From the first {steps.index[0]:.0f} to the last steps the mass lost changes by {grown}; by the mean over "
         f"documents {best[0]} {same}, with the intervals of the figure above.",
-        "The paper scores whole responses and draws none step by step.",
+        "Table 6 scores whole responses, and has no curve along them.",
         "Next: table 6 in its own regime, a prompt that fits into the cache and a response that outgrows it.",
     ]
 
@@ -224,7 +224,7 @@ def predicted_sizes(predicted: Findings) -> list[str]:
         for method in ("h2o", "snapkv")
     ]
     return [
-        f"The settings give the sizes printed in figures 6, 8 and 9 to within {100 * off.median():.0f} % (median); "
+        f"The paper's settings give the sizes of figures 6, 8 and 9 to within {100 * off.median():.0f} % (median); "
         f"furthest off is {METHODS.get(worst['method'], 'MorphKV')} on {worst['benchmark']}, {worst['predicted']:.2f} "
         f"against {worst['printed']:.2f}.",
         f"On long responses MorphKV saves {listed(savings)}; all of the saving over H2O comes from groups, for both "

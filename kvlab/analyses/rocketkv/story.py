@@ -173,7 +173,7 @@ def costs(findings: Findings) -> list[str]:
         f"{telling.percent(_bare(stored['rocketkv']))} of the full cache and SparQ "
         f"{telling.percent(_bare(stored['sparq']))}.",
         "So a comparison at equal budgets, as the paper's, compares traffic; who may not store the whole cache should "
-        "compare at equal bytes, as all_together does.",
+        "compare at equal bytes, as all_together does; next, what the paper's own tables say.",
     ]
 
 

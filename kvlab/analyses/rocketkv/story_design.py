@@ -54,7 +54,7 @@ def first_stage(findings: Findings) -> list[str]:
             undecided="and SnapKV's narrow average are not told apart",
         )
         + f" (gain in output error {telling.number(gain)}).",
-        "Both change the width and the kind of pooling at once; figure 7 changes the width alone.",
+        "Next: the width alone, where here both the width and the kind of pooling change.",
     ]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from kvlab.analyses.findings import Findings
-from kvlab.analyses.telling import listed, stated
+from kvlab.analyses.findings import Findings, Row
+from kvlab.analyses.telling import by_side, grouped, listed, number, sentence, stated
 from kvlab.analyses.together import equal_bytes, storing
 
 NO_RIVALS = ["full", equal_bytes.ORACLE]
@@ -94,3 +94,55 @@ def evict_or_quantise(measured: pd.DataFrame) -> list[str]:
         *sentences,
         "The papers draw no such front; whether neighbours on it differ beyond chance is asked below.",
     ]
+
+
+def differences(findings: Findings, measure: str = "kl") -> list[str]:
+    """Whether evicting, rounding or both lose less at equal bytes.
+
+    Args:
+        findings: of `storing.findings`.
+        measure: a key of `storing.MEASURES`.
+    """
+    evict = grouped(
+        [
+            (row, f"{row.keys['storage']} ({row.keys['policy']}, {number(row)})")
+            for row in _least(findings.of(storing.EVICT, measure=measure), "storage")
+        ],
+        above="evicting loses more than rounding to",
+        below="evicting loses less than rounding to",
+        undecided="evicting is not told apart from rounding to",
+    )
+    rounded = [row for row in findings.of(storing.BOTH, measure=measure) if row.keys["storage"] != row.keys["other"]]
+    both = grouped(
+        [
+            (row, f"{row.keys['storage']} ({row.keys['policy']} in {row.keys['other']}, {number(row)})")
+            for row in _least(rounded, "storage", "other")
+        ],
+        above="both lose more than rounding alone to",
+        below="both lose less than rounding alone to",
+        undecided="both are not told apart from rounding alone to",
+    )
+    alone = []
+    for share in dict.fromkeys(row.keys["share"] for row in findings.of(storing.ALONE, measure=measure)):
+        sides = by_side(findings.of(storing.ALONE, measure=measure, share=share))
+        alone.append(f"{len(sides['above'])} gain and {len(sides['below'])} lose at {share:.0%} of the full cache")
+    asked = {
+        "kl": "the same by the error of the attention output and by needles",
+        "output_error": "the same by needles",
+        "needles_lost": "what a cache costs that must serve several questions, in shared_context",
+    }
+    return [
+        f"By {storing.MEASURES[measure]}, at the same bytes and with the best policy there, {evict}." if evict else "",
+        sentence([both]),
+        f"Of the evictors that keep more entries, rounded, for fewer as they are, {listed(alone)}." if alone else "",
+        f"None of the papers' tables at hand has a rounded cache; next, {asked[measure]}.",
+    ]
+
+
+def _least(rows: Sequence[Row], *keys: str) -> list[Row]:
+    """The smallest of the rows with the same keys, which is chosen on the documents that it is told of."""
+    best: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        at = tuple(row.keys[key] for key in keys)
+        best[at] = min(best.get(at, row), row, key=lambda one: one.value)
+    return list(best.values())
