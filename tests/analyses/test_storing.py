@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 from support.spread import students
-from support.storing import FEW, MIB, losses
+from support.storing import FEW, MIB
 
 import kvlab
 from kvlab.analyses.tasks import scores
@@ -109,20 +109,6 @@ def test_differences_are_paired_at_equal_bytes():
     alone = found.row(storing.ALONE, share=0.2, policy="two", other="rounded", measure="kl")
     assert alone.value == pytest.approx(0.5 - 0.2)
     assert not any("small" in name or "/0.9/" in name for name in found.metrics)
-
-
-def test_the_answers_say_what_the_numbers_say():
-    told = storing.answers(storing.findings(FEW, [0.2]))
-    assert told[0].endswith("means over 2 documents with 95 % intervals:")
-    assert told[1] == (
-        "Evict or quantise? The full cache in rounded stores 30% and loses 0.15; at these bytes the best evictor, two, "
-        "cannot be told from quantising: +0.2 (-2.34 to 2.74)."
-    )
-    assert "1 of 1 evictors lose less" in told[2] and "two gains most, 0.3 (0.3 to 0.3)" in told[2]
-    plain = losses(full__as_is={"a": [(100, 0.0)]}, one__as_is={"a": [(10, 0.2), (40, 0.1)]})
-    for loss, said in ((0.9, "one, loses 0.75 less than quantising"), (0.05, "one, loses 0.1 more than quantising")):
-        curves = pd.concat([plain, losses(full__rounded={"a": [(20, loss)]})])
-        assert said in storing.answers(storing.findings(curves, []))[1]
 
 
 def test_points_are_means_over_documents_and_know_their_front():

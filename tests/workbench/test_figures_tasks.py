@@ -38,6 +38,7 @@ def found():
             "nll": rng.uniform(0, 3),
             "score": 1.0,
             "hits": rng.uniform(),
+            "kv_bytes": 1_000 * (budget or 4_096),
         }
         for task, policies in MET.items()
         for policy, budgets in {"full": [None], **policies}.items()

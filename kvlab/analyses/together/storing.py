@@ -301,60 +301,6 @@ def points(measured: pd.DataFrame, name: str, slack: float = 0.02) -> pd.DataFra
 # ---------------------------------------------------------------------------------------------------- in words
 
 
-def answers(found: Findings, name: str = "kl") -> list[str]:
-    """The plain answers to "evict or quantise?" and "both?" by one measure, each a sentence with its numbers.
-
-    The best evictor is chosen on the same documents that it is judged on, which flatters it.
-    """
-    documents = found.table.query("measure == @name")["document"].nunique()
-    told = []
-    evict = found.frame(EVICT).query("measure == @name")
-    both = found.frame(BOTH).query("measure == @name and storage != other")
-    alone = found.frame(ALONE).query("measure == @name")
-    for storage, part in evict.groupby("storage", sort=False):
-        best = _row(part, part["value"].argmin())
-        share = found.row(SIZE, storage=storage).value
-        loss = found.row(WHOLE, storage=storage, measure=name).value
-        told.append(
-            f"Evict or quantise? The full cache in {storage} stores {share:.0%} and loses {loss:.3g}; at these bytes "
-            f"the best evictor, {best['policy']}, {_against(best, 'quantising')}."
-        )
-    for keys, part in both.groupby(["storage", "other"], sort=False):
-        storage, other = cast("tuple[str, str]", keys)
-        best = _row(part, part["value"].argmin())
-        told.append(
-            f"Both? At the bytes of the full cache in {storage}, {best['policy']} stored in {other} "
-            f"{_against(best, f'{storage} alone')}."
-        )
-    for keys, part in alone.groupby(["share", "other"], sort=False):
-        share, other = cast("tuple[float, str]", keys)
-        sure, worse = len(part.query("low > 0")), len(part.query("high < 0"))
-        best = _row(part, part["value"].argmax())
-        told.append(
-            f"At {share:.0%} of the full cache, {sure} of {len(part)} evictors lose less when more entries are kept in "
-            f"{other} than fewer as they are, and {worse} lose more; {best['policy']} gains most, {best['value']:.3g} "
-            f"({_interval(best)})."
-        )
-    return [f"By {MEASURES[name]}, means over {documents} documents with 95 % intervals:", *told]
-
-
-def _row(table: pd.DataFrame, place: Any) -> dict[str, Any]:
-    return {str(name): value for name, value in table.to_dict("records")[int(place)].items()}
-
-
-def _against(row: dict[str, Any], other: str) -> str:
-    difference = f"{abs(row['value']):.3g}"
-    if row["low"] > 0:
-        return f"loses {difference} more than {other} ({_interval(row)})"
-    if row["high"] < 0:
-        return f"loses {difference} less than {other} ({_interval(row)})"
-    return f"cannot be told from {other}: {row['value']:+.3g} ({_interval(row)})"
-
-
-def _interval(row: dict[str, Any]) -> str:
-    return f"{row['low']:.3g} to {row['high']:.3g}"
-
-
 def in_words(measured: pd.DataFrame) -> str:
     """The extent of what `measure` measured, as text."""
     whole = measured.query("policy == 'full' and storage == @PLAIN and measure == 'kl'")["full_bytes"].to_numpy().mean()
