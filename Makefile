@@ -9,7 +9,7 @@ STAMP := .venv/.stamp
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help env pull reproduce lint check coverage docs wheel hooks test test-unit test-notebooks test-models browser notebooks lab clean
+.PHONY: help env pull reproduce lint check coverage docs wheel hooks test test-unit test-notebooks test-long test-all test-models browser notebooks lab clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,11 +50,15 @@ wheel: $(STAMP)  ## the wheel, in dist/: pip install it into any environment
 hooks: $(STAMP)  ## make lint before each commit
 	@printf '#!/bin/sh\nexec make lint\n' > "$$(git rev-parse --git-path hooks)/pre-commit" && chmod +x "$$(git rev-parse --git-path hooks)/pre-commit"
 
-test: lint test-unit test-notebooks  ## unit tests, the papermill round trip, and every notebook
+test: lint test-unit test-notebooks  ## unit tests, and every notebook through nbval
+test-all: test test-long  ## what CI runs: make test, then make test-long
 
 # A file's tests run on one worker, so that what they share is made once; tests/conftest.py has the longest files begin first.
 test-unit: pull browser
-	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not models and not long' tests
+
+test-long: pull browser  ## servers, kills, sweeps, environments, whole notebooks, a browser, every example of the docs
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'long and not models' tests
 
 # A store of its own for the notebooks' runs, so that tests never write to mlruns/. The longest notebooks begin first;
 # in the end what all of them logged is looked at.

@@ -21,26 +21,36 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers with several threads each fight over the cores and are many times slower.
     torch.set_num_threads(1)
 
+# Sweeps, servers, browsers, kills, environments, whole notebooks, every example of the docs: `make test-long`.
 # A file's tests run one after the other, so these begin first: the last worker would be at them alone for minutes.
-LONGEST = (
+LONG = (
     "lib/test_never_lose.py",
-    "project/test_docs.py",
-    "workbench/test_warm.py",
     "workbench/test_wheel.py",
-    "workbench/test_lab.py",
-    "workbench/test_roundtrip.py",
+    "workbench/test_warm.py",
     "workbench/test_papermill.py",
+    "workbench/test_lab.py",
+    "project/test_site.py",
     "workbench/test_places.py",
+    "project/test_docs.py",
+    "workbench/test_roundtrip.py",
+    "workbench/test_notebooks_by_shape.py",
+    "workbench/test_report_browser.py",
+    "workbench/test_new_workspace.py",
+    "workbench/test_sweep.py",
 )
 
 # Imports make hundreds of thousands of objects that stay: looking through them all again and again finds nothing.
 gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring the tests of the longest files to the front, each file's in their order."""
-    rank = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    """Mark the tests of the longest files and bring them to the front, each file's in their order."""
+    rank = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+    for item in items:
+        if item.path in rank:
+            item.add_marker("long")
 
 
 def pytest_collection_finish():

@@ -289,13 +289,19 @@ def test_long_lines_and_pickles_are_not_ours():
         assert not {n for n in imports(path) if n.partition(".")[0] in {"pickle", "dill", "joblib"}}, path
 
 
-def test_ci_is_make_test():
+def test_ci_runs_every_test():
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111
-    assert script.read_text().splitlines()[-1] == "make test"
+    assert script.read_text().splitlines()[-1] == "make test-all"
+    asked = ["make", "-n", "test-all", "PYTHON=python3"]
+    commands = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for part in ("-m 'not models and not long' tests", "-m 'long and not models' tests", "--nbval-lax", "ruff check"):
+        assert part in commands, part
 
 
-@pytest.mark.parametrize("target", ["env", "reproduce", "test", "browser", "docs", "wheel", "lab", "clean", "help"])
+@pytest.mark.parametrize(
+    "target", ["env", "reproduce", "test", "test-long", "browser", "docs", "wheel", "lab", "clean", "help"]
+)
 def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

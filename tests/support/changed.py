@@ -1,4 +1,4 @@
-"""`make check`: run the tests of what has changed since the last commit, those that take long left to `make test`.
+"""`make check`: run the tests of what has changed since the last commit, but for those that take long.
 
 A changed file of `kvlab/FOLDER/` brings the tests of `tests/FOLDER/`, a changed test file itself, a changed notebook or
 experiment the tests that read notebooks without running them. Anything else brings the tests of the project's
@@ -12,22 +12,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Sweeps, servers, browsers, whole notebooks and every example of the docs: minutes, and `make test` runs them.
-LONG = (
-    "tests/lib/test_never_lose.py",
-    "tests/project/test_docs.py",
-    "tests/project/test_site.py",
-    "tests/workbench/test_lab.py",
-    "tests/workbench/test_new_workspace.py",
-    "tests/workbench/test_notebooks_by_shape.py",
-    "tests/workbench/test_papermill.py",
-    "tests/workbench/test_places.py",
-    "tests/workbench/test_report_browser.py",
-    "tests/workbench/test_roundtrip.py",
-    "tests/workbench/test_sweep.py",
-    "tests/workbench/test_warm.py",
-    "tests/workbench/test_wheel.py",
-)
 
 
 def changed() -> list[str]:
@@ -58,9 +42,9 @@ def main() -> int:
     wanted = sorted({tests_of(path) for path in files} | {"tests/project/test_skeleton.py"})
     wanted = [path for path in wanted if not any(path != other and path.startswith(f"{other}/") for other in wanted)]
     print(f"{len(files)} changed files: {' '.join(wanted)}")
-    skipped = [f"--deselect={path}" for path in LONG]
+    quick = ["-m", "not models and not long"]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", *skipped, *wanted], cwd=ROOT
+        [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", *quick, *wanted], cwd=ROOT
     ).returncode
 
 
