@@ -339,12 +339,12 @@ def mutual(findings: Findings) -> list[str]:
     return [
         f"With {longest} pseudo-queries that attend to each other, too, recall {moved} against a softmax over the "
         "prompt alone.",
-        "With the length of the window that loss "
+        "As the window grows, mutual attention costs "
         + telling.side(
             grows,
-            above="grows, which agrees with the paper's section 6.2",
-            below="shrinks, against the paper's section 6.2",
-            undecided="does not clearly grow, so that section 6.2's dilution by mutual attention is not shown",
+            above="more, which agrees with the paper's section 6.2",
+            below="less, against the paper's section 6.2",
+            undecided="neither clearly more nor less, so that section 6.2's dilution by mutual attention is not shown",
         )
         + f" ({telling.number(grows)}).",
         "Next: whether tasks follow what is kept, in tasks_at_small_budgets.",
