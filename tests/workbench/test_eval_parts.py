@@ -179,6 +179,13 @@ def test_turns_and_modes_are_kept_and_shown(tmp_path):
     assert "By turn: chat Policy 1 2 full 100" in text and "By turn: requests" in text
 
 
+@pytest.mark.parametrize("place", ["/data/of/mine/bench", "/bench", "/data/bench/", r"C:\\data\\bench"])
+def test_where_a_folder_lay_is_not_kept(tmp_path, place):
+    signature = f"m|t(seed=0, folder='{place}', tasks=('a', 'b'))|p|compress at context|v"
+    path = answered.keep(tmp_path, [replace(answer, signature=signature) for answer in FOUND], "a machine")
+    assert {line["settings"] for line in boards.read(path)} == {"t(seed=0, folder='bench', tasks=('a', 'b'))"}
+
+
 def test_what_was_kept_before_there_were_turns_is_read_and_goes_on(tmp_path):
     """The form of the file: its columns, in their order, of which the two latest may be missing."""
     path = answered.keep(tmp_path, [replace(answer, marks={}) for answer in FOUND], "a machine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,14 @@ def _rows(answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
 
 
 def _by_settings(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    """A task with its parameters, as a signature names it -> its answers."""
+    """A task with its parameters, as a signature names it -> its answers.
+
+    Of a file or folder only the name is left: where it lay on one machine tells others nothing.
+    """
     found: dict[str, list[Answer]] = {}
     for answer in answers:
-        found.setdefault(answer.signature.split("|")[1], []).append(answer)
+        settings = answer.signature.split("|")[1]
+        found.setdefault(re.sub(r"'(?:/|[A-Za-z]:\\\\)[^']*?([^'/\\]+)[/\\]*'", r"'\1'", settings), []).append(answer)
     return found
 
 
