@@ -51,6 +51,11 @@ def side(row: Row, above: str, below: str, undecided: str = UNDECIDED, at: float
     return below if high < at else undecided
 
 
+def _where(row: Row) -> str:
+    """The side of 0 that the row's whole interval lies on: "above", "below" or "undecided"."""
+    return side(row, "above", "below", "undecided")
+
+
 def moved(row: Row, above: str, below: str, undecided: str = UNDECIDED, shown: Callable[[Row], str] = number) -> str:
     """The side's phrase with the amount: `saves 0.455 (0.129 to 0.781)`, without the sign that `below` has told.
 
@@ -58,7 +63,7 @@ def moved(row: Row, above: str, below: str, undecided: str = UNDECIDED, shown: C
         shown: `number` or `percent`.
     """
     phrase = side(row, above, below, undecided)
-    if side(row, "above", "below", "undecided") == "below":
+    if _where(row) == "below":
         low, high = (None if end is None else -end for end in (row.high, row.low))
         row = replace(row, value=-row.value, low=low, high=high)
     return f"{phrase} {shown(row)}"
@@ -68,7 +73,7 @@ def by_side(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows by the side of 0 that their whole interval lies on: "above", "below", "undecided"."""
     sides: dict[str, list[Row]] = {"above": [], "below": [], "undecided": []}
     for row in rows:
-        sides[side(row, above="above", below="below", undecided="undecided")].append(row)
+        sides[_where(row)].append(row)
     return sides
 
 
@@ -117,7 +122,7 @@ def grouped(rows: Iterable[tuple[Row, str]], **phrases: str) -> str:
     """
     sides: dict[str, list[str]] = {name: [] for name in ("above", "below", "undecided")}
     for row, words in rows:
-        sides[side(row, above="above", below="below", undecided="undecided")].append(words)
+        sides[_where(row)].append(words)
     return listed([f"{phrases[name]} {listed(words)}" for name, words in sides.items() if words])
 
 

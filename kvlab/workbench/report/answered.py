@@ -16,6 +16,9 @@ from kvlab.workbench.report import told
 from kvlab.workbench.report.boards import COLUMNS, FOLDER, KEY, read
 from kvlab.workbench.report.subjects import Subject
 
+PLACE = re.compile(r"'(?:/|[A-Za-z]:\\\\)[^']*?([^'/\\]+)[/\\]*'")
+"""A quoted path from the root on, as parameters print it, and its last part."""
+
 
 def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
     """Write the mean scores of one model's answers as FOLDER/tasks/MODEL.csv; what was kept of others stays.
@@ -68,8 +71,8 @@ def _by_settings(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
     """
     found: dict[str, list[Answer]] = {}
     for answer in answers:
-        settings = answer.signature.split("|")[1]
-        found.setdefault(re.sub(r"'(?:/|[A-Za-z]:\\\\)[^']*?([^'/\\]+)[/\\]*'", r"'\1'", settings), []).append(answer)
+        settings = PLACE.sub(r"'\1'", answer.signature.split("|")[1])
+        found.setdefault(settings, []).append(answer)
     return found
 
 
