@@ -37,7 +37,7 @@ WEIGHTS, ATTENTION, TAKING, FINDING, WRITING, OTHER = (
     "norms, rotation, all else",
 )
 PURPOSES = {
-    WEIGHTS: ("mm", "addmm", "linear"),
+    WEIGHTS: ("mm", "addmm", "linear", "_linear_pointwise"),
     ATTENTION: ("bmm", "baddbmm", "_scaled_dot_product", "_softmax"),
     TAKING: ("index_select", "gather", "index", "embedding"),
     FINDING: ("topk", "sort", "nonzero", "argmax", "amin", "aminmax", "ge", "ne", "cumsum"),
@@ -47,8 +47,8 @@ PYTHON = "Python, between operations"
 
 
 def purpose(operation: str) -> str:
-    """What an operation of torch's ("aten::mm") is for, in a decoding step."""
-    name = operation.removeprefix("aten::")
+    """What an operation of torch's ("aten::mm", "mkldnn::_linear_pointwise") is for, in a decoding step."""
+    name = operation.rpartition("::")[2]
     for found, names in PURPOSES.items():
         if name in names or any(each.startswith("_") and name.startswith(each) for each in names):
             return found

@@ -17,6 +17,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from kvlab.core import products
 from kvlab.errors import KvlabError
 from kvlab.inputs import packs
 from kvlab.inputs.models import lm_of
@@ -40,6 +41,7 @@ CODE = (
     "core/hookable.py",
     "core/hooks.py",
     "core/layout.py",
+    "core/products.py",
     "core/rotation.py",
     "core/slots.py",
     "core/softmax.py",
@@ -230,7 +232,7 @@ def _key(lm: LM, plan: Recording, chat: str) -> str:
         "format": FORMAT,
         "code": _code(),
         "libraries": [version(name) for name in LIBRARIES],
-        "model": [lm.sha256, lm.name, str(lm.dtype), lm.device.type],
+        "model": [lm.sha256, lm.name, str(lm.dtype), lm.device.type, products.library(lm.model)],
         "chat": chat,
         **{name: _plain(value) for name, value in vars(plan).items()},
     }

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kvlab.core import hookable
+from kvlab.core import hookable, products
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs, shapes
 from kvlab.inputs.models.catalogue import DEFAULT, MODELS, RANDOM_PREFIX
@@ -112,6 +112,7 @@ def random_lm(
 
 def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, sha256: str) -> LM:
     model.eval().requires_grad_(False)
+    products.hasten(model)
     return LM(model, tokenizer, name, sha256)
 
 

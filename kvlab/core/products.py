@@ -1,0 +1,87 @@
+"""A model's products with its weights, by the faster of the two libraries that torch brings for a CPU.
+
+torch multiplies float32 matrices by Intel's MKL, which gives processors of other makers its kernels for AVX2, whatever
+they can do. oneDNN, which torch brings as well, asks the processor. Where that has AVX-512 and is not Intel's, a
+product takes half the time (`python benchmarks/products.py`). It sums in another order, so that last bits differ, as
+they do between MKL's own kernels on two machines.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+
+from kvlab.errors import KvlabError
+
+SWITCH = "KVLAB_ONEDNN"
+# oneDNN makes a kernel for each shape that it meets, which a product of small matrices does not earn again.
+FEWEST_WEIGHTS = 1 << 16
+
+
+class OneDNNLinear(torch.nn.Linear):
+    """A linear layer whose float32 products on a CPU are oneDNN's; others, and differentiated ones, are torch's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        plain = input.dtype == weight.dtype == torch.float32 and input.device.type == weight.device.type == "cpu"
+        if plain and not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)):
+            return torch.ops.mkldnn._linear_pointwise(input, weight, self.bias, "none", [], "")
+        return super().forward(input)
+
+
+def hasten(model: torch.nn.Module) -> None:
+    """Have oneDNN multiply in the linear layers of `model`, in place, where it is the faster (`wanted`).
+
+    Weights stay what and where they are, so that saving, moving and tying them work as before. Raises KvlabError as
+    `wanted` does.
+    """
+    if not wanted():
+        return
+    for module in model.modules():
+        # A subclass, such as one with quantised weights, multiplies in a way of its own; strided weights are slow.
+        if type(module) is not torch.nn.Linear:
+            continue
+        if module.weight.numel() >= FEWEST_WEIGHTS and module.weight.is_contiguous():
+            module.__class__ = OneDNNLinear
+
+
+def library(model: torch.nn.Module) -> str:
+    """What multiplies in the linear layers of `model`: "oneDNN" or "torch"."""
+    return "oneDNN" if any(isinstance(module, OneDNNLinear) for module in model.modules()) else "torch"
+
+
+def wanted() -> bool:
+    """Whether oneDNN multiplies: by KVLAB_ONEDNN (1 or 0), else where a processor of another maker than Intel has
+    AVX-512.
+
+    Raises KvlabError for another value of KVLAB_ONEDNN, and for a 1 where torch has no oneDNN.
+    """
+    there = torch.backends.mkldnn.is_available()
+    match os.environ.get(SWITCH, ""):
+        case "":
+            return there and _faster()
+        case "0":
+            return False
+        case "1" if there:
+            return True
+        case "1":
+            raise KvlabError(f"{SWITCH}=1, but this torch was built without oneDNN; unset it")
+        case given:
+            raise KvlabError(f"{SWITCH} is 1 (oneDNN multiplies), 0 (torch's choice) or unset, and not {given!r}")
+
+
+@functools.cache
+def _faster() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and _maker() not in ("", "GenuineIntel")
+
+
+def _maker() -> str:
+    """The processor's maker as it names itself, such as "AuthenticAMD"; "" where that cannot be read."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")

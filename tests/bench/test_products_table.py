@@ -1,0 +1,34 @@
+"""The benchmark of products: both libraries' rows, and that they say the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.benchmarks import cells, imported, invoked
+
+from kvlab.core import products
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_each_length_has_its_prefill_and_its_step(monkeypatch):
+    monkeypatch.setenv(products.SWITCH, "0")  # the benchmark sets it, and this takes that back
+    with imported(monkeypatch, "products") as (module,):
+        sizes = ["--tokens", "8", "--tokens", "12", "--steps", "2", "--repeats", "2"]
+        rows = cells(invoked(module.main, "--model", "random:tiny-llama-gqa", *sizes))[2:]
+    assert [row[:2] for row in rows] == [
+        ["8", "prefill, s"],
+        ["", "a step, ms"],
+        ["12", "prefill, s"],
+        ["", "a step, ms"],
+    ]
+    for row in rows:
+        low, high = map(float, row[5].split("-"))
+        assert low <= float(row[4]) <= high
+    assert all(float(row[6]) < 1e-3 for row in rows[::2])
+
+
+def test_an_unknown_model_is_told_in_a_sentence(monkeypatch):
+    monkeypatch.setenv(products.SWITCH, "0")
+    with imported(monkeypatch, "products") as (module,):
+        done = invoked(module.main, "--model", "smollm3")
+    assert done.exit_code == 1 and done.stderr.startswith("benchmark: ")

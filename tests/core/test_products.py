@@ -1,0 +1,122 @@
+"""Products by oneDNN: the same numbers to rounding, the same layers to whoever saves, moves or differentiates them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.refusals import one_sentence
+
+import kvlab
+from kvlab.core import products
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+@pytest.fixture
+def on(monkeypatch):
+    monkeypatch.setenv(products.SWITCH, "1")
+
+
+def pair(inputs, outputs, bias=False, **kind):
+    """A large layer of torch's, and the same one hastened."""
+    plain = torch.nn.Linear(inputs, outputs, bias=bias, **kind)
+    hastened = copy.deepcopy(plain)
+    products.hasten(hastened)
+    return plain, hastened
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 5), min_size=0, max_size=3),
+    inputs=st.sampled_from([256, 300]),
+    bias=st.booleans(),
+    strided=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_it_gives_the_product_in_double_precision_to_rounding(shape, inputs, bias, strided, seed):
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setenv(products.SWITCH, "1")
+        torch.manual_seed(seed)
+        plain, hastened = pair(inputs, 300, bias)
+        assert type(hastened) is products.OneDNNLinear
+        given = torch.randn(*shape, 2 * inputs)[..., ::2] if strided else torch.randn(*shape, inputs)
+        found, exact = hastened(given), plain.double()(given.double())
+    assert found.shape == exact.shape and found.dtype == torch.float32
+    # A sum of n rounded products is off by at most n units in the last place of the products' absolute sum.
+    bound = given.double().abs() @ plain.weight.detach().abs().T + 1
+    assert ((found.double() - exact).abs() <= inputs * 2**-24 * bound).all()
+
+
+def test_a_loaded_model_says_the_same_whichever_library_multiplies(monkeypatch, lm):
+    ids = torch.arange(300, 340)[None]
+    logits = {}
+    for switch, library in (("0", "torch"), ("1", "oneDNN")):
+        monkeypatch.setenv(products.SWITCH, switch)
+        loaded = kvlab.random_lm("smollm2-135m", layers=2)
+        assert products.library(loaded.model) == library
+        assert loaded.model.lm_head.weight is loaded.model.get_input_embeddings().weight
+        with torch.inference_mode():
+            logits[library] = loaded.model(ids).logits
+    torch.testing.assert_close(logits["oneDNN"], logits["torch"], rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_other_types_and_small_or_special_layers_are_torchs(on):
+    plain, hastened = pair(256, 256)
+    given = torch.randn(3, 256, requires_grad=True)
+    hastened(given).square().sum().backward()
+    expected = torch.autograd.grad(plain(given).square().sum(), given)[0]
+    torch.testing.assert_close(given.grad, expected)
+    plain, hastened = pair(256, 256, dtype=torch.bfloat16)
+    given = torch.randn(3, 256, dtype=torch.bfloat16)
+    assert torch.equal(hastened(given), plain(given))
+
+    class Special(torch.nn.Linear):
+        pass
+
+    small, special = torch.nn.Linear(16, 16), Special(256, 256)
+    products.hasten(torch.nn.Sequential(small, special))
+    assert type(small) is torch.nn.Linear and type(special) is Special
+
+
+def test_a_hastened_layer_is_saved_and_copied_as_before(on, tmp_path):
+    plain, hastened = pair(256, 256)
+    assert hastened.state_dict().keys() == plain.state_dict().keys()
+    assert torch.equal(hastened.weight, plain.weight)
+    again = copy.deepcopy(hastened).double()
+    given = torch.randn(2, 256, dtype=torch.float64)
+    assert torch.equal(again(given), plain.double()(given))
+
+
+@pytest.mark.parametrize(
+    ("capability", "maker", "faster"),
+    [
+        ("AVX512", "AuthenticAMD", True),
+        ("AVX512_VNNI", "AuthenticAMD", True),
+        ("AVX2", "AuthenticAMD", False),
+        ("AVX512", "GenuineIntel", False),
+        ("DEFAULT", "", False),
+    ],
+)
+def test_it_is_chosen_where_mkl_leaves_half_of_the_processor_idle(monkeypatch, capability, maker, faster):
+    monkeypatch.delenv(products.SWITCH, raising=False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(products, "_maker", lambda: maker)
+    products._faster.cache_clear()
+    try:
+        assert products.wanted() is faster
+    finally:
+        products._faster.cache_clear()
+
+
+def test_a_switch_that_means_nothing_is_refused(monkeypatch):
+    monkeypatch.setenv(products.SWITCH, "yes")
+    with one_sentence("KVLAB_ONEDNN is 1"):
+        products.wanted()
+    monkeypatch.setenv(products.SWITCH, "1")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with one_sentence("built without oneDNN"):
+        products.wanted()
