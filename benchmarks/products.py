@@ -4,13 +4,15 @@
 python benchmarks/products.py
 python benchmarks/products.py --model qwen2.5-coder-0.5b --tokens 2048 --repeats 5
 
-CPU time on one thread, so that other processes disturb little: a prompt's prefill, and a decoding step after it. A
-ratio below 1.00 is oneDNN's gain. *Differs by* is the largest difference between the two's logits of the last token.
+CPU time on one thread, so that other processes disturb little: a prompt's prefill by transformers alone and inside
+`kvlab.compress` (whose attention multiplies by the same library), and a decoding step of transformers after it. A ratio
+below 1.00 is oneDNN's gain. *Differs by* is the largest difference between the two's logits of the last token.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import statistics
 from typing import Annotated, Any
@@ -22,23 +24,31 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvlab.bench import clock, meters
+from kvlab import methods
+from kvlab.bench import clock, meters, timing
 from kvlab.core import products
 from kvlab.inputs import models
 
 LIBRARIES = {"torch": "0", "oneDNN": "1"}
+WHOLE = timing.Contender(methods.policy("full"))
+SHOWN = {"prefill, s": 1, "prefill in kvlab, s": 1, "a step, ms": 1000}
 
 
-def timed(lm: models.LM, ids: torch.Tensor, steps: int) -> tuple[float, float, torch.Tensor]:
-    """Seconds of the prefill and of one step after it, and the prompt's last logits."""
-    start = clock.busy(lm.device)
+def timed(name: str, lm: models.LM, ids: torch.Tensor, steps: int) -> tuple[list[float], list[torch.Tensor]]:
+    """Seconds of both prefills and of one step, and both prompts' last logits."""
+    os.environ[products.SWITCH] = LIBRARIES[name]  # attention asks at each of its calls
+    times, logits = [clock.busy(lm.device)], []
+    with WHOLE.session(lm):
+        logits.append(lm.model(ids[None], use_cache=True, logits_to_keep=1).logits[0, -1])
+    times.append(clock.busy(lm.device))
     out: Any = prefill(lm, ids)
-    middle = clock.busy(lm.device)
-    logits = out.logits[0, -1]
-    with torch.inference_mode():
-        for _ in range(steps):
-            out = lm.model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
-    return middle - start, (clock.busy(lm.device) - middle) / steps, logits
+    times.append(clock.busy(lm.device))
+    logits.append(out.logits[0, -1])
+    for _ in range(steps):
+        out = lm.model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+    times.append(clock.busy(lm.device))
+    inside, alone, step = (after - before for before, after in itertools.pairwise(times))
+    return [alone, inside, step / steps], logits
 
 
 def main(
@@ -58,27 +68,26 @@ def main(
     grid = Table(title=f"{lm.name}, {meters.device_name(lm.device)}", box=box.MARKDOWN)
     for title in ("tokens", "", "torch", "oneDNN", "oneDNN over torch", "range", "differs by"):
         grid.add_column(title, justify="left" if title == "" else "right")
-    with bar(Console(stderr=True)) as progress, clock.one_thread(lm.device):
+    with bar(Console(stderr=True)) as progress, clock.one_thread(lm.device), torch.inference_mode():
         task = progress.add_task("runs", total=len(lengths) * (repeats + 1) * len(LIBRARIES))
         for length in lengths:
             ids, found = prompt(lm, length), {name: [] for name in LIBRARIES}
             for turn, name in clock.rounds(list(LIBRARIES), repeats + 1):
-                result = timed(lms[name], ids, steps)
+                result = timed(name, lms[name], ids, steps)
                 if turn:  # the first meets all shapes anew
                     found[name].append(result)
                 progress.advance(task)
-            off = (found["torch"][0][2] - found["oneDNN"][0][2]).abs().max()
-            for part, what in enumerate(("prefill, s", "a step, ms")):
-                ours, theirs = ([result[part] for result in found[name]] for name in ("oneDNN", "torch"))
+            for part, (what, factor) in enumerate(SHOWN.items()):
+                ours, theirs = ([times[part] for times, _ in found[name]] for name in ("oneDNN", "torch"))
                 ratios = clock.ratios(ours, theirs)
-                medians = [statistics.median(each) * (1e3 if part else 1) for each in (theirs, ours)]
+                both = [logits[part] for logits in (found[name][0][1] for name in LIBRARIES) if part < len(logits)]
                 grid.add_row(
-                    f"{length:,}" if not part else "",
+                    "" if part else f"{length:,}",
                     what,
-                    *(f"{median:.2f}" for median in medians),
+                    *(f"{factor * statistics.median(each):.2f}" for each in (theirs, ours)),
                     f"{statistics.median(ratios):.2f}",
                     f"{min(ratios):.2f}-{max(ratios):.2f}",
-                    f"{off:.0e}" if not part else "",
+                    f"{(both[0] - both[1]).abs().max():.0e}" if both else "",
                 )
     console.print(grid, highlight=False)
 

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvlab.core import products
 from kvlab.core.softmax import Scaling, Softmax
 
 CHUNK = 256
+BLOCK = 128  # queries; fewer make too many operations, more compute what is masked
 # The kernel behind PyTorch's own fused attention on a CPU, which also gives the logarithms of the sums under the
 # softmaxes `[batch, heads, n]`; None where a PyTorch has none.
 FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -120,6 +122,8 @@ def attend(
     if not softmax.plain:
         return _attend_by_chunks(queries, keys, values, softmax, padding, mask)
     n, length = queries.shape[-2], keys.shape[-2]
+    if padding is None and mask is None and n >= BLOCK // 2 and _onednn(queries, keys, values):
+        return _attend_by_blocks(queries, keys, values, softmax)
     if padding is None and mask is None and 1 < n < length and FUSED is not None and queries.is_cpu:
         return _attend_past_and_own(queries, keys, values, softmax)
     plain_causal = padding is None and mask is None and n == length and n > 1
@@ -135,6 +139,35 @@ def attend(
     return F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=plain_causal, scale=softmax.factor, enable_gqa=group > 1
     )
+
+
+def _onednn(*tensors: Tensor) -> bool:
+    plain = all(x.is_cpu and x.dtype == torch.float32 and x.dim() == 4 for x in tensors)
+    return plain and not any(x.requires_grad for x in tensors) and products.wanted()
+
+
+def _attend_by_blocks(queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+    """The output of `n` last arrivals, a block of queries and a KV head at a time, by oneDNN's products: PyTorch's
+    fused kernel multiplies by MKL (`core/products.py`), and takes up to twice as long where that is slow.
+    """
+    batch, heads, n, head_dim = queries.shape
+    kv_heads, length = keys.shape[1], keys.shape[2]
+    rows = (queries * softmax.scale(head_dim)).reshape(batch, kv_heads, -1, n, head_dim)
+    keys, values = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (keys, values))
+    out = queries.new_empty(*rows.shape[:4], values.shape[3])
+    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool).triu(1)
+    # Blocks end at multiples of BLOCK among the keys: oneDNN makes a kernel for each length that it meets.
+    past = length - n
+    ends = [*range((past // BLOCK + 1) * BLOCK - past, n, BLOCK), n]
+    for b, h in itertools.product(range(batch), range(kv_heads)):
+        for start, stop in itertools.pairwise([0, *ends]):
+            seen, own = past + stop, stop - start
+            block = rows[b, h, :, start:stop]
+            scores = products.onednn(block.reshape(-1, head_dim), keys[b, h, :seen]).view(*block.shape[:2], seen)
+            scores[..., seen - own :].masked_fill_(later[:own, :own], -torch.inf)
+            shares = scores.softmax(-1).view(-1, seen)
+            out[b, h, :, start:stop] = products.onednn(shares, values[b, h, :seen].T).view(*block.shape[:2], -1)
+    return out.view(batch, heads, n, -1)
 
 
 def _attend_past_and_own(queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:

@@ -21,6 +21,13 @@ SWITCH = "KVLAB_ONEDNN"
 FEWEST_WEIGHTS = 1 << 16
 
 
+def onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`rows [..., m] @ weight [n, m].T + bias [n]`, float32 on a CPU. Slow unless one of `weight`'s two dimensions is
+    contiguous and the other's stride is its length.
+    """
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+
+
 class OneDNNLinear(torch.nn.Linear):
     """A linear layer whose float32 products on a CPU are oneDNN's; others, and differentiated ones, are torch's."""
 
@@ -28,7 +35,7 @@ class OneDNNLinear(torch.nn.Linear):
         weight = self.weight
         plain = input.dtype == weight.dtype == torch.float32 and input.device.type == weight.device.type == "cpu"
         if plain and not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)):
-            return torch.ops.mkldnn._linear_pointwise(input, weight, self.bias, "none", [], "")
+            return onednn(input, weight, self.bias)
         return super().forward(input)
 
 

@@ -88,6 +88,30 @@ def test_what_comes_after_others_needs_no_mask(monkeypatch, heads, kv_heads, lou
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize("n, past", [(64, 0), (128, 0), (300, 0), (300, 50), (64, 200), (128, 128), (257, 127)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_blocks_by_onednn_give_what_the_weights_give(monkeypatch, heads, kv_heads, n, past, strided):
+    monkeypatch.setenv("KVLAB_ONEDNN", "1")
+    parts = [layer(seed, heads, kv_heads, 8, prompt=past + n, n=n) for seed in (4, 5)]
+    queries, keys, values = (torch.stack(each) for each in zip(*parts, strict=True))
+    values = torch.cat([values, values[..., :4]], -1)  # values may be longer than keys
+    if strided:
+        queries, keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (queries, keys, values))
+    found = attention.attend(queries, keys, values, 0.3)
+    visible = attention.last_visible(n, past + n)
+    expected = attention.output(attention.weights(queries.double(), keys.double(), 0.3, visible), values.double())
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+    blocks = []
+    monkeypatch.setattr(attention, "_attend_by_blocks", lambda *given: blocks.append(given))
+    values = values[..., :8]
+    attention.attend(queries, keys, values, 0.3)
+    attention.attend(queries.bfloat16(), keys.bfloat16(), values.bfloat16(), 0.3)
+    attention.attend(queries.requires_grad_(), keys, values, 0.3)
+    assert len(blocks) == 1, "half precision and gradients are left to PyTorch's own kernel"
+
+
 def test_a_mask_decides_who_sees_whom():
     queries, keys, values = layer(6, 4, 2, 8, prompt=9, n=3)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0, 1]]).bool()
