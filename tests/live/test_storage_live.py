@@ -209,7 +209,8 @@ def test_joined_sessions_keep_each_its_own_storage(wide):
 
 @torch.inference_mode()
 def test_a_prompt_in_pieces_is_rounded_once_it_is_whole(wide):
-    ids, after = prompt(64), []
+    # Too short for blocks by oneDNN, whose last bits would turn a rounding of a scale to half precision.
+    ids, after = prompt(60), []
     for pieces in (1, 4):
         with kvlab.compress(wide.model, made("snapkv"), storage=SMALL) as session:
             past = None

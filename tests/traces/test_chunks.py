@@ -74,6 +74,8 @@ def test_the_real_model_in_chunks(lm):
 def longest_passes(monkeypatch, run):
     """How many tokens each forward pass was fed, how many logits it gave, and the widest mask of attention."""
     fed, masked = [], []
+    # Masks are those of PyTorch's kernel; blocks by oneDNN need none.
+    monkeypatch.setenv("KVLAB_ONEDNN", "0")
     forward, attend = passes.forward, attention.F.scaled_dot_product_attention
 
     def feeding(lm, ids, cache, positions=None, logits_of=1):
