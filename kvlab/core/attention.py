@@ -43,7 +43,7 @@ def logits(queries: Tensor, keys: Tensor, scaling: Scaling = None) -> Tensor:
     *batch, heads, n, head_dim = queries.shape
     softmax = Softmax.of(scaling)
     rows = by_group(exact(queries), keys.shape[-3]) * softmax.scale(head_dim)
-    return softmax.capped(rows @ exact(keys).transpose(-1, -2)).view(*batch, heads, n, keys.shape[-2])
+    return softmax.capped(products.by_transposed(rows, exact(keys))).view(*batch, heads, n, keys.shape[-2])
 
 
 def weights(
@@ -78,7 +78,8 @@ def output(attention: Tensor, values: Tensor) -> Tensor:
     head_dim]`.
     """
     *batch, heads, n, _ = attention.shape
-    return (by_group(attention, values.shape[-3]) @ exact(values)).view(*batch, heads, n, values.shape[-1])
+    rows = by_group(attention, values.shape[-3])
+    return products.by_transposed(rows, exact(values).transpose(-1, -2)).view(*batch, heads, n, values.shape[-1])
 
 
 def to_query_heads(x: Tensor, heads: int) -> Tensor:

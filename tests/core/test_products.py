@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -120,3 +121,25 @@ def test_a_switch_that_means_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     with one_sentence("built without oneDNN"):
         products.wanted()
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_many_rows_are_those_of_torch(on, monkeypatch, batch, transposed):
+    rows, others = torch.randn(*batch, 96, 64), torch.randn(*batch, 700, 64)
+    if transposed:
+        others = others.transpose(-1, -2).contiguous().transpose(-1, -2)
+    exact = rows.double() @ others.double().transpose(-1, -2)
+    calls, real = [], products.onednn
+    monkeypatch.setattr(products, "onednn", lambda *given: calls.append(given) or real(*given))
+    torch.testing.assert_close(products.by_transposed(rows, others).double(), exact, atol=1e-4, rtol=1e-4)
+    assert len(calls) == math.prod(batch)
+    for left in (
+        (rows[..., :8, :], others),  # too few products to earn a kernel
+        (rows.double(), others.double()),
+        (rows.requires_grad_(), others),
+        (rows.detach(), others[..., ::2, :].repeat_interleave(2, -2)[..., ::2, :]),  # strided
+    ):
+        expected = left[0] @ left[1].transpose(-1, -2)
+        torch.testing.assert_close(products.by_transposed(*left), expected, atol=1e-5, rtol=1e-5)
+    assert len(calls) == math.prod(batch)
