@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "2000"
 
-# oneDNN keeps its last kernels, half a megabyte each, and meets a new shape with each length of a prompt. 256 are
-# enough for the blocks of 16k tokens (`core/products.py`); its own limit of 1024 would fill half a gigabyte.
+# oneDNN, and torch's layer over it, keep their last kernels, half a megabyte each, and meet a new shape with each
+# length of a prompt. 256 are enough for the blocks of 16k tokens (`core/products.py`); their own limits of 1024 would
+# fill half a gigabyte.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
 
 __all__ = [
     "LM",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -143,3 +146,34 @@ def test_products_of_many_rows_are_those_of_torch(on, monkeypatch, batch, transp
         expected = left[0] @ left[1].transpose(-1, -2)
         torch.testing.assert_close(products.by_transposed(*left), expected, atol=1e-5, rtol=1e-5)
     assert len(calls) == math.prod(batch)
+
+
+MANY_LENGTHS = """
+import kvlab, torch
+from kvlab.core import products
+
+def own():
+    lines = open("/proc/self/status").read().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+torch.set_num_threads(1)
+rows, others, grown = torch.randn(8, 64), torch.randn(2000, 64), []
+for number in range(1, 1001):
+    products.onednn(rows, others[:number])
+    if number in (600, 1000):
+        grown.append(own())
+print(grown[1] - grown[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.parametrize("capacity, few", [(None, True), ("1024", False)])
+def test_kernels_for_ever_new_lengths_do_not_fill_the_memory(capacity, few):
+    limits = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    given = {} if capacity is None else dict.fromkeys(limits, capacity)
+    clean = {name: value for name, value in os.environ.items() if name not in limits}
+    command = [sys.executable, "-c", MANY_LENGTHS]
+    done = subprocess.run(command, env=clean | given, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    grown = float(done.stdout)
+    assert grown < 20 if few else grown > 40, f"{grown:.0f} MiB more after 400 further lengths"
