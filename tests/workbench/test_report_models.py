@@ -119,6 +119,16 @@ def test_what_went_without_tables_says_so(project):
     assert remarks(ledger.Entry(theirs, mine.verdict, None)) == []
 
 
+@pytest.mark.parametrize(("alone", "said"), [("[64, 128]", []), ("none", ["neutral tables"])])
+def test_filled_sets_with_weights_of_their_own_go_without_nothing(project, alone, said):
+    job(0.6, tables="none", alone=alone, **SMALL)
+    mine = of_claim(report.entries())["small"]
+    about = {"id": "compilerkv.table1.x", "paper": "compilerkv"}
+    for metric, expected in (("gain_filled/kept/h2o", said), ("gain/kept/h2o", ["neutral tables"])):
+        theirs = mine.claim.model_copy(update=about | {"metric": metric})
+        assert remarks(ledger.Entry(theirs, mine.verdict, mine.run)) == expected
+
+
 def test_a_claim_that_a_model_cannot_be_asked_says_why(project, monkeypatch):
     (asked,) = [each for each in papers.claims() if each.id == CLAIM]
     knowing = asked.model_copy(update={"lacking": {asked.metric: "this model's groups are too large"}})

@@ -19,6 +19,8 @@ LACKING = {"tables": ("compilerkv", "neutral tables"), "heads": ("duoattention",
 """Tag of a run that says NONE where nothing comes with kvlab for its model -> the policy that went without, and what to
 say of it."""
 
+FILLED = "filled"
+
 
 class Judged(Protocol):
     """What is asked here of an entry of the ledger, which itself asks for its models."""
@@ -104,7 +106,11 @@ def remarks(entry: Judged) -> list[str]:
         return []
     tags, claim = entry.run.data.tags, entry.claim
     about = " ".join([claim.id, claim.paper, *claim.metrics])
-    return [words for tag, (policy, words) in LACKING.items() if tags.get(tag) == NONE and policy in about]
+    lacked = [tag for tag, (policy, _) in LACKING.items() if tags.get(tag) == NONE and policy in about]
+    # Sets that fill their budget go without those tables where they have weights learnt one head at a time.
+    if FILLED in claim.metric and tags.get("alone", NONE) != NONE:
+        lacked = [tag for tag in lacked if tag != "tables"]
+    return [LACKING[tag][1] for tag in lacked]
 
 
 def _first(tags: list[dict[str, str]], key: str) -> str:
