@@ -72,8 +72,8 @@ def logits(part: Tensor, which: Tensor, table: Tensor) -> Tensor:
     """
     rows, kv_heads, m, n = table.shape
     r = which.shape[-1]
-    if 3 * r >= m or table.stride(-1) != 1:
-        # To copy many rows, or rows that are not contiguous, costs more than to multiply the others by zero.
+    if 2 * r >= m or table.stride(-1) != 1:
+        # To copy most rows, or rows that are not contiguous, costs more than to multiply the others by zero.
         whole = part.new_zeros(*part.shape[:3], m).scatter_(-1, which[:, :, None].expand(part.shape), part)
         return whole @ attention.exact(table)
     first = firsts(rows, kv_heads, kv_heads * m, m, which.device)

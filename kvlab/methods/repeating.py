@@ -87,9 +87,11 @@ class Repetition:
         # A block of queries at a time, so that memory stays linear in the length of a part.
         for start in range(0, m, BLOCK):
             stop = min(start + BLOCK, m)
-            fed = attention.last_visible(stop - start, stop, keys.device)
-            visible = torch.cat([fed.new_ones(stop - start, sinks + size), fed], 1)
-            weights = attention.weights(queries[:, :, start:stop], shown[:, :, : sinks + size + stop], softmax, visible)
+            scores = attention.logits(queries[:, :, start:stop], shown[:, :, : sinks + size + stop], softmax)
+            # Of all that is shown, only the block's own tokens are hidden from some of its queries.
+            later = ~attention.last_visible(stop - start, stop - start, keys.device)
+            scores[..., sinks + size + start :].masked_fill_(later, -torch.inf)
+            weights = softmax.shares(scores)
             weights = weights[..., sinks : sinks + size]
             if self.plus:
                 assert hidden is not None, "what the projections were given is asked for"
