@@ -7,10 +7,11 @@ python benchmarks/growth.py --model qwen2.5-coder-0.5b --tokens 1024 --tokens 32
 The prompt is random token ids. Each part at each length is one run in a process of its own: "prefill" is the prompt
 through the model and transformers' own cache, in one piece; "capture" is `kvlab.capture` into a file (16 tokens
 follow); "replay" is six policies at two budgets on that file, in a process without the model; "live" is the prompt,
-in the same chunks as the capture, and 16 tokens by `generate` with snapkv at a budget of 512. Memory is resident
-memory at its highest, pages of the mapped trace included: of the whole process, and above what the process takes
-before the run (the model, loaded and used once). What --out already holds is not measured again. Exponents are the
-slopes of straight lines through the logarithms. CPU time, of all threads together, is that of the process alone,
+in the same chunks as the capture, and 16 tokens by `generate` with snapkv at a budget of 512. Each is run twice, for
+its time and for its memory, since an allocator that gives all freed memory back takes up to twice the time. Memory is
+resident memory at its highest, pages of the mapped trace included: of the whole process, and above what the process
+takes before the run (the model, loaded and used once). What --out already holds is not measured again. Exponents are
+the slopes of straight lines through the logarithms. CPU time, of all threads together, is that of the process alone,
 whatever else the machine does.
 """
 
@@ -106,7 +107,9 @@ def measure(model: str, dtype: str, tokens: int, part: str, folder: Path) -> dic
     order = [__file__, "--model", model, "--dtype", dtype, "--tokens", str(tokens), "--parts", part]
     order += ["--one", str(folder / "long")]
     row: dict = {"model": named(model, dtype), "tokens": tokens, "part": part}
-    row |= json.loads(memory.in_fresh_process(order, f"{part} at {tokens} tokens"))
+    label = f"{part} at {tokens} tokens"
+    timed, tight = (json.loads(memory.in_fresh_process(order, label, each)) for each in ({}, memory.TIGHT))
+    row |= {name: (timed if name.endswith("seconds") else tight)[name] for name in timed}
     if part == "capture":
         row["trace_mib"] = (folder / "long").stat().st_size / MIB
     return row

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -170,6 +170,28 @@ def decoded(model: str, method: str | None, budget: int, context: int, steps: in
     return {name: numbers[name] for name in names} | {"peak_bytes": peak.bytes}
 
 
+def decoded_by(
+    name: str | None,
+    side: str,
+    model: str,
+    folder: Path,
+    ids: list[int],
+    budget: int,
+    steps: int,
+    variables: Mapping[str, str],
+) -> dict[str, float]:
+    """One side's numbers of one run, in a process of its own with these `variables` in its environment."""
+    if side == "ours":
+        order = json.dumps([model, name, budget, len(ids), steps])
+        label = f"{name or 'the full cache'} at {len(ids)} tokens"
+        return json.loads(memory.in_fresh_process([__file__, "--decoded", order], label, variables))
+    # int(length * share) entries stay in kvpress; the half is safe from rounding.
+    press = chosen(name)[name].told((budget + 0.5) / len(ids)) if name else None
+    fresh, _ = loaded(folder, variables)
+    with fresh:
+        return fresh.ask("decode", ids=ids, press=press, steps=steps, peak=True)
+
+
 def decode(
     model: str,
     folder: Path,
@@ -182,26 +204,22 @@ def decode(
     bars: Progress,
 ) -> list[dict]:
     """One row for each round, context, method (None for the full cache) and side."""
-    rows = []
+    rows: list[dict] = []
     runs = [(name, side) for name in (None, *names) for side in ("ours", "theirs")]
-    task = bars.add_task("decoding", total=rounds * len(contexts) * len(runs))
+    task = bars.add_task("decoding", total=(rounds + 1) * len(contexts) * len(runs))
     for context in contexts:
         if context + steps + 1 > lm.context_length:
             raise KvlabError(f"{lm.name} takes {lm.context_length} tokens, fewer than {context} and {steps + 1} more")
         ids = meters.prompt(lm, context)[0][0].tolist()
-        # int(length * share) entries stay in kvpress; the half is safe from rounding.
-        keep = (budget + 0.5) / context
-        for turn, (name, side) in clock.rounds(runs, rounds):
-            if side == "ours":
-                order = json.dumps([model, name, budget, context, steps])
-                label = f"{name or 'the full cache'} at {context} tokens"
-                numbers = json.loads(memory.in_fresh_process([__file__, "--decoded", order], label))
-            else:
-                fresh, _ = loaded(folder)
-                with fresh:
-                    press = chosen(name)[name].told(keep) if name else None
-                    numbers = fresh.ask("decode", ids=ids, press=press, steps=steps, peak=True)
-            rows.append(dict(round=turn, context=context, method=name, side=side, **numbers))
+
+        peaks: dict[tuple[str | None, str], float] = {}
+        for turn, each in clock.rounds(runs, rounds):
+            if each not in peaks:
+                # What measures memory exactly slows both sides, so that memory has a run of its own.
+                peaks[each] = decoded_by(*each, model, folder, ids, budget, steps, memory.TIGHT)["peak_bytes"]
+                bars.advance(task)
+            numbers = decoded_by(*each, model, folder, ids, budget, steps, {}) | {"peak_bytes": peaks[each]}
+            rows.append(dict(round=turn, context=context, method=each[0], side=each[1], **numbers))
             bars.advance(task)
     return rows
 

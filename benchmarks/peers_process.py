@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,11 @@ def answer_of(line: str, name: str) -> dict[str, Any]:
 class Process:
     """`with Process(command, name) as peer: peer.ask("decode", ids=...)`."""
 
-    def __init__(self, command: Sequence[str | Path], name: str = "kvpress"):
-        # The thread settings of this process hold there, too. By default glibc keeps freed blocks, and the peak of the
-        # same run varies between once and twice its need.
-        variables = os.environ | {"PYTHONPATH": str(PROJECT), "MALLOC_MMAP_THRESHOLD_": "65536", "HF_HUB_OFFLINE": "1"}
+    def __init__(
+        self, command: Sequence[str | Path], name: str = "kvpress", variables: Mapping[str, str] | None = None
+    ):
+        # The thread settings of this process hold there, too.
+        variables = os.environ | {"PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1"} | (variables or {})
         self.name, self._said = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [str(part) for part in command],
@@ -115,9 +116,9 @@ class Process:
         self._said.close()
 
 
-def loaded(folder: Path) -> tuple[Process, dict[str, Any]]:
-    """The peer with the model of that folder, and what it says of itself."""
-    peer = Process([python(), SIDE])
+def loaded(folder: Path, variables: Mapping[str, str] | None = None) -> tuple[Process, dict[str, Any]]:
+    """The peer with the model of that folder, and what it says of itself; `variables` besides this environment's."""
+    peer = Process([python(), SIDE], variables=variables)
     try:
         return peer, peer.ask("load", folder=str(folder))
     except BaseException:

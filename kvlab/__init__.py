@@ -33,8 +33,8 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "2000"
 
 # oneDNN, and torch's layer over it, keep their last kernels, half a megabyte each, and meet a new shape with each
-# length of a prompt. 256 are enough for the blocks of 16k tokens (`core/products.py`); their own limits of 1024 would
-# fill half a gigabyte.
+# length of a prompt. 256 are enough for the blocks of 8k tokens (`core/products.py`); beyond, making them anew costs a
+# tenth of the attention. Their own limits of 1024 would fill half a gigabyte.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
 

@@ -9,7 +9,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -63,19 +63,24 @@ def _high_water_mark() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def in_fresh_process(arguments: Sequence[str], label: str) -> str:
+TIGHT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""Environment in which glibc gives every freed block back: by default it keeps them, and the peak of the same run
+varies between once and twice its need. Times mean nothing there: the system clears every block anew, which may double
+them."""
+
+
+def in_fresh_process(arguments: Sequence[str], label: str, variables: Mapping[str, str] = TIGHT) -> str:
     """The last line that a fresh Python process prints: no earlier run has left memory behind in it.
 
     Args:
         arguments: of Python: a module after "-m", or a script, and its own arguments.
         label: name of the measured run, for the error.
+        variables: of its environment, besides this process's: `TIGHT` to measure memory, none to measure time.
 
     Raises:
         KvlabError: the process failed.
     """
-    # By default glibc keeps freed blocks, and the peak of the same run varies between once and twice its need.
-    variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=variables)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=os.environ | variables)
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2] or f"it ended with {done.returncode}"
         why = "it was killed, perhaps for want of memory" if done.returncode < 0 else last

@@ -142,9 +142,12 @@ def attend(
     )
 
 
-def _onednn(*tensors: Tensor) -> bool:
-    plain = all(x.is_cpu and x.dtype == torch.float32 and x.dim() == 4 for x in tensors)
-    return plain and not any(x.requires_grad for x in tensors) and products.wanted()
+def _onednn(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    # Broadcasting, and heads that no KV heads share evenly, are left to torch, whose errors say so.
+    shaped = queries.dim() == keys.dim() == values.dim() == 4 and len(queries) == len(keys) == len(values)
+    return (
+        shaped and not queries.shape[1] % keys.shape[1] and products.plain(queries, keys, values) and products.wanted()
+    )
 
 
 def _attend_by_blocks(queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
@@ -153,7 +156,7 @@ def _attend_by_blocks(queries: Tensor, keys: Tensor, values: Tensor, softmax: So
     """
     batch, heads, n, head_dim = queries.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
-    rows = (queries * softmax.scale(head_dim)).reshape(batch, kv_heads, -1, n, head_dim)
+    rows = (queries * softmax.scale(head_dim)).reshape(batch, kv_heads, heads // kv_heads, n, head_dim)
     keys, values = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (keys, values))
     out = queries.new_empty(*rows.shape[:4], values.shape[3])
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool).triu(1)
@@ -168,7 +171,7 @@ def _attend_by_blocks(queries: Tensor, keys: Tensor, values: Tensor, softmax: So
             scores[..., seen - own :].masked_fill_(later[:own, :own], -torch.inf)
             shares = scores.softmax(-1).view(-1, seen)
             out[b, h, :, start:stop] = products.onednn(shares, values[b, h, :seen].T).view(*block.shape[:2], -1)
-    return out.view(batch, heads, n, -1)
+    return out.view(batch, heads, n, values.shape[3])
 
 
 def _attend_past_and_own(queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:

@@ -21,6 +21,7 @@ SWITCH = "KVLAB_ONEDNN"
 # oneDNN makes a kernel for each shape that it meets, which a product of small matrices does not earn again.
 FEWEST_WEIGHTS = 1 << 16
 FEWEST_PRODUCTS = 1 << 22
+FEW_ROWS = 8
 
 
 def onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -34,6 +35,9 @@ def by_transposed(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """`rows [..., r, m] @ others [..., n, m].T`, by oneDNN where it is the faster: large, in float32, on such a CPU."""
     *batch, r, m = rows.shape
     n = others.shape[-2]
+    if r <= FEW_ROWS and rows.is_cpu and others.stride(-1) == 1:
+        # A step's few queries against all keys: up to twice as fast the other way round.
+        return (others @ rows.transpose(-1, -2)).transpose(-1, -2).contiguous()
     if r * n * m < FEWEST_PRODUCTS or batch != list(others.shape[:-2]) or not _takes(rows, others):
         return rows @ others.transpose(-1, -2)
     out = rows.new_empty(*batch, r, n)
@@ -42,28 +46,38 @@ def by_transposed(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def plain(*tensors: torch.Tensor) -> bool:
+    """Whether products of these are nothing but numbers in float32 on a CPU: neither differentiated (either way), nor
+    cast by autocast.
+    """
+    if torch.is_autocast_enabled("cpu") or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not differentiated and all(x.dtype == torch.float32 and x.is_cpu for x in tensors)
+
+
 def _takes(rows: torch.Tensor, others: torch.Tensor) -> bool:
-    plain = rows.dtype == others.dtype == torch.float32 and rows.is_cpu and others.is_cpu
     whole = others.stride()[-2:] in ((others.shape[-1], 1), (1, others.shape[-2]))
-    return plain and whole and not (rows.requires_grad or others.requires_grad) and wanted()
+    return whole and plain(rows, others) and wanted()
 
 
 class OneDNNLinear(torch.nn.Linear):
-    """A linear layer whose float32 products on a CPU are oneDNN's; others, and differentiated ones, are torch's."""
+    """A linear layer whose float32 products on a CPU are oneDNN's; all others are torch's: see `plain`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        plain = input.dtype == weight.dtype == torch.float32 and input.device.type == weight.device.type == "cpu"
-        if plain and not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)):
-            return onednn(input, weight, self.bias)
+        weight, bias = self.weight, self.bias
+        # A class of its own, as quantised weights have, multiplies in a way of its own, and so does a sparse weight.
+        dense = type(weight) is torch.nn.Parameter and weight.layout is torch.strided
+        if dense and plain(input, weight, *([] if bias is None else [bias])):
+            return onednn(input, weight, bias)
         return super().forward(input)
 
 
 def hasten(model: torch.nn.Module) -> None:
     """Have oneDNN multiply in the linear layers of `model`, in place, where it is the faster (`wanted`).
 
-    Weights stay what and where they are, so that saving, moving and tying them work as before. Raises KvlabError as
-    `wanted` does.
+    Weights stay what and where they are, so that saving, moving and tying them work as before; but the layers' class is
+    another, which whoever looks for torch's own by type does not find. Raises KvlabError as `wanted` does.
     """
     if not wanted():
         return
@@ -75,9 +89,12 @@ def hasten(model: torch.nn.Module) -> None:
             module.__class__ = OneDNNLinear
 
 
-def library(model: torch.nn.Module) -> str:
-    """What multiplies in the linear layers of `model`: "oneDNN" or "torch"."""
-    return "oneDNN" if any(isinstance(module, OneDNNLinear) for module in model.modules()) else "torch"
+def libraries(model: torch.nn.Module) -> dict[str, str]:
+    """What multiplies in float32 on a CPU, "oneDNN" or "torch": in the linear layers of `model`, which was settled when
+    it was loaded, and in kvlab's attention.
+    """
+    layers = any(isinstance(module, OneDNNLinear) for module in model.modules())
+    return {name: "oneDNN" if so else "torch" for name, so in (("layers", layers), ("attention", wanted()))}
 
 
 def wanted() -> bool:
@@ -102,6 +119,8 @@ def wanted() -> bool:
 
 @functools.cache
 def _faster() -> bool:
+    if not torch.backends.mkl.is_available():
+        return False
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and _maker() not in ("", "GenuineIntel")
 
 

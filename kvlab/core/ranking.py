@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,19 +21,71 @@ def top_positions(scores: Tensor, k: int | Tensor) -> Tensor:
     """
     length = scores.shape[-1]
     widest = min(int(k.max()) if isinstance(k, Tensor) else int(k), length)
-    if 0 < widest < length and not isinstance(k, Tensor):
-        # All that reaches the k-th score is several times cheaper than a sort, and exact unless others equal it.
-        reached = scores >= scores.topk(widest, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-        # Two dimensions and not all: `nonzero` writes an index for each.
-        found = reached.reshape(-1, length).nonzero()
-        if len(found) == scores[..., :widest].numel():
-            return found[:, 1].view(*scores.shape[:-1], widest)
+    if 0 < widest < length:
+        found = _reaching(scores, k, widest)
+        if found is not None:
+            return found
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :widest]
     if isinstance(k, Tensor) and widest:
         beyond = torch.arange(widest, device=scores.device) >= k[..., None]
         best = torch.where(beyond, length, best)
     best = best.sort(dim=-1).values
     return best.masked_fill(best == length, PAD)
+
+
+def best_first(scores: Tensor, k: int) -> Tensor:
+    """The `k` highest-scored positions from the best on, int64 `[..., k]`; of equal scores the earlier comes first."""
+    best = top_positions(scores, k)
+    return best.gather(-1, scores.gather(-1, best).sort(dim=-1, descending=True, stable=True).indices)
+
+
+def _reaching(scores: Tensor, k: int | Tensor, widest: int) -> Tensor | None:
+    """All that are not below the k-th score, as `top_positions`; None where they are more, since others equal it.
+
+    To find that score and compare with it is several times cheaper than a sort. NaN ranks highest, as in a sort.
+    """
+    if scores.is_cpu and scores.dtype in (torch.float32, torch.float64):
+        return _reaching_by_numpy(scores, k, widest)
+    return None if isinstance(k, Tensor) else _reaching_by_torch(scores, widest)
+
+
+def _reaching_by_torch(scores: Tensor, k: int) -> Tensor | None:
+    short = scores < scores.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    # Two dimensions and not all: `nonzero` writes an index for each.
+    found = (~short).reshape(-1, scores.shape[-1]).nonzero()
+    return found[:, 1].view(*scores.shape[:-1], k) if len(found) == scores[..., :k].numel() else None
+
+
+def _reaching_by_numpy(scores: Tensor, k: int | Tensor, widest: int) -> Tensor | None:
+    # NumPy selects by vector instructions, three to ten times faster than `torch.topk`; few and short calls, since this
+    # is asked for in every layer of every step.
+    length = scores.shape[-1]
+    table = scores.detach().numpy().reshape(-1, length)
+    if isinstance(k, Tensor):
+        return _reaching_by_row(table, k, widest)
+    ordered = table.copy()
+    ordered.partition(length - widest)
+    found = (~(table < ordered[:, length - widest, None])).ravel().nonzero()[0]
+    if len(found) != len(table) * widest:
+        return None
+    positions = found.reshape(-1, widest)
+    positions -= np.arange(0, table.size, length)[:, None]
+    return torch.from_numpy(positions.reshape(*scores.shape[:-1], widest))
+
+
+def _reaching_by_row(table: np.ndarray, k: Tensor, widest: int) -> Tensor | None:
+    counts = k.detach().flatten().clamp(0, table.shape[1]).numpy()
+    padded = np.full((len(table), widest), PAD)
+    for row, out, n in zip(table, padded, counts.tolist(), strict=True):
+        found = (~(row < _kth(row, n))).nonzero()[0] if n else ()
+        if len(found) != n:
+            return None
+        out[:n] = found
+    return torch.from_numpy(padded.reshape(*k.shape, widest))
+
+
+def _kth(row: np.ndarray, k: int) -> float:
+    return np.partition(row, len(row) - k)[len(row) - k]
 
 
 def ranks(scores: Tensor) -> Tensor:

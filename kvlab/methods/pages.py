@@ -110,7 +110,7 @@ def read(store: LayerStore, scores: Tensor, k: int, cut: bool) -> Tensor:
         if bool((best[..., -1] == n - 1).all()):
             return slots[..., : newest - size]
         return slots.masked_fill(slots >= store.length, EMPTY)
-    best = _ranked(scores, min(n, max(-(-(k - newest) // size), 0) + 1))
+    best = ranking.best_first(scores, min(n, max(-(-(k - newest) // size), 0) + 1))
     entries = sizes(store)[0].take(best)
     together = entries.cumsum(-1)
     if cut:
@@ -127,11 +127,3 @@ def read(store: LayerStore, scores: Tensor, k: int, cut: bool) -> Tensor:
     if cut:
         return slots[wanted].view(*scores.shape[:2], k)
     return slots.masked_fill(~wanted, EMPTY).flatten(-2)[..., : int(taken.sum(-1).max())]
-
-
-def _ranked(scores: Tensor, m: int) -> Tensor:
-    """Indices of the `m` largest, in descending order; of equal ones the earlier comes first."""
-    values, best = scores.topk(min(m + 1, scores.shape[-1]), dim=-1)
-    if bool((values[..., 1:] == values[..., :-1]).any()):
-        best = scores.sort(dim=-1, descending=True, stable=True).indices
-    return best[..., :m]

@@ -228,11 +228,13 @@ def _locked(path: Path, wait: float) -> Iterator[None]:
 
 def _key(lm: LM, plan: Recording, chat: str) -> str:
     """A name for what `plan` records of a model. `chat` changes no number, but belongs to a trace's signature."""
+    plain = str(lm.dtype) == "torch.float32" and lm.device.type == "cpu"
     about = {
         "format": FORMAT,
         "code": _code(),
         "libraries": [version(name) for name in LIBRARIES],
-        "model": [lm.sha256, lm.name, str(lm.dtype), lm.device.type, products.library(lm.model)],
+        "model": [lm.sha256, lm.name, str(lm.dtype), lm.device.type],
+        "multiplies": products.libraries(lm.model) if plain else None,
         "chat": chat,
         **{name: _plain(value) for name, value in vars(plan).items()},
     }

@@ -112,6 +112,18 @@ def test_blocks_by_onednn_give_what_the_weights_give(monkeypatch, heads, kv_head
     assert len(blocks) == 1, "half precision and gradients are left to PyTorch's own kernel"
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_shapes_that_blocks_cannot_take_are_pytorchs(monkeypatch):
+    monkeypatch.setenv("KVLAB_ONEDNN", "1")
+    empty = [torch.zeros(0, heads, 70, 8) for heads in (4, 2, 2)]
+    assert attention.attend(*empty, None).shape == (0, 4, 70, 8)
+    queries, keys, values = (x[None] for x in layer(6, 4, 2, 8, prompt=70, n=70))
+    found = attention.attend(queries.expand(3, -1, -1, -1), keys, values, None)
+    torch.testing.assert_close(found[2:], attention.attend(queries, keys, values, None), atol=1e-5, rtol=1e-5)
+    with pytest.raises(RuntimeError, match=r"tensor a \(4\) must match the size of tensor b \(3\)"):
+        attention.attend(queries, *(x[:, [0, 1, 1]] for x in (keys, values)), None)
+
+
 def test_a_mask_decides_who_sees_whom():
     queries, keys, values = layer(6, 4, 2, 8, prompt=9, n=3)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0, 1]]).bool()

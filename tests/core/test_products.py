@@ -61,7 +61,7 @@ def test_a_loaded_model_says_the_same_whichever_library_multiplies(monkeypatch, 
     for switch, library in (("0", "torch"), ("1", "oneDNN")):
         monkeypatch.setenv(products.SWITCH, switch)
         loaded = kvlab.random_lm("smollm2-135m", layers=2)
-        assert products.library(loaded.model) == library
+        assert products.libraries(loaded.model) == dict.fromkeys(["layers", "attention"], library)
         assert loaded.model.lm_head.weight is loaded.model.get_input_embeddings().weight
         with torch.inference_mode():
             logits[library] = loaded.model(ids).logits
@@ -84,6 +84,49 @@ def test_gradients_other_types_and_small_or_special_layers_are_torchs(on):
     small, special = torch.nn.Linear(16, 16), Special(256, 256)
     products.hasten(torch.nn.Sequential(small, special))
     assert type(small) is torch.nn.Linear and type(special) is Special
+
+
+def test_a_bias_that_alone_is_trained_gets_its_gradient(on):
+    plain, hastened = pair(256, 256, bias=True)
+    for layer in (plain, hastened):
+        layer.weight.requires_grad_(False)
+        layer(torch.ones(3, 256)).sum().backward()
+    torch.testing.assert_close(hastened.bias.grad, plain.bias.grad)
+    torch.testing.assert_close(hastened.bias.grad, torch.full((256,), 3.0))
+
+
+def test_derivatives_forward_are_torchs(on):
+    plain, hastened = pair(256, 256)
+    given, direction = torch.randn(2, 3, 256)
+    found, expected = (torch.func.jvp(layer, (given,), (direction,))[1] for layer in (hastened, plain))
+    torch.testing.assert_close(found, expected)
+    rows, others = torch.randn(3, 300, 64), torch.randn(3, 900, 64)
+    tangent = torch.func.jvp(products.by_transposed, (rows, others), (rows, torch.zeros_like(others)))[1]
+    torch.testing.assert_close(tangent, rows @ others.mT)
+
+
+def test_autocast_casts_as_it_would(on):
+    plain, hastened = pair(256, 256)
+    given = torch.randn(3, 256)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(hastened(given), plain(given)) and hastened(given).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_weights_and_those_of_a_class_of_their_own_multiply_their_own_way(on):
+    class Quantised(torch.Tensor):
+        pass
+
+    given = torch.randn(3, 256)
+    for kind in (lambda w: w.to_sparse_csr(), lambda w: w.as_subclass(Quantised)):
+        plain, hastened = pair(256, 256)
+        for layer in (plain, hastened):
+            layer.weight = torch.nn.Parameter(kind(plain.weight.detach()), requires_grad=False)
+        with torch.no_grad():
+            assert type(hastened(given)) is type(plain(given))
+            torch.testing.assert_close(
+                hastened(given).as_subclass(torch.Tensor), plain(given).as_subclass(torch.Tensor)
+            )
 
 
 def test_a_hastened_layer_is_saved_and_copied_as_before(on, tmp_path):
@@ -146,6 +189,16 @@ def test_products_of_many_rows_are_those_of_torch(on, monkeypatch, batch, transp
         expected = left[0] @ left[1].transpose(-1, -2)
         torch.testing.assert_close(products.by_transposed(*left), expected, atol=1e-5, rtol=1e-5)
     assert len(calls) == math.prod(batch)
+
+
+@pytest.mark.parametrize("heads, r", [(3, 1), (3, 3), (2, 7), (1, 8)])
+@pytest.mark.parametrize("n", [1, 40, 4000])
+def test_a_steps_few_queries_against_all_keys(heads, r, n):
+    rows, others = torch.randn(2, heads, r, 64), torch.randn(2, heads, n + 5, 64)[:, :, :n]
+    exact = rows.double() @ others.double().mT
+    found = products.by_transposed(rows, others)
+    torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-4)
+    assert found.is_contiguous()
 
 
 MANY_LENGTHS = """

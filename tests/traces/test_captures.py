@@ -110,6 +110,17 @@ def test_another_model_dtype_prompt_or_code_is_another_file(tiny, counted, monke
     assert len(counted) == 6 and len(kept()) == 6
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_another_library_is_another_file_where_it_multiplies(tiny, counted, monkeypatch):
+    """Also where no layer is large enough to be hastened; half precision is torch's either way."""
+    half = models.random_lm("tiny-llama-gqa", device="cpu", dtype="bfloat16")
+    for switch in "01":
+        monkeypatch.setenv("KVLAB_ONEDNN", switch)
+        shared.shared(tiny(), IDS, 5, 8)
+        shared.shared(half, IDS, 5, 8)
+    assert len(counted) == 3 and len(kept()) == 3
+
+
 def test_the_same_text_under_another_name_keeps_its_name(lm, counted):
     """The text is in the signature of every number, so that a trace with another's name would be wrong."""
     one, other = (shared.shared(lm, Document(name, "A ferry crosses the sound."), 2, 4) for name in ("a", "b"))
