@@ -80,7 +80,7 @@ class Process:
         self, command: Sequence[str | Path], name: str = "kvpress", variables: Mapping[str, str] | None = None
     ):
         # The thread settings of this process hold there, too.
-        variables = os.environ | {"PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1"} | (variables or {})
+        variables = os.environ | {"PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1", **(variables or {})}
         self.name, self._said = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [str(part) for part in command],

@@ -5,13 +5,16 @@ python benchmarks/sweeps.py
 python benchmarks/sweeps.py --jobs 20 --parts times
 
 Short jobs (a notebook that logs one metric) in projects of their own in a temporary folder: one after the other, with
-cold and with warm starts in turns; two at once; and once more when all are done. Then the same sweep is killed (kill -9
+cold and with warm starts in turns; two at once; and once more when all are done. "cluster": the same on one worker of a
+Dask scheduler on this machine. Then the same sweep is killed (kill -9
 of the driver, a worker, a kernel or the server for warm starts, at random moments) and started again until that many
 kills have struck; every job must be there exactly once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import re
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +39,7 @@ from rich.table import Table
 
 from kvlab.bench import clock
 
-PARTS = "times,kills"
+PARTS = "times,cluster,kills"
 PARAMETERS = "number = 0\n"
 BODY = (
     "from kvlab.workbench.store import tracking\n"
@@ -67,22 +71,27 @@ def make_project(folder: Path, jobs: int) -> None:
     )
 
 
-def begin(folder: Path, at_once: int, warm: str = "1") -> subprocess.Popen:
-    environment = {**os.environ, "KVLAB_ROOT": str(folder), "OMP_NUM_THREADS": "1", "KVLAB_WARM": warm}
-    environment.pop("MLFLOW_TRACKING_URI", None)
+def settings(warm: str) -> dict[str, str]:
+    """The environment of a sweep, or of a worker; `warm` is the value of KVLAB_WARM."""
+    named = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
+    return named | {"OMP_NUM_THREADS": "1", "KVLAB_WARM": warm}
+
+
+def begin(folder: Path, at_once: int, warm: str = "1", cluster: str | None = None) -> subprocess.Popen:
+    where = ["--jobs", str(at_once)] if cluster is None else ["--cluster", cluster]
     return subprocess.Popen(
-        [sys.executable, "-m", "kvlab", "run", "short", "--jobs", str(at_once)],
+        [sys.executable, "-m", "kvlab", "run", "short", *where],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=settings(warm) | {"KVLAB_ROOT": str(folder)},
     )
 
 
-def sweep(folder: Path, at_once: int, warm: str = "1") -> None:
-    """One sweep to its end; `warm` is the value of KVLAB_WARM."""
-    process = begin(folder, at_once, warm)
+def sweep(folder: Path, at_once: int, warm: str = "1", cluster: str | None = None) -> None:
+    """One sweep to its end, here or on a cluster."""
+    process = begin(folder, at_once, warm, cluster)
     _, said = process.communicate()
     if process.returncode:
         raise SystemExit(f"the sweep failed: {said.strip()}")
@@ -164,6 +173,37 @@ def timed(place: Path, jobs: int, table: Table) -> None:
     table.add_row("the same sweep when all is done", f"{again:.1f} s", "10 s")
 
 
+@contextlib.contextmanager
+def scheduler(place: Path, warm: str) -> Iterator[str]:
+    """The address of a Dask scheduler on loopback with one worker, which holds one job at once."""
+    file, dask = place / f"scheduler {warm}.json", [sys.executable, "-m", "distributed.cli"]
+    near = ["--host", "127.0.0.1", "--no-dashboard", "--scheduler-file", str(file)]
+    commands = (["dask_scheduler", "--port", "0"], ["dask_worker", "--nthreads", "1", "--nworkers", "1"])
+    options: dict = dict(cwd=place, env=settings(warm), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with contextlib.ExitStack() as both:
+        for first, *rest in commands:
+            process = subprocess.Popen([*dask[:2], f"{dask[2]}.{first}", *rest, *near], **options)
+            both.callback(process.wait)
+            both.callback(process.terminate)
+            while not file.exists():
+                time.sleep(0.1)
+        yield json.loads(file.read_text())["address"]
+
+
+def on_cluster(place: Path, jobs: int, table: Table) -> None:
+    """Rows for the sweep on a worker that starts its jobs cold, and on one that starts them warm."""
+    seconds, each = {}, {}
+    for warm in "01":
+        make_project(folder := place / f"cluster {warm}", jobs)
+        with scheduler(place, warm) as address:
+            seconds[warm] = clock.seconds(CPU, sweep, folder, 1, warm, address)
+        each[warm] = statistics.median(finished(folder)[1])
+    table.add_row("a job on a worker of Dask, cold", f"{each['0']:.1f} s", "")
+    table.add_row("a job on a worker of Dask, warm", f"{each['1']:.1f} s, {each['1'] / each['0']:.2f}x", "1.5 s")
+    table.add_row(f"{jobs} jobs on that worker, cold", f"{seconds['0']:.0f} s", "")
+    table.add_row(f"{jobs} jobs on that worker, warm", f"{seconds['1']:.0f} s, {seconds['1'] / seconds['0']:.2f}x", "")
+
+
 def killed(folder: Path, jobs: int, kills: int, seed: int, table: Table, console: Console) -> None:
     """A row for what is left of a sweep after so many kills."""
     make_project(folder, 3 * jobs)  # warm jobs are soon done
@@ -189,6 +229,8 @@ def main(
     with tempfile.TemporaryDirectory(prefix="kvlab-sweeps-") as place:
         if "times" in wanted:
             timed(Path(place), jobs, table)
+        if "cluster" in wanted:
+            on_cluster(Path(place), jobs, table)
         if "kills" in wanted:
             killed(Path(place) / "killed", jobs, kills, seed, table, console)
     console.print(table)
