@@ -5,16 +5,14 @@ python benchmarks/sweeps.py
 python benchmarks/sweeps.py --jobs 20 --parts times
 
 Short jobs (a notebook that logs one metric) in projects of their own in a temporary folder: one after the other, with
-cold and with warm starts in turns; two at once; and once more when all are done. "cluster": the same on one worker of a
-Dask scheduler on this machine. Then the same sweep is killed (kill -9
-of the driver, a worker, a kernel or the server for warm starts, at random moments) and started again until that many
-kills have struck; every job must be there exactly once.
+cold and with warm starts in turns; two at once; and once more when all are done. Part "cluster" runs them on one worker
+of a Dask scheduler on this machine, cold and warm. Then the same sweep is killed (kill -9 of the driver, a worker, a
+kernel or the server for warm starts, at random moments) and started again until that many kills have struck; every job
+must be there exactly once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import random
 import re
@@ -23,9 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import nbformat
 import psutil
@@ -33,6 +30,7 @@ import torch
 import typer
 import yaml
 from common import in_a_sentence, run, some_of
+from distributed import LocalCluster
 from nbformat import v4
 from rich.console import Console
 from rich.table import Table
@@ -173,30 +171,15 @@ def timed(place: Path, jobs: int, table: Table) -> None:
     table.add_row("the same sweep when all is done", f"{again:.1f} s", "10 s")
 
 
-@contextlib.contextmanager
-def scheduler(place: Path, warm: str) -> Iterator[str]:
-    """The address of a Dask scheduler on loopback with one worker, which holds one job at once."""
-    file, dask = place / f"scheduler {warm}.json", [sys.executable, "-m", "distributed.cli"]
-    near = ["--host", "127.0.0.1", "--no-dashboard", "--scheduler-file", str(file)]
-    commands = (["dask_scheduler", "--port", "0"], ["dask_worker", "--nthreads", "1", "--nworkers", "1"])
-    options: dict = dict(cwd=place, env=settings(warm), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with contextlib.ExitStack() as both:
-        for first, *rest in commands:
-            process = subprocess.Popen([*dask[:2], f"{dask[2]}.{first}", *rest, *near], **options)
-            both.callback(process.wait)
-            both.callback(process.terminate)
-            while not file.exists():
-                time.sleep(0.1)
-        yield json.loads(file.read_text())["address"]
-
-
 def on_cluster(place: Path, jobs: int, table: Table) -> None:
     """Rows for the sweep on a worker that starts its jobs cold, and on one that starts them warm."""
     seconds, each = {}, {}
     for warm in "01":
         make_project(folder := place / f"cluster {warm}", jobs)
-        with scheduler(place, warm) as address:
-            seconds[warm] = clock.seconds(CPU, sweep, folder, 1, warm, address)
+        alone: dict = {"n_workers": 1, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None}
+        cluster: Any = LocalCluster(**alone, env=settings(warm))
+        with cluster:
+            seconds[warm] = clock.seconds(CPU, sweep, folder, 1, warm, cluster.scheduler_address)
         each[warm] = statistics.median(finished(folder)[1])
     table.add_row("a job on a worker of Dask, cold", f"{each['0']:.1f} s", "")
     table.add_row("a job on a worker of Dask, warm", f"{each['1']:.1f} s, {each['1'] / each['0']:.2f}x", "1.5 s")

@@ -99,6 +99,15 @@ def last_visible(n: int, length: int, device: torch.device | None = None) -> Ten
     return arrival[None] <= arrival[length - n :, None]
 
 
+def hide_later(scores: Tensor) -> None:
+    """Hide in place, of the keys of `scores` `[..., n, length]`, those that came after a query: the n queries are the
+    last arrivals among them.
+    """
+    # Only the n newest keys are hidden from any query, and masking them alone spares a pass over all.
+    n = scores.shape[-2]
+    scores[..., -n:].masked_fill_(~last_visible(n, n, scores.device), -torch.inf)
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -242,9 +251,7 @@ def accumulate(
         stop = min(start + chunk, n)
         seen = length - n + stop
         scores = logits(own[..., start:stop, :], shared[..., :seen, :], of_group)
-        # Only the newest keys are hidden from some of these queries: masking them in place spares a pass over all.
-        hidden = ~last_visible(stop - start, stop - start, queries.device)
-        scores[..., seen - (stop - start) :].masked_fill_(hidden, -torch.inf)
+        hide_later(scores)
         if padding is None:
             found[..., :seen] += of_group.shares(scores).sum(-2)
             continue

@@ -44,16 +44,17 @@ def _reaching(scores: Tensor, k: int | Tensor, widest: int) -> Tensor | None:
 
     To find that score and compare with it is several times cheaper than a sort. NaN ranks highest, as in a sort.
     """
-    if scores.is_cpu and scores.dtype in (torch.float32, torch.float64):
-        return _reaching_by_numpy(scores, k, widest)
-    return None if isinstance(k, Tensor) else _reaching_by_torch(scores, widest)
+    by_numpy = scores.is_cpu and scores.dtype in (torch.float32, torch.float64)
+    return (_reaching_by_numpy if by_numpy else _reaching_by_torch)(scores, k, widest)
 
 
-def _reaching_by_torch(scores: Tensor, k: int) -> Tensor | None:
-    short = scores < scores.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+def _reaching_by_torch(scores: Tensor, k: int | Tensor, widest: int) -> Tensor | None:
+    if isinstance(k, Tensor):
+        return None
+    short = scores < scores.topk(widest, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     # Two dimensions and not all: `nonzero` writes an index for each.
     found = (~short).reshape(-1, scores.shape[-1]).nonzero()
-    return found[:, 1].view(*scores.shape[:-1], k) if len(found) == scores[..., :k].numel() else None
+    return found[:, 1].view(*scores.shape[:-1], widest) if len(found) == scores[..., :widest].numel() else None
 
 
 def _reaching_by_numpy(scores: Tensor, k: int | Tensor, widest: int) -> Tensor | None:
@@ -64,8 +65,8 @@ def _reaching_by_numpy(scores: Tensor, k: int | Tensor, widest: int) -> Tensor |
     if isinstance(k, Tensor):
         return _reaching_by_row(table, k, widest)
     ordered = table.copy()
-    ordered.partition(length - widest)
-    found = (~(table < ordered[:, length - widest, None])).ravel().nonzero()[0]
+    ordered.partition(-widest)
+    found = (~(table < ordered[:, -widest, None])).ravel().nonzero()[0]
     if len(found) != len(table) * widest:
         return None
     positions = found.reshape(-1, widest)
@@ -77,15 +78,11 @@ def _reaching_by_row(table: np.ndarray, k: Tensor, widest: int) -> Tensor | None
     counts = k.detach().flatten().clamp(0, table.shape[1]).numpy()
     padded = np.full((len(table), widest), PAD)
     for row, out, n in zip(table, padded, counts.tolist(), strict=True):
-        found = (~(row < _kth(row, n))).nonzero()[0] if n else ()
+        found = (~(row < np.partition(row, -n)[-n])).nonzero()[0] if n else ()
         if len(found) != n:
             return None
         out[:n] = found
     return torch.from_numpy(padded.reshape(*k.shape, widest))
-
-
-def _kth(row: np.ndarray, k: int) -> float:
-    return np.partition(row, len(row) - k)[len(row) - k]
 
 
 def ranks(scores: Tensor) -> Tensor:

@@ -88,11 +88,8 @@ class Repetition:
         for start in range(0, m, BLOCK):
             stop = min(start + BLOCK, m)
             scores = attention.logits(queries[:, :, start:stop], shown[:, :, : sinks + size + stop], softmax)
-            # Of all that is shown, only the block's own tokens are hidden from some of its queries.
-            later = ~attention.last_visible(stop - start, stop - start, keys.device)
-            scores[..., sinks + size + start :].masked_fill_(later, -torch.inf)
-            weights = softmax.shares(scores)
-            weights = weights[..., sinks : sinks + size]
+            attention.hide_later(scores)
+            weights = softmax.shares(scores)[..., sinks : sinks + size]
             if self.plus:
                 assert hidden is not None, "what the projections were given is asked for"
                 weights = weights / attention.exact(hidden[:, start:stop]).norm(dim=-1)[:, None, :, None]

@@ -25,11 +25,7 @@ def tables(draw) -> tuple[list[list[float]], list[int]]:
     return rows, draw(st.lists(st.integers(0, length + 2), min_size=len(rows), max_size=len(rows)))
 
 
-def by_torch(scores, k, widest):
-    return None if isinstance(k, torch.Tensor) else ranking._reaching_by_torch(scores, widest)
-
-
-WAYS = {"NumPy": ranking._reaching_by_numpy, "torch": by_torch}
+WAYS = {"NumPy": ranking._reaching_by_numpy, "torch": ranking._reaching_by_torch}
 in_both_ways = pytest.mark.parametrize("way", WAYS)
 
 

@@ -15,6 +15,7 @@ from support.hybrids import hybrid
 from support.refusals import one_sentence
 
 import kvlab
+from kvlab.bench import memory
 from kvlab.errors import KvlabError
 from kvlab.inputs import models
 from kvlab.traces import draft, passes, shared
@@ -193,7 +194,7 @@ def test_memory_of_a_long_capture(tmp_path):
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        env=os.environ | memory.TIGHT | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     size, in_memory, whole, in_file, replayed = map(int, done.stdout.split())
