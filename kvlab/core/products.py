@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def by_transposed(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         return (others @ rows.transpose(-1, -2)).transpose(-1, -2).contiguous()
     if r * n * m < FEWEST_PRODUCTS or batch != list(others.shape[:-2]) or not _takes(rows, others):
         return rows @ others.transpose(-1, -2)
+    if math.prod(batch) == 1:
+        return onednn(rows.reshape(r, m), others.reshape(n, m)).view(*batch, r, n)
     out = rows.new_empty(*batch, r, n)
     for i in itertools.product(*map(range, batch)):
         out[i] = onednn(rows[i], others[i])

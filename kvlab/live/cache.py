@@ -28,9 +28,9 @@ from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.live.groups import Group
 from kvlab.live.likelihood import Likelihood
+from kvlab.live.memory import Memory
 from kvlab.live.observed import Observed
 from kvlab.methods import Policy
-from kvlab.methods.repeating import Repetition
 
 if TYPE_CHECKING:
     from torch import nn
@@ -186,9 +186,7 @@ class LiveCache(Cache):
         self.padding: Tensor | None = None  # [batch] left padding of each row
         self.own_pass: Pass | None = None  # one of the session itself that is under way on it
         self.ids: list[Tensor] = []
-        self.repeated: dict[
-            tuple[Repetition, bytes], list[Tensor]
-        ] = {}  # scores by what was repeated, shared by branches
+        self.memory: Memory | None = None  # of the prompt, once something has branched off it
         self.likelihood = Likelihood()
         self.compressed = [LiveLayer(self, hookable.softmax_of(module)) for module in session.modules]
         super().__init__(layers=adapter.arranged(session.model, session.layout, self.compressed))
@@ -249,8 +247,9 @@ class LiveCache(Cache):
             columns: what of the stores' columns goes along.
         """
         cache = LiveCache(session)
+        cache.memory = self.memory = self.memory or Memory()
         cache.seen, cache.padding, cache.ids = self.seen, self.padding, list(self.ids)
-        cache.likelihood, cache.repeated = self.likelihood.copy(), self.repeated
+        cache.likelihood = self.likelihood.copy()
         for number, layer in self.others.items():
             cache.layers[number] = adapter.twin(layer)
         for new, old in zip(cache.compressed, self.compressed, strict=True):
@@ -332,7 +331,7 @@ class LiveCache(Cache):
     @torch.inference_mode()
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        self.seen -= abs(tokens_to_remove)
+        self.seen, self.memory = self.seen - abs(tokens_to_remove), None
         if self.ids:
             self.ids = [torch.cat(self.ids, 1)[:, : self.seen]]
         self.likelihood.crop(abs(tokens_to_remove))
@@ -357,6 +356,7 @@ class LiveCache(Cache):
         self._select(indices)
 
     def _select(self, rows: Tensor) -> None:
+        self.memory = None
         if self.ids:
             ids = torch.cat(self.ids, 1)
             self.ids = [ids[rows.to(ids.device)]]

@@ -7,6 +7,7 @@ all layers at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from kvlab.errors import KvlabError
 from kvlab.live import passes
 from kvlab.live.attending import ACCUMULATED
 from kvlab.live.cache import LiveCache
+from kvlab.live.memory import once, scores_of
 from kvlab.methods import Policy, Prompt
 from kvlab.methods.repeating import Repetition
 
@@ -124,6 +126,7 @@ class Prefill:
             [layer.rotation] * len(store.keys) if self._policy.needs.rotation else None,
             before,
             repeated[index] if repeated else None,
+            once(cache.memory, ("shared", number, index, self._max_new_tokens), dict),
         )
         prompt.lossy, prompt.seen, prompt.positions = group.lossy, store.seen, store.positions
         return prompt
@@ -177,9 +180,13 @@ class Prefill:
         vocabulary = hookable.text_config(self._model).vocab_size
         encode = self._encode or _no_tokenizer
         ids = torch.stack([self._policy.pseudo_tokens(row, vocabulary, encode) for row in prompts])
-        pseudo = passes.PseudoPass(number)
-        passes.run(self._model, cache, number, ids, pseudo)
-        return pseudo.queries
+
+        def queries() -> dict[int, Tensor]:
+            pseudo = passes.PseudoPass(number)
+            passes.run(self._model, cache, number, ids, pseudo)
+            return pseudo.queries
+
+        return once(cache.memory, ("pseudo", number, ids.shape, ids.numpy().tobytes()), queries)
 
     def _repeated(self, cache: LiveCache, number: int) -> list[dict[str, Tensor]]:
         """Scores `[rows, kv_heads, length]` of the passes that repeat one group's prompts, layer by layer, by the key
@@ -193,11 +200,13 @@ class Prefill:
                     "store later turns whole (turns='leave')"
                 )
             prompts = passes.prompts(cache, number, f"{self._policy.name} has the model repeat its prompt")
-            known = repetition, prompts.numpy().tobytes()
-            if known not in cache.repeated:
-                cache.repeated[known] = self._scores(cache, number, repetition, prompts)
-            for place, by_key in enumerate(found):
-                by_key[repetition.key] = cache.repeated[known][place]
+            scores = once(
+                cache.memory,
+                scores_of(repetition, number),
+                partial(self._scores, cache, number, repetition, prompts),
+            )
+            for by_key, own in zip(found, scores, strict=True):
+                by_key[repetition.key] = own
         return found
 
     def _scores(self, cache: LiveCache, number: int, repetition: Repetition, prompts: Tensor) -> list[Tensor]:

@@ -131,7 +131,7 @@ class Session:
             self._told = tokens, asked
             if isinstance(asked, int) and asked:
                 kwargs["logits_to_keep"] = max(asked, self.policy.reads_perplexity + 1)
-        self._passing = True
+        self._passing, cache.memory = True, None  # what was found out about the prompt holds no longer
         return (), kwargs
 
     def _after(self, model: nn.Module, args: tuple, output: Any) -> None:

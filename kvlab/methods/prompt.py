@@ -50,6 +50,7 @@ class Prompt:
         rotations: how each row's layer turns queries and keys; None of one that turns in a way unknown to kvlab.
         pre_queries: `[rows, heads, n, head_dim]`, of the last n prompt positions, before RoPE.
         repeated: `[rows, kv_heads, length]`, scores of passes that repeat the prompt, by the key of each repetition.
+        shared: what `share` keeps, where the same prompt is shown to others too.
 
     Attributes:
         plan: these rows' share of what the policy planned over all layers, `[rows, ...]`; None before, and for
@@ -76,6 +77,7 @@ class Prompt:
         rotations: Sequence[Rotation | None] | None = None,
         pre_queries: Tensor | None = None,
         repeated: Mapping[str, Tensor] | None = None,
+        shared: dict[tuple, Tensor] | None = None,
     ):
         self.queries, self.keys, self.values = queries, keys, values
         self.layers, self.n_layers = layers, n_layers
@@ -87,7 +89,7 @@ class Prompt:
         self.lossy = False
         self.positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         self.seen = keys.shape[2]
-        self._shared: dict[tuple, Tensor] = {}
+        self._shared: dict[tuple, Tensor] = {} if shared is None else shared
 
     def softmax(self, row: int) -> Softmax:
         """What the model makes of the products of one row."""

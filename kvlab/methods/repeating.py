@@ -80,25 +80,28 @@ class Repetition:
             hidden: with `plus`, what the layer's projections were given in the pass, `[rows, m, width]`.
             projection: with `plus`, W_o, `[hidden, heads x head_dim]`.
         """
-        heads, m = queries.shape[1:3]
+        (heads, m), kv_heads = queries.shape[1:3], keys.shape[1]
         size, sinks, own = part.stop - part.start, min(self.sinks, part.start), keys.shape[2] - m
         shown = torch.cat([keys[:, :, :sinks], keys[:, :, part.start : part.stop], keys[:, :, own:]], 2)
         largest = torch.zeros(len(queries), heads, size, device=queries.device)
-        # A block of queries at a time, so that memory stays linear in the length of a part.
-        for start in range(0, m, BLOCK):
-            stop = min(start + BLOCK, m)
-            scores = attention.logits(queries[:, :, start:stop], shown[:, :, : sinks + size + stop], softmax)
-            attention.hide_later(scores)
-            weights = softmax.shares(scores)[..., sinks : sinks + size]
-            if self.plus:
-                assert hidden is not None, "what the projections were given is asked for"
-                weights = weights / attention.exact(hidden[:, start:stop]).norm(dim=-1)[:, None, :, None]
-            largest = torch.maximum(largest, weights.amax(-2))
+        by_head = zip(*(x.split(x.shape[1] // kv_heads, 1) for x in (queries, shown, largest)), strict=True)
+        # A KV head and a block of queries at a time, so that memory stays small, and linear in the length of a part.
+        for head, (asking, seen, most) in enumerate(by_head):
+            own_softmax = softmax.group(head, kv_heads)
+            for start in range(0, m, BLOCK):
+                stop = min(start + BLOCK, m)
+                scores = attention.logits(asking[:, :, start:stop], seen[:, :, : sinks + size + stop], own_softmax)
+                attention.hide_later(scores)
+                weights = own_softmax.shares(scores)[..., sinks : sinks + size]
+                if self.plus:
+                    assert hidden is not None, "what the projections were given is asked for"
+                    weights = weights / attention.exact(hidden[:, start:stop]).norm(dim=-1)[:, None, :, None]
+                torch.maximum(most, weights.amax(-2), out=most)
         if self.plus:
             assert projection is not None, "the output projection is asked for"
             rows = values[:, :, part.start : part.stop]
             largest = largest * torch.stack([projected_norms(row, projection, heads, order=2) for row in rows])
-        return largest.unflatten(1, (keys.shape[1], -1)).amax(2)
+        return largest.unflatten(1, (kv_heads, -1)).amax(2)
 
 
 def longest(parts: Sequence[Part]) -> int:

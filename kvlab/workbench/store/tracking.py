@@ -150,11 +150,10 @@ class Run:
     @_one_sentence
     def figure(self, name: str, figure: Figure) -> None:
         """Keep a matplotlib figure as figures/NAME.png and .svg."""
+        from kvlab.workbench.figures.saving import save
+
         with tempfile.TemporaryDirectory() as folder:
-            for suffix in ("png", "svg"):
-                figure.savefig(
-                    Path(folder) / f"{file_name(name)}.{suffix}", dpi=144, bbox_inches="tight", facecolor="white"
-                )
+            save(figure, *(Path(folder) / f"{file_name(name)}.{suffix}" for suffix in ("png", "svg")))
             self.client.log_artifacts(self.id, folder, "figures")
 
     @_one_sentence

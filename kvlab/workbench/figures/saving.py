@@ -1,0 +1,33 @@
+"""Figures as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib import rc_context, rcParams
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 144
+
+
+def save(figure: Figure, *paths: Path) -> None:
+    """Write a figure, cut to what it shows, in as many forms as there are paths, each after its suffix.
+
+    It is laid out once for all of them: that takes a third of the time of a file.
+    """
+    engine, dpi = figure.get_layout_engine(), figure.get_dpi()
+    # With these settings no engine means none, and not the one that new figures get.
+    with rc_context({"figure.constrained_layout.use": False, "figure.autolayout": False}):
+        try:
+            figure.set_dpi(DPI)
+            figure.draw_without_rendering()
+            shown = figure.get_tightbbox().padded(rcParams["savefig.pad_inches"])
+            figure.set_layout_engine(None)
+            for path in paths:
+                figure.savefig(path, dpi=DPI, bbox_inches=shown, facecolor="white")
+        finally:
+            figure.set_dpi(dpi)
+            figure.set_layout_engine(engine)
