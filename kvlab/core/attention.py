@@ -132,7 +132,7 @@ def attend(
     if not softmax.plain:
         return _attend_by_chunks(queries, keys, values, softmax, padding, mask)
     n, length = queries.shape[-2], keys.shape[-2]
-    if padding is None and mask is None and n >= BLOCK // 2 and _onednn(queries, keys, values):
+    if padding is None and mask is None and _by_blocks(queries, keys, values):
         return _attend_by_blocks(queries, keys, values, softmax)
     if padding is None and mask is None and 1 < n < length and FUSED is not None and queries.is_cpu:
         return _attend_past_and_own(queries, keys, values, softmax)
@@ -151,17 +151,34 @@ def attend(
     )
 
 
-def _onednn(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+def attend_and_accumulate(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling, padding: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The output as `attend` gives it, and the attention that each key gathers as `accumulate` does; both from the same
+    weights where `attend` has them all.
+    """
+    softmax = Softmax.of(scaling)
+    if softmax.plain and padding is None and _by_blocks(queries, keys, values):
+        gathered = queries.new_zeros(*queries.shape[:2], keys.shape[2])
+        return _attend_by_blocks(queries, keys, values, softmax, gathered), gathered
+    return attend(queries, keys, values, scaling, padding), accumulate(queries, keys, scaling, padding=padding)
+
+
+def _by_blocks(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     # Broadcasting, and heads that no KV heads share evenly, are left to torch, whose errors say so.
     shaped = queries.dim() == keys.dim() == values.dim() == 4 and len(queries) == len(keys) == len(values)
-    return (
-        shaped and not queries.shape[1] % keys.shape[1] and products.plain(queries, keys, values) and products.wanted()
-    )
+    even = shaped and queries.shape[2] >= BLOCK // 2 and not queries.shape[1] % keys.shape[1]
+    return even and products.plain(queries, keys, values) and products.wanted()
 
 
-def _attend_by_blocks(queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+def _attend_by_blocks(
+    queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, gathered: Tensor | None = None
+) -> Tensor:
     """The output of `n` last arrivals, a block of queries and a KV head at a time, by oneDNN's products: PyTorch's
     fused kernel multiplies by MKL (`core/products.py`), and takes up to twice as long where that is slow.
+
+    Args:
+        gathered: `[batch, heads, length]`, to which the weights of all queries are added, where they are asked for.
     """
     batch, heads, n, head_dim = queries.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
@@ -178,8 +195,11 @@ def _attend_by_blocks(queries: Tensor, keys: Tensor, values: Tensor, softmax: So
             block = rows[b, h, :, start:stop]
             scores = products.onednn(block.reshape(-1, head_dim), keys[b, h, :seen]).view(*block.shape[:2], seen)
             scores[..., seen - own :].masked_fill_(later[:own, :own], -torch.inf)
-            shares = scores.softmax(-1).view(-1, seen)
-            out[b, h, :, start:stop] = products.onednn(shares, values[b, h, :seen].T).view(*block.shape[:2], -1)
+            shares = scores.softmax(-1)
+            if gathered is not None:
+                gathered[b].unflatten(0, (kv_heads, -1))[h, :, :seen] += shares.sum(-2)
+            attended = products.onednn(shares.view(-1, seen), values[b, h, :seen].T)
+            out[b, h, :, start:stop] = attended.view(*block.shape[:2], -1)
     return out.view(batch, heads, n, values.shape[3])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvlab.core.attention import attend
+from kvlab.core.attention import attend, attend_and_accumulate
 from kvlab.core.hookable import NORMS, PROJECTIONS, layers_of, text_config, windows_of
 from kvlab.core.rotation import CHECKED, Rotation, agreeing
 from kvlab.core.softmax import Softmax
@@ -69,6 +69,9 @@ class Call:
 
     def attend(self, mask: Tensor | None = None) -> Tensor:
         return attend(self.queries, self.keys, self.values, self.softmax, self.padding, mask)
+
+    def attend_and_accumulate(self) -> tuple[Tensor, Tensor]:
+        return attend_and_accumulate(self.queries, self.keys, self.values, self.softmax, self.padding)
 
 
 Handler = Callable[[Call], Tensor]

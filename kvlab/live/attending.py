@@ -41,8 +41,7 @@ class Attending:
         if not layer.groups:
             store = layer.begin(call.keys, call.values, call.place)
             self._remember(cache, layer, call)
-            self._accumulate(cache, store, call.queries, call.softmax, call.padding)
-            return call.attend()
+            return self._accumulated(cache, store, call.queries, call.softmax, call.padding)
         if cache.ended and call.queries.shape[2] == 1:
             if self._turns == "recompress" and policy.observes is not None:
                 layer.observed.add(call.queries, policy.observes)
@@ -84,8 +83,7 @@ class Attending:
         bias = policy.bias(store) if store.compressed else None
         if bias is None and not store.ragged:
             padding = call.padding if group.padded else None
-            self._accumulate(cache, store, queries, call.softmax, padding)
-            return attention.attend(queries, store.keys, store.values, call.softmax, padding)
+            return self._accumulated(cache, store, queries, call.softmax, padding)
         # Slots of one head lie in order of arrival, but heads may hold different numbers: compare positions instead.
         heads, n = queries.shape[1], queries.shape[2]
         now = torch.arange(store.seen - n, store.seen, device=queries.device)
@@ -96,24 +94,27 @@ class Attending:
         weights = attention.weights(queries, store.keys, call.softmax, visible, bias)
         return attention.output(weights, store.values).to(queries.dtype)
 
-    def _accumulate(
+    def _accumulated(
         self, cache: LiveCache, store: LayerStore, queries: Tensor, softmax: Softmax, padding: Tensor | None
-    ) -> None:
-        """Add up the attention that a policy wants of every prompt query, in a column of the store's."""
+    ) -> Tensor:
+        """The output over all that is stored; what a policy wants of every prompt query's attention is added up in a
+        column of the store's.
+        """
         if not self._policy.accumulates or cache.ended:
-            return
+            return attention.attend(queries, store.keys, store.values, softmax, padding)
         if not store.compressed and store.length > queries.shape[2] and not store.has_column(ACCUMULATED):
             raise KvlabError(
                 f"{self._policy.name} adds up the attention of every query of its prompt, and only "
                 f"{queries.shape[2]} of {store.length} were fed inside the session; feed the whole prompt there"
             )
         kv_heads = store.kv_heads
-        gathered = attention.accumulate(queries, store.keys, softmax, padding=padding)
+        out, gathered = attention.attend_and_accumulate(queries, store.keys, store.values, softmax, padding)
         gathered = gathered.unflatten(1, (kv_heads, -1)).transpose(2, 3)
         if store.has_column(ACCUMULATED):
             store.column(ACCUMULATED).add_(gathered)
         else:
             store.add_column(ACCUMULATED, gathered)
+        return out
 
     def _step(
         self, cache: LiveCache, group: Group, call: hooks.Call, queries: Tensor, keys: Tensor, values: Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvlab.core import attention, hookable, hooks
+from kvlab.core import hookable, hooks
 from kvlab.core.adapter import StoreCache, held_bytes
 from kvlab.core.rotation import Rotation, candidates
 from kvlab.core.softmax import Softmax
@@ -82,8 +82,9 @@ class Recorder:
         if call.sinks is not None:
             self._sinks[call.place] = call.sinks
         if self.accumulated is not None and self.prefilling:
-            gathered = attention.accumulate(call.queries[0], call.keys[0], call.softmax)
+            out, (gathered,) = call.attend_and_accumulate()
             self.accumulated[call.place, :, :seen] += gathered
+            return out
         return call.attend()
 
     @property

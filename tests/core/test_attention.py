@@ -12,6 +12,7 @@ from support.sessions import UNFIT, state, unfit
 from support.tensors import layer
 
 from kvlab.core import attention, hooks
+from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 from kvlab.inputs import models
 
@@ -103,6 +104,10 @@ def test_blocks_by_onednn_give_what_the_weights_give(monkeypatch, heads, kv_head
     visible = attention.last_visible(n, past + n)
     expected = attention.output(attention.weights(queries.double(), keys.double(), 0.3, visible), values.double())
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+    again, gathered = attention.attend_and_accumulate(queries, keys, values, 0.3)
+    assert again.equal(found)
+    weights = attention.weights(queries.double(), keys.double(), 0.3, visible)
+    torch.testing.assert_close(gathered.double(), weights.sum(-2), atol=1e-5, rtol=1e-5)
     blocks = []
     monkeypatch.setattr(attention, "_attend_by_blocks", lambda *given: blocks.append(given))
     values = values[..., :8]
@@ -143,6 +148,18 @@ def test_accumulated_attention_is_the_sum_of_all_rows(n, chunk):
     queries, keys, _ = layer(7, 4, 2, 8, prompt=33, n=n)
     found = attention.accumulate(queries, keys, 0.4, chunk)
     torch.testing.assert_close(found.double(), attention_by_hand(queries, keys, 0.4).sum(1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [0.4, Softmax(0.4, softcap=5.0)], ids=["plain", "capped"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_output_and_accumulated_attention_together_are_those_of_each_alone(scaling, padded):
+    parts = [layer(seed, 4, 2, 8, prompt=90, n=80) for seed in (7, 8)]
+    queries, keys, values = (torch.stack(each) for each in zip(*parts, strict=True))
+    padding = torch.arange(90) >= torch.tensor([[0], [13]]) if padded else None
+    out, gathered = attention.attend_and_accumulate(queries, keys, values, scaling, padding)
+    assert out.equal(attention.attend(queries, keys, values, scaling, padding))
+    alone = attention.accumulate(queries, keys, scaling, padding=padding)
+    torch.testing.assert_close(gathered, alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [3, 5])
