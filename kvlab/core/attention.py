@@ -156,6 +156,13 @@ def attend_and_accumulate(
 ) -> tuple[Tensor, Tensor]:
     """The output as `attend` gives it, and the attention that each key gathers as `accumulate` does; both from the same
     weights where `attend` has them all.
+
+    Args:
+        queries: `[batch, heads, n, head_dim]`, the last arrivals among the keys.
+        padding: `[batch, length]` bool, False for padding; None when there is none.
+
+    Returns:
+        `[batch, heads, n, head_dim]`, and `[batch, heads, length]`, over all n queries.
     """
     softmax = Softmax.of(scaling)
     if softmax.plain and padding is None and _by_blocks(queries, keys, values):

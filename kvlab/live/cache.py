@@ -28,7 +28,7 @@ from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.live.groups import Group
 from kvlab.live.likelihood import Likelihood
-from kvlab.live.memory import Memory
+from kvlab.live.memory import Memory, Repeated
 from kvlab.live.observed import Observed
 from kvlab.methods import Policy
 
@@ -186,7 +186,8 @@ class LiveCache(Cache):
         self.padding: Tensor | None = None  # [batch] left padding of each row
         self.own_pass: Pass | None = None  # one of the session itself that is under way on it
         self.ids: list[Tensor] = []
-        self.memory: Memory | None = None  # of the prompt, once something has branched off it
+        self.repeated: Repeated = {}  # shared by branches
+        self.memory: Memory | None = None  # of the prompt, where branches share one
         self.likelihood = Likelihood()
         self.compressed = [LiveLayer(self, hookable.softmax_of(module)) for module in session.modules]
         super().__init__(layers=adapter.arranged(session.model, session.layout, self.compressed))
@@ -230,7 +231,7 @@ class LiveCache(Cache):
         made = memo[id(self)] = object.__new__(type(self))
         # A copied cache (a prefix that several prompts share) goes on in the same session.
         memo |= {id(same): same for same in (self.model, self.policy, self.layout, self.modules)}
-        made.__dict__.update(deepcopy(self.__dict__, memo))
+        made.__dict__.update(deepcopy(self.__dict__ | {"memory": None}, memo))
         for layer in made.compressed:
             layer.belong(made)
         return made
@@ -247,9 +248,8 @@ class LiveCache(Cache):
             columns: what of the stores' columns goes along.
         """
         cache = LiveCache(session)
-        cache.memory = self.memory = self.memory or Memory()
         cache.seen, cache.padding, cache.ids = self.seen, self.padding, list(self.ids)
-        cache.likelihood = self.likelihood.copy()
+        cache.likelihood, cache.repeated, cache.memory = self.likelihood.copy(), self.repeated, self.memory
         for number, layer in self.others.items():
             cache.layers[number] = adapter.twin(layer)
         for new, old in zip(cache.compressed, self.compressed, strict=True):
@@ -298,7 +298,7 @@ class LiveCache(Cache):
 
     def start_over(self) -> None:
         """Before another policy takes over: all that is stored is a prompt again, and the first one's scores go."""
-        self.ended = False
+        self.ended, self.memory = False, None
         for layer in self.compressed:
             layer.forget()
             for group in layer.groups:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from kvlab.methods import Policy
-from kvlab.methods.repeating import Repetition
+from kvlab.methods.repeating import Part, Repetition
 
 T = TypeVar("T")
 
+Repeated: TypeAlias = dict[Hashable, list[Tensor]]
+"""Scores `[rows, kv_heads, length]` of a repetition, layer by layer, by `scores_of` what was fed."""
+
 
 class Memory:
-    """What has been found out about one prompt, as it was when a cache first branched off it.
+    """What has been found out about one prompt by the caches that hold it and nothing else.
 
-    Caches that hold this prompt and nothing else have it in common; one that is fed, cropped or reordered forgets it.
-    What depends on a policy or a session is named so by its key.
+    Whoever wants it sets it: `prefilled.memory = Memory()`. Branches have it in common until their prompts end; a cache
+    that is fed, cropped or reordered drops it. What one policy spends is no longer told apart then: the first one that
+    needs a result pays for it.
+
+    Every key names what its result depends on beside the prompt.
     """
 
     def __init__(self) -> None:
@@ -29,23 +35,22 @@ class Memory:
             self._known[key] = compute()
         return cast("T", self._known[key])
 
-    def know(self, policies: Iterable[Policy], repeated: Mapping[str, Tensor]) -> None:
-        """Take from a trace of the same tokens what the model looked at when it repeated its prompt.
-
-        Args:
-            policies: whose repetitions matter.
-            repeated: `[layers, kv_heads, length]`, by the key of each repetition (`Trace.repeated`).
-        """
-        for repetition in {repetition for policy in policies for repetition in policy.needs.repetitions}:
-            if repetition.key in repeated:
-                self._known[scores_of(repetition)] = list(repeated[repetition.key][:, None])
-
-
-def scores_of(repetition: Repetition, group: int = 0) -> Hashable:
-    """The key of one repetition's scores `[rows, kv_heads, length]`, layer by layer."""
-    return "repeated", repetition, group
-
 
 def once(memory: Memory | None, key: Hashable, compute: Callable[[], T]) -> T:
-    """As `Memory.once`, and computed anew where nobody shares it."""
+    """As `Memory.once`, and computed anew where nothing is shared."""
     return compute() if memory is None else memory.once(key, compute)
+
+
+def scores_of(repetition: Repetition, prompts: Tensor, fed: Sequence[Sequence[Part]]) -> Hashable:
+    """The key of one repetition's scores: what was read, and what was fed on top of it, with its instructions.
+
+    Args:
+        prompts: ids `[rows, length]`.
+        fed: the parts of each row.
+    """
+    return repetition, tokens_of(prompts), tuple(tokens_of(part.ids) for parts in fed for part in parts)
+
+
+def tokens_of(ids: Tensor) -> Hashable:
+    """Ids as a key."""
+    return tuple(ids.shape), ids.to("cpu", torch.int64).numpy().tobytes()

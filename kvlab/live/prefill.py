@@ -7,7 +7,6 @@ all layers at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +19,9 @@ from kvlab.errors import KvlabError
 from kvlab.live import passes
 from kvlab.live.attending import ACCUMULATED
 from kvlab.live.cache import LiveCache
-from kvlab.live.memory import once, scores_of
+from kvlab.live.memory import once, scores_of, tokens_of
 from kvlab.methods import Policy, Prompt
-from kvlab.methods.repeating import Repetition
+from kvlab.methods.repeating import Part, Repetition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,13 +65,15 @@ class Prefill:
                     f"{policy.name} left sequences or heads with different numbers of entries, which cannot be "
                     "one prompt again; store later turns whole (turns='leave')"
                 )
-            pseudo = self._pseudo_queries(cache, number) if judged and policy.pseudo_key else {}
+            ids = self._pseudo_tokens(cache, number) if judged and policy.pseudo_key else None
+            pseudo = {} if ids is None else self._pseudo_queries(cache, number, ids)
             repeated = self._repeated(cache, number) if judged else []
             planned = self._planned(cache, number, repeated) if policy.sees_all_layers and judged else []
             for index, layer in enumerate(cache.compressed):
                 group = layer.groups[number]
-                # What a layer's prompt holds on to is freed before the next layer is compressed.
-                prompt = planned.pop(0) if planned else self._prompt(cache, index, number, pseudo.get(index), repeated)
+                # What a layer's prompt holds on to is freed before the next layer is compressed, unless it is shared.
+                own = planned.pop(0) if planned else None
+                prompt = own or self._prompt(cache, index, number, pseudo.get(index), repeated, ids)
                 policy.compress(group.store, prompt)
                 # After the eviction: what is rounded are the entries that stay.
                 group.store.hold(self._storage)
@@ -82,7 +83,7 @@ class Prefill:
             layer.before_rope.forget()
             if self._turns == "leave" or policy.observes is None:
                 layer.forget()
-        cache.ended = True
+        cache.ended, cache.memory = True, None
 
     def _prompt(
         self,
@@ -91,8 +92,13 @@ class Prefill:
         number: int,
         pseudo: Tensor | None = None,
         repeated: Sequence[dict[str, Tensor]] = (),
+        ids: Tensor | None = None,
     ) -> Prompt:
-        """The end of one layer's and one group's prefill, as the policy sees it."""
+        """The end of one layer's and one group's prefill, as the policy sees it.
+
+        Args:
+            pseudo: queries of the tokens `ids`.
+        """
         layer = cache.compressed[index]
         group = layer.groups[number]
         store = group.store
@@ -111,6 +117,7 @@ class Prefill:
         def perplexity(n: int) -> Tensor | None:
             return cache.likelihood.perplexity(min(n, store.seen - 1), group.rows)
 
+        pseudo_tokens = None if ids is None else tokens_of(ids)
         prompt = Prompt(
             window,
             store.keys,
@@ -126,7 +133,7 @@ class Prefill:
             [layer.rotation] * len(store.keys) if self._policy.needs.rotation else None,
             before,
             repeated[index] if repeated else None,
-            once(cache.memory, ("shared", number, index, self._max_new_tokens), dict),
+            once(cache.memory, ("shared", number, index, self._max_new_tokens, pseudo_tokens), dict),
         )
         prompt.lossy, prompt.seen, prompt.positions = group.lossy, store.seen, store.positions
         return prompt
@@ -174,19 +181,22 @@ class Prefill:
                 "anew"
             )
 
-    def _pseudo_queries(self, cache: LiveCache, number: int) -> dict[int, Tensor]:
-        """Post-RoPE pseudo-queries `[rows, heads, m, head_dim]` of one group, by place of the layer."""
+    def _pseudo_tokens(self, cache: LiveCache, number: int) -> Tensor:
+        """The ids of one group's pseudo-tokens, `[rows, m]`."""
         prompts = passes.prompts(cache, number, f"{self._policy.name} makes pseudo-tokens")
         vocabulary = hookable.text_config(self._model).vocab_size
         encode = self._encode or _no_tokenizer
-        ids = torch.stack([self._policy.pseudo_tokens(row, vocabulary, encode) for row in prompts])
+        return torch.stack([self._policy.pseudo_tokens(row, vocabulary, encode) for row in prompts])
+
+    def _pseudo_queries(self, cache: LiveCache, number: int, ids: Tensor) -> dict[int, Tensor]:
+        """Post-RoPE queries `[rows, heads, m, head_dim]` of pseudo-tokens `ids`, by place of the layer."""
 
         def queries() -> dict[int, Tensor]:
             pseudo = passes.PseudoPass(number)
             passes.run(self._model, cache, number, ids, pseudo)
             return pseudo.queries
 
-        return once(cache.memory, ("pseudo", number, ids.shape, ids.numpy().tobytes()), queries)
+        return once(cache.memory, ("pseudo", number, tokens_of(ids)), queries)
 
     def _repeated(self, cache: LiveCache, number: int) -> list[dict[str, Tensor]]:
         """Scores `[rows, kv_heads, length]` of the passes that repeat one group's prompts, layer by layer, by the key
@@ -200,22 +210,23 @@ class Prefill:
                     "store later turns whole (turns='leave')"
                 )
             prompts = passes.prompts(cache, number, f"{self._policy.name} has the model repeat its prompt")
-            scores = once(
-                cache.memory,
-                scores_of(repetition, number),
-                partial(self._scores, cache, number, repetition, prompts),
-            )
-            for by_key, own in zip(found, scores, strict=True):
+            fed = [repetition.parts(row, self._encode) for row in prompts]
+            known = scores_of(repetition, prompts, fed)
+            if known not in cache.repeated:
+                cache.repeated[known] = self._scores(cache, number, repetition, fed)
+            for by_key, own in zip(found, cache.repeated[known], strict=True):
                 by_key[repetition.key] = own
         return found
 
-    def _scores(self, cache: LiveCache, number: int, repetition: Repetition, prompts: Tensor) -> list[Tensor]:
-        """Scores `[rows, kv_heads, length]` of one repetition of one group's prompts, layer by layer."""
+    def _scores(
+        self, cache: LiveCache, number: int, repetition: Repetition, fed: Sequence[Sequence[Part]]
+    ) -> list[Tensor]:
+        """Scores `[rows, kv_heads, length]` of one repetition, layer by layer; `fed` holds the parts of each row."""
         modules = cache.modules
         weights = hookable.required_projections(modules) if repetition.plus else [None] * len(modules)
         scores = []
         # Prompts of one length have parts at the same places, with as many tokens.
-        for rows in zip(*(repetition.parts(row, self._encode) for row in prompts), strict=True):
+        for rows in zip(*fed, strict=True):
             handler = passes.RepeatPass(number, repetition, rows[0], weights)
             passes.run(self._model, cache, number, torch.stack([part.ids for part in rows]), handler)
             scores.append(handler.scores)

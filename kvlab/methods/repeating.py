@@ -83,7 +83,7 @@ class Repetition:
         (heads, m), kv_heads = queries.shape[1:3], keys.shape[1]
         size, sinks, own = part.stop - part.start, min(self.sinks, part.start), keys.shape[2] - m
         shown = torch.cat([keys[:, :, :sinks], keys[:, :, part.start : part.stop], keys[:, :, own:]], 2)
-        largest = torch.zeros(len(queries), heads, size, device=queries.device)
+        largest = torch.zeros(len(queries), heads, size, dtype=attention.exact(queries).dtype, device=queries.device)
         by_head = zip(*(x.split(x.shape[1] // kv_heads, 1) for x in (queries, shown, largest)), strict=True)
         # A KV head and a block of queries at a time, so that memory stays small, and linear in the length of a part.
         for head, (asking, seen, most) in enumerate(by_head):

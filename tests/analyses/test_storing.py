@@ -12,6 +12,7 @@ from kvlab.analyses.tasks.examples import needle_grid
 from kvlab.analyses.together import served, storing
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
+from kvlab.live import passes
 
 
 def store(dtype, storage, n=300):
@@ -83,6 +84,19 @@ def test_a_divergence_is_that_of_the_fidelity_of_one_policy(measured, reader):
         steps = alone.loc[(alone["measure"] == "kl") & (alone["step"] > scores.SCORED_FROM)]
         ours = table.query("policy == 'snapkv' and budget == 0.2 and storage == @storage and measure == 'kl'")
         assert ours["value"].iloc[0] == pytest.approx(steps["value"].mean(), rel=1e-3, abs=1e-6)
+
+
+def test_a_divergence_takes_from_its_trace_what_the_model_repeated(reader, monkeypatch):
+    ids = reader.encode(kvlab.document("sotu/1962").window(reader, 360).text, chat=False)
+    trace = kvlab.capture(reader, ids, new_tokens=8, policies=["kvzip"])
+    found, ran, run = storing.systems(reader, ["kvzip"], [0.2, 0.5], ["as_is"], []), [], passes.run
+    monkeypatch.setattr(passes, "run", lambda *given: ran.append(1) or run(*given))
+    known = [value for _, _, value, _ in storing._divergences(reader, trace, found)]
+    assert not ran
+    monkeypatch.setattr(trace, "repeated", {})
+    anew = [value for _, _, value, _ in storing._divergences(reader, trace, found)]
+    assert len(ran) == 1, "both budgets share one pass"
+    assert known == pytest.approx(anew, rel=1e-3, abs=1e-6) and known[1] > known[2] > 0
 
 
 def test_what_cannot_be_scored_is_refused(reader):

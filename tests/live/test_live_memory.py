@@ -1,4 +1,6 @@
-"""What branches of one prefill have in common, and when they no longer have."""
+"""What branches of one prefill have in common where they share a memory, and when they no longer have."""
+
+import copy
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ def prompt(n, seed=0):
 @torch.inference_mode()
 def prefill(lm, policies, ids):
     with gather(lm.model, policies):
-        return lm.model(ids, use_cache=True).past_key_values
+        past = lm.model(ids, use_cache=True).past_key_values
+    past.memory = Memory()
+    return past
 
 
 @torch.inference_mode()
@@ -87,6 +91,7 @@ def test_a_branch_that_is_fed_and_a_prompt_that_goes_on_look_anew(tiny):
     gathered = gather(lm.model, [policy])
     with gathered, torch.inference_mode():
         past = lm.model(ids, use_cache=True).past_key_values
+    past.memory = Memory()
     branched(lm, policy, past)
     with gathered, torch.inference_mode():
         past = lm.model(more, past_key_values=past, use_cache=True).past_key_values
@@ -99,6 +104,7 @@ def test_a_prompt_that_is_cropped_and_fed_again_looks_anew(tiny):
     gathered = gather(lm.model, [policy.replace(budget=40, window=30)])
     with gathered, torch.inference_mode():
         past = lm.model(ids, use_cache=True).past_key_values
+    past.memory = Memory()
     branched(lm, policy, past)
     past.crop(9)
     assert kept(branched(lm, policy, past)) == kept(alone(lm, policy, ids[:, :40]))
@@ -107,23 +113,52 @@ def test_a_prompt_that_is_cropped_and_fed_again_looks_anew(tiny):
     assert kept(branched(lm, policy, past)) == kept(alone(lm, policy, torch.cat([ids[:, :40], other], 1)))
 
 
-def test_a_session_by_itself_holds_on_to_nothing(tiny):
-    session = alone(tiny("tiny-llama-gqa"), small("snapkv"), prompt(40))
-    assert session._cache.memory is None
+@pytest.mark.parametrize("name", ["knorm", "keydiff", "lagkv", "leverage"])
+def test_another_policy_that_takes_over_a_compressed_branch_sees_what_is_left(tiny, name):
+    lm, ids = tiny("tiny-llama-gqa"), prompt(60)
+    found = []
+    for memory in (Memory(), None):
+        past = prefill(lm, [small("knorm"), small(name)], ids)
+        past.memory = memory
+        branched(lm, small(name).replace(budget=40), past)
+        first = kvlab.compress(lm.model, small("knorm").replace(budget=50))
+        with first, torch.inference_mode():
+            compressed = first.branch(past)
+            first.end_prompt()
+        with kvlab.compress(lm.model, small(name)) as second, torch.inference_mode():
+            lm.model(ids[:, :1], past_key_values=compressed, use_cache=True)
+        found.append(kept(second))
+    assert found[0] == found[1]
 
 
-def test_what_a_trace_knows_of_a_repetition_is_taken_from_it(tiny, monkeypatch):
-    lm, ids, ran, run = tiny("tiny-llama-gqa"), prompt(50), [], passes.run
-    monkeypatch.setattr(passes, "run", lambda *a: ran.append(1) or run(*a))
-    policies = at("kvzip", 12, 19)
-    trace = kvlab.capture(lm, ids, 2, policies=policies)
-    past = prefill(lm, policies, ids)
-    past.memory = Memory()
-    past.memory.know(policies, trace.repeated)
-    for policy in policies:
-        found = branched(lm, policy, past)
-        assert kept(found) == [sets(kvlab.replay(trace, policy).kept(layer)) for layer in range(2)]
-    assert not ran
-    plus = policies[0].replace(plus=True)
-    assert kept(branched(lm, plus, past)) == kept(alone(lm, plus, ids)), "what the trace does not know runs"
-    assert len(ran) == 4, "two parts, in the branch and alone"
+@pytest.mark.parametrize(
+    "policy",
+    [
+        kvlab.policy("dapq", budget=12, window=6, content="sentence"),
+        kvlab.policy("dapq", budget=12, window=6, content="sentence", softmax="all"),
+        kvlab.policy("kvzip", budget=12, chunk=25),
+    ],
+    ids=str,
+)
+def test_branches_with_other_tokenizers_are_told_what_their_own_says(tiny, policy):
+    class Shifted:
+        def __init__(self, shift):
+            self.shift = shift
+
+        def __call__(self, text, **_):
+            return type("Encoded", (), {"input_ids": [(self.shift + 7 * ord(c)) % 256 for c in text[:9]]})
+
+    lm, ids = tiny("tiny-llama-gqa"), prompt(60)
+    past = prefill(lm, [policy], ids)
+    found = [kept(branched(lm, policy, past, tokenizer=Shifted(shift))) for shift in (3, 101, 3)]
+    expected = [kept(alone(lm, policy, ids, tokenizer=Shifted(shift))) for shift in (3, 101, 3)]
+    assert found == expected and expected[0] != expected[1]
+
+
+def test_nothing_is_shared_unasked_and_nothing_held_beyond_the_prompt(tiny):
+    lm, policy, ids = tiny("tiny-llama-gqa"), small("snapkv"), prompt(60)
+    past = prefill(lm, [policy], ids)
+    session = branched(lm, policy, past)
+    assert session._cache.memory is None and copy.deepcopy(past).memory is None and past.memory is not None
+    past.memory = None
+    assert branched(lm, policy, past)._cache.memory is None and past.memory is None

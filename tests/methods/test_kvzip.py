@@ -11,6 +11,7 @@ from support.tensors import exact, sets
 
 import kvlab
 from kvlab.core import hookable
+from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 from kvlab.methods.repeating import FIRST, LATER, Repetition
 
@@ -124,6 +125,14 @@ def test_budgets_share_one_pass_over_a_prefilled_prompt(tiny, monkeypatch):
             session.end_prompt()
         assert session.kv_bytes == policy.budget * 2 * 2 * 2 * 16 * 4
     assert len(ran) == 1
+
+
+def test_scores_of_a_float64_model_stay_float64():
+    repetition = kvlab.policy("kvzip", budget=20).repetition
+    states = [torch.randn(1, heads, 30, 16, dtype=torch.float64) for heads in (4, 2, 2)]
+    part = repetition.parts(prompt(20)[0], None)[0]
+    queries, keys, values = states[0][:, :, :10], *states[1:]
+    assert repetition.scores(part, queries, keys, values, Softmax.of(None)).dtype == torch.float64
 
 
 def test_a_saved_trace_has_the_scores_and_another_says_what_is_missing(tiny, tmp_path):

@@ -17,6 +17,7 @@ from support.live_runs import ONE_TURN, generate, left_padded, prompt, small
 import kvlab
 from kvlab.analyses import exploring, first_look
 from kvlab.analyses.rocketkv import budgets
+from kvlab.analyses.together import storing
 from kvlab.inputs import models
 from kvlab.instruments.probes import QuerySimilarity
 from kvlab.live.gather import gather
@@ -212,6 +213,17 @@ def test_fidelity_and_both_loops(cpu, gpu):
         found = kvlab.closed_against_open(gpu, one, prompt(50), 5)
         assert found.first_difference == loops.first_difference
         same_tables(found.table, loops.table)
+
+
+def test_a_divergence_from_a_trace_that_was_kept_on_the_cpu(cpu, gpu):
+    def divergences(lm):
+        found = storing.systems(lm, ["kvzip", "dapq"], [40], ["as_is"], [])
+        trace = kvlab.capture(lm, prompt(60), 8, policies=["kvzip"], pseudo=["dapq"], keep="cpu")
+        return [value for _, _, value, _ in storing._divergences(lm, trace, found)]
+
+    expected = divergences(cpu)
+    with pretend_gpu.present():
+        assert divergences(gpu) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def test_answers_that_go_on_as_one_batch(cpu, gpu):

@@ -29,6 +29,7 @@ from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
 from kvlab.live.gather import gather
+from kvlab.live.memory import Memory
 from kvlab.live.session import Session, compress
 from kvlab.live.together import batches
 from kvlab.methods import Policy
@@ -121,6 +122,7 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
         if at == "prompt" and rest.shape[1]:
             with gathered:
                 out = lm.model(rest, past_key_values=prefilled, use_cache=True, logits_to_keep=1)
+        prefilled.memory = Memory()
         at_point = [policy for policy, where in wanted if where == at]
         for batch, at_once in _batches(at_point):
             sessions, firsts = [], []

@@ -8,7 +8,7 @@ likeliest. Bytes are those of a server in bfloat16 (`served`), as a share of the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,12 +29,13 @@ from kvlab.core.storage import AS_IS, Storage
 from kvlab.errors import KvlabError
 from kvlab.lib import bars
 from kvlab.live.gather import gather
-from kvlab.live.memory import Memory
+from kvlab.live.memory import Memory, Repeated, scores_of
 from kvlab.live.session import compress
 from kvlab.live.together import batches
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 from kvlab.replays.run import Replay
+from kvlab.traces.recording import encoder
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -151,10 +152,22 @@ def _divergences(lm: LM, trace: Trace, found: Sequence[System]) -> Measured:
         raise KvlabError("this trace holds no token ids, so nothing can be fed along its response")
     prompt, response = trace.ids[None, : trace.prompt_length], trace.ids[trace.prompt_length :]
     full = None
-    for system, logits, size in under(lm, prompt, response, found, trace.repeated):
+    for system, logits, size in under(lm, prompt, response, found, _repeated(lm, trace, found)):
         chances = logits[scores.SCORED_FROM - 1 :].log_softmax(-1)
         full = chances if full is None else full
         yield system, "kl", float(F.kl_div(chances, full, reduction="batchmean", log_target=True)), size
+
+
+def _repeated(lm: LM, trace: Trace, found: Iterable[System]) -> Repeated:
+    """What a trace holds of passes that repeat its prompt, as a prefill of that prompt would know it."""
+    assert trace.ids is not None, "the caller has asked"
+    prompt, encode = trace.ids[: trace.prompt_length].cpu(), encoder(lm) if lm.tokenizer else None
+    known: Repeated = {}
+    for repetition in {repetition for system in found for repetition in system.policy.needs.repetitions}:
+        if repetition.key in trace.repeated:
+            scores = trace.repeated[repetition.key].to(lm.device)
+            known[scores_of(repetition, prompt[None], [repetition.parts(prompt, encode)])] = list(scores[:, None])
+    return known
 
 
 def _digits(lm: LM, item: Item, found: Sequence[System]) -> Measured:
@@ -173,7 +186,7 @@ def under(
     prompt: Tensor,
     continuation: Tensor,
     found: Sequence[System],
-    repeated: Mapping[str, Tensor] | None = None,
+    repeated: Repeated | None = None,
 ) -> Iterator[tuple[System, Tensor, float]]:
     """A continuation fed under every system, all from one prefill.
 
@@ -181,7 +194,7 @@ def under(
         prompt: ids `[1, length]`.
         continuation: ids `[n]`, whose first token is predicted before anything is compressed, and the second while a
             policy that prunes at its first step still reads the whole prompt (see `scores`).
-        repeated: what a trace of the same prompt holds of passes that repeat it (`Trace.repeated`).
+        repeated: scores of passes that repeat the prompt, as far as they are known.
 
     Yields:
         Each system (those first that change nothing while they decode), float32 logits `[n - 1, vocabulary]` of the
@@ -197,7 +210,7 @@ def under(
     with gather(lm.model, [system.policy for system in found]):
         prefilled = lm.model(prompt.to(lm.device), use_cache=True, logits_to_keep=1).past_key_values
     prefilled.memory = Memory()
-    prefilled.memory.know([system.policy for system in found], repeated or {})
+    prefilled.repeated |= repeated or {}
     options: dict[str, Any] = {"turns": "leave", "tokenizer": lm.tokenizer, "max_new_tokens": len(continuation)}
     for batch, at_once in _batches(found):
         sessions = []
