@@ -31,7 +31,7 @@ def test_shares_add_up_and_merging_works_at_every_step(profiling, lm):
     (snapkv, zsmerge), (later_snapkv, later_zsmerge) = few["operations"], more["operations"]
     assert later_snapkv == snapkv, "it decides once"
     assert later_zsmerge > 2 * zsmerge, "it decides at five times as many steps"
-    assert few["attention, %"][0] > 0
+    assert max(few["attention, %"] + more["attention, %"]) > 0
 
 
 def test_a_policy_that_is_unknown_is_told_in_a_sentence(profiling, lm):

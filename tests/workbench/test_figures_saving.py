@@ -6,8 +6,8 @@ import pytest
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image
 
+from kvlab.lib.figures import save
 from kvlab.workbench.figures import plots
-from kvlab.workbench.figures.saving import save
 
 pytestmark = pytest.mark.usefixtures("headless")
 

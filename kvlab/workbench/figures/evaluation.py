@@ -85,8 +85,8 @@ def draw(answers: Sequence[Answer], path: Path, beside: Sequence[Answer] = ()) -
 
     beside: answers of earlier runs; those that were compressed at another moment stand beside these, turn by turn.
     """
+    from kvlab.lib.figures import save
     from kvlab.workbench.figures import turning
-    from kvlab.workbench.figures.saving import save
 
     if figure := needles(answers) or turning.scores(turning.both_moments(answers, beside)):
         with replacing(path.with_suffix(".png")) as part:

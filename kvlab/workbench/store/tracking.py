@@ -150,7 +150,7 @@ class Run:
     @_one_sentence
     def figure(self, name: str, figure: Figure) -> None:
         """Keep a matplotlib figure as figures/NAME.png and .svg."""
-        from kvlab.workbench.figures.saving import save
+        from kvlab.lib.figures import save
 
         with tempfile.TemporaryDirectory() as folder:
             save(figure, *(Path(folder) / f"{file_name(name)}.{suffix}" for suffix in ("png", "svg")))
