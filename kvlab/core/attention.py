@@ -8,6 +8,7 @@ lengths or by the assigned positions: a pseudo-query may stand at any position a
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -132,7 +133,7 @@ def attend(
     if not softmax.plain:
         return _attend_by_chunks(queries, keys, values, softmax, padding, mask)
     n, length = queries.shape[-2], keys.shape[-2]
-    if padding is None and mask is None and _by_blocks(queries, keys, values):
+    if padding is None and mask is None and _takes_blocks(queries, keys, values):
         return _attend_by_blocks(queries, keys, values, softmax)
     if padding is None and mask is None and 1 < n < length and FUSED is not None and queries.is_cpu:
         return _attend_past_and_own(queries, keys, values, softmax)
@@ -165,13 +166,13 @@ def attend_and_accumulate(
         `[batch, heads, n, head_dim]`, and `[batch, heads, length]`, over all n queries.
     """
     softmax = Softmax.of(scaling)
-    if softmax.plain and padding is None and _by_blocks(queries, keys, values):
+    if softmax.plain and padding is None and _takes_blocks(queries, keys, values):
         gathered = queries.new_zeros(*queries.shape[:2], keys.shape[2])
         return _attend_by_blocks(queries, keys, values, softmax, gathered), gathered
     return attend(queries, keys, values, scaling, padding), accumulate(queries, keys, scaling, padding=padding)
 
 
-def _by_blocks(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+def _takes_blocks(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     # Broadcasting, and heads that no KV heads share evenly, are left to torch, whose errors say so.
     shaped = queries.dim() == keys.dim() == values.dim() == 4 and len(queries) == len(keys) == len(values)
     even = shaped and queries.shape[2] >= BLOCK // 2 and not queries.shape[1] % keys.shape[1]
@@ -268,24 +269,36 @@ def accumulate(
     Args:
         padding: `[batch, length]` bool, False for padding, which neither gives nor gathers; None when there is none.
     """
-    n, length, kv_heads = queries.shape[-2], keys.shape[-2], keys.shape[-3]
-    softmax = Softmax.of(scaling)
-    total = torch.zeros(*queries.shape[:-2], length, dtype=torch.float32, device=queries.device)
-    # One KV head at a time, so that a chunk's scores stay in a processor's cache from one pass over them to the next.
-    groups = (softmax.group(kv_head, kv_heads) for kv_head in range(kv_heads))
-    heads = zip(*(x.chunk(kv_heads, -3) for x in (queries, keys)), total.chunk(kv_heads, -2), groups, strict=True)
-    for (own, shared, found, of_group), start in itertools.product(heads, range(0, n, chunk)):
-        stop = min(start + chunk, n)
-        seen = length - n + stop
-        scores = logits(own[..., start:stop, :], shared[..., :seen, :], of_group)
-        hide_later(scores)
-        if padding is None:
-            found[..., :seen] += of_group.shares(scores).sum(-2)
-            continue
-        scores.masked_fill_(~padding[:, None, None, :seen], -torch.inf)
-        asking = padding[:, None, length - n + start : length - n + stop, None]
-        found[..., :seen] += of_group.shares(scores).masked_fill_(~asking, 0).sum(-2)
+    total = torch.zeros(*queries.shape[:-2], keys.shape[-2], dtype=torch.float32, device=queries.device)
+    for heads, asking, softmax, scores in by_blocks(queries, keys, Softmax.of(scaling), chunk):
+        seen = scores.shape[-1]
+        if padding is not None:
+            scores.masked_fill_(~padding[:, None, None, :seen], -torch.inf)
+        shares = softmax.shares(scores)
+        if padding is not None:
+            shares.masked_fill_(~padding[:, None, seen - (asking.stop - asking.start) : seen, None], 0)
+        total[..., heads, :seen] += shares.sum(-2)
     return total
+
+
+def by_blocks(
+    queries: Tensor, keys: Tensor, softmax: Softmax, block: int
+) -> Iterator[tuple[slice, slice, Softmax, Tensor]]:
+    """The logits of the last arrivals among the keys, a KV head and `block` queries at a time: so they stay in a
+    processor's cache from one pass over them to the next, and memory stays linear in the number of queries.
+
+    Yields:
+        Which query heads and which queries; the softmax of these heads; logits `[..., heads, queries, seen]`, later
+        keys hidden.
+    """
+    n, length, kv_heads = queries.shape[-2], keys.shape[-2], keys.shape[-3]
+    group = queries.shape[-3] // kv_heads
+    for head, start in itertools.product(range(kv_heads), range(0, n, block)):
+        heads, asking = slice(head * group, (head + 1) * group), slice(start, min(start + block, n))
+        seen, of_group = length - n + asking.stop, softmax.group(head, kv_heads)
+        scores = logits(queries[..., heads, asking, :], keys[..., head : head + 1, :seen, :], of_group)
+        hide_later(scores)
+        yield heads, asking, of_group, scores
 
 
 def attention_over_prompt(queries: Tensor, keys: Tensor, scaling: Scaling = None, inside: bool = False) -> Tensor:

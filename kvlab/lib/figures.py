@@ -16,7 +16,7 @@ DPI = 144
 def save(figure: Figure, *paths: Path) -> None:
     """Write a figure, cut to what it shows, in as many forms as there are paths, each after its suffix.
 
-    It is laid out once for all of them: that takes a third of the time of a file.
+    It is laid out once for all of them, which spares nearly a quarter of the time of two files.
     """
     engine, dpi = figure.get_layout_engine(), figure.get_dpi()
     # With these settings no engine means none, and not the one that new figures get.

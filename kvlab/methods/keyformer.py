@@ -101,7 +101,7 @@ class Keyformer(Policy):
             logits = attention.logits(queries[:, start:stop], keys[:, :stop], capped)
             if noise is not None:
                 logits = logits + noise[:, None, :stop]
-            logits = logits.masked_fill(~attention.last_visible(stop - start, stop, logits.device), -torch.inf)
+            attention.hide_later(logits)
             total[:, :stop] += (logits / self.tau_start).softmax(-1).sum(1)
         return total
 

@@ -81,22 +81,15 @@ class Repetition:
             projection: with `plus`, W_o, `[hidden, heads x head_dim]`.
         """
         (heads, m), kv_heads = queries.shape[1:3], keys.shape[1]
-        size, sinks, own = part.stop - part.start, min(self.sinks, part.start), keys.shape[2] - m
-        shown = torch.cat([keys[:, :, :sinks], keys[:, :, part.start : part.stop], keys[:, :, own:]], 2)
+        size, sinks, fed = part.stop - part.start, min(self.sinks, part.start), keys.shape[2] - m
+        shown = torch.cat([keys[:, :, :sinks], keys[:, :, part.start : part.stop], keys[:, :, fed:]], 2)
         largest = torch.zeros(len(queries), heads, size, dtype=attention.exact(queries).dtype, device=queries.device)
-        by_head = zip(*(x.split(x.shape[1] // kv_heads, 1) for x in (queries, shown, largest)), strict=True)
-        # A KV head and a block of queries at a time, so that memory stays small, and linear in the length of a part.
-        for head, (asking, seen, most) in enumerate(by_head):
-            own_softmax = softmax.group(head, kv_heads)
-            for start in range(0, m, BLOCK):
-                stop = min(start + BLOCK, m)
-                scores = attention.logits(asking[:, :, start:stop], seen[:, :, : sinks + size + stop], own_softmax)
-                attention.hide_later(scores)
-                weights = own_softmax.shares(scores)[..., sinks : sinks + size]
-                if self.plus:
-                    assert hidden is not None, "what the projections were given is asked for"
-                    weights = weights / attention.exact(hidden[:, start:stop]).norm(dim=-1)[:, None, :, None]
-                torch.maximum(most, weights.amax(-2), out=most)
+        for of_group, asking, own, scores in attention.by_blocks(queries, shown, softmax, BLOCK):
+            weights = own.shares(scores)[..., sinks : sinks + size]
+            if self.plus:
+                assert hidden is not None, "what the projections were given is asked for"
+                weights = weights / attention.exact(hidden[:, asking]).norm(dim=-1)[:, None, :, None]
+            largest[:, of_group] = torch.maximum(largest[:, of_group], weights.amax(-2))
         if self.plus:
             assert projection is not None, "the output projection is asked for"
             rows = values[:, :, part.start : part.stop]

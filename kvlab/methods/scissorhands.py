@@ -120,8 +120,7 @@ def _word(prompt: Prompt, word: int) -> Tensor:
     for row in range(prompt.rows):
         softmax = prompt.softmax(row)
         logits = attention.logits(queries[row], prompt.keys[row, :, :length], softmax)
-        # Only the newest tokens are hidden from some of these queries; masking only these saves a pass over all.
-        logits[..., length - n :].masked_fill_(hidden, -torch.inf)
+        attention.hide_later(logits)
         below = softmax.shares(logits).unflatten(0, (prompt.kv_heads, -1)).mean(1) < average
         below[..., length - n :] &= ~hidden
         bits[row, :, :length] = (below << shift).sum(-2)

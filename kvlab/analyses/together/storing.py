@@ -152,21 +152,20 @@ def _divergences(lm: LM, trace: Trace, found: Sequence[System]) -> Measured:
         raise KvlabError("this trace holds no token ids, so nothing can be fed along its response")
     prompt, response = trace.ids[None, : trace.prompt_length], trace.ids[trace.prompt_length :]
     full = None
-    for system, logits, size in under(lm, prompt, response, found, _repeated(lm, trace, found)):
+    for system, logits, size in under(lm, prompt, response, found, _repeated(lm, trace, prompt, found)):
         chances = logits[scores.SCORED_FROM - 1 :].log_softmax(-1)
         full = chances if full is None else full
         yield system, "kl", float(F.kl_div(chances, full, reduction="batchmean", log_target=True)), size
 
 
-def _repeated(lm: LM, trace: Trace, found: Iterable[System]) -> Repeated:
-    """What a trace holds of passes that repeat its prompt, as a prefill of that prompt would know it."""
-    assert trace.ids is not None, "the caller has asked"
-    prompt, encode = trace.ids[: trace.prompt_length].cpu(), encoder(lm) if lm.tokenizer else None
+def _repeated(lm: LM, trace: Trace, prompt: Tensor, found: Iterable[System]) -> Repeated:
+    """What a trace holds of passes that repeat its prompt `[1, length]`, as a prefill of it would know it."""
+    encode = encoder(lm) if lm.tokenizer else None
     known: Repeated = {}
     for repetition in {repetition for system in found for repetition in system.policy.needs.repetitions}:
         if repetition.key in trace.repeated:
             scores = trace.repeated[repetition.key].to(lm.device)
-            known[scores_of(repetition, prompt[None], [repetition.parts(prompt, encode)])] = list(scores[:, None])
+            known[scores_of(repetition, prompt, [repetition.parts(prompt[0].cpu(), encode)])] = list(scores[:, None])
     return known
 
 
