@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.refusals import one_sentence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlab
 from kvlab.core import products
@@ -66,6 +67,34 @@ def test_a_loaded_model_says_the_same_whichever_library_multiplies(monkeypatch, 
         with torch.inference_mode():
             logits[library] = loaded.model(ids).logits
     torch.testing.assert_close(logits["oneDNN"], logits["torch"], rtol=1e-4, atol=1e-4)
+
+
+class Products(TorchDispatchMode):
+    """The shapes of what is multiplied by a matrix as tall as `rows`."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.seen = rows, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        matrices = [list(x.shape) for x in args if isinstance(x, torch.Tensor)]
+        if any(self.rows in shape for shape in matrices) and func.overloadpacket.__name__ in ("mm", "bmm", "addmm"):
+            self.seen.append(matrices[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("batch", "kept"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_the_last_rows_of_texts_meet_the_output_layer_as_one_matrix(monkeypatch, dtype, batch, kept):
+    monkeypatch.setenv(products.SWITCH, "0")  # torch's own product, as it also is in half precision
+    lm = kvlab.random_lm("smollm2-135m", layers=1, dtype=dtype)
+    ids = torch.arange(batch * 40).view(batch, 40)
+    with torch.no_grad():  # in inference mode torch does not say what a layer multiplies
+        whole = lm.model(ids).logits[:, -kept:]
+        with Products(lm.model.vocab_size) as products_seen:
+            last = lm.model(ids, logits_to_keep=kept).logits
+    assert products_seen.seen == [[batch * kept, lm.model.config.hidden_size]]
+    torch.testing.assert_close(last, whole, rtol=2e-2, atol=2e-2)
 
 
 def test_gradients_other_types_and_small_or_special_layers_are_torchs(on):

@@ -113,6 +113,7 @@ def random_lm(
 def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, sha256: str) -> LM:
     model.eval().requires_grad_(False)
     products.hasten(model)
+    products.fold_rows(model.get_output_embeddings())
     return LM(model, tokenizer, name, sha256)
 
 
