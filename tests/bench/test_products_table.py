@@ -23,6 +23,15 @@ def test_each_length_has_its_prefill_and_its_step(monkeypatch):
     assert all(float(row[6]) < 1e-3 for row in rows if row[1] != "a step, ms")
 
 
+def test_the_logits_of_a_last_token_are_timed_for_one_text_and_for_two(monkeypatch):
+    with imported(monkeypatch, "last_logits") as (module,):
+        rows = cells(invoked(module.main, "--model", "random:tiny-llama-gqa", "--tokens", "4", "--repeats", "2"))[2:]
+    assert [row[0] for row in rows] == ["1", "2"]
+    for row in rows:
+        low, high = map(float, row[4].split("-"))
+        assert low <= float(row[3]) <= high
+
+
 def test_an_unknown_model_is_told_in_a_sentence(monkeypatch):
     monkeypatch.setenv(products.SWITCH, "0")
     with imported(monkeypatch, "products") as (module,):
