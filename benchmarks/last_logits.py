@@ -23,6 +23,7 @@ from kvlab.bench import clock, meters
 from kvlab.core import products
 from kvlab.inputs import models
 
+
 def timed(head: torch.nn.Module, hidden: torch.Tensor) -> float:
     start = clock.busy(hidden.device)
     head(hidden[:, -1:])
