@@ -10,7 +10,7 @@ The model's output layer alone, on the last of --tokens random hidden states, CP
 from __future__ import annotations
 
 import statistics
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
@@ -38,7 +38,7 @@ def main(
     """Time the output layer on the last of some tokens, and print the ratio."""
     with in_a_sentence():
         lm = models.load(model, device="cpu", dtype="bfloat16")
-    weight = lm.model.get_output_embeddings().weight
+    weight = cast(torch.nn.Linear, lm.model.get_output_embeddings()).weight
     heads = {name: torch.nn.Linear(*weight.shape[::-1], bias=False, device="meta") for name in ("torch", "folded")}
     for head in heads.values():
         head.weight = weight

@@ -22,7 +22,7 @@ from common import bar, in_a_sentence, prompt, run
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from step import OTHER, PURPOSES, PYTHON, WEIGHTS, purpose
+from step import OTHER, PURPOSES, PYTHON, WEIGHTS, purpose, recorded
 from torch.profiler import ProfilerActivity, profile
 
 import kvlab
@@ -43,7 +43,7 @@ def profiled(trace: kvlab.Trace, policy: kvlab.Policy) -> tuple[float, Counter[s
     replayed(trace, policy)
     whole = replayed(trace, policy)
     inside: Counter[str] = Counter()
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with recorded(), profile(activities=[ProfilerActivity.CPU]) as found:
         taken = clock.seconds(trace.keys.device, lambda: replayed(trace, policy))
     events = found.key_averages()
     for event in events:

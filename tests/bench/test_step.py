@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.benchmarks import cells, imported, invoked
+from torch.profiler import ProfilerActivity, profile
+
+from kvlab.core import ranking
 
 
 @pytest.fixture
@@ -30,6 +34,15 @@ def step(monkeypatch):
 )
 def test_an_operation_s_purpose(step, operation, purpose):
     assert step.purpose(operation) == purpose
+
+
+def test_what_numpy_finds_is_finding_and_not_python(step):
+    scores = torch.randn(3, 5000)
+    with step.recorded(), profile(activities=[ProfilerActivity.CPU]) as found:
+        best = ranking.top_positions(scores, 40)
+    seen = {event.key: step.purpose(event.key) for event in found.key_averages()}
+    assert seen["kvlab::by NumPy"] == step.FINDING
+    assert torch.equal(best, ranking.top_positions(scores, 40))
 
 
 def test_the_parts_add_up_to_a_step(step, lm):
