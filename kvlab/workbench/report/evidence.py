@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from kvlab.analyses.telling import plural
 from kvlab.errors import KvlabError
 from kvlab.workbench.report import told
 from kvlab.workbench.report.ledger import Entry, measuring
 from kvlab.workbench.report.origins import Origin, thoroughness
 from kvlab.workbench.report.told import stories
 from kvlab.workbench.store import artifacts, database
+from kvlab.workbench.store.signatures import documents
 from kvlab.workbench.store.tracking import file_name
 
 if TYPE_CHECKING:
@@ -202,6 +204,18 @@ def beside_claims(judged: Iterable[Entry], shown: Mapping[str, Evidence]) -> lis
     """The pictures that stand as small copies beside claims, each once."""
     named = {picture.anchor: picture for entry in judged if (picture := thumbnail(entry, shown))}
     return list(named.values())
+
+
+def told_of(entry: Entry) -> str:
+    """What is known of the run behind an entry, in words: profile, number of documents, commit and seconds."""
+    count = documents(entry.signature)
+    parts = [
+        f"{entry.profile or 'no'} profile",
+        f"{count} {plural(count, 'document')}" if count else "",
+        f"commit {entry.commit[:10]}{'+changes' if '+' in entry.commit else ''}" if entry.commit else "",
+        "" if entry.seconds is None else f"{entry.seconds} s",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def run_link(run: Run) -> str:

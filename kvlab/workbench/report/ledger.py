@@ -11,7 +11,7 @@ from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.workbench import project
 from kvlab.workbench.report import runs
-from kvlab.workbench.report.origins import Origin
+from kvlab.workbench.report.origins import Origin, seconds
 from kvlab.workbench.report.subjects import subjects
 from kvlab.workbench.store import database
 
@@ -72,6 +72,17 @@ class Entry:
     @property
     def signature(self) -> str:
         return self._said("signature", "signature")
+
+    @property
+    def commit(self) -> str:
+        return self._said("kvlab.commit", "commit")
+
+    @property
+    def seconds(self) -> int | None:
+        """How long its run took."""
+        if self.run:
+            return seconds(self.run)
+        return self.kept.seconds if self.kept else None
 
     def _said(self, tag: str, name: str) -> str:
         return self.run.data.tags.get(tag, "") if self.run else getattr(self.kept, name, "")

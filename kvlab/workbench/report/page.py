@@ -30,6 +30,7 @@ from kvlab.workbench.report.evidence import (
     signature,
     slug,
     thumbnail,
+    told_of,
     when,
 )
 from kvlab.workbench.report.ledger import (
@@ -202,6 +203,7 @@ def _page(
         run_link=run_link,
         anchor=anchor,
         when=when,
+        told_of=told_of,
         scale=scale,
         remarks=remarks,
         growth=growth,
@@ -268,9 +270,10 @@ def _elsewhere(judged: Iterable[Entry], model: str) -> dict[str, list[Entry]]:
 
 
 def _together(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Claim id -> the other claims that are counted as one finding with it."""
+    """Claim id -> the other claims that are counted as one finding with it, where there are any."""
     facts: dict[tuple[str, str], list[Entry]] = {}
     for entry in judged:
         if entry.claim.finding:
             facts.setdefault(entry.claim.fact, []).append(entry)
-    return {one.claim.id: [other for other in mine if other is not one] for mine in facts.values() for one in mine}
+    shared = [mine for mine in facts.values() if len(mine) > 1]
+    return {one.claim.id: [other for other in mine if other is not one] for mine in shared for one in mine}

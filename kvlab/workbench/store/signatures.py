@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,13 @@ def signature(experiment: str, parameters: Mapping[str, Any]) -> str:
         f"kvlab {project.version()}",
     ]
     return "|".join(part for part in parts if part)
+
+
+def documents(line: str) -> int:
+    """How many documents a signature names."""
+    parts = line.split("|")
+    settings = next((place for place, part in enumerate(parts) if place and re.match(r"\w+\(", part)), 0)
+    return len(parts[1].split()) if settings == 2 else 0
 
 
 def _signed(name: str, sha256: str | None) -> str:

@@ -1,0 +1,78 @@
+"""An opened claim on the page of several models: why each verdict is what it is, and what each number comes from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from support.report_pages import CLAIM, judged_on, opened
+
+from kvlab import papers
+from kvlab.workbench.report import page as report
+from kvlab.workbench.report.evidence import told_of
+from kvlab.workbench.store.signatures import documents
+
+HALF = "zsmerge.figure4.reduction_50"
+"""A claim whose direction is tested on another metric than its own."""
+
+
+@pytest.fixture
+def text(project) -> str:
+    """The page of two models, on one of which a claim fails by a number that is not the one that is shown."""
+    good, bad = (
+        {"reduction/0.50": 0.8, "growth/0.20_to_0.50": growth, "growth/0.20_to_0.50/low": growth - 0.01}
+        | {"growth/0.20_to_0.50/high": growth + 0.01}
+        for growth in (0.2, -0.037)
+    )
+    return report.render(judged_on({"small@1": {HALF: good, CLAIM: {"reduction/0.20": 0.6}}, "large@2": {HALF: bad}}))[
+        report.MAIN
+    ]
+
+
+def of_model(line: str, label: str) -> str:
+    """What an opened claim says of a model."""
+    (found,) = re.findall(rf'<li class="model [^"]+" data-model="{label}">.*?</li>', line, re.DOTALL)
+    return found
+
+
+def test_the_number_that_decided_stands_with_each_model(text):
+    line = opened(text, HALF)
+    assert "growth/0.20_to_0.50 = -0.037, asked to exceed 0" in of_model(line, "large")
+    assert "growth/0.20_to_0.50 = 0.2, asked to exceed 0" in of_model(line, "small")
+    assert "-0.037" not in of_model(line, "small")
+
+
+def test_each_model_says_what_its_number_comes_from(text):
+    line = opened(text)
+    assert "quick profile, 3 documents, commit 0123456789, 95 s" in of_model(line, "small")
+    assert "commit" not in of_model(line, "large"), "it was not measured there"
+    assert "no run has measured reduction/0.20" in of_model(line, "large")
+
+
+def test_what_nothing_is_known_of_is_left_out(project):
+    (entry,) = [entry for entry in judged_on({"small@1": {CLAIM: {"reduction/0.20": 0.6}}}) if entry.measured]
+    assert told_of(entry) == "quick profile, 3 documents, commit 0123456789, 95 s"
+    bare = replace(entry.kept, signature="small@1|toy(x=1)|0|kvlab 0.1.0", seconds=None, commit="")
+    assert told_of(replace(entry, kept=bare)) == "quick profile"
+
+
+def test_a_finding_of_one_claim_is_counted_with_no_other(text):
+    shared = [claim.fact for claim in papers.claims() if claim.finding]
+    alone = [claim for claim in papers.claims() if claim.finding and shared.count(claim.fact) == 1]
+    assert alone and not any("Counted once" in opened(text, claim.id) for claim in alone)
+    assert "Counted once, as <b>merging against eviction</b>, with <a" in opened(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("toy@0|a@1 b@2|toy(x='a|b')|0|kvlab 0.1.0", 2),
+        ("toy@0|a (1).txt@2|toy()|0|kvlab 0.1.0", 2),
+        ("toy@0|toy(x=1)|0|kvlab 0.1.0", 0),
+        ("toy@0|a@1", 0),
+        ("", 0),
+    ],
+)
+def test_documents_are_counted_from_a_signature(line, count):
+    assert documents(line) == count
