@@ -133,6 +133,7 @@ class Paper(BaseModel):
     """A paper: its short name, title, and the claims taken from it.
 
     Attributes:
+        says: what the paper claims, in one sentence of ours.
         replaces: in a workspace, that the file stands in the place of kvlab's own of that name, as a copy to work on
             does.
         quoted: the findings that people quote, by their names (a claim's id where it is a finding of its own); their
@@ -144,6 +145,7 @@ class Paper(BaseModel):
     name: str
     label: str
     title: str
+    says: str = ""
     replaces: bool = False
     quoted: list[str] = Field(default_factory=list)
     claims: list[Claim]

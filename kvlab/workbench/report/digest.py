@@ -1,8 +1,7 @@
-"""What a paper's ledger says, in about five sentences that are computed from its verdicts."""
+"""What a paper claims and what its ledger says to it, in at most five sentences, computed from the verdicts."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -40,34 +39,37 @@ def standings(of_paper: Iterable[Entry]) -> list[Standing]:
     ]
 
 
-def digest(of_paper: Sequence[Entry], order: Sequence[Subject]) -> list[str]:
-    """The sentences on one paper, those with nothing to say left out.
+def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") -> list[str]:
+    """The sentences on one paper, at most five; those with nothing to say are left out.
 
-    How many findings stand where; which hold and which fail on every model that measured them; which differ between
-    models or stay undecided; how ours lie beside the printed numbers, and which way that goes with the model's size;
-    what is counted apart.
+    What it claims; how many findings stand where; which hold and which fail on every model, with those that fewer
+    models measured, two at least, and are alike on them; which differ between models (on one model: stay undecided);
+    how ours lie beside the printed numbers, and which way that goes with the model's size.
 
     Args:
         of_paper: the entries of one paper, on all models.
         order: the models, the smallest first; none where nothing was measured.
+        says: what the paper claims, in one sentence.
     """
     found = standings(of_paper)
     measured = [standing for standing in found if standing[1]]
-    if not measured:
-        if not (count := len(found)):
-            return ["It has no findings."]
-        if count == 1:
-            return ["Its only finding has not been measured yet."]
-        return [f"None of its {count} findings has been measured yet."]
     sentences = [
-        _counts(of_paper, order),
-        _everywhere(measured, "holds", HOLDING, len(order)),
-        _everywhere(measured, "fails", (papers.FAILS,), len(order)),
-        _mixed(measured) if len(order) > 1 else _everywhere(measured, "stays undecided", (papers.UNDECIDED,), 1),
-        _printed(of_paper, order),
-        _apart(of_paper, order),
+        says,
+        *(
+            [_counts(of_paper, order), _everywhere(measured, order), _open(measured, order), _printed(of_paper, order)]
+            if measured
+            else [_unmeasured(len(found))]
+        ),
     ]
     return [sentence for sentence in sentences if sentence]
+
+
+def _unmeasured(count: int) -> str:
+    if not count:
+        return "It has no findings."
+    if count == 1:
+        return "Its only finding has not been measured yet."
+    return f"None of its {count} findings has been measured yet."
 
 
 def _counts(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
@@ -87,18 +89,47 @@ def _verb(state: str, count: int) -> str:
     return words if count == 1 else words.replace("holds", "hold").replace("fails", "fail").replace("is ", "are ")
 
 
-def _everywhere(measured: Iterable[Standing], verb: str, wanted: Sequence[str], models: int) -> str:
-    """Which findings stand so wherever they were measured."""
-    names = [name for name, mine in measured if set(mine.values()) <= set(wanted)]
-    where = " on every model that measured it" if models > 1 else ""
+def _everywhere(measured: Iterable[Standing], order: Sequence[Subject]) -> str:
+    """Which findings hold, and which fail, wherever they were measured."""
+    found = list(measured)
+    parts = [_alike(found, verb, wanted, order) for verb, wanted in (("holds", HOLDING), ("fails", (papers.FAILS,)))]
+    return _sentence("; ".join(part for part in parts if part))
+
+
+def _alike(measured: Iterable[Standing], verb: str, wanted: Sequence[str], order: Sequence[Subject]) -> str:
+    """Which stand so on every model. One that a single of several models measured says nothing of models."""
+    alike = [(name, mine) for name, mine in measured if set(mine.values()) <= set(wanted)]
     at_least = ", at least in direction" if wanted is HOLDING else ""
-    return f"What {verb}{where}{at_least}: {_some(names)}." if names else ""
+    everywhere = [name for name, mine in alike if len(mine) == len(order)]
+    where = f" on {_all_of(len(order))}" if len(order) > 1 else ""
+    told = [f"what {verb}{where}{at_least}: {_some(everywhere)}"] if everywhere else []
+    fewer = [f"{name} (on {listed(_labels(mine, order))})" for name, mine in alike if 1 < len(mine) < len(order)]
+    if fewer:
+        told.append(f"what {verb} on each of the fewer models that measured it{at_least}: {_some(fewer)}")
+    return "; ".join(told)
 
 
-def _mixed(measured: Iterable[Standing]) -> str:
-    """Which hold on one model and not on another."""
+def _labels(mine: Iterable[str], order: Sequence[Subject]) -> list[str]:
+    measured = set(mine)
+    return [subject.label for subject in order if subject.name in measured]
+
+
+def _all_of(models: int) -> str:
+    """ "both models", "all four models"."""
+    words = {3: "three", 4: "four", 5: "five", 6: "six"}
+    return "both models" if models == 2 else f"all {words.get(models, models)} models"
+
+
+def _open(measured: Iterable[Standing], order: Sequence[Subject]) -> str:
+    """Which hold on one model and not on another; of one model, which stay undecided."""
+    if len(order) == 1:
+        return _sentence(_alike(measured, "stays undecided", (papers.UNDECIDED,), order))
     names = [name for name, mine in measured if len({state in HOLDING for state in mine.values()}) == 2]
     return f"What holds on some models and not on others: {_some(names)}." if names else ""
+
+
+def _sentence(told: str) -> str:
+    return f"{told[0].upper()}{told[1:]}." if told else ""
 
 
 def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
@@ -111,19 +142,33 @@ def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
         if (paper := growth.paper_value(entry.claim)) is not None and (value := entry.verdict.value) is not None
     ]
     if not pairs:
-        return ""
+        return f"No number of {largest.label} has the unit of a printed one."
     inside = sum(_covers(entry, paper) for entry, paper, _ in pairs)
-    entry, paper, value = min(pairs, key=lambda pair: _apart_by(pair[1], pair[2]))
-    lie = "lies" if inside < 2 else "lie"
-    numbers = plural(len(pairs), "number")
-    text = (
-        f"On {largest.label} {inside or 'none'} of {len(pairs)} printed {numbers} that ours can be compared with {lie} "
-        f"inside our interval; the closest is {number(paper)} ({entry.claim.where}), {number(value)} here"
-    )
+    if len(pairs) == 1:
+        numbers = f"the only printed number that ours can be compared with {'lies' if inside else 'does not lie'}"
+    else:
+        lie = "lies" if inside < 2 else "lie"
+        numbers = f"{inside or 'none'} of {len(pairs)} printed numbers that ours can be compared with {lie}"
+    text = f"On {largest.label} {numbers} inside our interval{_closest(pairs)}"
     ways = growth.trends(growth.rows(of_paper, order))
     if not ways:
         return f"{text}."
     return f"{text}; with the model's size {ways[growth.TOWARDS]} come nearer and {ways[growth.AWAY]} move away."
+
+
+def _closest(pairs: Sequence[tuple[Entry, float, float]]) -> str:
+    """The number that lies closest to the paper's, of those that do not fail if there are any.
+
+    From a printed 0 no share tells how far away a number is, so that such pairs are left out.
+    """
+    known = [pair for pair in pairs if pair[1]]
+    standing = [pair for pair in known if pair[0].state != papers.FAILS]
+    if not known:
+        return ""
+    entry, paper, value = min(standing or known, key=lambda pair: _apart_by(pair[1], pair[2]))
+    which = "the closest that does not fail" if 0 < len(standing) < len(known) else "the closest"
+    remark = "" if entry.state in HOLDING else f", which {_verb(entry.state, 1)}"
+    return f"; {which} is {number(paper)} ({entry.claim.where}), {number(value)} here{remark}"
 
 
 def _covers(entry: Entry, paper: float) -> bool:
@@ -133,22 +178,7 @@ def _covers(entry: Entry, paper: float) -> bool:
 
 def _apart_by(paper: float, value: float) -> float:
     """The distance as a share of the larger of the two."""
-    most = max(abs(paper), abs(value))
-    return abs(paper - value) / most if most else -math.inf
-
-
-def _apart(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
-    """Checks and recomputed claims on the largest model, and what cannot be tested."""
-    mine = [entry for entry in of_paper if entry.model == order[-1].name]
-    tally, untested = Tally.of(mine), sum(bool(entry.claim.untested) for entry in mine)
-    checks, recomputed = tally.met("checks"), tally.met("recomputed")
-    parts = [
-        f"{checks} checks are met" if checks else "",
-        f"{recomputed} recomputed claims agree" if recomputed else "",
-        f"{untested} {plural(untested, 'claim')} cannot be tested here" if untested else "",
-    ]
-    told = listed([part for part in parts if part])
-    return f"Counted apart: {told}." if told else ""
+    return abs(paper - value) / max(abs(paper), abs(value))
 
 
 def _some(names: Iterable[str]) -> str:

@@ -247,7 +247,7 @@ def _section(
     asked = {entry.claim.experiment for entry in mine}
     return {
         "paper": paper,
-        "digest": digest(mine, order),
+        "digest": digest(mine, order, paper.says),
         "told": [place for item in shown.values() if item.experiment in asked for place in item.places],
         "tallies": {name: Tally.of(of_model) for name, of_model in by_model(mine).items()},
         "untested": [row for row in of_paper if row.claim.untested],
