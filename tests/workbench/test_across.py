@@ -59,7 +59,9 @@ def test_a_finding_of_one_model_says_nothing_across_models():
 def test_a_finding_says_where_it_stands_how_if_models_differ():
     (same,) = across.across(stands("holds", "holds"), SIZES)[across.EVERY]
     (grows,) = across.across(stands("fails", "holds"), SIZES)[across.LARGER]
-    assert str(same).endswith(": toy's finding")
+    assert str(same).endswith(": toy's finding (measured on small and middle)")
+    (whole,) = across.across(stands("fails", "fails", "fails"), SIZES)[across.NONE]
+    assert str(whole).endswith(": toy's finding")
     assert str(grows).endswith(": toy's finding (small: fails, middle: holds)")
 
 

@@ -52,7 +52,7 @@ def test_a_finding_that_is_not_measured_may_wait_for_the_full_profile(intervals,
     assert [entry.full_only for entry in mine] == [pair is None for pair in intervals] + [False]
     tally = ledger.Tally.of(mine)
     assert tally.findings["not measured"] == 1 + waiting and tally.full_only == waiting
-    assert tally.waiting("not measured") == ("1 full profile only" if waiting else "")
+    assert tally.waiting("not measured") == ("1 needs the full profile" if waiting else "")
     assert tally.waiting("holds") == ""
 
 
@@ -64,7 +64,7 @@ def test_the_page_says_who_waits_for_the_full_profile(project):
     text = report.render(judged)[report.MAIN]
     assert text.count("<small>full profile only</small>") == len(waiting), "beside each verdict"
     findings = {entry.claim.fact for entry in waiting if entry.group == "findings"}
-    assert f"<small>{len(findings)} full profile only</small>" in text, "beside the count of all findings"
+    assert f"<small>{len(findings)} need the full profile</small>" in text, "beside the count of all findings"
 
 
 def test_what_was_measured_and_rests_on_nothing_does_not_wait():

@@ -98,7 +98,10 @@ def test_what_fewer_models_measured_is_said_with_their_names():
     ("pairs", "says"),
     [
         ([("holds", 0.0, 0.001), ("holds", 0.6, 0.3)], "; the closest is 0.600 (table 1), 0.300 here"),
-        ([("fails", 0.98, 1.0), ("holds", 0.6, 0.3)], "; the closest that does not fail is 0.600 (table 1), 0.300 here"),
+        (
+            [("fails", 0.98, 1.0), ("holds", 0.6, 0.3)],
+            "; the closest that does not fail is 0.600 (table 1), 0.300 here",
+        ),
         ([("fails", 0.98, 1.0), ("undecided", 0.6, 0.3)], " fail is 0.600 (table 1), 0.300 here, which is undecided"),
         ([("fails", 0.98, 1.0), ("fails", 0.6, 0.3)], "; the closest is 0.980 (table 1), 1.000 here, which fails"),
         ([("undecided", 0.6, 0.3)], "; the closest is 0.600 (table 1), 0.300 here, which is undecided"),

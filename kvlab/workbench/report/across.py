@@ -6,33 +6,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlab import papers
+from kvlab.analyses.telling import listed
 from kvlab.workbench.report.digest import HOLDING, standings
 from kvlab.workbench.report.ledger import Entry, by_paper
 from kvlab.workbench.report.subjects import Subject
 
-EVERY = "hold on every model, at least in direction"
+EVERY = "hold on every model that measured them, two at least, and at least in direction"
 LARGER = "hold on larger models and fail on smaller ones"
 SMALLER = "hold on smaller models and fail on larger ones"
 MIXED = "hold here and fail there, in no order of size"
-NONE = "fail on every model"
+NONE = "fail on every model that measured them, two at least"
 OPEN = "are undecided on a model at least, and turn on none"
 KINDS = (EVERY, LARGER, SMALLER, MIXED, NONE, OPEN)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding that several models measured; `stands`: the model's label -> its state, the smallest model first."""
+    """A finding that several models measured; `stands`: the model's label -> its state, the smallest model first.
+
+    everywhere: whether all models of the ledger measured it.
+    """
 
     paper: str
     name: str
     stands: dict[str, str]
+    everywhere: bool = True
 
     def __str__(self) -> str:
-        states = set(self.stands.values())
-        told = (
-            "" if len(states) == 1 else f" ({', '.join(f'{label}: {state}' for label, state in self.stands.items())})"
-        )
-        return f"{self.paper}: {self.name}{told}"
+        if len(set(self.stands.values())) > 1:
+            return (
+                f"{self.paper}: {self.name} ({', '.join(f'{label}: {state}' for label, state in self.stands.items())})"
+            )
+        where = "" if self.everywhere else f" (measured on {listed(list(self.stands))})"
+        return f"{self.paper}: {self.name}{where}"
 
 
 def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[Finding]]:
@@ -51,7 +57,7 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
         for name, of_models in standings(mine):
             stands = {labels[model]: of_models[model] for model in labels if model in of_models}
             if len(stands) > 1:
-                sorted_out[_kind(stands)].append(Finding(paper, name, stands))
+                sorted_out[_kind(stands)].append(Finding(paper, name, stands, len(stands) == len(labels)))
     return {kind: found for kind, found in sorted_out.items() if found}
 
 

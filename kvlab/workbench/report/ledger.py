@@ -164,8 +164,10 @@ class Tally:
         return counted
 
     def waiting(self, state: str) -> str:
-        """How many of the findings in a state wait for the full profile: "2 full profile only"; empty for none."""
-        return f"{self.full_only} {papers.FULL_ONLY}" if state == papers.UNMEASURED and self.full_only else ""
+        """How many of the findings in a state wait for the full profile: "2 need the full profile"; empty for none."""
+        if state != papers.UNMEASURED or not self.full_only:
+            return ""
+        return f"{self.full_only} {'needs' if self.full_only == 1 else 'need'} the full profile"
 
     def met(self, group: str) -> str:
         """How many of a group's measured claims hold: "3 of 4"; empty for a group without any."""
