@@ -161,7 +161,11 @@ def _ledger() -> str:
 
     def flips(entry: Entry) -> str:
         one = steadiness(entry)
-        return f'<br><em title="{html.escape(one.told)}">flips {one.count}</em>' if one and one.flips else ""
+        return (
+            f'<br><em title="{html.escape(one.told_of(entry.claim.id))}">flips {one.count}</em>'
+            if one and one.flips
+            else ""
+        )
 
     def verdicts(number: int, model: str) -> str:
         found = dict.fromkeys(entry.state for entry in states[model].values())

@@ -48,6 +48,23 @@ def test_a_finding_stands_as_the_weakest_of_its_claims_in_each_cell():
     assert [cell.verdict for cell in one.cells] == ["fails", "holds"] and len(one.turns) == 1
 
 
+def test_a_claim_of_several_tells_its_own_verdicts_before_the_findings():
+    other = "zsmerge.figure4.reduction_10"
+    (one,) = stability.measured(
+        [
+            *lines("holds", "holds", seeds=("0",)),
+            *lines("fails", "undecided", seeds=("0",), claim=other),
+        ]
+    )
+    own, of_finding = one.told_of(CLAIM).split(". ")
+    assert "its verdict stays in the other run: holds (mixed/8, seed 0); holds (mixed/8b, seed 0)" in own
+    assert "the finding's verdict, that of its weakest claim, flips in 1 of 1 other run: fails (mix" in of_finding
+    assert "its verdict flips in 1 of 1" in one.told_of(other)
+    assert "the verdict of its finding flips" in one.told_of("zsmerge.figure4.reduction_05"), "not measured again"
+    (alone,) = stability.measured(lines("holds", "holds", seeds=("0",)))
+    assert alone.told_of(CLAIM) == alone.told
+
+
 def test_a_claim_that_has_no_seed_stands_in_the_cells_of_every_seed():
     other = "zsmerge.figure4.reduction_10"
     (one,) = stability.measured(
@@ -140,7 +157,7 @@ def test_findings_that_flip_are_marked_on_the_page(project):
     )
     text = report.render(entries, found)[report.MAIN]
     of_finding = sum(claim.fact[1] == FINDING for claim in papers.claims(paper="zsmerge"))
-    assert text.count(">flips 1 of 5</em>") == of_finding and text.count('class="flips') == of_finding
+    assert text.count(">finding flips 1 of 5</em>") == of_finding and text.count('class="flips') == of_finding
     assert "its verdict stays in the other run" in text, "a steady one is told, and not marked"
     assert text.count("How often does a verdict flip?") == 1
     elsewhere = stability.measured(lines("holds", "fails", seeds=("0",), model="another@1"))
@@ -151,8 +168,8 @@ def test_of_several_models_the_mark_names_its_own(project):
     job(0.6, model="small@1")
     job(0.6, model="large@2")
     pages = report.render(report.entries(), stability.measured(lines("holds", "fails", seeds=("0",), model="small@9")))
-    assert ">flips 1 of 1 on small</em>" in pages[report.MAIN] and 'class="flips turns"' in pages[report.MAIN]
-    assert ">flips 1 of 1</em>" in pages["model-small.html"] and 'class="flips' not in pages["model-large.html"]
+    assert ">finding flips 1 of 1 on small</em>" in pages[report.MAIN] and 'class="flips turns"' in pages[report.MAIN]
+    assert ">finding flips 1 of 1</em>" in pages["model-small.html"] and 'class="flips' not in pages["model-large.html"]
 
 
 def test_the_ledger_of_the_site_marks_them_too(monkeypatch):

@@ -5,7 +5,7 @@ each model (stability/MODEL.csv) and counted: how many of a finding's cells say 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvlab import papers
@@ -24,6 +24,8 @@ NUMBERS = ["value", "low", "high"]
 COLUMNS = [*KEYS, "verdict", *NUMBERS, "signature", "commit", "machine"]
 AGREES = (papers.HOLDS, papers.DIRECTION)
 """The verdicts that the direction agrees; that it does not says only "fails"."""
+
+WEAKEST_OF = "the finding's verdict, that of its weakest claim,"
 
 Line = dict[str, str]
 
@@ -52,6 +54,7 @@ class Stability:
     """A quoted finding on a model: what it stands as in each cell. The others are compared with the first.
 
     A cell stands as the weakest of the finding's claims does there. One that measured none of them is no cell.
+    claims: each claim that was measured again, with its own cells.
     """
 
     paper: str
@@ -59,6 +62,7 @@ class Stability:
     model: str
     profile: str
     cells: tuple[Outcome, ...]
+    claims: Mapping[str, tuple[Outcome, ...]] = field(default_factory=dict, hash=False)
 
     @property
     def others(self) -> tuple[Outcome, ...]:
@@ -91,16 +95,28 @@ class Stability:
 
     @property
     def told(self) -> str:
-        """What was measured and what it stands as, in one or two sentences."""
+        """What was measured and what it stands as, in a sentence."""
+        return self._told("its verdict")
+
+    def told_of(self, claim: str) -> str:
+        """As `told`, for the reader of one of its claims: of several the claim's own verdicts first."""
+        own = self.claims.get(claim)
+        if own is None:
+            return self._told("the verdict of its finding")
+        if len(self.claims) == 1:
+            return self.told
+        return f"{replace(self, cells=own).told} {self._told(WEAKEST_OF)}"
+
+    def _told(self, whose: str) -> str:
         first = f"With other seeds and texts ({self.profile} profile)"
         if not self.others:
             return f"{first} it was not measured again."
         each = "; ".join(cell.told for cell in self.cells)
         if not self.flips:
             stays = f"all {len(self.others)} other runs" if len(self.others) > 1 else "the other run"
-            return f"{first} its verdict stays in {stays}: {each}."
+            return f"{first} {whose} stays in {stays}: {each}."
         turns = f", {len(self.turns)} of them from holding to failing or back" if self.turns else ""
-        return f"{first} its verdict flips in {self.count} other {plural(len(self.others), 'run')}{turns}: {each}."
+        return f"{first} {whose} flips in {self.count} other {plural(len(self.others), 'run')}{turns}: {each}."
 
 
 def _turns(one: str, other: str) -> bool:
@@ -114,8 +130,14 @@ def measured(lines: Iterable[Mapping[str, str]]) -> list[Stability]:
     for line in lines:
         if line["claim"] in facts:
             found.setdefault((*facts[line["claim"]], line["model"], line["profile"]), []).append(line)
-    every = [Stability(*about, _cells(mine)) for about, mine in found.items()]
+    every = [Stability(*about, _cells(mine), _of_claims(mine)) for about, mine in found.items()]
     return [one for one in every if one.cells]
+
+
+def _of_claims(lines: Sequence[Mapping[str, str]]) -> dict[str, tuple[Outcome, ...]]:
+    names = dict.fromkeys(line["claim"] for line in lines)
+    found = {name: _cells([line for line in lines if line["claim"] == name]) for name in names}
+    return {name: cells for name, cells in found.items() if cells}
 
 
 def _cells(lines: Sequence[Mapping[str, str]]) -> tuple[Outcome, ...]:
