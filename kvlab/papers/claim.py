@@ -21,6 +21,10 @@ FULL_ONLY: Final = "full profile only"
 """The reason of a claim that is not measured because the quick profile leaves its numbers out."""
 
 
+KINDS_DIFFER: Final = "Kinds of text differ"
+"""How a comparison begins to say that a mean is one of these texts more than of texts."""
+
+
 class Claim(BaseModel):
     """One sentence of a paper that a number can confirm or refute.
 
@@ -176,6 +180,12 @@ class Verdict(BaseModel):
     verdict: Literal["holds", "holds in direction only", "fails", "undecided", "not measured"]
     power: Literal["", "seen", "not seen"] = ""
     why: str = Field(description="one or two sentences")
+
+    @property
+    def of_these_texts(self) -> str:
+        """The sentence that kinds of text differ by more than the effect itself; empty where they do not."""
+        _, found, rest = self.why.partition(KINDS_DIFFER)
+        return f"{found}{rest}"
 
 
 def load_file(path: str | Path) -> Paper:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from kvlab.papers.claim import DIRECTION, FAILS, FULL_ONLY, HOLDS, UNDECIDED, UNMEASURED, Claim, Verdict
+from kvlab.papers.claim import DIRECTION, FAILS, FULL_ONLY, HOLDS, KINDS_DIFFER, UNDECIDED, UNMEASURED, Claim, Verdict
 from kvlab.papers.doubts import Doubt, Lookup, Standing, ends, spread
 
 GENRE = "genre"  # METRIC/genre/GENRE is the mean of a metric over the documents of one genre
@@ -133,7 +133,7 @@ def _genres(claim: Claim, known: Mapping[str, float]) -> str:
         apart = max(means.values()) - min(means.values()) if means else 0.0
         if apart > abs(known[name] - turn):
             shown = ", ".join(f"{genre} {mean:.4g}" for genre, mean in means.items())
-            return f" Kinds of text differ in {name} by {apart:.3g}, more than the effect itself ({shown})."
+            return f" {KINDS_DIFFER} in {name} by {apart:.3g}, more than the effect itself ({shown})."
     return ""
 
 

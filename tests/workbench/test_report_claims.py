@@ -57,6 +57,22 @@ def test_what_nothing_is_known_of_is_left_out(project):
     assert told_of(replace(entry, kept=bare)) == "quick profile"
 
 
+GENRES = {"reduction/0.20": 0.1, "reduction/0.20/low": 0.05, "reduction/0.20/high": 0.15} | {
+    f"reduction/0.20/genre/{genre}": mean for genre, mean in (("speech", 0.4), ("code", -0.2))
+}
+
+
+def test_kinds_of_text_that_differ_are_marked_and_told_on_every_page(project):
+    pages = report.render(judged_on({"small@1": {CLAIM: GENRES}, "large@2": {CLAIM: {"reduction/0.20": 0.6}}}))
+    line = opened(pages[report.MAIN])
+    assert ">texts differ on 1 of 2</em>" in line and "In <b>1</b> of 2 decided verdicts" in pages[report.MAIN]
+    assert "Kinds of text differ in reduction/0.20 by 0.6" in of_model(line, "small")
+    assert ">texts differ</em>" in of_model(line, "small") and "texts differ" not in of_model(line, "large")
+    assert ">texts differ</em>" in opened(pages["model-small.html"])
+    assert "texts differ" not in opened(pages["model-large.html"])
+    assert "texts differ" not in pages["model-large.html"]
+
+
 def test_a_finding_of_one_claim_is_counted_with_no_other(text):
     shared = [claim.fact for claim in papers.claims() if claim.finding]
     alone = [claim for claim in papers.claims() if claim.finding and shared.count(claim.fact) == 1]

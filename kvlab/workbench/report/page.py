@@ -73,6 +73,7 @@ MARKS = {
     "not measured": ("unmeasured", "–"),
     UNTESTED: ("untested", "∅"),
 }
+DECIDED = (papers.HOLDS, papers.DIRECTION, papers.FAILS)
 MAIN = "report.html"
 OF_MODELS = "model-*.html"
 FOLDED = {
@@ -226,6 +227,7 @@ def _page(
         claims=len(rows),
         trends=growth.trends(rows),
         flipping=stability.sentences(mine),
+        texts=_texts(judged),
         sizes=across(judged, order),
         together=_together(next(iter(by_model(judged).values()))),
         evidence=list(shown.values()),
@@ -258,6 +260,12 @@ def _section(
             if group != "findings"
         },
     }
+
+
+def _texts(judged: Sequence[Entry]) -> dict[str, int]:
+    """How many verdicts on findings are decided, and on how many of those kinds of text differ."""
+    decided = [each.verdict for each in judged if each.group == "findings" and each.state in DECIDED]
+    return {"decided": len(decided), "differ": sum(bool(verdict.of_these_texts) for verdict in decided)}
 
 
 def _elsewhere(judged: Iterable[Entry], model: str) -> dict[str, list[Entry]]:
