@@ -70,6 +70,8 @@ def test_the_report_of_kept_ledgers_is_that_of_their_store(two_kept, nowhere, ca
     assert set(pages) == {"report.html", "model-small.html", "model-large.html"}
     assert "It rises &lt;fast&gt;, by 3." in pages["model-large.html"] + pages["report.html"]
     assert "8B" in pages["report.html"] and "127.0.0.1" not in "".join(pages.values())
+    assert all("figures and logs, are not here" in text and "Figures and runs" not in text for text in pages.values())
+    assert "with what its runs told; they were kept as data, without their figures" in pages["report.html"]
     parsed = {name: Page(text) for name, text in pages.items()}
     for name, page in parsed.items():
         assert len(page.ids) == len(set(page.ids))

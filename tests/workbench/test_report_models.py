@@ -265,6 +265,12 @@ def test_a_page_for_each_model_and_one_for_all(pages):
     assert "/some/where/large" in pages["model-large.html"], "the smaller one comes first"
 
 
+def test_figures_are_promised_where_runs_are_that_drew_them(pages):
+    assert "with its runs and their figures" in pages["report.html"] and "are not here" not in pages["report.html"]
+    assert "Figures and runs" in pages["model-small.html"]
+    assert "Figures and runs" not in pages["model-large.html"], "its run drew none"
+
+
 def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(pages):
     parsed = {name: Page(text) for name, text in pages.items() if name.endswith(".html")}
     for name, page in parsed.items():

@@ -216,6 +216,8 @@ def _page(
         main=MAIN,
         ui=UI,
         stored=any(entry.run for entry in judged),
+        kept=any(entry.kept for entry in judged),
+        drawn=any(item.pictures for item in shown.values()),
         version=project.version(),
         commit=project.commit(),
         written=datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
