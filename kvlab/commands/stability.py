@@ -130,7 +130,7 @@ def _rows(
 
 def _kept(model: str, keep: Path | None) -> dict[tuple[str, str], str]:
     """(paper, finding) -> what the kept ledger says of it on a model, and of which profile; nothing where none is."""
-    from kvlab.papers import UNMEASURED
+    from kvlab.papers import SAMPLED, UNMEASURED
     from kvlab.workbench import project
     from kvlab.workbench.report import kept
     from kvlab.workbench.report.ledger import WEAKEST, names
@@ -138,7 +138,7 @@ def _kept(model: str, keep: Path | None) -> dict[tuple[str, str], str]:
     folder = keep or project.root() / "docs" / "ledger"
     stands: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for entry in kept.kept(folder) if any(folder.glob("*.csv")) else ():
-        if names(entry.model) == names(model) and entry.group == "findings" and entry.state != UNMEASURED:
+        if names(entry.model) == names(model) and entry.claim.kind in SAMPLED and entry.state != UNMEASURED:
             stands.setdefault(entry.claim.fact, []).append((entry.state, entry.profile))
     weakest = {fact: min(states, key=lambda one: WEAKEST.index(one[0])) for fact, states in stands.items()}
     return {fact: state if profile == "quick" else f"{state} ({profile})" for fact, (state, profile) in weakest.items()}

@@ -17,6 +17,8 @@ FAILS: Final = "fails"
 UNDECIDED: Final = "undecided"
 UNMEASURED: Final = "not measured"
 VERDICTS = (HOLDS, DIRECTION, FAILS, UNDECIDED, UNMEASURED)
+SAMPLED: Final = ("finding", "question")
+"""The kinds that say something about a method, and that share findings."""
 FULL_ONLY: Final = "full profile only"
 """The reason of a claim that is not measured because the quick profile leaves its numbers out."""
 
@@ -28,7 +30,8 @@ KINDS_DIFFER: Final = "Kinds of text differ"
 class Claim(BaseModel):
     """One sentence of a paper that a number can confirm or refute.
 
-    kind: "finding" could come out otherwise; "control" checks the measurement itself; "identity" follows from
+    kind: "finding" could come out otherwise; "question" could, too, but is ours: it adds to a sentence of the paper what
+    the paper neither says nor shows, and does not count among its findings; "control" checks the measurement itself; "identity" follows from
     arithmetic and cannot fail unless the code is wrong; "example" is a worked example; "recomputed" works out anew what
     the paper's own figures and formulas say, and no model runs for it; "timing" is decided by a clock, or
     by the peak of a process' memory.
@@ -54,7 +57,7 @@ class Claim(BaseModel):
     metric: str
     paper_value: float | None
     unit: str = ""
-    kind: Literal["finding", "control", "identity", "example", "recomputed", "timing"] = "finding"
+    kind: Literal["finding", "question", "control", "identity", "example", "recomputed", "timing"] = "finding"
     finding: str = ""
     experiment: str | None = None
     stands_in: str = ""
@@ -86,7 +89,7 @@ class Claim(BaseModel):
 
     @model_validator(mode="after")
     def _counted_once(self) -> Claim:
-        if self.finding and self.kind != "finding":
+        if self.finding and self.kind not in SAMPLED:
             raise ValueError(f"{self.id} names a finding, but it is of the kind {self.kind}: only findings share one")
         return self
 
@@ -108,7 +111,7 @@ class Claim(BaseModel):
     @property
     def direction_alone(self) -> bool:
         """Whether another measure stands in, so that how far it moves says nothing of how far the paper's does."""
-        return self.kind == "finding" and bool(self.stands_in) and self.paper_value is None
+        return self.kind in SAMPLED and bool(self.stands_in) and self.paper_value is None
 
     @property
     def fact(self) -> tuple[str, str]:
@@ -155,8 +158,16 @@ class Paper(BaseModel):
     claims: list[Claim]
 
     @model_validator(mode="after")
+    def _mixes_no_kinds_in_a_finding(self) -> Paper:
+        kinds: dict[str, str] = {}
+        for claim in self.claims:
+            if claim.finding and kinds.setdefault(claim.finding, claim.kind) != claim.kind:
+                raise ValueError(f"the finding {claim.finding!r} has claims of the kinds finding and question: part them")
+        return self
+
+    @model_validator(mode="after")
     def _quotes_what_is_measured(self) -> Paper:
-        measured = [claim.fact[1] for claim in self.claims if claim.kind == "finding" and not claim.untested]
+        measured = [claim.fact[1] for claim in self.claims if claim.kind in SAMPLED and not claim.untested]
         for place, name in enumerate(self.quoted):
             if name not in measured:
                 raise ValueError(nearest(name, measured, "measured finding in `quoted`"))

@@ -11,7 +11,7 @@ from kvlab.papers.claim import DIRECTION, FAILS, FULL_ONLY, HOLDS, KINDS_DIFFER,
 from kvlab.papers.doubts import Doubt, Lookup, Standing, ends, spread
 
 GENRE = "genre"  # METRIC/genre/GENRE is the mean of a metric over the documents of one genre
-CHANCE = ("finding", "control", "timing")
+CHANCE = ("finding", "question", "control", "timing")
 """The kinds of claims that rest on samples, so that an interval says how sure they are. The others are arithmetic."""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import workspace
-from kvlab.papers.claim import Claim, Paper, load_file
+from kvlab.papers.claim import SAMPLED, Claim, Paper, load_file
 
 if TYPE_CHECKING:
     import pandas
@@ -102,7 +102,7 @@ def quoted() -> list[Claim]:
         for paper in of_project()
         for name in paper.quoted
         for claim in paper.claims
-        if claim.kind == "finding" and claim.fact[1] == name and not claim.untested
+        if claim.kind in SAMPLED and claim.fact[1] == name and not claim.untested
     ]
 
 

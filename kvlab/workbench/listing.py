@@ -51,6 +51,7 @@ def _experiments() -> list[dict[str, Any]]:
 
 def _claims() -> list[dict[str, Any]]:
     from kvlab import papers
+    from kvlab.papers import SAMPLED
 
     return [
         {
@@ -66,7 +67,7 @@ def _claims() -> list[dict[str, Any]]:
             "paper_value": claim.paper_value,
             "unit": claim.unit,
             "kind": claim.kind,
-            "finding": claim.fact[1] if claim.kind == "finding" else "",
+            "finding": claim.fact[1] if claim.kind in SAMPLED else "",
             "untested": claim.untested,
         }
         for claim in papers.claims()

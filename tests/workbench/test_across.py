@@ -65,6 +65,23 @@ def test_a_finding_says_where_it_stands_how_if_models_differ():
     assert str(grows).endswith(": toy's finding (small: fails, middle: holds)")
 
 
+@pytest.mark.parametrize(
+    ("shown", "alike", "kind"),
+    [
+        (("fails", "holds"), ("fails", "holds"), across.LARGER),
+        (("fails", "holds"), ("undecided", "holds"), across.OPEN),
+        (("fails", "holds"), ("holds", "holds"), across.OPEN),
+        (("fails", "holds"), ("holds", "fails"), across.OPEN),
+        (("holds", "holds"), ("fails", "holds"), across.EVERY),
+    ],
+)
+def test_it_turns_only_where_it_does_by_the_same_profile_too(shown, alike, kind):
+    judged = stands(*shown)
+    for entry, other in zip(judged, stands(*alike), strict=True):
+        entry.alike = other
+    assert [*across.across(judged, SIZES)] == [kind]
+
+
 def test_the_page_on_disagreements_counts_what_is_kept():
     judged = kept.kept(ROOT / "docs" / "ledger")
     found = across.across(judged, subjects(judged))
@@ -74,7 +91,8 @@ def test_the_page_on_disagreements_counts_what_is_kept():
     told = re.search(
         r"Of (\d+) findings that two of them measured at least, (\d+) hold on every model, at least in direction; "
         r"(\d+) hold on larger ones and fail on smaller ones, (\d+) the other way round, (\d+) in no order of size; "
-        r"(\d+) fail on every model\. The other (\d+) are undecided on one of them at least, (\d+) of them on gemma",
+        r"(\d+) fail on every model\. The other (\d+) are undecided on one of them at least, or turn only where one model "
+        r"was asked more than another; (\d+) of them are undecided on gemma",
         text,
     )
     left = found.get(across.OPEN, ())

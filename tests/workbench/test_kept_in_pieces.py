@@ -82,6 +82,21 @@ def test_each_profile_has_its_line_and_the_full_one_is_shown(project, tmp_path, 
     assert there() == [["0.2", "full"], ["0.6", "quick"]]
 
 
+def test_models_are_compared_by_the_profile_that_all_have(project, tmp_path):
+    folder = tmp_path / "ledger"
+    for model, profile, value in (("a@0", "full", 0.3), ("a@0", "quick", 0.6), ("b@0", "quick", 0.4)):
+        job(value, model=model, profile=profile)
+    kept.keep(folder)
+
+    def of_both() -> dict[str, tuple[str, str]]:
+        return {e.model: (e.profile, e.compared.profile) for e in kept.kept(folder) if e.claim.id == CLAIM}
+
+    assert of_both() == {"a@0": ("full", "quick"), "b@0": ("quick", "quick")}
+    job(0.5, model="b@0", profile="full")
+    kept.keep(folder)
+    assert of_both() == {"a@0": ("full", "full"), "b@0": ("full", "full")}
+
+
 def test_a_run_is_compared_with_the_kept_one_of_its_profile(project, tmp_path, capsys):
     """Who checks an installation with the quick profile is not told how it differs from the full one."""
     folder = tmp_path / "ledger"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlab import papers
@@ -16,7 +16,8 @@ LARGER = "hold on larger models and fail on smaller ones"
 SMALLER = "hold on smaller models and fail on larger ones"
 MIXED = "hold here and fail there, in no order of size"
 NONE = "fail on every model that measured them, two at least"
-OPEN = "are undecided on a model at least, and turn on none"
+OPEN = "are undecided on a model at least, or turn only where a model was asked more than another"
+TURNING = (LARGER, SMALLER, MIXED)
 KINDS = (EVERY, LARGER, SMALLER, MIXED, NONE, OPEN)
 
 
@@ -44,7 +45,8 @@ class Finding:
 def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[Finding]]:
     """Kind (of `KINDS`, those without any left out) -> its findings, of those that at least two models measured.
 
-    A finding stands as the weakest of its claims does. A model that leaves it undecided does not speak for or against
+    A finding stands as the weakest of its claims does, on each model by the most thorough profile. That it turns from
+    one model to another is told only where it also does so by the most thorough profile that all of them have. A model that leaves it undecided does not speak for or against
     an order of size.
 
     Args:
@@ -54,15 +56,19 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
     sorted_out: dict[str, list[Finding]] = {kind: [] for kind in KINDS}
     labels = {subject.name: subject.label for subject in order}
     for paper, mine in by_paper(judged).items():
-        for name, of_models in standings(mine):
+        same = standings(entry.compared for entry in mine)
+        for (name, of_models), (_, alike) in zip(standings(mine), same, strict=True):
             stands = {labels[model]: of_models[model] for model in labels if model in of_models}
             if len(stands) > 1:
-                sorted_out[_kind(stands)].append(Finding(paper, name, stands, len(stands) == len(labels)))
+                kind = _kind(list(stands.values()))
+                if kind in TURNING and kind != _kind([alike[model] for model in labels if model in alike]):
+                    kind = OPEN
+                sorted_out[kind].append(Finding(paper, name, stands, len(stands) == len(labels)))
     return {kind: found for kind, found in sorted_out.items() if found}
 
 
-def _kind(stands: Mapping[str, str]) -> str:
-    decided = [state in HOLDING for state in stands.values() if state != papers.UNDECIDED]
+def _kind(stands: Sequence[str]) -> str:
+    decided = [state in HOLDING for state in stands if state != papers.UNDECIDED]
     if True in decided and False in decided:
         by_size = {(False, True): LARGER, (True, False): SMALLER}
         turns = [pair for pair in zip(decided, decided[1:], strict=False) if pair[0] != pair[1]]

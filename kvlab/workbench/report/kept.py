@@ -7,7 +7,7 @@ is compared with the kept one of the quick profile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -248,7 +248,23 @@ def kept(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
     measured = {name: mine for name, mine in of_models.items() if any(entry.measured for entry in mine)}
     if not measured:
         _nothing(folder)
+    if profile is None:
+        _set_alike(measured, _measured(folder, model))
     return side_by_side(measured)
+
+
+def _set_alike(shown: Mapping[str, Sequence[Entry]], every: Iterable[Entry]) -> None:
+    """Tell entries whose models measured their claim by several profiles which other one the models have in common."""
+    told: dict[str, dict[str, dict[str, Entry]]] = {}
+    for entry in every:
+        if entry.state != papers.UNMEASURED:
+            told.setdefault(entry.claim.id, {}).setdefault(entry.model, {})[entry.profile] = entry
+    for mine in shown.values():
+        for entry in mine:
+            of_models = told.get(entry.claim.id, {})
+            common = set.intersection(*(set(found) for found in of_models.values())) if of_models else set()
+            if common and entry.model in of_models:
+                entry.alike = of_models[entry.model][min(common, key=thoroughness)]
 
 
 def every(folder: Path, model: str | Sequence[str] | None = None) -> list[Entry]:

@@ -45,7 +45,7 @@ STATES = (*papers.VERDICTS, UNTESTED)
 WEAKEST = (papers.FAILS, papers.UNDECIDED, papers.DIRECTION, papers.HOLDS, papers.UNMEASURED, UNTESTED)
 """The states in the order in which they decide what a finding of several claims stands as: what has not been measured
 says nothing of it."""
-GROUPS = ("findings", "checks", "recomputed", "timings")
+GROUPS = ("findings", "questions", "checks", "recomputed", "timings")
 
 
 @dataclass
@@ -60,6 +60,12 @@ class Entry:
     run: Run | None = None
     model: str = ""
     kept: Origin | None = None
+    alike: Entry | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def compared(self) -> Entry:
+        """What stands for it where models are compared with each other: of the same profile on all of them."""
+        return self.alike or self
 
     @property
     def measured(self) -> bool:
@@ -99,10 +105,10 @@ class Entry:
 
     @property
     def group(self) -> str:
-        """How it is counted: "findings" say something about a method, "checks" (controls, identities, examples) about
+        """How it is counted: "findings" say something about a method, "questions" of ours, too, "checks" (controls, identities, examples) about
         the instrument, what is "recomputed" about the paper's own figures, and "timings" about a machine.
         """
-        of_kind = {"finding": "findings", "recomputed": "recomputed", "timing": "timings"}
+        of_kind = {"finding": "findings", "question": "questions", "recomputed": "recomputed", "timing": "timings"}
         return of_kind.get(self.claim.kind, "checks")
 
     @property
@@ -142,6 +148,7 @@ class Tally:
     """
 
     findings: Counter[str] = field(default_factory=Counter)
+    questions: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
     recomputed: Counter[str] = field(default_factory=Counter)
     timings: Counter[str] = field(default_factory=Counter)
@@ -244,8 +251,8 @@ def claims() -> list[papers.Claim]:
 
 
 def finding(claim: papers.Claim) -> str:
-    """What the finding that a claim belongs to is called; empty for what is no finding."""
-    return claim.fact[1] if claim.kind == "finding" else ""
+    """What the finding that a claim belongs to is called; empty for what is none, and no question of ours either."""
+    return claim.fact[1] if claim.kind in papers.SAMPLED else ""
 
 
 def measuring() -> set[str]:

@@ -77,6 +77,7 @@ DECIDED = (papers.HOLDS, papers.DIRECTION, papers.FAILS)
 MAIN = "report.html"
 OF_MODELS = "model-*.html"
 FOLDED = {
+    "questions": "Questions of ours, which the paper's sentences raise and do not answer",
     "checks": "Controls, identities and examples",
     "recomputed": "Recomputed from what the paper prints; no model ran for these",
     "untested": "Cannot be tested here",
