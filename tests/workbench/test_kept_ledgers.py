@@ -93,3 +93,31 @@ def test_the_readme_tells_of_the_other_models(model):
     told = "{} findings hold, {} in direction only, {} fail, {} are undecided and {} not measured"
     states = ("holds", "holds in direction only", "fails", "undecided", "not measured")
     assert f"`docs/ledger/{model}.csv`" in flat and told.format(*map(counted.get, states)) in flat
+
+
+FILLED_H2O, WIDE_POOLING = "compilerkv.table1.filled_over_h2o", "rocketkv.section3_3.wide_pooling"
+SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "gemma-3-270m"
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "claim", "model", "profile", "unit"),
+    [
+        ("", "{value:.1f} % more of the attention than H2O's on SmolLM2 ({low:.1f} to {high:.1f})", FILLED_H2O, SMOLLM2, "full", 100),
+        ("", "as much as H2O's on Qwen 0.5B ({low:.1f} to {high:.1f})", FILLED_H2O, HALF, "full", 100),
+        ("", "{less:.1f} % less on the 0.5B", FILLED_H2O, HALF, "quick", 100),
+        ("", "{less:.1f} on the 1.5B", FILLED_H2O, LARGEST, "quick", 100),
+        ("", "{less:.1f} on gemma", FILLED_H2O, GEMMA, "quick", 100),
+        ("", "it is even ({value:.3f}, {low:.3f} to {high:.3f})", "dapq.figure6a.ends_beat_random", LARGEST, "quick", 1),
+        ("", "{value:.2f} of the recall ({low:.2f} to {high:.2f}", "dapq.figure6a.position_decides", HALF, "full", 1),
+        ("", "had said the opposite ({value:.2f})", "dapq.figure6a.position_decides", HALF, "quick", 1),
+        ("", "it is by {value:.4f} nats", "rocketkv.figure8.task_needle_hybrid", LARGEST, "quick", 1),
+        ("/rocketkv", "{value:.3f} on gemma", WIDE_POOLING, GEMMA, "quick", 1),
+        ("/rocketkv", "{value:.3f} ({low:.3f} to {high:.3f}) on the 0.5B", WIDE_POOLING, HALF, "full", 1),
+        ("/rocketkv", "{value:.3f} on the 1.5B", WIDE_POOLING, LARGEST, "quick", 1),
+    ],
+)
+def test_the_pages_on_disagreements_quote_what_is_kept(page, words, claim, model, profile, unit):
+    (entry,) = (one for one in kept.read(KEPT / f"{model}.csv", profile) if one.claim.id == claim)
+    numbers = {name: unit * getattr(entry.verdict, name) for name in ("value", "low", "high")}
+    text = " ".join((ROOT / "docs" / f"disagreements{page}.md").read_text(encoding="utf-8").split())
+    assert words.format(**numbers, less=-numbers["value"]) in text
