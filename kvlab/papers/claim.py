@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -27,6 +27,15 @@ KINDS_DIFFER: Final = "Kinds of text differ"
 """How a comparison begins to say that a mean is one of these texts more than of texts."""
 
 
+class Scale(BaseModel):
+    """A model of a paper, or several whose mean it prints: what it is called, and the number of its parameters."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    parameters: int = Field(gt=0)
+
+
 class Claim(BaseModel):
     """One sentence of a paper that a number can confirm or refute.
 
@@ -42,6 +51,7 @@ class Claim(BaseModel):
     untested says, of a claim that no experiment here can measure, why not and what would test it.
     figure is the name under which the experiment keeps the picture that shows it.
     profile is the least profile of the experiment that measures it.
+    model is the paper's model that its number is of: in a file a name out of the paper's `models`, else their first.
     lacking says why a run of the experiment may leave metrics out, by the start of their names: a model's shape, or
     tables that were never learnt. A paper's file says it once for all of its claims.
     provided is a test that must be met for the numbers to say anything about the claim (a table of what a log teaches
@@ -65,6 +75,7 @@ class Claim(BaseModel):
     untested: str = ""
     figure: str = ""
     profile: Literal["quick", "full"] = "quick"
+    model: Scale | None = Field(None, repr=False)
     lacking: dict[str, str] = Field({}, repr=False)
     provided: Condition | None = None
     direction: Condition
@@ -141,6 +152,7 @@ class Paper(BaseModel):
 
     Attributes:
         says: what the paper claims, in one sentence of ours.
+        models: name -> number of parameters of those that the quoted numbers are of, the main one first.
         replaces: in a workspace, that the file stands in the place of kvlab's own of that name, as a copy to work on
             does.
         quoted: the findings that people quote, by their names (a claim's id where it is a finding of its own); their
@@ -153,6 +165,7 @@ class Paper(BaseModel):
     label: str
     title: str
     says: str = ""
+    models: dict[str, int] = Field(default_factory=dict)
     replaces: bool = False
     quoted: list[str] = Field(default_factory=list)
     claims: list[Claim]
@@ -200,7 +213,8 @@ class Verdict(BaseModel):
 
 
 def load_file(path: str | Path) -> Paper:
-    """A paper's claims from a YAML file; `paper`, `experiment` and `lacking` of a claim default to those of the file.
+    """A paper's claims from a YAML file; `paper`, `experiment` and `lacking` of a claim default to those of the file,
+    and `model` to the first of its `models`.
 
     Raises KvlabError, in one sentence, for YAML that does not parse, unknown keys and missing tests.
     """
@@ -210,8 +224,11 @@ def load_file(path: str | Path) -> Paper:
         raise KvlabError(f"{path.name}: a paper's file is a mapping with name, label, title and claims")
     defaults = {"paper": raw.get("name"), "experiment": raw.pop("experiment", None), "lacking": raw.pop("lacking", {})}
     claimed = raw.get("claims") or []
+    models = raw.get("models") if isinstance(raw.get("models"), dict) else {}
     if isinstance(claimed, list):
-        raw["claims"] = [{**defaults, **claim} if isinstance(claim, dict) else claim for claim in claimed]
+        raw["claims"] = [
+            _sized({**defaults, **claim}, models, path) if isinstance(claim, dict) else claim for claim in claimed
+        ]
     try:
         paper = Paper.model_validate(raw)
     except ValidationError as error:
@@ -223,3 +240,13 @@ def load_file(path: str | Path) -> Paper:
     if twice:
         raise KvlabError(f"{path.name}: the claim id {sorted(twice)[0]!r} occurs twice")
     return paper
+
+
+def _sized(claim: dict[str, Any], models: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The claim with its paper's model in place of that one's name."""
+    name = claim.get("model", next(iter(models), None))
+    if not isinstance(name, str):  # none is named, or what is there is no name
+        return claim
+    if name not in models:
+        raise KvlabError(f"{path.name}: {nearest(str(name), models, 'model in `models`')}")
+    return {**claim, "model": {"name": name, "parameters": models[name]}}

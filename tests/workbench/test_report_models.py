@@ -1,8 +1,7 @@
-"""The ledger of several models: which runs count for each, pages side by side, and where effects go with size."""
+"""The ledger of several models: which runs count for each, and pages side by side."""
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from support.runs import job
 
 from kvlab import papers
 from kvlab.inputs import models as known
-from kvlab.workbench.report import growth, ledger
+from kvlab.workbench.report import ledger
 from kvlab.workbench.report import page as report
 from kvlab.workbench.report.subjects import Subject, in_words, remarks, subjects
 
@@ -138,113 +137,6 @@ def test_a_claim_that_a_model_cannot_be_asked_says_why(project, monkeypatch):
     assert found.verdict.why.startswith("this model's groups are too large (no ") and found.run is None
 
 
-# ---------------------------------------------------------------- effect against size
-
-
-def row(*values, paper=0.6, direction=None, finding="") -> growth.Row:
-    """A claim with (parameters, value, half of the interval's width or None) on each model."""
-    claim = papers.Claim.model_validate(
-        {
-            "id": "p.toy",
-            "paper": "p",
-            "where": "w",
-            "summary": "s",
-            "metric": "m",
-            "paper_value": paper,
-            "experiment": "e",
-            "finding": finding,
-            "direction": direction or {"kind": "greater", "than": 0.0},
-            "size": {"kind": "at_least", "value": -9},
-        }
-    )
-    sizes, found = [], []
-    for parameters, value, half in values:
-        ends = (None, None) if half is None else (value - half, value + half)
-        verdict = papers.Verdict(value=value, low=ends[0], high=ends[1], verdict="holds", why="")
-        sizes.append(Subject(f"of {parameters}", parameters))
-        found.append(ledger.Entry(claim, verdict, None, sizes[-1].name))
-    (made,) = growth.rows(found, sizes)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("values", "trend"),
-    [
-        ([(1e8, 0.1, 0.05), (1e9, 0.5, 0.05)], growth.TOWARDS),
-        ([(1e8, 0.1, 0.05), (5e8, 0.9, 0.01), (1e9, 0.5, 0.05)], growth.TOWARDS),
-        ([(1e9, 0.5, 0.05), (1e8, 0.1, 0.05)], growth.TOWARDS),
-        ([(1e8, 0.5, 0.05), (1e9, 0.1, 0.05)], growth.AWAY),
-        ([(1e8, 0.5, 0.05), (1e9, 1.5, 0.05)], growth.AWAY),
-        ([(1e8, 0.1, 0.3), (1e9, 0.5, 0.2)], growth.LEVEL),
-        ([(1e8, 0.1, None), (1e9, 0.11, None)], growth.TOWARDS),
-        ([(1e8, 0.1, None), (1e9, 0.1, None)], growth.LEVEL),
-        ([(1e8, 0.1, 0.05)], None),
-        ([(1e8, 0.1, 0.05), (1e8, 0.5, 0.05)], None),
-        ([(1e8, 0.1, 0.05), (None, 0.5, 0.05)], None),
-        ([(1e8, 0.1, 0.05), (1e9, None, None)], None),
-    ],
-)
-def test_whether_an_effect_comes_nearer_to_the_papers(values, trend):
-    assert row(*values).trend == trend
-    assert row(*values, paper=None, direction={"kind": "greater", "than": 0.0}).trend is None
-
-
-def test_trends_are_counted_of_findings_alone():
-    towards = row((1e8, 0.1, 0.01), (1e9, 0.5, 0.01))
-    check = row((1e8, 0.1, 0.01), (1e9, 0.5, 0.01))
-    other = growth.Row(towards.claim.model_copy(update={"id": "other"}), towards.entries, towards.points)
-    for entry in check.entries:
-        entry.claim = entry.claim.model_copy(update={"kind": "control"})
-    assert growth.trends([towards, other, check, row((1e8, 0.1, 0.01))]) == {growth.TOWARDS: 2}
-
-
-def test_a_finding_whose_claims_go_different_ways_has_no_clear_change():
-    towards = row((1e8, 0.1, 0.01), (1e9, 0.5, 0.01), finding="one")
-    away = row((1e8, 0.5, 0.01), (1e9, 0.1, 0.01), finding="one")
-    assert growth.trends([towards, towards]) == {growth.TOWARDS: 1}
-    assert growth.trends([towards, away]) == {growth.LEVEL: 1}
-
-
-def test_the_small_plot_puts_everything_where_it_is():
-    """x by the logarithm of the size, over all models of the page; y from the least to the most of what is drawn."""
-    found = row((1e8, 0.2, 0.1), (1e9, 0.4, 0.1))
-    page = [Subject("a", 10**8), Subject("b", 10**9), Subject("c", 10**10)]
-    at = growth.plot(found, page)
-    assert at is not None
-    left, right = (growth.LEFT + 12, growth.RIGHT - 12)
-    assert [mark.x for mark in at.marks] == [left, (left + right) / 2]
-
-    def height(value: float) -> float:
-        return pytest.approx(growth.BOTTOM - value / 0.6 * (growth.BOTTOM - growth.TOP), abs=0.06)
-
-    assert [(mark.y, mark.low, mark.high) for mark in at.marks] == [
-        (height(0.2), height(0.1), height(0.3)),
-        (height(0.4), height(0.3), height(0.5)),
-    ]
-    assert [(line.kind, line.y, line.label) for line in at.lines] == [
-        ("paper", height(0.6), "0.600"),
-        ("turn", height(0.0), "0"),
-    ]
-    assert [label for _, label in at.sizes] == ["100M", "1B", "10B"]
-    assert growth.plot(row((1e8, 0.2, 0.1)), page) is None
-
-
-def test_labels_that_would_touch_are_left_out():
-    found = row((1e8, 0.01, None), (1e9, 100.0, None), paper=0.5)
-    paper, turn = growth.plot(found, [Subject("a", 10**8), Subject("b", 10**9)]).lines
-    assert (paper.label, turn.label) == ("0.500", "")
-    crowd = [Subject(str(n), n * 10**8) for n in (1, 2, 3, 90, 100)]
-    labels = [label for _, label in growth.plot(found, crowd).sizes]
-    assert labels[0] == "100M" and labels[-1] == "10B" and "9B" not in labels
-
-
-def test_the_turn_of_a_test_of_several_is_that_of_its_own_metric():
-    tests = [{"kind": "greater", "metric": "other", "than": 5.0}, {"kind": "greater", "metric": "m", "than": 0.25}]
-    found = row((1e8, 0.1, None), (1e9, 0.5, None), paper=None, direction={"kind": "all_of", "tests": tests})
-    (line,) = growth.plot(found, [Subject("a", 10**8), Subject("b", 10**9)]).lines
-    assert (line.kind, line.label) == ("turn", "0.250")
-
-
 # ---------------------------------------------------------------- the pages
 
 
@@ -333,9 +225,3 @@ def test_names_become_files():
         "model-b-3.html",
     ]
     assert all(Path(name).name == name for name in files.values())
-
-
-def test_distances_are_measured_from_the_papers_number():
-    """The same two values, with the paper's number on either side."""
-    values = [(1e8, 0.2, 0.01), (1e9, 0.4, 0.01)]
-    assert row(*values, paper=0.0 + math.pi).trend == growth.TOWARDS and row(*values, paper=0.0).trend == growth.AWAY

@@ -59,7 +59,7 @@ def test_a_claim_of_several_tells_its_own_verdicts_before_the_findings():
     own, of_finding = one.told_of(CLAIM).split(". ")
     assert "its verdict stays in the other run: holds (mixed/8, seed 0); holds (mixed/8b, seed 0)" in own
     assert "the finding's verdict, that of its weakest claim, flips in 1 of 1 other run: fails (mix" in of_finding
-    assert "its verdict flips in 1 of 1" in one.told_of(other)
+    assert "its verdict, as its finding's, flips in 1 of 1" in one.told_of(other)
     assert "the verdict of its finding flips" in one.told_of("zsmerge.figure4.reduction_05"), "not measured again"
     (alone,) = stability.measured(lines("holds", "holds", seeds=("0",)))
     assert alone.told_of(CLAIM) == alone.told

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 from kvlab import papers
 from kvlab.workbench.report.ledger import Entry, number
@@ -13,8 +14,14 @@ from kvlab.workbench.report.scales import turn_of
 from kvlab.workbench.report.subjects import Subject
 
 TOWARDS, AWAY, LEVEL = "towards the paper's", "away from the paper's", "no clear change"
-TRENDS = (TOWARDS, AWAY, LEVEL)
-SAID = {TOWARDS: "come nearer to it", AWAY: "move away from it", LEVEL: "do not change clearly"}
+MIXED = "changes, in no order of size"
+TRENDS = (TOWARDS, AWAY, MIXED, LEVEL)
+SAID = {
+    TOWARDS: "come nearer to it",
+    AWAY: "move away from it",
+    MIXED: "change clearly, but in no order of size",
+    LEVEL: "do not change clearly",
+}
 """How they are counted in a sentence."""
 
 
@@ -48,17 +55,35 @@ class Row:
 
     @property
     def trend(self) -> str | None:
-        """Where the effect goes from the smallest model to the largest; None without a paper's number or a second size.
+        """Where the effect goes as models grow; None without a paper's number or a second size.
 
-        It changes clearly if their intervals do not overlap; values without an interval are taken as they are.
+        All pairs of models of different size count. A pair has clearly changed if its two intervals do not overlap
+        (values without an interval are taken as they are); the larger model is then nearer to the paper's number, or
+        further away. The effect goes one way if the smallest and the largest model have clearly changed that way and
+        no pair between any two has clearly changed the other way. It does not change clearly if no pair has. All else
+        is in no order of size: a change that comes and goes, or one that some models make and the largest does not.
         """
         paper = paper_value(self.claim)
-        if paper is None or len({point.parameters for point in self.points}) < 2:
+        pairs = [(small, large) for small, large in combinations(self.points, 2) if small.parameters < large.parameters]
+        if paper is None or not pairs:
             return None
-        small, large = self.points[0], self.points[-1]
-        if small.ends[0] <= large.ends[1] and large.ends[0] <= small.ends[1]:
+        clear = [pair for pair in pairs if _apart(*pair)]
+        if not clear:
             return LEVEL
-        return TOWARDS if abs(large.value - paper) < abs(small.value - paper) else AWAY
+        ways = {_nearer(*pair, paper) for pair in clear}
+        ends = self.points[0].parameters, self.points[-1].parameters
+        if len(ways) > 1 or not any((small.parameters, large.parameters) == ends for small, large in clear):
+            return MIXED
+        return TOWARDS if ways.pop() else AWAY
+
+
+def _apart(one: Point, other: Point) -> bool:
+    """Whether their intervals do not overlap."""
+    return one.ends[0] > other.ends[1] or other.ends[0] > one.ends[1]
+
+
+def _nearer(small: Point, large: Point, paper: float) -> bool:
+    return abs(large.value - paper) < abs(small.value - paper)
 
 
 def rows(judged: Iterable[Entry], subjects: Sequence[Subject]) -> list[Row]:
@@ -89,18 +114,26 @@ def paper_value(claim: papers.Claim) -> float | None:
 
 
 def trends(rows: Iterable[Row]) -> Counter[str]:
-    """How many findings go where; one whose claims do not go the same way has no clear change."""
+    """How many findings go where. One of which some claims do not change clearly, and the others agree, does not; one
+    whose claims go different ways is in no order of size.
+    """
     facts: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         if row.group == "findings" and row.trend:
             facts.setdefault(row.claim.fact, set()).add(row.trend)
-    return Counter(next(iter(ways)) if len(ways) == 1 else LEVEL for ways in facts.values())
+    return Counter(_together(ways) for ways in facts.values())
+
+
+def _together(ways: set[str]) -> str:
+    if len(ways) == 1:
+        return next(iter(ways))
+    return LEVEL if LEVEL in ways and len(ways) == 2 else MIXED
 
 
 # ---------------------------------------------------------------------------------------------------- a small plot
 
-WIDTH, HEIGHT = 216, 92  # of the picture, in its own units, which are pixels on a wide screen
-LEFT, RIGHT, TOP, BOTTOM = 44, 200, 10, 70  # of the area of the plot
+WIDTH, HEIGHT = 280, 114  # of the picture, in its own units, which are pixels on a wide screen
+LEFT, RIGHT, TOP, BOTTOM = 44, 276, 22, 92  # of the area of the plot
 
 
 @dataclass(frozen=True)
@@ -124,22 +157,42 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Goal:
+    """The size of the paper's model: where its line stands, the name of the model, and the height of the paper's number
+    there; None where that has another unit.
+    """
+
+    x: float
+    name: str
+    y: float | None
+
+
+@dataclass(frozen=True)
 class Plot:
-    """Where everything of a small plot lies; x grows with the logarithm of the number of parameters."""
+    """Where everything of a small plot lies; x grows with the logarithm of the number of parameters.
+
+    goal: the paper's model; None where its size is not known.
+    """
 
     marks: list[Mark]
     lines: list[Line]
     sizes: list[tuple[float, str]]
+    goal: Goal | None
 
     @property
     def path(self) -> str:
         return " ".join(f"{mark.x},{mark.y}" for mark in self.marks)
 
 
-def plot(row: Row, subjects: Sequence[Subject]) -> Plot | None:
+def reach(rows: Iterable[Row]) -> int:
+    """The size of the largest model of a paper that any plot of a page marks; 0 where none is known."""
+    return max((row.claim.model.parameters for row in rows if row.claim.model and row.points), default=0)
+
+
+def plot(row: Row, subjects: Sequence[Subject], reach: int = 0) -> Plot | None:
     """The small plot of a claim; None where it was measured on models of fewer than two sizes.
 
-    All plots of a page share their x axis, which spans the sizes of all its models.
+    All plots of a page share their x axis, which spans the sizes of all its models, up to `reach` at least.
     """
     if len({point.parameters for point in row.points}) < 2:
         return None
@@ -152,14 +205,21 @@ def plot(row: Row, subjects: Sequence[Subject]) -> Plot | None:
     def y(value: float) -> float:
         return round(BOTTOM - (value - low) / span * (BOTTOM - TOP), 1)
 
-    sizes = sorted({math.log(subject.parameters) for subject in subjects if subject.parameters})
+    known = {subject.parameters for subject in subjects if subject.parameters}
+    known |= {size for size in (reach, row.claim.model.parameters if row.claim.model else 0) if size}
+    first, last = math.log(min(known)), math.log(max(known))
 
     def x(parameters: int) -> float:
-        return round(LEFT + 12 + (math.log(parameters) - sizes[0]) / (sizes[-1] - sizes[0]) * (RIGHT - LEFT - 24), 1)
+        return round(LEFT + 12 + (math.log(parameters) - first) / (last - first) * (RIGHT - LEFT - 24), 1)
 
     marks = [Mark(p, x(p.parameters), y(p.value), y(p.ends[0]), y(p.ends[1])) for p in row.points]
-    labels = _apart([(x(subject.parameters), subject.size) for subject in subjects if subject.parameters])
-    return Plot(marks, _lines({kind: (y(value), number(value)) for kind, value in across.items()}), labels)
+    goal = None
+    if row.claim.model:
+        goal = Goal(
+            x(row.claim.model.parameters), row.claim.model.name, y(across["paper"]) if "paper" in across else None
+        )
+    labels = _with_room([(x(subject.parameters), subject.size) for subject in subjects if subject.parameters])
+    return Plot(marks, _lines({kind: (y(value), number(value)) for kind, value in across.items()}), labels, goal)
 
 
 def _lines(across: dict[str, tuple[float, str]], least: float = 9) -> list[Line]:
@@ -170,7 +230,7 @@ def _lines(across: dict[str, tuple[float, str]], least: float = 9) -> list[Line]
     return lines
 
 
-def _apart(labels: list[tuple[float, str]], least: float = 27) -> list[tuple[float, str]]:
+def _with_room(labels: list[tuple[float, str]], least: float = 27) -> list[tuple[float, str]]:
     """The labels of an axis that leave each other room, the first and the last before those between."""
     chosen: list[tuple[float, str]] = []
     for label in sorted(labels, key=lambda label: (label[0] not in (labels[0][0], labels[-1][0]), label[0])):

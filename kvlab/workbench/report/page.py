@@ -196,6 +196,7 @@ def _page(
     rows = growth.rows(judged, order)
     on_models = ledger_names([subject.name for subject in order])
     mine = [one for one in steady if ledger_names(one.model) & on_models]
+    farthest = growth.reach(rows)
     totals = {name: Tally.of(mine) for name, mine in by_model(judged).items()}
     environment.globals.update(
         marks=MARKS,
@@ -210,7 +211,7 @@ def _page(
         remarks=remarks,
         growth=growth,
         steadiness=stability.of_entries(mine),
-        plot=lambda row: growth.plot(row, order),
+        plot=lambda row: growth.plot(row, order, farthest),
     )
     return environment.get_template("page.html.j2").render(
         generator=GENERATOR,

@@ -105,6 +105,8 @@ class Stability:
             return self._told("the verdict of its finding")
         if len(self.claims) == 1:
             return self.told
+        if [cell.verdict for cell in own] == [cell.verdict for cell in self.cells]:
+            return self._told("its verdict, as its finding's,")
         return f"{replace(self, cells=own).told} {self._told(WEAKEST_OF)}"
 
     def _told(self, whose: str) -> str:
