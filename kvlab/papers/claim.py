@@ -39,9 +39,9 @@ class Scale(BaseModel):
 class Claim(BaseModel):
     """One sentence of a paper that a number can confirm or refute.
 
-    kind: "finding" could come out otherwise; "question" could, too, but is ours: it adds to a sentence of the paper what
-    the paper neither says nor shows, and does not count among its findings; "control" checks the measurement itself; "identity" follows from
-    arithmetic and cannot fail unless the code is wrong; "example" is a worked example; "recomputed" works out anew what
+    kind: "finding" could come out otherwise; "question" could, too, but is ours: it adds to the paper's sentence what
+    the paper neither says nor shows, and is no finding; "control" checks the measurement itself; "identity" follows
+    from arithmetic and cannot fail unless the code is wrong; "example" is a worked example; "recomputed" works out anew what
     the paper's own figures and formulas say, and no model runs for it; "timing" is decided by a clock, or
     by the peak of a process' memory.
     finding names the finding that this claim is part of: findings of the same two contenders on the same texts, by
@@ -175,7 +175,9 @@ class Paper(BaseModel):
         kinds: dict[str, str] = {}
         for claim in self.claims:
             if claim.finding and kinds.setdefault(claim.finding, claim.kind) != claim.kind:
-                raise ValueError(f"the finding {claim.finding!r} has claims of the kinds finding and question: part them")
+                raise ValueError(
+                    f"the finding {claim.finding!r} has claims of the kinds finding and question: part them"
+                )
         return self
 
     @model_validator(mode="after")

@@ -39,4 +39,4 @@ def test_twenty_findings_of_all_papers_are_quoted_and_the_quick_profile_measures
     quoted = papers.quoted()
     assert len({claim.fact for claim in quoted}) == 20 == sum(len(paper.quoted) for paper in papers.papers())
     assert {claim.paper for claim in quoted} == {paper.name for paper in papers.papers()}
-    assert {claim.kind for claim in quoted} == {"finding"} and {claim.profile for claim in quoted} == {"quick"}
+    assert {claim.kind for claim in quoted} <= {*papers.SAMPLED} and {claim.profile for claim in quoted} == {"quick"}

@@ -91,8 +91,8 @@ def test_the_page_on_disagreements_counts_what_is_kept():
     told = re.search(
         r"Of (\d+) findings that two of them measured at least, (\d+) hold on every model, at least in direction; "
         r"(\d+) hold on larger ones and fail on smaller ones, (\d+) the other way round, (\d+) in no order of size; "
-        r"(\d+) fail on every model\. The other (\d+) are undecided on one of them at least, or turn only where one model "
-        r"was asked more than another; (\d+) of them are undecided on gemma",
+        r"(\d+) fail on every model\. The other (\d+) are undecided on one of them at least, or turn only where one "
+        r"model was asked more than another; (\d+) of them are undecided on gemma",
         text,
     )
     left = found.get(across.OPEN, ())

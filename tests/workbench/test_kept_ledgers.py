@@ -102,12 +102,26 @@ SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-c
 @pytest.mark.parametrize(
     ("page", "words", "claim", "model", "profile", "unit"),
     [
-        ("", "{value:.1f} % more of the attention than H2O's on SmolLM2 ({low:.1f} to {high:.1f})", FILLED_H2O, SMOLLM2, "full", 100),
+        (
+            "",
+            "{value:.1f} % more of the attention than H2O's on SmolLM2 ({low:.1f} to {high:.1f})",
+            FILLED_H2O,
+            SMOLLM2,
+            "full",
+            100,
+        ),
         ("", "as much as H2O's on Qwen 0.5B ({low:.1f} to {high:.1f})", FILLED_H2O, HALF, "full", 100),
         ("", "{less:.1f} % less on the 0.5B", FILLED_H2O, HALF, "quick", 100),
         ("", "{less:.1f} on the 1.5B", FILLED_H2O, LARGEST, "quick", 100),
         ("", "{less:.1f} on gemma", FILLED_H2O, GEMMA, "quick", 100),
-        ("", "it is even ({value:.3f}, {low:.3f} to {high:.3f})", "dapq.figure6a.ends_beat_random", LARGEST, "quick", 1),
+        (
+            "",
+            "it is even ({value:.3f}, {low:.3f} to {high:.3f})",
+            "dapq.figure6a.ends_beat_random",
+            LARGEST,
+            "quick",
+            1,
+        ),
         ("", "{value:.2f} of the recall ({low:.2f} to {high:.2f}", "dapq.figure6a.position_decides", HALF, "full", 1),
         ("", "had said the opposite ({value:.2f})", "dapq.figure6a.position_decides", HALF, "quick", 1),
         ("", "it is by {value:.4f} nats", "rocketkv.figure8.task_needle_hybrid", LARGEST, "quick", 1),

@@ -169,7 +169,7 @@ def test_findings_and_checks_are_counted_apart_and_add_up(project):
     assert total.findings["holds"] == 1 and total.checks["holds"] == 1 and total.checks_missed == 0
     findings = [claim for claim in papers.claims() if claim.kind == "finding"]
     assert total.findings.total() == len({claim.fact for claim in findings}) < len(findings)
-    others = total.checks.total() + total.recomputed.total() + total.timings.total()
+    others = total.questions.total() + total.checks.total() + total.recomputed.total() + total.timings.total()
     assert len(findings) + others == len(papers.claims())
     assert total.recomputed.total() == sum(claim.kind == "recomputed" for claim in papers.claims()) > 0
     assert total.findings["cannot be tested here"] == sum(bool(claim.untested) for claim in findings)

@@ -46,8 +46,8 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
     """Kind (of `KINDS`, those without any left out) -> its findings, of those that at least two models measured.
 
     A finding stands as the weakest of its claims does, on each model by the most thorough profile. That it turns from
-    one model to another is told only where it also does so by the most thorough profile that all of them have. A model that leaves it undecided does not speak for or against
-    an order of size.
+    one model to another is told only where it also does so by the most thorough profile that all of them have. A model
+    that leaves it undecided does not speak for or against an order of size.
 
     Args:
         judged: the entries of several models.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvlab import papers
 from kvlab.analyses.telling import listed, plural
@@ -53,10 +53,18 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
     """
     found = standings(of_paper)
     measured = [standing for standing in found if standing[1]]
+    # What turns between models must do so by the same profile, too.
+    same = zip(found, standings(entry.compared for entry in of_paper), strict=True)
+    turning = [name for (name, shown), (_, alike) in same if _turns(shown) and _turns(alike)]
     sentences = [
         says,
         *(
-            [_counts(of_paper, order), _everywhere(measured, order), _open(measured, order), _printed(of_paper, order)]
+            [
+                _counts(of_paper, order),
+                _everywhere(measured, order),
+                _open(measured, turning, order),
+                _printed(of_paper, order),
+            ]
             if measured
             else [_unmeasured(len(found))]
         ),
@@ -120,12 +128,16 @@ def _all_of(models: int) -> str:
     return "both models" if models == 2 else f"all {words.get(models, models)} models"
 
 
-def _open(measured: Iterable[Standing], order: Sequence[Subject]) -> str:
+def _turns(stands: Mapping[str, str]) -> bool:
+    """Whether it holds on one model and not on another."""
+    return len({state in HOLDING for state in stands.values()}) == 2
+
+
+def _open(measured: Iterable[Standing], turning: Sequence[str], order: Sequence[Subject]) -> str:
     """Which hold on one model and not on another; of one model, which stay undecided."""
     if len(order) == 1:
         return _sentence(_alike(measured, "stays undecided", (papers.UNDECIDED,), order))
-    names = [name for name, mine in measured if len({state in HOLDING for state in mine.values()}) == 2]
-    return f"What holds on some models and not on others: {_some(names)}." if names else ""
+    return f"What holds on some models and not on others: {_some(turning)}." if turning else ""
 
 
 def _sentence(told: str) -> str:

@@ -87,13 +87,15 @@ def _nearer(small: Point, large: Point, paper: float) -> bool:
 
 
 def rows(judged: Iterable[Entry], subjects: Sequence[Subject]) -> list[Row]:
-    """The claims in their order, each with its entries and with the points of those models whose size is known."""
+    """The claims in their order, each with its entries and with the points of those models whose size is known: of the
+    same profile on all of them, where they have one in common.
+    """
     by_claim: dict[str, Row] = {}
     for entry in judged:
         by_claim.setdefault(entry.claim.id, Row(entry.claim, [])).entries.append(entry)
     known = {subject.name: subject for subject in subjects}
     for row in by_claim.values():
-        points = [_point(known.get(entry.model), entry) for entry in row.entries]
+        points = [_point(known.get(entry.model), entry.compared) for entry in row.entries]
         row.points = sorted(filter(None, points), key=lambda point: point.parameters)
     return list(by_claim.values())
 
