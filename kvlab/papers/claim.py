@@ -41,9 +41,9 @@ class Claim(BaseModel):
 
     kind: "finding" could come out otherwise; "question" could, too, but is ours: it adds to the paper's sentence what
     the paper neither says nor shows, and is no finding; "control" checks the measurement itself; "identity" follows
-    from arithmetic and cannot fail unless the code is wrong; "example" is a worked example; "recomputed" works out anew what
-    the paper's own figures and formulas say, and no model runs for it; "timing" is decided by a clock, or
-    by the peak of a process' memory.
+    from arithmetic and cannot fail unless the code is wrong; "example" is a worked example; "recomputed" works out
+    anew what the paper's own figures and formulas say, and no model runs for it; "timing" is decided by a clock, or by
+    the peak of a process' memory.
     finding names the finding that this claim is part of: findings of the same two contenders on the same texts, by
     other measures or at other budgets, share a name and count once.
     stands_in says which measure replaces the paper's own where that cannot be taken here; empty where it is the same.
