@@ -226,10 +226,13 @@ def load_file(path: str | Path) -> Paper:
         raise KvlabError(f"{path.name}: a paper's file is a mapping with name, label, title and claims")
     defaults = {"paper": raw.get("name"), "experiment": raw.pop("experiment", None), "lacking": raw.pop("lacking", {})}
     claimed = raw.get("claims") or []
-    models = raw.get("models") if isinstance(raw.get("models"), dict) else {}
+    models = raw.get("models")
     if isinstance(claimed, list):
         raw["claims"] = [
-            _sized({**defaults, **claim}, models, path) if isinstance(claim, dict) else claim for claim in claimed
+            _sized({**defaults, **claim}, models if isinstance(models, dict) else {}, path)
+            if isinstance(claim, dict)
+            else claim
+            for claim in claimed
         ]
     try:
         paper = Paper.model_validate(raw)

@@ -154,7 +154,8 @@ def test_where_the_papers_number_has_another_unit_only_its_model_is_marked():
 def test_the_axis_reaches_the_models_of_what_was_measured():
     measured, other = row((1e8, 0.2, 0.1), **PAPERS), row((1e8, 0.2, 0.1))
     larger = row(model={"name": "13B", "parameters": 13 * 10**9})
-    assert growth.reach([measured, other, larger]) == 10**10 and growth.reach([other]) == 0
+    recomputed = row((1e8, 0.2, 0.1), kind="recomputed", model={"name": "14B", "parameters": 14 * 10**9})
+    assert growth.reach([measured, other, larger, recomputed]) == 10**10 and growth.reach([other]) == 0
 
 
 def test_distances_are_measured_from_the_papers_number():

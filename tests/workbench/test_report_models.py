@@ -185,7 +185,7 @@ def test_the_matrix_shows_every_finding_on_every_model(pages):
     assert len(found) == sum(claim.kind == "finding" for claim in papers.claims())
     (mine,) = re.findall(rf'<a href="#{slug(CLAIM)}" title="[^"]+">(<i .*?)</a>', text)
     assert re.findall(r">(.)<", mine) == ["◐", "◇", "●"]
-    cell = r'<li class="model (\w+)" data-model="([^"]+)"><a href="([^"#]+)#' + slug(CLAIM) + '"'
+    cell = r'<li class="model (\w+)" data-model="([^"]+)"><p><a href="([^"#]+)#' + slug(CLAIM) + '"'
     cells = re.findall(cell, text)
     assert cells == [
         ("direction", "small", "model-small.html"),

@@ -226,7 +226,7 @@ def test_the_command_runs_prints_and_keeps_and_the_report_marks(toy, place, caps
     assert "of 1 quoted finding 1 flips at least once" in out
     assert (toy / "report" / "stability" / "toy.csv").is_file()
     assert call(capsys, "report")[0] == 0
-    assert ">flips 2 of 3</em>" in (toy / "report" / "report.html").read_text(encoding="utf-8")
+    assert ">finding flips 2 of 3</em>" in (toy / "report" / "report.html").read_text(encoding="utf-8")
     call(capsys, "report", "--keep", "ledger")
     code, out, err = call(capsys, "stability", "--seeds", "0,1", "--documents", "mixed/8", "--keep", "ledger")
     assert code == 0 and "0 of 1" in out and "holds" in out and "finished" not in err

@@ -187,8 +187,11 @@ class Plot:
 
 
 def reach(rows: Iterable[Row]) -> int:
-    """The size of the largest model of a paper that any plot of a page marks; 0 where none is known."""
-    return max((row.claim.model.parameters for row in rows if row.claim.model and row.points), default=0)
+    """The size of the largest model of a paper that any plot of a page marks; 0 where none is known. What is recomputed
+    has no plot.
+    """
+    drawn = [row for row in rows if row.points and row.group != "recomputed"]
+    return max((row.claim.model.parameters for row in drawn if row.claim.model), default=0)
 
 
 def plot(row: Row, subjects: Sequence[Subject], reach: int = 0) -> Plot | None:
