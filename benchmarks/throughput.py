@@ -11,16 +11,17 @@ compressed is larger than the given bytes; what is counted is what decoding hold
 
 Arithmetic, for Llama-3.1-8B in bfloat16 on an H100: the cache gets what the weights leave of 90 % of 80 GB; a step
 takes as long as reading the weights and what the batch reads of its cache at 3.35 TB/s, or as 2 floating point
-operations for each weight and sequence at 989 TFLOP/s, whichever is longer. Nothing else is in it: no kernels, no
-prefill, and what finding reads is within the budget.
+operations for each weight and sequence at 989 TFLOP/s, whichever is longer. What a sequence stores, beside its entries
+too (pages, a copy of the keys), and what a step reads, finding included, is counted by kvlab itself: each policy
+compresses one KV head of that length, with random numbers in it, and takes a step. Nothing else is in it: no kernels
+and no prefill.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -30,9 +31,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+import kvlab
 from kvlab.bench import clock, meters, timing
+from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs import models, shapes
+from kvlab.methods.clock import take
+from kvlab.methods.prompt import Prompt
 
 SHAPE = "llama-3.1-8b"
 LENGTHS = 8192, 32768, 131072
@@ -59,14 +64,35 @@ class Machine:
 H100 = Machine(memory=0.9 * 80e9, bandwidth=3.35e12, compute=989e12)
 
 
-def kinds(length: int, budget: int) -> dict[str, tuple[int, int]]:
-    """What is stored of a sequence and what a step reads of it, in entries of each head."""
-    return {
-        "full cache": (length, length),
-        "evicts (snapkv, morphkv, ...)": (budget, budget),
-        "evicts and reads a part (rocketkv)": (math.isqrt(length * budget), budget),
-        "reads a part (quest, sparq, hybrid)": (length, budget),
-    }
+SYSTEMS = {
+    "full": "full cache",
+    "snapkv": "evicts",
+    "rocketkv": "evicts, and reads a part",
+    "quest": "reads a part",
+    "hybrid": "reads a part",
+    "sparq": "reads a part",
+}
+"""What each does, of the policies in the arithmetic; the full cache first."""
+
+
+@torch.inference_mode()
+def bytes_of(policy: kvlab.Policy, config: Any, length: int) -> tuple[float, float]:
+    """What a sequence stores once it has `length` tokens, and what its last step has read, in bytes of all layers: as
+    the policy's own store counts it for one KV head in bfloat16.
+    """
+    generator = torch.Generator().manual_seed(0)
+    group, d = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    queries, keys, values = (
+        torch.randn(1, heads, n, d, generator=generator).bfloat16()
+        for heads, n in ((group, (policy.observes or 1) + 1), (1, length), (1, length))
+    )
+    prompt = queries[:, :, :-1], keys[:, :, :-1], values[:, :, :-1]
+    store = LayerStore(*prompt[1:])
+    policy.compress(store, Prompt(*prompt, layers=(0,), n_layers=1, max_new_tokens=1))
+    slots = take(policy, store, *(x[:, :, -1:] for x in (queries, keys, values)), scaling=None)
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    stored, read = store.kv_bytes + store.aux_bytes, store.bytes_of(slots) + policy.overhead_bytes(store)
+    return heads * stored, heads * read
 
 
 def predicted(budget: int, machine: Machine = H100) -> list[list[str]]:
@@ -75,16 +101,18 @@ def predicted(budget: int, machine: Machine = H100) -> list[list[str]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     weights, parameters = meters.weight_bytes(model), model.num_parameters()
-    entry = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * torch.bfloat16.itemsize
     held = sum(weight.nbytes for weight in model.parameters())
     rows = []
     for length in LENGTHS:
-        speeds = {}
-        for kind, (stored, read) in kinds(length, budget).items():
-            batch = machine.batch(held, stored * entry)
-            speeds[kind] = machine.tokens_per_second(weights, parameters, batch, read * entry)
-            times = f"{speeds[kind] / speeds['full cache']:.1f}"
-            rows.append([f"{length:,}", kind, f"{batch:,}", f"{speeds[kind]:,.0f}", times])
+        full = 0.0
+        for name, does in SYSTEMS.items():
+            policy = kvlab.policy(name) if name == "full" else kvlab.policy(name, budget=budget)
+            stored, read = bytes_of(policy, config, length)
+            batch = machine.batch(held, stored)
+            speed = machine.tokens_per_second(weights, parameters, batch, read)
+            full = full or speed
+            size = f"{stored / 2**20:,.0f}"
+            rows.append([f"{length:,}", name, does, size, f"{batch:,}", f"{speed:,.0f}", f"{speed / full:.1f}"])
     return rows
 
 
@@ -158,8 +186,8 @@ def main(
         if only != "measured":
             limit = 1024
             title = f"Arithmetic: {SHAPE}, bfloat16, an H100; budget {limit}"
-            heads = ["batch", "tokens/s", "times the full cache"]
-            show(console, title, ["tokens", "what a method does"], heads, predicted(limit))
+            heads = ["MiB of one", "batch", "tokens/s", "times the full cache"]
+            show(console, title, ["tokens", "policy", "what it does"], heads, predicted(limit))
 
 
 if __name__ == "__main__":

@@ -26,15 +26,23 @@ def test_the_largest_batch_and_its_speed_by_hand(throughput):
 
 def test_the_batches_of_an_h100_by_hand(throughput):
     found = {}
-    for length, kind, batch, speed, times in throughput.predicted(1024):
-        found[length, kind] = int(batch.replace(",", "")), float(speed.replace(",", "")), float(times)
-    full, evicts, both, selects = (found["131,072", kind] for kind in throughput.kinds(1, 1))
-    # 8,030,261,248 weights of 2 bytes leave 55.94 of 72 GB, and a token takes 131,072 bytes in 32 layers with 8 KV
-    # heads of 128: a full sequence 17.18 GB, 1,024 entries 0.134 GB, the root of 131,072 x 1,024 of them 1.52 GB.
-    assert (full[0], evicts[0], both[0], selects[0]) == (3, 416, 36, 3)
+    for length, policy, _, size, batch, speed, times in throughput.predicted(1024):
+        found[length, policy] = *(float(cell.replace(",", "")) for cell in (size, batch, speed)), float(times)
+    names = "full", "snapkv", "rocketkv", "quest", "hybrid", "sparq"
+    full, evicts, both, quest, hybrid, sparq = (found["131,072", name] for name in names)
+    # A token takes 131,072 bytes, an eighth of a MiB, in 32 layers with 8 KV heads of 128. SnapKV holds 1,024 and the
+    # new one, RocketKV the root of 131,072 x 1,024, with the extremes of pages of four, which weigh as an entry each.
+    # Quest's pages have 256 entries, hybrid's twelve, and SparQ stores the keys twice.
+    entries = 131072, 1025, 11585 + 2897, 131072 + 512, 131072 + 10923, 131072 * 1.5
+    sizes = [size for size, *_ in (full, evicts, both, quest, hybrid, sparq)]
+    assert sizes == [pytest.approx(n / 8, abs=0.51) for n in (*entries[:5], entries[5] + 2)]
+    # 8,030,261,248 weights of 2 bytes leave 55.94 of 72 GB.
+    assert [found["131,072", name][1] for name in names] == [int(55.94e9 / 131072 // n) for n in entries]
     # Three full sequences: 16.06 GB of weights, all but the embedding's 1.05 are read, and 51.54 GB of cache.
-    assert full[1:] == (round(3 / ((16.06 - 1.05 + 51.54) / 3350)), 1)
-    assert evicts[1] > both[1] > selects[1] > full[1]
+    assert full[2:] == (round(3 / ((16.06 - 1.05 + 51.54) / 3350)), 1)
+    # Each of hybrid's three reads 1,024 entries, finding included, to within a few.
+    assert hybrid[2] == pytest.approx(3 / ((16.06 - 1.05 + 3 * 1024 * 131072 / 1e9) / 3350), rel=0.01)
+    assert evicts[2] > both[2] > quest[2] > full[2] and hybrid[2] > sparq[2]
 
 
 def test_batches_fill_the_same_bytes(throughput, lm):
