@@ -80,6 +80,13 @@ def test_on_several_models_it_says_where_they_differ_and_where_size_leads():
     assert told[-1].endswith("with the model's size 1 come nearer and 0 move away.")
 
 
+def test_a_change_in_no_order_of_size_is_not_left_out():
+    three = [SMALL, MIDDLE, LARGE]
+    values = zip(three, (0.1, 0.5, 0.1), strict=True)
+    told = digest([finding("comes and goes", "holds", model=model, value=value) for model, value in values], three)
+    assert told[-1].endswith("with the model's size 0 come nearer, 0 move away and 1 change in no order of it.")
+
+
 def test_what_fewer_models_measured_is_said_with_their_names():
     three = [SMALL, MIDDLE, LARGE]
     found = [

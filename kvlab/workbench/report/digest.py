@@ -165,7 +165,10 @@ def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
     ways = growth.trends(growth.rows(of_paper, order))
     if not ways:
         return f"{text}."
-    return f"{text}; with the model's size {ways[growth.TOWARDS]} come nearer and {ways[growth.AWAY]} move away."
+    told = [f"{ways[growth.TOWARDS]} come nearer", f"{ways[growth.AWAY]} move away"]
+    if ways[growth.MIXED]:
+        told.append(f"{ways[growth.MIXED]} change in no order of it")
+    return f"{text}; with the model's size {listed(told)}."
 
 
 def _closest(pairs: Sequence[tuple[Entry, float, float]]) -> str:
