@@ -9,7 +9,7 @@ from support.paths import ROOT
 from support.toy_claims import claim
 
 from kvlab import papers
-from kvlab.workbench.report import across, kept, stability
+from kvlab.workbench.report import across, growth, kept, stability
 from kvlab.workbench.report.ledger import Entry
 from kvlab.workbench.report.origins import Origin
 from kvlab.workbench.report.subjects import Subject, subjects
@@ -100,6 +100,19 @@ def test_the_page_on_disagreements_counts_what_is_kept():
     expected = [sum(map(len, found.values())), *numbers, len(left), on_gemma]
     assert told and [int(number) for number in told.groups()] == expected
     assert {subject.label for subject in subjects(judged)} == set(re.findall(r"^\* `([^`]+)`: ", page, re.M))
+
+
+def test_the_page_on_disagreements_counts_where_effects_go():
+    judged = kept.kept(ROOT / "docs" / "ledger")
+    found = growth.trends(growth.rows(judged, subjects(judged)))
+    text = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
+    told = re.search(
+        r"Of (\d+) findings with a number in the paper that ours can be set beside, (\d+) comes? nearer to it as models "
+        r"grow, (\d+) moves? away, (\d+) changes? in no order of size, and (\d+) do(?:es)? not change clearly",
+        text,
+    )
+    expected = [found[way] for way in (growth.TOWARDS, growth.AWAY, growth.MIXED, growth.LEVEL)]
+    assert told and [int(number) for number in told.groups()] == [found.total(), *expected]
 
 
 def test_the_page_on_disagreements_counts_what_flips():
