@@ -107,8 +107,8 @@ def test_the_page_on_disagreements_counts_where_effects_go():
     found = growth.trends(growth.rows(judged, subjects(judged)))
     text = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
     told = re.search(
-        r"Of (\d+) findings with a number in the paper that ours can be set beside, (\d+) comes? nearer to it as models "
-        r"grow, (\d+) moves? away, (\d+) changes? in no order of size, and (\d+) do(?:es)? not change clearly",
+        r"Of (\d+) findings with a number in the paper that ours can be set beside, (\d+) comes? nearer to it as "
+        r"models grow, (\d+) moves? away, (\d+) changes? in no order of size, and (\d+) do(?:es)? not change clearly",
         text,
     )
     expected = [found[way] for way in (growth.TOWARDS, growth.AWAY, growth.MIXED, growth.LEVEL)]
