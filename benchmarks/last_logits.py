@@ -14,7 +14,7 @@ from typing import Annotated, cast
 
 import torch
 import typer
-from common import in_a_sentence
+from common import in_a_sentence, run
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -61,4 +61,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main, __doc__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from support.toy_claims import claim
 
 from kvlab import papers
 from kvlab.workbench.report import growth, ledger
@@ -13,28 +14,15 @@ from kvlab.workbench.report.subjects import Subject
 
 def row(*values, paper=0.6, direction=None, finding="", **changes) -> growth.Row:
     """A claim with (parameters, value, half of the interval's width or None) on each model."""
-    claim = papers.Claim.model_validate(
-        {
-            "id": "p.toy",
-            "paper": "p",
-            "where": "w",
-            "summary": "s",
-            "metric": "m",
-            "paper_value": paper,
-            "experiment": "e",
-            "finding": finding,
-            "direction": direction or {"kind": "greater", "than": 0.0},
-            "size": {"kind": "at_least", "value": -9},
-            **changes,
-        }
-    )
+    sized = {"size": {"kind": "at_least", "value": -9}, "direction": direction or {"kind": "greater", "than": 0.0}}
+    tested = claim(paper_value=paper, finding=finding, **{**sized, **changes})
     sizes, found = [], []
     for parameters, value, half in values:
         ends = (None, None) if half is None else (value - half, value + half)
         verdict = papers.Verdict(value=value, low=ends[0], high=ends[1], verdict="holds", why="")
         sizes.append(Subject(f"of {parameters}", parameters))
-        found.append(ledger.Entry(claim, verdict, None, sizes[-1].name))
-    return next(iter(growth.rows(found, sizes)), growth.Row(claim, []))
+        found.append(ledger.Entry(tested, verdict, None, sizes[-1].name))
+    return next(iter(growth.rows(found, sizes)), growth.Row(tested, []))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from support.projects import EXPERIMENT
 from support.report_pages import CLAIM, Page, slug
 from support.runs import job
+from support.toy_claims import claim as toy_claim
 
 from kvlab import papers
 from kvlab.errors import KvlabError
@@ -202,20 +203,8 @@ def test_a_check_that_is_not_met_is_shouted(project):
 
 
 def judged(test: dict, value: float | None, low: float | None = None, high: float | None = None, paper=0.6):
-    claim = papers.Claim.model_validate(
-        {
-            "id": "p.toy",
-            "paper": "p",
-            "where": "w",
-            "summary": "s",
-            "metric": "m",
-            "paper_value": paper,
-            "experiment": "e",
-            "direction": test,
-            "size": {"kind": "at_least", "value": -9},
-        }
-    )
-    return ledger.Entry(claim, papers.Verdict(value=value, low=low, high=high, verdict="holds", why=""))
+    tested = toy_claim(paper_value=paper, direction=test, size={"kind": "at_least", "value": -9})
+    return ledger.Entry(tested, papers.Verdict(value=value, low=low, high=high, verdict="holds", why=""))
 
 
 def test_the_small_axis_puts_everything_where_it_is():

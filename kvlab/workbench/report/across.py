@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvlab import papers
 from kvlab.analyses.telling import listed
-from kvlab.workbench.report.digest import HOLDING, standings
+from kvlab.workbench.report.digest import HOLDING, by_either
 from kvlab.workbench.report.ledger import Entry, by_paper
 from kvlab.workbench.report.subjects import Subject
 
@@ -56,8 +56,7 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
     sorted_out: dict[str, list[Finding]] = {kind: [] for kind in KINDS}
     labels = {subject.name: subject.label for subject in order}
     for paper, mine in by_paper(judged).items():
-        same = standings(entry.compared for entry in mine)
-        for (name, of_models), (_, alike) in zip(standings(mine), same, strict=True):
+        for name, of_models, alike in by_either(mine):
             stands = {labels[model]: of_models[model] for model in labels if model in of_models}
             if len(stands) > 1:
                 kind = _kind(list(stands.values()))

@@ -39,6 +39,14 @@ def standings(of_paper: Iterable[Entry]) -> list[Standing]:
     ]
 
 
+def by_either(of_paper: Sequence[Entry]) -> list[tuple[str, dict[str, str], dict[str, str]]]:
+    """Every finding with what it stands as on each model, as in `standings`, and then again by the profile that all of
+    them have: what is told to turn between models must do so by both.
+    """
+    alike = standings(entry.compared for entry in of_paper)
+    return [(*shown, same) for shown, (_, same) in zip(standings(of_paper), alike, strict=True)]
+
+
 def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") -> list[str]:
     """The sentences on one paper, at most five; those with nothing to say are left out.
 
@@ -51,11 +59,10 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
         order: the models, the smallest first; none where nothing was measured.
         says: what the paper claims, in one sentence.
     """
-    found = standings(of_paper)
+    either = by_either(of_paper)
+    found = [(name, shown) for name, shown, _ in either]
     measured = [standing for standing in found if standing[1]]
-    # What turns between models must do so by the same profile, too.
-    same = zip(found, standings(entry.compared for entry in of_paper), strict=True)
-    turning = [name for (name, shown), (_, alike) in same if _turns(shown) and _turns(alike)]
+    turning = [name for name, shown, alike in either if _turns(shown) and _turns(alike)]
     sentences = [
         says,
         *(

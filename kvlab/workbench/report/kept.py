@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -244,12 +245,13 @@ def kept(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
     Raises:
         KvlabError: there is no ledger, one cannot be read, two are of one model, or none is left.
     """
-    of_models = {name: _shown(found, name, profile) for name, found in _files(folder, model).items()}
+    files = _files(folder, model)
+    of_models = {name: _shown(found, name, profile) for name, found in files.items()}
     measured = {name: mine for name, mine in of_models.items() if any(entry.measured for entry in mine)}
     if not measured:
         _nothing(folder)
     if profile is None:
-        _set_alike(measured, _measured(folder, model))
+        _set_alike(measured, chain.from_iterable(files.values()))
     return side_by_side(measured)
 
 
