@@ -202,3 +202,11 @@ def test_what_was_kept_before_there_were_turns_is_read_and_goes_on(tmp_path):
     assert path.read_text().splitlines() == [head, *rest], "the same lines, none twice"
     for shipped in (ROOT / "docs" / "ledger" / "tasks").glob("*.csv"):
         assert boards.read(shipped)
+
+
+def test_budgets_are_columns_in_their_order_and_what_takes_none_comes_last():
+    found = [board.budgets for board in boards.boards(ROOT / "docs" / "ledger")]
+    assert any(len(budgets) > 2 and "" in budgets for budgets in found)
+    for budgets in found:
+        numbers = [float(budget) for budget in budgets if budget]
+        assert numbers == sorted(numbers) and "" not in budgets[:-1]

@@ -101,7 +101,7 @@ def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
     lines = [line for line in every if not line["mode"] and not line["turn"]]
     cells = {(_system(line), line["budget"]): _cell(line) for line in lines}
     named = dict.fromkeys(system for system, _ in cells if system != FULL)
-    budgets = sorted({budget for system, budget in cells if system != FULL}, key=lambda budget: float(budget or "nan"))
+    budgets = sorted({budget for system, budget in cells if system != FULL}, key=lambda budget: float(budget or "inf"))
     rows = [(system, [cells.get((system, budget)) for budget in budgets]) for system in named]
     rows.sort(key=lambda row: -fmean(cell.score for cell in row[1] if cell))
     full = next((cell for (system, _), cell in cells.items() if system == FULL), None)
