@@ -10,6 +10,7 @@ GB); later runs find it there. kvpress runs in a process of its own, on the same
 
 \b
 sets    the retained sets of every method that both have, as they come and with kvlab's parameters made like kvpress's
+answers needles whose question comes after the text was compressed, answered from either's cache (12 methods)
 times   kvpress runs the model for each method and ratio; kvlab captures once and replays (the first length)
 decode  tokens per second, cache and peak memory after long prompts, each run in a fresh process
 
@@ -18,9 +19,7 @@ Ratios are those of one round; with more than one their range is shown.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,13 +27,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from common import bar, in_a_sentence, run
-from peers_methods import TWELVE, WINDOW, Cut, Method, chosen
+from peers_answers import answers_table, asked
+from peers_methods import TWELVE, WINDOW, Method, chosen
 from peers_process import Process, loaded
-from peers_sets import compared, even, ours
+from peers_sets import compared, counterpart, group_of, ours, retained
 from peers_tables import REPORTS, Table, decode_table, sets_table, setting, show, times_table, write
 from rich.console import Console
 from rich.progress import Progress
-from safetensors.torch import load_file
 
 import kvlab
 from kvlab.bench import clock, memory, meters, timing
@@ -43,7 +42,7 @@ from kvlab.inputs import corpus
 from kvlab.inputs.models import LM, MODELS, pull
 
 CPU = torch.device("cpu")
-PARTS = ("sets", "times", "decode")
+PARTS = ("sets", "answers", "times", "decode")
 RATIOS = [0.1, 0.2, 0.3, 0.5, 0.7]
 LENGTHS = [700, 1000, 1200]
 LONG = [4000, 8000]
@@ -84,37 +83,30 @@ def sets(
 ) -> list[dict]:
     """One row for each prompt, method and ratio: the agreement as they come, and made alike."""
     rows, task = [], progress.add_task("retained sets", total=len(texts) * len(methods) * len(ratios))
-    group = lm.model.config.num_attention_heads // lm.model.config.num_key_value_heads
-    with tempfile.TemporaryDirectory(prefix="kvlab-peers-") as place:
-        for number, ids in enumerate(texts):
-            asked = {
-                (name, keep, alike): json.dumps(methods[name].told(keep, alike))
-                for name in methods
-                for keep in ratios
-                for alike in (False, True)
-            }
-            presses = list(dict.fromkeys(asked.values()))
-            file = Path(place) / f"{number}.safetensors"
-            peer.ask("retain", ids=ids, presses=[json.loads(told) for told in presses], into=str(file))
-            masks = load_file(file)
-            theirs = {key: masks[str(presses.index(told))].bool() for key, told in asked.items()}
-            plain = {(name, keep): methods[name].as_it_comes(keep) for name in methods for keep in ratios}
-            alike = {}
-            for name, keep in plain:
-                other, like = theirs[name, keep, True], methods[name].alike
-                entries = round(int(other.sum()) / (other.shape[0] * other.shape[1]))
-                # Whole chunks may come to less than a window, which kvlab refuses.
-                with contextlib.suppress(KvlabError):
-                    alike[name, keep] = like and like(Cut(len(ids), entries, even(other), group))
-            needed = [*plain.values(), *filter(None, alike.values())]
-            trace = kvlab.capture(lm, torch.tensor(ids), 0, window=WINDOW, policies=needed)
-            for (name, keep), policy in plain.items():
-                found = compared(ours(trace, policy), theirs[name, keep, False])
-                row = dict(prompt=number, tokens=len(ids), method=name, keep=keep, plain=found, alike=None)
-                if like := alike.get((name, keep)):
-                    row["alike"] = compared(ours(trace, like), theirs[name, keep, True])
-                rows.append(row)
-                progress.advance(task)
+    for number, ids in enumerate(texts):
+        orders = {
+            (name, keep, alike): json.dumps(methods[name].told(keep, alike))
+            for name in methods
+            for keep in ratios
+            for alike in (False, True)
+        }
+        presses = list(dict.fromkeys(orders.values()))
+        masks = dict(zip(presses, retained(peer, ids, [json.loads(told) for told in presses]), strict=True))
+        theirs = {key: masks[told] for key, told in orders.items()}
+        plain = {(name, keep): methods[name].as_it_comes(keep) for name in methods for keep in ratios}
+        alike = {
+            (name, keep): counterpart(methods[name], theirs[name, keep, True], len(ids), group_of(lm))
+            for name, keep in plain
+        }
+        needed = [*plain.values(), *filter(None, alike.values())]
+        trace = kvlab.capture(lm, torch.tensor(ids), 0, window=WINDOW, policies=needed)
+        for (name, keep), policy in plain.items():
+            found = compared(ours(trace, policy), theirs[name, keep, False])
+            row = dict(prompt=number, tokens=len(ids), method=name, keep=keep, plain=found, alike=None)
+            if like := alike.get((name, keep)):
+                row["alike"] = compared(ours(trace, like), theirs[name, keep, True])
+            rows.append(row)
+            progress.advance(task)
     return rows
 
 
@@ -249,6 +241,8 @@ def measured(
         yield setting(lm, about)
         if "sets" in parts:
             yield sets_table(sets(lm, peer, methods, texts, ratios, progress), methods, ratios, lengths)
+        if "answers" in parts and first:
+            yield answers_table(asked(lm, peer, first, lengths, ratios, progress), lengths)
         if "times" in parts and first:
             rows = times(lm, peer, first, texts[0], ratios, rounds, progress)
             yield times_table(rows, len(ratios), lengths[0], RESPONSE)
@@ -279,7 +273,7 @@ def main(
     new_tokens: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = RESPONSE,
     budget: Annotated[int, typer.Option(min=66, help="Entries for each head while decoding.")] = 512,
     model: Annotated[str, typer.Option(help="A name of the catalogue, or a model's folder.")] = "smollm2-135m",
-    parts: Annotated[str, typer.Option(help="Some of sets,times,decode.")] = ",".join(PARTS),
+    parts: Annotated[str, typer.Option(help="Some of sets,answers,times,decode.")] = ",".join(PARTS),
     out: Annotated[Path | None, typer.Option(help="A Markdown file for the tables.")] = None,
     order: Annotated[str | None, typer.Option("--decoded", hidden=True)] = None,
 ) -> None:

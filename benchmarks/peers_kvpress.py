@@ -22,7 +22,7 @@ import kvpress  # pyright: ignore[reportMissingImports]
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvlab.bench import clock, memory
 
@@ -67,6 +67,7 @@ class Peer:
     def __init__(self, folder: str):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model.eval()
+        self.folder = folder
         self.layers = [layer.self_attn for layer in self.model.model.layers]
 
     def versions(self) -> dict[str, Any]:
@@ -143,6 +144,25 @@ class Peer:
         with press(self.model):
             self.model.model(input_ids=tokens, past_key_values=cache)
         return kept, [True] * len(told)
+
+    # ------------------------------------------------------------------ answers
+
+    def answers(
+        self, context: list[int], question: list[int], presses: list[dict[str, Any] | None], new_tokens: int
+    ) -> dict[str, Any]:
+        """What kvpress's own pipeline answers once the context was compressed, with each press (None for the full
+        cache); the pipeline's first step, which makes tokens of texts, is left out.
+        """
+        pipeline = kvpress.KVPressTextGenerationPipeline(
+            model=self.model, tokenizer=AutoTokenizer.from_pretrained(self.folder)
+        )
+        given = {"context_ids": torch.tensor([context]), "questions_ids": [torch.tensor([question])]}
+        said = []
+        for told in presses:
+            self.attention(told["press"] if told else "")
+            press = made(told) if told else None
+            said += pipeline._forward(given, max_new_tokens=new_tokens, press=press)
+        return {"answers": said}
 
     # ------------------------------------------------------------------ times
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from peers_methods import Cut, Method
+from peers_process import Process
+from safetensors.torch import load_file
 from torch import Tensor
 
 import kvlab
+from kvlab.errors import KvlabError
+from kvlab.inputs.models import LM
 from kvlab.methods import Policy
 from kvlab.methods.think import ThinK
 from kvlab.traces.trace import Trace
@@ -22,6 +31,15 @@ def ours(trace: Trace, policy: Policy) -> Tensor:
         return policy.pruned(trace.prompt)
     replay = kvlab.replay(trace, policy)
     return as_mask([replay.kept(layer) for layer in trace.layers], trace.prompt_length)
+
+
+def retained(peer: Process, ids: list[int], presses: list[dict[str, Any]]) -> list[Tensor]:
+    """What each press keeps of a prompt, bool `[layers, kv_heads, n]`."""
+    with tempfile.TemporaryDirectory(prefix="kvlab-peers-") as place:
+        file = Path(place) / "sets.safetensors"
+        peer.ask("retain", ids=ids, presses=presses, into=str(file))
+        masks = load_file(file)
+    return [masks[str(number)].bool() for number in range(len(presses))]
 
 
 def as_mask(positions: Iterable[Tensor], length: int) -> Tensor:
@@ -63,3 +81,24 @@ def compared(mine: Tensor, other: Tensor) -> Agreement:
 def even(mask: Tensor) -> bool:
     """Whether all layers keep equally many entries."""
     return len(set(mask.sum((1, 2)).tolist())) == 1
+
+
+def counterpart(method: Method, theirs: Tensor, length: int, group: int) -> Policy | None:
+    """kvlab's policy that keeps what a press kept of `length` tokens, bool `[layers, kv_heads, n]`, as far as
+    parameters go; None where none can.
+
+    Args:
+        group: query heads that share a KV head.
+    """
+    if method.alike is None:
+        return None
+    entries = round(int(theirs.sum()) / (theirs.shape[0] * theirs.shape[1]))
+    # Whole chunks may come to less than a window, which kvlab refuses.
+    with contextlib.suppress(KvlabError):
+        return method.alike(Cut(length, entries, even(theirs), group))
+    return None
+
+
+def group_of(lm: LM) -> int:
+    """How many query heads share a KV head."""
+    return lm.model.config.num_attention_heads // lm.model.config.num_key_value_heads

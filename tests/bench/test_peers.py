@@ -29,7 +29,7 @@ for line in sys.stdin:
 @pytest.fixture
 def peers(monkeypatch):
     """The modules of benchmarks/ by name, importable for this test."""
-    parts = ("methods", "process", "sets", "tables")
+    parts = ("answers", "methods", "process", "sets", "tables")
     with imported(monkeypatch, "peers", *(f"peers_{part}" for part in parts)) as (command, *modules):
         yield dict(zip(("command", *parts), (command, *modules), strict=True))
 
@@ -147,6 +147,32 @@ def test_decoding_puts_both_sides_in_one_line(peers):
     assert rest[-4:] == ["1", "1", "2", "2"]
 
 
+def test_answers_are_counted_by_method_and_share(peers):
+    answers = peers["answers"]
+    pairs = [
+        answers.Pair("full cache", 1.0, ("a", 1.0), ("a", 1.0)),
+        answers.Pair("snapkv", 0.5, ("a", 1.0), ("b", 0.0), ("b", 0.0)),
+        answers.Pair("full cache", 1.0, ("c", 0.0), ("d", 0.0)),
+        answers.Pair("snapkv", 0.5, ("e", 1.0), ("e", 1.0), ("f", 1.0)),
+        answers.Pair("snapkv", 0.2, ("e", 0.0), ("e", 0.0)),
+    ]
+    assert answers.answers_table(pairs, [400]).rows == [
+        ("full cache", "1", "50 %", "50 %", "1 of 2", "", ""),
+        ("snapkv", "0.5", "100 %", "50 %", "1 of 2", "50 %", "1 of 2"),
+        ("snapkv", "0.2", "0 %", "0 %", "1 of 1", "", ""),
+    ]
+
+
+def test_a_press_that_keeps_less_than_a_window_has_no_counterpart(peers):
+    sets, methods = peers["sets"], peers["methods"].METHODS
+    mask = torch.zeros(2, 3, 100, dtype=torch.bool)
+    mask[..., :80] = True
+    assert sets.counterpart(methods["chunkkv"], mask, 100, 3).entries(100) == 80
+    mask[..., 40:] = False
+    assert sets.counterpart(methods["chunkkv"], mask, 100, 3) is None
+    assert sets.counterpart(methods["random"], mask, 100, 3) is None
+
+
 def test_markdown_is_a_table(peers, tmp_path):
     table = peers["tables"].Table("Things", ("a", "b"), [("1", "2")], "A note.")
     peers["tables"].write([table, table], tmp_path / "out.md")
@@ -160,7 +186,7 @@ def test_markdown_is_a_table(peers, tmp_path):
         (["--methods", "snapkw"], "snapk"),
         (["--methods", "duoattention"], "duoattention is left out: kvpress fetches"),
         (["--methods", ","], "name at least one method of: streamingllm"),
-        (["--parts", "sets,tea"], "'tea' is no part; there are sets, times, decode"),
+        (["--parts", "sets,tea"], "'tea' is no part; there are sets, answers, times, decode"),
         (["--ratios", "1.5"], "a ratio is the share that stays, between 0 and 1, and not 1.5"),
         (["--tokens", "400", "--ratios", "0.1"], "0.1 of 400 tokens is less than kvpress's window"),
         (["--model", "no/such"], "no/such is neither a model of the catalogue"),
@@ -216,6 +242,18 @@ def test_the_peer_keeps_what_kvlab_keeps(peers, peer, lm, tmp_path):
         mine = peers["sets"].ours(trace, method.alike(peers["methods"].Cut(400, 100, True, 3)))
         assert int(theirs.sum()) == int(mine.sum()) == 30 * 3 * 100
         assert peers["sets"].compared(mine, theirs).same > 0.999
+
+
+def test_the_peer_answers_word_for_word_where_it_keeps_the_same(peers, peer, lm):
+    """Its own pipeline decodes from its own cache: positions, masks and the question's place are all the same."""
+    answers = peers["answers"]
+    task = answers.Needle(lengths=(400,), depths=(0.5,))
+    (example,) = task.examples(lm)
+    methods = peers["methods"].chosen("snapkv,knorm,adakv")
+    pairs = answers.of_one(lm, peer, methods, task, example, [0.5])
+    assert [pair.method for pair in pairs] == ["full cache", *methods]
+    assert pairs[0].ours == pairs[0].theirs
+    assert [pair.alike for pair in pairs[1:]] == [pair.theirs for pair in pairs[1:]]
 
 
 def test_the_peer_says_what_it_cannot_do(peer):
