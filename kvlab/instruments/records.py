@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Records:
-    """Numbers of the probes of one session, and their running means.
+    """Numbers of the probes of one session, and their means.
 
     Rows are the sequences of a live run's batch, or the layers of a replay.
     """
@@ -27,8 +27,6 @@ class Records:
         self._rows: list[tuple[str, int, int | None, int, str | None, list[int], Tensor, dict[int, int]]] = []
         # What the budget came to, by sequence; replaced and never changed, since rows refer to it.
         self._entries: dict[int, int] = {}
-        self._sums: dict[str, float] = defaultdict(float)
-        self._counts: dict[str, int] = defaultdict(int)
         self._started, self._prompt = 0.0, 0
         self._positions: dict[tuple[int, int, int | None, int], Tensor] = {}  # by prompt, sequence, layer and step
 
@@ -50,8 +48,6 @@ class Records:
         """Values `[rows]`, or `[rows, heads]` with `axis` "head" or "kv_head"."""
         values = values.detach().float().cpu()
         self._rows.append((measure, self._prompt, layer, step, axis, rows, values, self._entries))
-        self._sums[measure] += float(values.sum())
-        self._counts[measure] += values.numel()
 
     def add_positions(self, positions: Tensor, *, step: int, layer: int | None, rows: list[int]) -> None:
         """What a step read, `[rows, kv_heads, n]`, -1 padded."""
@@ -89,7 +85,12 @@ class Records:
     @property
     def means(self) -> dict[str, float]:
         """Of every measure, over everything it was recorded for."""
-        return {measure: total / self._counts[measure] for measure, total in self._sums.items()}
+        sums: dict[str, float] = defaultdict(float)
+        counts: dict[str, int] = defaultdict(int)
+        for measure, *_, values, _entries in self._rows:
+            sums[measure] += float(values.sum())
+            counts[measure] += values.numel()
+        return {measure: total / counts[measure] for measure, total in sums.items()}
 
     @property
     def table(self) -> pd.DataFrame:
