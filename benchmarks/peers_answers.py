@@ -30,14 +30,14 @@ class Pair:
     """One example's answers by one method at one share that stays (1 for the full cache), and whether each is right.
 
     Attributes:
-        ours, theirs: as the two come.
+        ours, theirs: as the two come; None where the press ends in an error.
         alike: kvlab's, made like the press; None where that cannot be.
     """
 
     method: str
     keep: float
     ours: tuple[str, float]
-    theirs: tuple[str, float]
+    theirs: tuple[str, float] | None
     alike: tuple[str, float] | None = None
 
 
@@ -75,7 +75,12 @@ def of_one(
         new_tokens=example.max_new_tokens,
     )
     return [
-        Pair(*which, ours[*which, False], judged(task, example, text), ours.get((*which, True)))
+        Pair(
+            *which,
+            ours[*which, False],
+            None if text is None else judged(task, example, text),
+            ours.get((*which, True)),
+        )
         for which, text in zip([(FULL, 1.0), *presses], told["answers"], strict=True)
     ]
 
@@ -91,18 +96,12 @@ def answers_table(pairs: Sequence[Pair], lengths: Sequence[int]) -> Table:
     for pair in pairs:
         groups[pair.method, pair.keep].append(pair)
     for (name, keep), some in groups.items():
-        alike = [(pair, pair.alike) for pair in some if pair.alike is not None]
-        lines.append(
-            (
-                name,
-                f"{keep:g}",
-                found([pair.ours for pair in some]),
-                found([pair.theirs for pair in some]),
-                of(sum(pair.ours[0] == pair.theirs[0] for pair in some), len(some)),
-                found([like for _, like in alike]) if alike else "",
-                of(sum(pair.theirs[0] == like[0] for pair, like in alike), len(alike)) if alike else "",
-            )
-        )
+        both = [(pair.ours, pair.theirs) for pair in some if pair.theirs]
+        alike = [(pair.alike, pair.theirs) for pair in some if pair.alike and pair.theirs]
+        theirs = found([other for _, other in both]) if both else "an error"
+        own = found([pair.ours for pair in some])
+        made = found([like for like, _ in alike]) if alike else ""
+        lines.append((name, f"{keep:g}", own, theirs, same_words(both), made, same_words(alike)))
     header = ("method", "kept", "kvlab finds", "kvpress", "same words", "kvlab made alike", "same words")
     note = (
         "Needles whose question comes after the text was compressed, the same token ids on both sides; kvpress answers "
@@ -115,5 +114,5 @@ def found(judged: Sequence[tuple[str, float]]) -> str:
     return f"{100 * statistics.fmean(score for _, score in judged):.0f} %"
 
 
-def of(n: int, total: int) -> str:
-    return f"{n} of {total}"
+def same_words(pairs: Sequence[tuple[tuple[str, float], tuple[str, float]]]) -> str:
+    return f"{sum(one[0] == other[0] for one, other in pairs)} of {len(pairs)}" if pairs else ""

@@ -155,11 +155,13 @@ def test_answers_are_counted_by_method_and_share(peers):
         answers.Pair("full cache", 1.0, ("c", 0.0), ("d", 0.0)),
         answers.Pair("snapkv", 0.5, ("e", 1.0), ("e", 1.0), ("f", 1.0)),
         answers.Pair("snapkv", 0.2, ("e", 0.0), ("e", 0.0)),
+        answers.Pair("pyramidkv", 0.2, ("e", 1.0), None, ("e", 1.0)),
     ]
     assert answers.answers_table(pairs, [400]).rows == [
         ("full cache", "1", "50 %", "50 %", "1 of 2", "", ""),
         ("snapkv", "0.5", "100 %", "50 %", "1 of 2", "50 %", "1 of 2"),
         ("snapkv", "0.2", "0 %", "0 %", "1 of 1", "", ""),
+        ("pyramidkv", "0.2", "100 %", "an error", "", "", ""),
     ]
 
 
