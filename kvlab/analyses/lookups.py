@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvlab.errors import KvlabError
+from kvlab.methods import Policy
+from kvlab.methods.compilerkv import CompilerKV
+from kvlab.methods.duoattention import DuoAttention
 from kvlab.methods.lookup import SHIPPED_ALONE, DecisionTables, HeadScores, Measured
 
 if TYPE_CHECKING:
@@ -54,6 +57,17 @@ def alone(lm: LM, files: str | Sequence[str] = AUTO) -> dict[int, DecisionTables
             raise KvlabError(f"two files of weights for {about['budget']} entries; give one for each budget")
         found[about["budget"]] = learnt
     return found
+
+
+def with_measured(lm: LM, policy: Policy) -> Policy:
+    """The policy with what comes with kvlab for this model, where it was given nothing of its own: compilerkv its
+    tables, duoattention its head scores. All others as they are.
+    """
+    if isinstance(policy, CompilerKV) and policy.tables is None and policy.tables_in_use.neutral:
+        return policy.replace(tables=tables(lm))
+    if isinstance(policy, DuoAttention) and policy.heads is None:
+        return policy.replace(heads=head_scores(lm))
+    return policy
 
 
 def _chosen(lm: LM, kind: type[Measured], wanted: str | None) -> str | None:

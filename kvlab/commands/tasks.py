@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -70,11 +71,16 @@ def eval_(
     ] = None,
     log: Annotated[bool, typer.Option("--log/--no-log", help="Log a run to MLflow.")] = True,
 ) -> None:
-    """Run tasks with policies and budgets on a live model. The same command continues a run that was stopped."""
+    """Run tasks with policies and budgets on a live model. The same command continues a run that was stopped.
+
+    Where kvlab brings what a policy wants to have measured on the model, compilerkv's tables and duoattention's head
+    scores, it is used.
+    """
     from rich.console import Console
 
     from kvlab import evaluation as evaluate
     from kvlab import tasks
+    from kvlab.analyses import lookups
     from kvlab.bench.meters import device_name
     from kvlab.inputs import models
     from kvlab.methods import registry
@@ -93,7 +99,8 @@ def eval_(
     if not plans:
         raise typer.BadParameter("name at least one task")
     lm, answers = models.load(model, device, dtype), []
-    for plan in plans:
+    for wanted in plans:
+        plan = replace(wanted, policies=tuple(lookups.with_measured(lm, policy) for policy in wanted.policies))
         path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
         with progress.counting(plan.task.name) as advance:
             made = evaluate.run(lm, plan, path, advance)

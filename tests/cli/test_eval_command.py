@@ -43,6 +43,15 @@ def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):
     assert again == out
 
 
+def test_what_was_measured_for_the_model_is_used(loaded, project, capsys):
+    """No policy competes without the tables that its paper asks for, where they come with kvlab."""
+    policies = ["--policies", "compilerkv,duoattention,snapkv", "--budgets", "64"]
+    code, _, err = call(capsys, "eval", "needle", "-p", "lengths=[144]", "--limit", "1", "--no-log", *policies)
+    assert code == 0 and "neutral tables" not in err, err
+    told = {answer.policy: answer.signature for answer in evaluation.read(project / "eval" / "needle.jsonl")}
+    assert "tables='smollm2-135m'" in told["compilerkv"] and "heads='smollm2-135m'" in told["duoattention"]
+
+
 @pytest.mark.parametrize(
     "arguments, code, match",
     [

@@ -72,19 +72,30 @@ def test_on_several_models_it_says_where_they_differ_and_where_size_leads():
     told = digest(both, [SMALL, LARGE])
     assert told[0].endswith("on small 1 holds and 2 fail; on large 2 hold.")
     assert told[1] == "What holds on both models, at least in direction: same."
-    assert "What holds on some models and not on others: grows." in told
+    assert "What holds on some models and fails on others: grows." in told
     assert not any("once" in sentence for sentence in told), "one model is not every model"
     assert told[-1].startswith(
         "On large 1 of 2 printed numbers that ours can be compared with lies inside our interval"
     )
-    assert told[-1].endswith("with the model's size 1 come nearer and 0 move away.")
+    assert told[-1].endswith(
+        "of 2 findings with such a number, as models grow, 1 comes nearer to it and 1 does not change clearly."
+    )
+
+
+def test_what_one_model_leaves_open_does_not_turn():
+    both = [
+        finding("half told", "undecided", model=SMALL, value=0.1),
+        finding("half told", "holds", model=LARGE, value=0.5),
+    ]
+    told = digest(both, [SMALL, LARGE])
+    assert "None is told to hold on one model and to fail on another; undecided on one at least: half told." in told
 
 
 def test_a_change_in_no_order_of_size_is_not_left_out():
     three = [SMALL, MIDDLE, LARGE]
     values = zip(three, (0.1, 0.5, 0.1), strict=True)
     told = digest([finding("comes and goes", "holds", model=model, value=value) for model, value in values], three)
-    assert told[-1].endswith("with the model's size 0 come nearer, 0 move away and 1 change in no order of it.")
+    assert told[-1].endswith("of 1 finding with such a number, as models grow, 1 changes in no order of size.")
 
 
 def test_what_fewer_models_measured_is_said_with_their_names():

@@ -179,6 +179,34 @@ def test_turns_and_modes_are_kept_and_shown(tmp_path):
     assert "By turn: chat Policy 1 2 full 100" in text and "By turn: requests" in text
 
 
+def test_settings_of_one_policy_stand_apart_and_what_it_went_without_is_said(tmp_path):
+    """Each in a row of its own; the lengths of the prompts are in the table's name."""
+    signature = "m|t(seed=0, lengths=(1000, 2000))|{}(budget=64, window={}, tables={})|compress at context|v"
+    variants = {
+        ("snapkv", 8, "'x'"): "snapkv, window=8",
+        ("snapkv", 32, "'x'"): "snapkv, window=32",
+        ("compilerkv", 32, None): "compilerkv, neutral tables",
+        ("pyramidkv", 32, None): "pyramidkv",
+    }
+    found = [
+        replace(answer, policy=of[0], signature=signature.format(*of), key=f"{of} {answer.key}", marks={})
+        for of in variants
+        for answer in FOUND
+        if answer.policy != "full"
+    ]
+    answered.keep(tmp_path, found, "a machine")
+    (board,) = boards.boards(tmp_path)
+    assert sorted(system for system, _ in board.rows) == sorted(variants.values())
+    assert board.lengths == "1,000 and 2,000 tokens"
+
+
+@pytest.mark.parametrize("settings", ["t(lengths=x)", "t(lengths=('a',))", "t(seed=0)", "t", "no call ("])
+def test_lengths_that_cannot_be_read_are_left_out(tmp_path, settings):
+    found = [replace(answer, signature=f"m|{settings}|snapkv(budget=64)|compress at context|v") for answer in FOUND]
+    answered.keep(tmp_path, found, "a machine")
+    assert [board.lengths for board in boards.boards(tmp_path)] == [""]
+
+
 @pytest.mark.parametrize("place", ["/data/of/mine/bench", "/bench", "/data/bench/", r"C:\\data\\bench"])
 def test_where_a_folder_lay_is_not_kept(tmp_path, place):
     signature = f"m|t(seed=0, folder='{place}', tasks=('a', 'b'))|p|compress at context|v"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from kvlab.analyses.telling import listed
 from kvlab.workbench.report import told
-from kvlab.workbench.report.subjects import Subject
+from kvlab.workbench.report.subjects import LACKING, Subject
 
 FOLDER = "tasks"  # a folder of its own, so that every CSV beside it is a ledger
 KEY = ["task", "settings", "kind", "policy", "budget", "storage", "parameters", "compress_at", "mode", "turn"]
@@ -63,6 +65,7 @@ class Board:
     """The scores of one task with one set of parameters on one model, compressed at one moment.
 
     Attributes:
+        lengths: the tokens of its prompts, in words; empty where the task does not say.
         n: how many answers stand behind a score, at least.
         full: the full cache's.
         budgets: the columns.
@@ -73,6 +76,7 @@ class Board:
     model: str
     task: str
     settings: str
+    lengths: str
     compress_at: str
     n: int
     full: Cell | None
@@ -99,7 +103,8 @@ def boards(folder: Path) -> list[Board]:
 def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
     model, task, settings, compress_at = about
     lines = [line for line in every if not line["mode"] and not line["turn"]]
-    cells = {(_system(line), line["budget"]): _cell(line) for line in lines}
+    names = _names(every)
+    cells = {(names[_system(line)], line["budget"]): _cell(line) for line in lines}
     named = dict.fromkeys(system for system, _ in cells if system != FULL)
     budgets = sorted({budget for system, budget in cells if system != FULL}, key=lambda budget: float(budget or "inf"))
     rows = [(system, [cells.get((system, budget)) for budget in budgets]) for system in named]
@@ -109,32 +114,72 @@ def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
         Subject(model.split()[0]).label,
         task,
         settings,
+        _lengths(settings),
         compress_at,
         min(int(line["n"]) for line in lines),
         full,
         budgets,
         rows,
-        _by_turn([line for line in every if line["turn"]]),
+        _by_turn([line for line in every if line["turn"]], names),
     )
 
 
-def _by_turn(lines: Sequence[Mapping[str, str]]) -> list[ByTurn]:
+def _lengths(settings: str) -> str:
+    given = _given(settings)
+    try:
+        lengths = ast.literal_eval(given.get("lengths") or given.get("length") or "()")
+        every = [f"{length:,d}" for length in (lengths if isinstance(lengths, tuple | list) else [lengths])]
+    except (ValueError, TypeError):
+        return ""
+    return f"{listed(every)} tokens" if every else ""
+
+
+def _by_turn(lines: Sequence[Mapping[str, str]], names: Mapping[tuple[str, ...], str]) -> list[ByTurn]:
     found = []
     for mode in dict.fromkeys(line["mode"] for line in lines):
-        mine = sorted((line for line in lines if line["mode"] == mode), key=lambda line: _system(line) != FULL)
-        cells = {(_at(line), line["turn"]): _cell(line) for line in mine}
+        mine = sorted((line for line in lines if line["mode"] == mode), key=lambda line: line["policy"] != FULL)
+        at = [names[_system(line)] + (f" at {line['budget']}" if line["budget"] else "") for line in mine]
+        cells = {(name, line["turn"]): _cell(line) for name, line in zip(at, mine, strict=True)}
         turns = sorted({line["turn"] for line in mine}, key=int)
-        named = dict.fromkeys(_at(line) for line in mine)
+        named = dict.fromkeys(at)
         found.append(ByTurn(mode, turns, [(at, [cells.get((at, turn)) for turn in turns]) for at in named]))
     return found
 
 
-def _at(line: Mapping[str, str]) -> str:
-    return f"{_system(line)} at {line['budget']}" if line["budget"] else _system(line)
+def _names(lines: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], str]:
+    """What each system of a table is called: the policy, what it went without, its storage, and where a policy stands
+    there with several settings those that differ.
+    """
+    systems = {_system(line): _given(line["parameters"]) for line in lines}
+    named = {}
+    for system, given in systems.items():
+        policy, storage, _ = system
+        alike = [other for (name, *_), other in systems.items() if name == policy]
+        parts = [policy]
+        for parameter, value in given.items():
+            lacking, words = LACKING.get(parameter, ("", ""))
+            if lacking == policy and value == "None":
+                parts.append(words)
+            elif any(other.get(parameter) != value for other in alike):
+                parts.append(f"{parameter}={value}")
+        named[system] = ", ".join(parts if storage == PLAIN else [*parts, storage])
+    return named
 
 
-def _system(line: Mapping[str, str]) -> str:
-    return line["policy"] if line["storage"] == PLAIN else f"{line['policy']}, {line['storage']}"
+def _system(line: Mapping[str, str]) -> tuple[str, ...]:
+    """The policy, its storage, and its parameters but for the budget."""
+    return line["policy"], line["storage"], repr(_given(line["parameters"]))
+
+
+def _given(call: str) -> dict[str, str]:
+    """The parameters of a policy or task as it names itself, but for the budget: `snapkv(budget=8, window=4)`."""
+    try:
+        named = ast.parse(call, mode="eval").body
+    except SyntaxError:
+        return {}
+    if not isinstance(named, ast.Call):
+        return {}
+    return {each.arg: ast.unparse(each.value) for each in named.keywords if each.arg and each.arg != "budget"}
 
 
 def _cell(line: Mapping[str, str]) -> Cell:

@@ -51,7 +51,7 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
     """The sentences on one paper, at most five; those with nothing to say are left out.
 
     What it claims; how many findings stand where; which hold and which fail on every model, with those that fewer
-    models measured, two at least, and are alike on them; which differ between models (on one model: stay undecided);
+    models measured, two at least, and are alike on them; which turn between models (on one model: stay undecided);
     how ours lie beside the printed numbers, and which way that goes with the model's size.
 
     Args:
@@ -136,15 +136,21 @@ def _all_of(models: int) -> str:
 
 
 def _turns(stands: Mapping[str, str]) -> bool:
-    """Whether it holds on one model and not on another."""
-    return len({state in HOLDING for state in stands.values()}) == 2
+    """Whether it holds on one model and fails on another; undecided speaks for neither."""
+    states = set(stands.values())
+    return papers.FAILS in states and not states.isdisjoint(HOLDING)
 
 
 def _open(measured: Iterable[Standing], turning: Sequence[str], order: Sequence[Subject]) -> str:
-    """Which hold on one model and not on another; of one model, which stay undecided."""
+    """Which hold on one model and fail on another, or else which are undecided; of one model, which stay undecided."""
     if len(order) == 1:
         return _sentence(_alike(measured, "stays undecided", (papers.UNDECIDED,), order))
-    return f"What holds on some models and not on others: {_some(turning)}." if turning else ""
+    if turning:
+        return f"What holds on some models and fails on others: {_some(turning)}."
+    undecided = [name for name, mine in measured if len(mine) > 1 and papers.UNDECIDED in mine.values()]
+    if not undecided:
+        return ""
+    return f"None is told to hold on one model and to fail on another; undecided on one at least: {_some(undecided)}."
 
 
 def _sentence(told: str) -> str:
@@ -172,10 +178,15 @@ def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
     ways = growth.trends(growth.rows(of_paper, order))
     if not ways:
         return f"{text}."
-    told = [f"{ways[growth.TOWARDS]} come nearer", f"{ways[growth.AWAY]} move away"]
-    if ways[growth.MIXED]:
-        told.append(f"{ways[growth.MIXED]} change in no order of it")
-    return f"{text}; with the model's size {listed(told)}."
+    verbs = {
+        growth.TOWARDS: ("comes nearer to it", "come nearer to it"),
+        growth.AWAY: ("moves away from it", "move away from it"),
+        growth.MIXED: ("changes in no order of size", "change in no order of size"),
+        growth.LEVEL: ("does not change clearly", "do not change clearly"),
+    }
+    told = [f"{ways[way]} {words[ways[way] != 1]}" for way, words in verbs.items() if ways[way]]
+    total = ways.total()
+    return f"{text}; of {total} {plural(total, 'finding')} with such a number, as models grow, {listed(told)}."
 
 
 def _closest(pairs: Sequence[tuple[Entry, float, float]]) -> str:

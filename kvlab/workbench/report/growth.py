@@ -54,6 +54,16 @@ class Row:
         return self.entries[0].group
 
     @property
+    def profile(self) -> str:
+        """That of the points, where it is not that of the entries: models that were asked more are compared by what
+        all were asked.
+        """
+        profiles = {point.entry.profile for point in self.points}
+        shown = {entry.model: entry for entry in self.entries}
+        less = any(point.entry is not shown[point.entry.model] for point in self.points)
+        return ", ".join(sorted(profiles)) if less else ""
+
+    @property
     def trend(self) -> str | None:
         """Where the effect goes as models grow; None without a paper's number or a second size.
 
@@ -101,13 +111,11 @@ def rows(judged: Iterable[Entry], subjects: Sequence[Subject]) -> list[Row]:
 
 
 def _point(subject: Subject | None, entry: Entry) -> Point | None:
-    """None where nothing was measured, or on a model of unknown size."""
+    """None on a model of unknown size, and where nothing was measured: a number that its control voids is no effect."""
     value = entry.verdict.value
-    return (
-        None
-        if value is None or subject is None or not subject.parameters
-        else Point(subject, entry, subject.parameters, value)
-    )
+    if value is None or entry.state == papers.UNMEASURED or subject is None or not subject.parameters:
+        return None
+    return Point(subject, entry, subject.parameters, value)
 
 
 def paper_value(claim: papers.Claim) -> float | None:
