@@ -95,6 +95,49 @@ def test_the_readme_tells_of_the_other_models(model):
     assert f"`docs/ledger/{model}.csv`" in flat and told.format(*map(counted.get, states)) in flat
 
 
+NUMBERS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+
+
+def in_words(count: int) -> str:
+    return {20: "twenty"}.get(count) or NUMBERS[count]
+
+
+def test_what_the_full_profile_decides_is_counted_on_the_page_and_in_the_readme():
+    read = {
+        name: {entry.claim.id: entry for entry in kept.read(KEPT / "smollm2-135m.csv", name) if entry.measured}
+        for name in ("full", "quick")
+    }
+    both = [(read["quick"][name], entry) for name, entry in read["full"].items() if name in read["quick"]]
+    changed = [(quick.state, entry) for quick, entry in both if quick.state != entry.state]
+    decided = [entry for before, entry in changed if before == "undecided"]
+    against = [entry for entry in decided if entry.state == "fails"]
+    opened = [before for before, entry in changed if entry.state == "undecided"]
+    page = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    of_paper = {name: [entry for entry in against if entry.claim.paper == name] for name in ("dapq", "compilerkv")}
+    ours = [entry for entry in of_paper["dapq"] if entry.claim.kind == "question"]
+    assert (
+        f"Of the {len(both)} claims that both have measured {len(changed)} have another verdict in the full one. "
+        f"{in_words(len(decided)).capitalize()} are decided, {in_words(len(decided) - len(against))} for the paper and "
+        f"{in_words(len(against))} against it: {in_words(len(of_paper['dapq']))} of DapQ's, among them "
+        f"{in_words(len(ours))} questions of ours, {in_words(len(of_paper['compilerkv']))} of CompilerKV's"
+    ) in page
+    held = [before for before in opened if before.startswith("holds")]
+    assert f"{in_words(len(opened)).capitalize()} become undecided, {in_words(len(held))} of which had held" in page
+    assert f"{len(decided)} are decided there, {len(against)} of them against the paper, {len(opened)} become" in readme
+    turned = [entry.group for before, entry in changed if before == "fails" and entry.state.startswith("holds")]
+    assert turned == ["timings"] and "No finding turned from failing to holding, and one timing did" in page
+
+
+@pytest.mark.parametrize(("before", "words"), [("holds in direction only", "Five things that held"), ("fails", "Five")])
+def test_what_twenty_documents_leave_open_on_the_half_billion_model_is_counted(before, words):
+    read = {name: kept.read(KEPT / f"{HALF}.csv", name) for name in ("full", "quick")}
+    full = {entry.claim.id: entry.state for entry in read["full"] if entry.measured}
+    opened = [entry for entry in read["quick"] if entry.state == before and full.get(entry.claim.id) == "undecided"]
+    page = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
+    assert words.split()[0] == in_words(len(opened)).capitalize() and f"{words} " in page
+
+
 FILLED_H2O, WIDE_POOLING = "compilerkv.table1.filled_over_h2o", "rocketkv.section3_3.wide_pooling"
 SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "gemma-3-270m"
 
