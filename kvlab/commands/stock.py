@@ -120,18 +120,19 @@ def _print_models(rows: list[dict[str, Any]]) -> None:
 
     from kvlab.inputs.packs import gigabytes
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("name", "parameters", "context", "to fetch", "sources", "in the cache", "licence", "what it is"):
-        table.add_column(heading, no_wrap=heading == "name", overflow="fold")
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
     for entry in rows:
-        held = f"{gigabytes(entry['cached_bytes'])} ({entry['cached']})" if entry["cached"] else "-"
-        if "parameters" in entry:
-            context, size = f"{entry['context'] // 1024}k", gigabytes(entry["bytes_to_fetch"])
-            facts = [_millions(entry["parameters"]), context, size, ", ".join(entry["sources"])]
-            row = [*facts, held, entry["licence"], entry["summary"]]
-        else:  # a user's own file
-            row = ["", "", "", "", gigabytes(entry["cached_bytes"]), "", entry["summary"]]
-        table.add_row(Text(entry["name"], style="bold"), *map(Text, row))
+        held = f"{gigabytes(entry['cached_bytes'])} in the cache"
+        if "parameters" not in entry:  # a user's own file
+            table.add_row(Text(entry["name"]), Text(f"{held}; {entry['summary']}"))
+            continue
+        held = f"{held} ({entry['cached']})" if entry["cached"] else "not in the cache"
+        size, sources = gigabytes(entry["bytes_to_fetch"]), " or ".join(entry["sources"])
+        facts = f"{_millions(entry['parameters'])} parameters, context of {entry['context'] // 1024}k"
+        lines = [entry["summary"], f"{facts}; {held}, {size} to fetch from {sources}", entry["licence"]]
+        table.add_row(Text(entry["name"]), Text("\n".join(lines)))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
 
 
