@@ -97,6 +97,8 @@ def test_paper_values_of_claims_are_those_of_the_tables():
     for (name, part), (kind, measure) in itertools.product(named.items(), {"": "kept", "recall_": "recall"}.items()):
         claim = claims[f"table2.{kind}{name}"]
         assert claim.metric == f"ablation/{measure}/{part}"
+        if name == "stabilised_utility":
+            assert claim.kind == "question" and claims["table2.error_stabilised_utility"].kind == "finding"
         assert claim.paper_value == pytest.approx(lost[part], abs=5e-5)
         assert claim.size.kind == "not_compared"
 

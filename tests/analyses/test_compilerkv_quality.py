@@ -27,7 +27,7 @@ from support.spread import students
 
 from kvlab import papers
 from kvlab.analyses import lookups
-from kvlab.analyses.compilerkv import ablation, printed, quality, thresholds, veto
+from kvlab.analyses.compilerkv import ablation, printed, quality, thresholds, variants, veto
 from kvlab.analyses.texts import without_span
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
@@ -185,6 +185,9 @@ def test_texts_are_told_apart_by_their_names(name):
 def test_a_gate_never_keeps_more_and_equal_storage_is_equal():
     metrics = analyses()["table_2"].metrics
     assert metrics["ablation/kept/no_gate"] < 0 and metrics["ablation/recall/no_gate"] <= 0
+    errors = analyses()["table_2"].table.pivot_table(index="document", columns="method", values="error")
+    lost = (errors["raw_attention"] / errors["full"] - 1).mean()
+    assert metrics["ablation/error/raw_attention"] == pytest.approx(lost)
     assert metrics["ablation/stored/equal_storage"] == round(metrics["ablation/stored/full"])
     assert metrics["ablation/stored/full"] < metrics["ablation/stored/no_gate"] == PROMPT // 2
 
@@ -206,6 +209,10 @@ def test_steps_are_differences_of_what_is_lost():
     assert metrics["against_snapkv/7"] == pytest.approx(metrics["steps/1/7"] - metrics["steps/6/7"])
     assert metrics["norms_spare/7"] == pytest.approx(metrics["steps/0/7"] - metrics["steps/1/7"])
     assert metrics["model_mean_spares/7"] == pytest.approx(metrics["steps/2/7"] - metrics["steps/0/7"])
+    errors = steps.table.query("budget == 0.07").groupby("method")["error"].mean()
+    plain, norms, layer = (errors[name] for name in list(variants.ladder(0.07))[:3])
+    assert metrics["norms_spare_error/7"] == pytest.approx(plain - norms)
+    assert metrics["model_mean_spares_error/7"] == pytest.approx(layer - plain)
     by_head = ablation.against_snapkv(steps, SHARE)
     assert by_head.shape == (LAYERS, HEADS)
     assert by_head.to_numpy().mean() == pytest.approx(metrics["against_snapkv/12"])

@@ -17,8 +17,8 @@ LOSS = "ablation/{measure}/{part}"
 STORED = "ablation/stored/{part}"
 EQUAL_STORAGE = "equal_storage/{measure}"
 STEP = "steps/{step}/{percent}"
-NORMS_SPARE = "norms_spare/{percent}"
-MODEL_MEAN_SPARES = "model_mean_spares/{percent}"
+NORMS_SPARE, NORMS_SPARE_ERROR = "norms_spare/{percent}", "norms_spare_error/{percent}"
+MODEL_MEAN_SPARES, MODEL_MEAN_SPARES_ERROR = "model_mean_spares/{percent}", "model_mean_spares_error/{percent}"
 ONE_SET_COSTS = "one_set_costs/{percent}"
 AGAINST_SNAPKV = "against_snapkv/{percent}"
 HEADS_WORSE = "heads_worse/{percent}"
@@ -43,9 +43,9 @@ def table_2(traces: Sequence[Trace], tables: str | None, share: float) -> Findin
     `raw_attention` has something to remove.
 
     Returns:
-        The table of `sweep`; metrics `ablation/kept/PART`, `ablation/recall/PART` (1 - without / with, positive where
-        the part helps), `ablation/stored/PART` and `ablation/stored/full` (entries); `equal_storage/kept` and
-        `equal_storage/recall` (gated less ungated).
+        The table of `sweep`; metrics `ablation/kept/PART`, `ablation/recall/PART` (1 - without / with) and
+        `ablation/error/PART` (without / with - 1), positive where the part helps; `ablation/stored/PART` and
+        `ablation/stored/full` (entries); `equal_storage/kept` and `equal_storage/recall` (gated less ungated).
     """
     settings = ablations(share, tables)
     findings = Findings(sweep(traces, list(settings.items())))
@@ -60,6 +60,10 @@ def table_2(traces: Sequence[Trace], tables: str | None, share: float) -> Findin
                 findings.add(LOSS, 1 - values[part] / values["full"], measure=measure, part=part)
         if tables is not None:
             findings.add_difference(EQUAL_STORAGE, values["full"], values["equal_storage"], measure=measure)
+    errors = by_method(findings.table, "error")
+    for part in settings:
+        if part != "full":
+            findings.add(LOSS, errors[part] / errors["full"] - 1, measure="error", part=part)
     for part, entries in by_method(findings.table, "stored").items():
         findings.add(STORED, entries, part=part)
     return findings
@@ -85,12 +89,14 @@ def steps_to_snapkv(traces: Sequence[Trace], shares: Sequence[float]) -> Finding
     Returns:
         The table of `sweep`, its methods the steps in order. Metrics, for a share of 7 %: `steps/0/7` .. `steps/6/7`
         (attention lost); what value norms (eq. 7) and the mean over layers (eq. 6) spare, `norms_spare/7` and
-        `model_mean_spares/7`; `one_set_costs/7`, CompilerKV's loss less that of a set for each KV head, and
+        `model_mean_spares/7`, and of the output's error `norms_spare_error/7` and `model_mean_spares_error/7`;
+        `one_set_costs/7`, CompilerKV's loss less that of a set for each KV head, and
         `against_snapkv/7`, less SnapKV's; `heads_worse/7`, the share of heads that lose more than with SnapKV.
     """
     settings = [(name, method) for share in shares for name, method in ladder(share).items()]
     findings = Findings(sweep(traces, settings))
     lost = dict((1 - by_document(findings.table, "kept")).items())
+    errors = dict(by_document(findings.table, "error").items())
     for share in shares:
         at = percent(share)
         steps = [lost[name, share] for name in ladder(share)]
@@ -98,6 +104,9 @@ def steps_to_snapkv(traces: Sequence[Trace], shares: Sequence[float]) -> Finding
             findings.add(STEP, losses, step=number, percent=at)
         findings.add_difference(NORMS_SPARE, steps[0], steps[1], percent=at)
         findings.add_difference(MODEL_MEAN_SPARES, steps[2], steps[0], percent=at)
+        first, second, third = (errors[name, share] for name in list(ladder(share))[:3])
+        findings.add_difference(NORMS_SPARE_ERROR, first, second, percent=at)
+        findings.add_difference(MODEL_MEAN_SPARES_ERROR, third, first, percent=at)
         findings.add_difference(ONE_SET_COSTS, steps[1], steps[4], percent=at)
         findings.add_difference(AGAINST_SNAPKV, steps[1], steps[6], percent=at)
         findings.set(HEADS_WORSE, (against_snapkv(findings, share) > 0).to_numpy().mean(), percent=at)
@@ -142,7 +151,9 @@ def differences_in_words(steps: Findings) -> str:
     """The paired differences of `steps_to_snapkv`, share by share."""
     labels = {
         NORMS_SPARE: "value norms spare",
+        NORMS_SPARE_ERROR: "value norms spare of the output's error",
         MODEL_MEAN_SPARES: "the mean over layers spares",
+        MODEL_MEAN_SPARES_ERROR: "the mean over layers, of that error",
         ONE_SET_COSTS: "one set for each layer costs",
         AGAINST_SNAPKV: "CompilerKV loses more than SnapKV by",
     }
@@ -152,6 +163,6 @@ def differences_in_words(steps: Findings) -> str:
         for effect, label in labels.items()
     ]
     return "\n".join(
-        f"{percent:3} % of the prompt, {label:38}{row.value:+.3f}   {row.low:+.3f} to {row.high:+.3f}"
+        f"{percent:3} % of the prompt, {label:40}{row.value:+.3f}   {row.low:+.3f} to {row.high:+.3f}"
         for percent, label, row in rows
     )

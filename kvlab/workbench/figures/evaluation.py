@@ -77,6 +77,7 @@ def needles(answers: Sequence[Answer]) -> Figure | None:
     rows["policy"] = [
         f"{policy} {_unusual(storage)}".strip() for policy, storage in zip(rows["policy"], rows["storage"], strict=True)
     ]
+    plots.style()
     return plots.figure_of(plots.needle_heatmap(rows)[0])
 
 

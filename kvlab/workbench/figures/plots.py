@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import matplotlib.pyplot as plt
 import seaborn
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from kvlab.errors import KvlabError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 PAPER = "#9aa3ae"
 INK = "#1c2430"
@@ -372,10 +373,21 @@ def needle_heatmap(
         ax.tick_params(labelbottom=number + across >= len(groups))
     for ax in list(grid.flat)[len(groups) :]:
         ax.set_visible(False)
-    figure.colorbar(drawn[0].images[0], ax=drawn, label="score (1: found)", shrink=0.9)
+    if set(table["score"].unique()) <= {0, 1}:
+        _legend_of_two(figure, drawn[0].images[0])
+    else:
+        figure.colorbar(drawn[0].images[0], ax=drawn, label="score (1: found)", shrink=0.9)
     if title:
         figure.suptitle(title, x=0.01, ha="left")
     return drawn
+
+
+def _legend_of_two(figure: Figure, image: AxesImage) -> None:
+    """What is found or not at all needs no scale of colours."""
+    patches = [
+        Patch(color=image.cmap(image.norm(score)), label=label) for score, label in ((1, "found"), (0, "missed"))
+    ]
+    figure.legend(handles=patches, loc="outside lower left", ncols=2)
 
 
 def _budget(budget: object) -> str:
