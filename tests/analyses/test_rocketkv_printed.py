@@ -21,6 +21,7 @@ def test_longchats_cells_by_hand(found):
     assert metrics["printed/longbench/behind/hybrid/LongChat-7B-v1.5/512"] == pytest.approx(36.3 - 34.9)
     assert metrics["printed/longbench/rocketkv_not_behind_rivals"] == 12 / 15
     assert metrics["printed/longbench/rocketkv_not_behind_hybrid"] == 4 / 9
+    assert metrics["printed/tight/rocketkv_not_behind_rivals"] == 1
     assert "printed/longbench/behind/quest/LongChat-7B-v1.5/4096" not in metrics, "a tie is not behind"
 
 
