@@ -34,8 +34,9 @@ def findings() -> Findings:
         Table with columns benchmark, cell, method, against, gap (of the method over the best of the others that are
         printed in that cell, in points). Metrics: `printed/longbench/rocketkv_not_behind_rivals`, the share of cells in
         which RocketKV's average is not below that of DuoAttention, SnapKV, Quest and SparQ, and the same for `ruler`
-        and `needle`, and for `tight`, all three at budgets of 256 and 512; `printed/longbench/rocketkv_not_behind_hybrid` at budgets up to 1024; `printed/all/
-        hybrid_not_behind_halves`, Hybrid against Quest and SparQ on LongBench, needles and RULER;
+        and `needle`, and for `tight`, all three at budgets of 256 and 512;
+        `printed/longbench/rocketkv_not_behind_hybrid` at budgets up to 1024; `printed/all/hybrid_not_behind_halves`,
+        Hybrid against Quest and SparQ on LongBench, needles and RULER;
         `printed/longbench/behind/sparq/LongChat-7B-v1.5/1024` and so on, by how many points RocketKV is behind where it
         is; `printed/needle/largest_loss/512`, the most that RocketKV loses on needles against the full cache, of three
         models; `printed/ruler/lead/96000/256` over the best rival, and `printed/ruler/wider`, the share of the budgets
