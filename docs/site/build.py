@@ -85,7 +85,7 @@ def stage(source: Path) -> None:
     source.mkdir(parents=True)
     for page in PAGES:
         shutil.copy(ROOT / page, source)
-    shutil.copytree(ROOT / "docs", source / "docs", ignore=shutil.ignore_patterns("site", "ledger"))
+    shutil.copytree(ROOT / "docs", source / "docs", ignore=shutil.ignore_patterns("site", "*.csv"))
     shutil.copytree(ROOT / "notebooks", source / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     for file in HERE.glob("*.md"):
         shutil.copy(file, source)
