@@ -65,7 +65,7 @@ def findings() -> Findings:
     compare("longbench", low, "rocketkv", ("hybrid",), "hybrid")
     together = pd.concat([scores.assign(model=name + " " + scores["model"]) for name, scores in benchmarks.items()])
     compare("all", together, "hybrid", ("quest", "sparq"), "halves")
-    tight = _gaps(together.query("budget <= @TIGHT"), "rocketkv", RIVALS)
+    tight: Any = _gaps(together.query("budget <= @TIGHT"), "rocketkv", RIVALS)
     found.set(NOT_BEHIND, (tight["gap"] >= 0).mean(), benchmark="tight", method="rocketkv", others="rivals")
     found.table = pd.concat(tables, ignore_index=True)
 

@@ -384,9 +384,8 @@ def needle_heatmap(
 
 def _legend_of_two(figure: Figure, image: AxesImage) -> None:
     """What is found or not at all needs no scale of colours."""
-    patches = [
-        Patch(color=image.cmap(image.norm(score)), label=label) for score, label in ((1, "found"), (0, "missed"))
-    ]
+    ends = ((1.0, "found"), (0.0, "missed"))
+    patches = [Patch(color=cast("Any", image.cmap(share)), label=label) for share, label in ends]
     figure.legend(handles=patches, loc="outside lower left", ncols=2)
 
 
