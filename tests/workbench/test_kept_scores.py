@@ -59,6 +59,24 @@ def test_needles(heading, model):
     assert told == {policy for policy, _, _ in lines}
 
 
+def test_a_grid_of_needles():
+    lines = kept("smollm2-135m", "needle")
+    section = PAGE.partition("\n## A needle grid\n")[2]
+    for (policy,), cells in rows("## A needle grid"):
+        if policy == "full":
+            score, low, high = percent(at(lines, "full", "", "prompt"), "score", "low", "high")
+            assert cells[0] == f"{score} ({low}-{high})"
+            continue
+        for cell, budget in zip(cells[1:3], ("128", "512"), strict=True):
+            score, low, high = percent(lines[policy, budget, "prompt"], "score", "low", "high")
+            assert cell == f"{score} ({low}-{high})", (policy, budget)
+        line = lines[policy, "512", "prompt"]
+        names = ("difference", "difference_low", "difference_high")
+        mean, low, high = (f"{100 * float(line[name]):+.0f}" for name in names)
+        assert cells[3] == f"{mean} ({low.lstrip('+')} to {high})", policy
+    assert "needle_heatmap.png" in section
+
+
 def test_ruler():
     lines = kept(HALF, "ruler")
     for (policy,), cells in rows("## RULER with all policies"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +175,8 @@ def _system(line: Mapping[str, str]) -> tuple[str, ...]:
 def _given(call: str) -> dict[str, str]:
     """The parameters of a policy or task as it names itself, but for the budget: `snapkv(budget=8, window=4)`."""
     try:
-        named = ast.parse(call, mode="eval").body
+        # What was read from a file stands behind the call, as its hash.
+        named = ast.parse(re.sub(r"\)@\w+$", ")", call), mode="eval").body
     except SyntaxError:
         return {}
     if not isinstance(named, ast.Call):
