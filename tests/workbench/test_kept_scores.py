@@ -44,7 +44,10 @@ def percent(line: dict[str, str], *names: str, digits: int = 0) -> list[str]:
     return [f"{100 * float(line[name]) + 0:.{digits}f}" for name in names]
 
 
-@pytest.mark.parametrize(("heading", "model"), [("## Needles with all policies", HALF)])
+@pytest.mark.parametrize(
+    ("heading", "model"),
+    [("## Needles with all policies", HALF), ("### Needles on Qwen2.5-Coder 1.5B", "qwen2.5-coder-1.5b")],
+)
 def test_needles(heading, model):
     lines = kept(model, "needle", "lengths=(1000, 2000, 4000)")
     columns = [(budget, moment) for budget in ("128", "512") for moment in MOMENTS]
