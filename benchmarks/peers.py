@@ -30,12 +30,13 @@ from common import bar, in_a_sentence, run
 from peers_answers import answers_table, asked
 from peers_methods import TWELVE, WINDOW, Method, chosen
 from peers_process import Process, loaded
-from peers_sets import compared, counterpart, group_of, ours, retained
+from peers_sets import compared, counterpart, ours, retained
 from peers_tables import REPORTS, Table, decode_table, sets_table, setting, show, times_table, write
 from rich.console import Console
 from rich.progress import Progress
 
 import kvlab
+from kvlab.analyses.morphkv.sizes import of_model
 from kvlab.bench import clock, memory, meters, timing
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
@@ -95,7 +96,7 @@ def sets(
         theirs = {key: masks[told] for key, told in orders.items()}
         plain = {(name, keep): methods[name].as_it_comes(keep) for name in methods for keep in ratios}
         alike = {
-            (name, keep): counterpart(methods[name], theirs[name, keep, True], len(ids), group_of(lm))
+            (name, keep): counterpart(methods[name], theirs[name, keep, True], len(ids), of_model(lm).group)
             for name, keep in plain
         }
         needed = [*plain.values(), *filter(None, alike.values())]

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from peers_methods import Method
 from peers_process import Process
-from peers_sets import counterpart, group_of, retained
+from peers_sets import counterpart, retained
 from peers_tables import Table
 from rich.progress import Progress
 
+from kvlab.analyses.morphkv.sizes import of_model
 from kvlab.evaluation.answering import answers, feed
 from kvlab.inputs.models import LM
 from kvlab.methods import Policy
@@ -63,7 +64,7 @@ def of_one(
     policies: dict[tuple[str, float, bool], Policy] = {(FULL, 1.0, False): Full()}
     for (name, keep), mask in zip(presses, retained(peer, context, list(presses.values())), strict=True):
         policies[name, keep, False] = methods[name].as_it_comes(keep)
-        if like := counterpart(methods[name], mask, len(context), group_of(lm)):
+        if like := counterpart(methods[name], mask, len(context), of_model(lm).group):
             policies[name, keep, True] = like
     mine = zip(policies, answers(lm, example, list(policies.values()), "context"), strict=True)
     ours = {which: judged(task, example, one["prediction"]) for which, one in mine}

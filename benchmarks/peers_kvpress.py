@@ -16,6 +16,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, cast
 
 import kvpress  # pyright: ignore[reportMissingImports]
@@ -147,22 +148,24 @@ class Peer:
 
     # ------------------------------------------------------------------ answers
 
+    @cached_property
+    def pipeline(self) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        return kvpress.KVPressTextGenerationPipeline(model=self.model, tokenizer=tokenizer)
+
     def answers(
         self, context: list[int], question: list[int], presses: list[dict[str, Any] | None], new_tokens: int
     ) -> dict[str, Any]:
         """What kvpress's own pipeline answers once the context was compressed, with each press (None for the full
         cache), or None where it ends in an error; the pipeline's first step, which makes tokens of texts, is left out.
         """
-        pipeline = kvpress.KVPressTextGenerationPipeline(
-            model=self.model, tokenizer=AutoTokenizer.from_pretrained(self.folder)
-        )
         given = {"context_ids": torch.tensor([context]), "questions_ids": [torch.tensor([question])]}
         said = []
         for told in presses:
             self.attention(told["press"] if told else "")
             press = made(told) if told else None
             try:
-                said += pipeline._forward(given, max_new_tokens=new_tokens, press=press)
+                said += self.pipeline._forward(given, max_new_tokens=new_tokens, press=press)
             except RuntimeError as error:
                 # Where layers keep differently many, a mask made for the first one does not fit the others.
                 print(f"{told}: {error}", file=sys.stderr)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import kvlab
 from kvlab.errors import KvlabError
-from kvlab.inputs.models import LM
 from kvlab.methods import Policy
 from kvlab.methods.think import ThinK
 from kvlab.traces.trace import Trace
@@ -97,8 +96,3 @@ def counterpart(method: Method, theirs: Tensor, length: int, group: int) -> Poli
     with contextlib.suppress(KvlabError):
         return method.alike(Cut(length, entries, even(theirs), group))
     return None
-
-
-def group_of(lm: LM) -> int:
-    """How many query heads share a KV head."""
-    return lm.model.config.num_attention_heads // lm.model.config.num_key_value_heads

@@ -137,10 +137,8 @@ def chosen(lm: LM, name: str, budget: float) -> Policy:
     given: dict[str, Any] = {"budget": budget} if has_budget(name) else {}
     if name == "duoattention":
         # Its default parts would take the whole budget of a prompt this short, and leave no retrieval head.
-        given |= {"sinks": 4, "recent": 32, "heads": lookups.head_scores(lm)}
-    if name == "compilerkv":
-        given["tables"] = lookups.tables(lm)
-    return policy(name, **given)
+        given |= {"sinks": 4, "recent": 32}
+    return lookups.with_measured(lm, policy(name, **given))
 
 
 def traces(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -> list[Trace]:

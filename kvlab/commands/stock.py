@@ -92,7 +92,7 @@ def list_(
     elif not rows:
         typer.echo(f"There are no {kind} yet.")
     elif kind == "models":
-        _print_models(rows)
+        _print_list([{"name": row["name"], "summary": _about(row)} for row in rows])
     else:
         _print_list(rows)
 
@@ -113,27 +113,17 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
 
 
-def _print_models(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+def _about(model: dict[str, Any]) -> str:
+    """What a model is, its size, what of it lies in the cache, and its licence; of a user's own file what is known."""
     from kvlab.inputs.packs import gigabytes
 
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    for entry in rows:
-        held = f"{gigabytes(entry['cached_bytes'])} in the cache"
-        if "parameters" not in entry:  # a user's own file
-            table.add_row(Text(entry["name"]), Text(f"{held}; {entry['summary']}"))
-            continue
-        held = f"{held} ({entry['cached']})" if entry["cached"] else "not in the cache"
-        size, sources = gigabytes(entry["bytes_to_fetch"]), " or ".join(entry["sources"])
-        facts = f"{_millions(entry['parameters'])} parameters, context of {entry['context'] // 1024}k"
-        lines = [entry["summary"], f"{facts}; {held}, {size} to fetch from {sources}", entry["licence"]]
-        table.add_row(Text(entry["name"]), Text("\n".join(lines)))
-    Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
+    held = f"{gigabytes(model['cached_bytes'])} in the cache"
+    if "parameters" not in model:
+        return f"{held}; {model['summary']}"
+    held = f"{held} ({model['cached']})" if model["cached"] else "not in the cache"
+    size, sources = gigabytes(model["bytes_to_fetch"]), " or ".join(model["sources"])
+    facts = f"{_millions(model['parameters'])} parameters, context of {model['context'] // 1024}k"
+    return "\n".join([model["summary"], f"{facts}; {held}, {size} to fetch from {sources}", model["licence"]])
 
 
 def _millions(parameters: int) -> str:

@@ -40,8 +40,8 @@ def at(lines, policy: str, budget: str, moment: str) -> dict[str, str]:
     return lines.get((policy, budget, moment)) or lines[policy, "", moment]
 
 
-def percent(line: dict[str, str], *names: str, digits: int = 0) -> list[str]:
-    return [f"{100 * float(line[name]) + 0:.{digits}f}" for name in names]
+def percent(line: dict[str, str], *names: str) -> list[str]:
+    return [f"{100 * float(line[name]):.0f}" for name in names]
 
 
 @pytest.mark.parametrize(

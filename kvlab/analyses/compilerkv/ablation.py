@@ -99,14 +99,13 @@ def steps_to_snapkv(traces: Sequence[Trace], shares: Sequence[float]) -> Finding
     errors = dict(by_document(findings.table, "error").items())
     for share in shares:
         at = percent(share)
-        steps = [lost[name, share] for name in ladder(share)]
+        steps, off = ([values[name, share] for name in ladder(share)] for values in (lost, errors))
         for number, losses in enumerate(steps):
             findings.add(STEP, losses, step=number, percent=at)
         findings.add_difference(NORMS_SPARE, steps[0], steps[1], percent=at)
         findings.add_difference(MODEL_MEAN_SPARES, steps[2], steps[0], percent=at)
-        first, second, third = (errors[name, share] for name in list(ladder(share))[:3])
-        findings.add_difference(NORMS_SPARE_ERROR, first, second, percent=at)
-        findings.add_difference(MODEL_MEAN_SPARES_ERROR, third, first, percent=at)
+        findings.add_difference(NORMS_SPARE_ERROR, off[0], off[1], percent=at)
+        findings.add_difference(MODEL_MEAN_SPARES_ERROR, off[2], off[0], percent=at)
         findings.add_difference(ONE_SET_COSTS, steps[1], steps[4], percent=at)
         findings.add_difference(AGAINST_SNAPKV, steps[1], steps[6], percent=at)
         findings.set(HEADS_WORSE, (against_snapkv(findings, share) > 0).to_numpy().mean(), percent=at)

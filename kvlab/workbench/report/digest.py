@@ -178,13 +178,7 @@ def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
     ways = growth.trends(growth.rows(of_paper, order))
     if not ways:
         return f"{text}."
-    verbs = {
-        growth.TOWARDS: ("comes nearer to it", "come nearer to it"),
-        growth.AWAY: ("moves away from it", "move away from it"),
-        growth.MIXED: ("changes in no order of size", "change in no order of size"),
-        growth.LEVEL: ("does not change clearly", "do not change clearly"),
-    }
-    told = [f"{ways[way]} {words[ways[way] != 1]}" for way, words in verbs.items() if ways[way]]
+    told = [f"{ways[way]} {said[ways[way] != 1]}" for way, said in growth.SAID.items() if ways[way]]
     total = ways.total()
     return f"{text}; of {total} {plural(total, 'finding')} with such a number, as models grow, {listed(told)}."
 

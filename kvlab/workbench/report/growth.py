@@ -17,12 +17,12 @@ TOWARDS, AWAY, LEVEL = "towards the paper's", "away from the paper's", "no clear
 MIXED = "changes, in no order of size"
 TRENDS = (TOWARDS, AWAY, MIXED, LEVEL)
 SAID = {
-    TOWARDS: "come nearer to it",
-    AWAY: "move away from it",
-    MIXED: "change clearly, but in no order of size",
-    LEVEL: "do not change clearly",
+    TOWARDS: ("comes nearer to it", "come nearer to it"),
+    AWAY: ("moves away from it", "move away from it"),
+    MIXED: ("changes in no order of size", "change in no order of size"),
+    LEVEL: ("does not change clearly", "do not change clearly"),
 }
-"""How they are counted in a sentence."""
+"""How they are counted in a sentence: of one, and of several or none."""
 
 
 @dataclass(frozen=True)
