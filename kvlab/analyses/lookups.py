@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
 from kvlab.methods import Policy
 from kvlab.methods.compilerkv import CompilerKV
@@ -78,8 +79,7 @@ def _chosen(lm: LM, kind: type[Measured], wanted: str | None) -> str | None:
 
 def _about(lm: LM) -> tuple[str, str, int, int]:
     """What files are found by; tables and head scores have a row for each layer that policies compress."""
-    config = lm.model.config.get_text_config(decoder=True)
-    return lm.name, lm.sha256, len(lm.layout.compressed), config.num_attention_heads
+    return lm.name, lm.sha256, len(lm.layout.compressed), geometry(lm.model.config).heads
 
 
 def heads_in_words(heads: str | None) -> str:

@@ -16,6 +16,7 @@ from kvlab.compile.contexts import DOCUMENTS, Context, cells, checked, pool, str
 from kvlab.compile.log import DIGITS, Journal, Samples
 from kvlab.compile.settings import Settings
 from kvlab.compile.trials import candidates, draw, neutral, prefilled, with_thresholds, with_weights
+from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.inputs.corpus import Document
@@ -159,8 +160,8 @@ class _Run:
         samples = settings.samples if phase == "heads" else settings.risk_samples
         label = "trying weights" if phase == "heads" else "trying thresholds"
         propensities = settings.propensities(phase)
-        text = self.lm.model.config.get_text_config(decoder=True)
-        states = len(self.lm.layout.compressed) * (text.num_key_value_heads if phase == "heads" else 1)
+        kv_heads = geometry(self.lm.model.config).kv_heads
+        states = len(self.lm.layout.compressed) * (kv_heads if phase == "heads" else 1)
         seed = [settings.seed, 3, len(phase), *context.name.encode()]
         actions = draw(np.random.default_rng(seed), samples, states, propensities)
         written = ["".join(DIGITS[a] for a in row) for row in actions]
@@ -207,10 +208,10 @@ class _Run:
         from kvlab import __version__
 
         settings, lm = self.settings, self.lm
-        text = lm.model.config.get_text_config(decoder=True)
+        shape = geometry(lm.model.config)
         heads = risk = visited = None
         if weights is not None:
-            heads = np.repeat(weights, text.num_attention_heads // text.num_key_value_heads, 1).tolist()
+            heads = np.repeat(weights, shape.group, 1).tolist()
         if "risk" in lines:
             samples = Samples.of(lines["risk"])
             risk, visited = learning.thresholds(samples, settings).tolist(), learning.visits(samples, settings).tolist()
@@ -218,7 +219,7 @@ class _Run:
             "format": "kvlab-compilerkv-1",
             "sha256": lm.sha256,
             "dtype": str(lm.dtype).removeprefix("torch."),
-            "kv_heads": text.num_key_value_heads,
+            "kv_heads": shape.kv_heads,
             "kvlab": __version__,
             "command": command(lm, settings, documents),
             "settings": settings.model_dump(mode="json"),
@@ -251,16 +252,16 @@ def command(lm: LM, settings: Settings, documents: Sequence[Document]) -> str:
 
 def mapped(tables: DecisionTables, lm: LM) -> DecisionTables:
     """Tables learnt on one model, mapped to another by relative depth; they note where they were learnt."""
-    text = lm.model.config.get_text_config(decoder=True)
+    shape = geometry(lm.model.config)
     sha = str(getattr(tables, "sha256", ""))
     about = {
         "model": lm.name,
         "sha256": lm.sha256,
         "mapped_from": f"{tables.model}@{sha[:8]}".rstrip("@"),
-        "kv_heads": text.num_key_value_heads,
+        "kv_heads": shape.kv_heads,
         "dtype": str(lm.dtype).removeprefix("torch."),
     }
-    return tables.mapped(len(lm.layout.compressed), text.num_attention_heads).model_copy(update=about)
+    return tables.mapped(len(lm.layout.compressed), shape.heads).model_copy(update=about)
 
 
 def write(tables: DecisionTables, path: str | Path) -> Path:

@@ -8,6 +8,7 @@ import numpy as np
 from scipy import stats
 
 from kvlab.compile.alone import Alone, Measured, Tried
+from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
 from kvlab.methods.lookup import DecisionTables
 
@@ -99,8 +100,7 @@ def tables(measured: Measured, budget: int) -> DecisionTables:
     from kvlab import __version__
 
     lm, settings, found = measured.lm, measured.settings, measured.tried(budget)
-    text = lm.model.config.get_text_config(decoder=True)
-    layers, kv_heads = found.risk.shape[1], text.num_key_value_heads
+    layers, shape = found.risk.shape[1], geometry(lm.model.config)
     weights = head_weights(found, settings, layers)
     risk, counts = risk_table(found, settings, budget)
     _, of_entropy, of_perplexity = cells_of(found, settings)
@@ -108,7 +108,7 @@ def tables(measured: Measured, budget: int) -> DecisionTables:
         "format": "kvlab-compilerkv-1",
         "sha256": lm.sha256,
         "dtype": str(lm.dtype).removeprefix("torch."),
-        "kv_heads": kv_heads,
+        "kv_heads": shape.kv_heads,
         "kvlab": __version__,
         "learnt": "alone",
         "budget": budget,
@@ -119,7 +119,7 @@ def tables(measured: Measured, budget: int) -> DecisionTables:
     }
     return DecisionTables(
         model=lm.name,
-        heads=np.repeat(weights, text.num_attention_heads // kv_heads, 1).tolist(),
+        heads=np.repeat(weights, shape.group, 1).tolist(),
         risk=risk.tolist(),
         entropy=_range(found.entropy),
         perplexity=_range(found.perplexity),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from kvlab.core.geometry import geometry
 from kvlab.core.layout import WHOLE, Layout
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
@@ -157,8 +158,7 @@ def _sees(model: str, number: int, layer: Any, name: str) -> str:
 
 def head_dim_of(model: nn.Module, module: nn.Module) -> int:
     """The head size of an attention module of a model."""
-    config = text_config(model)
-    return getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return getattr(module, "head_dim", None) or geometry(cast(Any, model).config).head_dim
 
 
 def softmax_of(module: nn.Module) -> Softmax:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvlab.core import hookable, hooks
 from kvlab.core.adapter import StoreCache, held_bytes
+from kvlab.core.geometry import geometry
 from kvlab.core.rotation import Rotation, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
@@ -22,10 +23,9 @@ if TYPE_CHECKING:
 
 def shapes(lm: LM, plan: Recording) -> Shapes:
     """What a capture records that grows with the prompt, by name: shapes and types."""
-    config, modules = hookable.text_config(lm.model), hookable.layers_of(lm.model)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    kv_heads = heads // getattr(modules[0], "num_key_value_groups", heads // kv_heads)
+    modules, configured = hookable.layers_of(lm.model), geometry(lm.model.config)
+    heads = configured.heads
+    kv_heads = heads // getattr(modules[0], "num_key_value_groups", configured.group)
     head_dim = hookable.head_dim_of(lm.model, modules[0])
     entries = (len(modules), kv_heads, len(plan.ids) + plan.new_tokens, head_dim), lm.dtype
     queries = (len(modules), heads, plan.window + plan.new_tokens, head_dim), lm.dtype

@@ -13,7 +13,7 @@ from support.spread import students
 import kvlab
 from kvlab import papers
 from kvlab.analyses.morphkv import headlines, printed, responses, sizes, windows
-from kvlab.analyses.morphkv.sizes import Geometry
+from kvlab.core.geometry import Geometry
 from kvlab.errors import KvlabError
 
 # --- small budgets ---

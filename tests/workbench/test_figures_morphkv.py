@@ -10,7 +10,7 @@ from support.live_runs import prompt
 
 from kvlab import papers
 from kvlab.analyses.morphkv import printed, responses, sizes, windows
-from kvlab.analyses.morphkv.sizes import Geometry
+from kvlab.core.geometry import Geometry
 from kvlab.workbench.figures import morphkv, plots
 
 pytestmark = pytest.mark.usefixtures("headless")
@@ -100,7 +100,7 @@ def test_figures_6_8_and_9_stand_beside_print():
         assert drawing.bars(ax, plots.PAPER) == table[methods].tolist()
     assert drawing.bars(saved, plots.PAPER) == pytest.approx([88.1, 52.9])
     assert drawing.our_bars(saved) == pytest.approx(
-        [100 * predicted.metrics[f"saving/long_response/{method}"] for method in ("snapkv", "h2o")]
+        [100 * predicted.metrics[f"saving/longgenbench/{method}"] for method in ("snapkv", "h2o")]
     )
 
 

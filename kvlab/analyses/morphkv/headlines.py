@@ -17,9 +17,7 @@ from kvlab.analyses.morphkv import sizes
 BARS = {"longwriter": "figure 6", "longgenbench": "figure 8"}
 """The benchmarks with long responses, and where their cache sizes are drawn."""
 
-SAVING_FROM_BARS = "bars/saving/{method}"
-SAVING_FROM_BARS_INPUTS = "bars/saving/{method}/inputs"
-SAVING_OF_BENCHMARK = "bars/saving/{method}/{benchmark}"
+SAVING_FROM_BARS = "bars/saving/{method}/{benchmark}"
 OVER_MORPHKV = "figure9/{method}_over_morphkv"
 SAVING_ON_LONG_CONTEXTS = "figure9b/saving/{end}"
 QWEN_GAIN = "figure2b/qwen_gain"
@@ -37,42 +35,31 @@ DIGIT = 0.05
 """Half of the last digit of a score that is printed with one decimal."""
 
 
-def _ratio(one: float, other: float) -> tuple[float, float]:
-    """1 - one / other, and how far the rounding of two numbers with two decimals may move it."""
-    moved = (one + 0.005) / (other - 0.005) - one / other
-    return 1 - one / other, moved
-
-
 def memory() -> Findings:
     """Figures 6, 8 and 9: the savings that the printed bars give, where the text states averages.
 
     Returns:
-        Table with columns benchmark, method, printed, morphkv, saving; metrics `bars/saving/h2o` and
-        `bars/saving/snapkv` (means over the two benchmarks), `.../inputs` (what the rounding of the bars may move them
-        by), each benchmark's own as `bars/saving/h2o/longwriter`, `figure9/snapkv_over_morphkv` and
-        `figure9/full_over_morphkv` (LongBench, Llama), and by the stated settings of LongBench
-        `figure9b/saving/no_answer` and `figure9b/saving/longest_answer`, whose SnapKV keeps the answer besides.
+        Table with columns benchmark, method, printed, morphkv, saving; metrics `bars/saving/h2o/longwriter` and so on,
+        `figure9/snapkv_over_morphkv` and `figure9/full_over_morphkv` (LongBench, Llama), and by the stated settings of
+        LongBench `figure9b/saving/no_answer` and `figure9b/saving/longest_answer`, whose SnapKV keeps the answer
+        besides.
     """
     printed = papers.figure("morphkv", "sizes").pivot(index="benchmark", columns="method", values="ratio")
     findings, rows = Findings(pd.DataFrame()), []
     for method in ("h2o", "snapkv"):
-        savings = {}
         for benchmark in BARS:
             own, other = printed.loc[benchmark, "morphkv"], printed.loc[benchmark, method]
-            savings[benchmark] = _ratio(own, other)
-            findings.set(SAVING_OF_BENCHMARK, savings[benchmark][0], method=method, benchmark=benchmark)
+            saving = 1 - own / other
+            findings.set(SAVING_FROM_BARS, saving, method=method, benchmark=benchmark)
             rows.append(
                 {
                     "benchmark": benchmark,
                     "method": method,
                     "printed": other,
                     "morphkv": own,
-                    "saving": savings[benchmark][0],
+                    "saving": saving,
                 }
             )
-        saving, moved = (sum(numbers) / len(savings) for numbers in zip(*savings.values(), strict=True))
-        findings.set(SAVING_FROM_BARS, saving, method=method)
-        findings.set(SAVING_FROM_BARS_INPUTS, moved, method=method)
     longbench = printed.loc["longbench"]
     for method, size in {"snapkv": longbench["snapkv"], "full": 1.0}.items():
         findings.set(OVER_MORPHKV, size / longbench["morphkv"], method=method)

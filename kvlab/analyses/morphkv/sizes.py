@@ -6,14 +6,15 @@ multiplies them by the size of a GQA group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from kvlab import papers, scores
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.morphkv.windows import slope
+from kvlab.core.geometry import Geometry, geometry
 from kvlab.errors import KvlabError
 from kvlab.inputs import shapes
 
@@ -30,7 +31,9 @@ GROWTH = "growth/{policy}"
 RELATIVE_SIZE = "relative_size/{benchmark}/{method}"
 WITH_ROWS = "relative_size/{benchmark}/morphkv_with_rows"
 SAVING = "saving/{benchmark}/{method}"
-SAVING_ON_LONG_RESPONSES = "saving/long_response/{method}"
+
+HEADLINE = "longgenbench"
+"""The benchmark that the accuracy of the abstract's sentence is of, and with it the memory that it saves."""
 
 # LongBench's names of the tasks of table 3, for its longest answers.
 TABLE_3 = (
@@ -50,29 +53,6 @@ TABLE_3 = (
     "triviaqa",
     "vcsum",
 )
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The numbers of a model that decide the size of its cache."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-
-def geometry(config: Any) -> Geometry:
-    """From a transformers configuration."""
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return Geometry(
-        config.num_hidden_layers, heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-    )
 
 
 def of_model(lm: LM) -> Geometry:
@@ -226,11 +206,10 @@ def printed_sizes() -> Findings:
 
     Returns:
         Table with columns benchmark, method, predicted, with_rows, printed, tokens (the implied length); metrics
-        `relative_size/longwriter/snapkv` and so on, `relative_size/longgenbench/morphkv_with_rows`, the savings
-        `saving/longwriter/h2o` (1 - MorphKV / that method) and `saving/long_response/h2o` (over both long-response
-        benchmarks); intervals over models.
+        `relative_size/longwriter/snapkv` and so on, `relative_size/longgenbench/morphkv_with_rows`, and the savings
+        `saving/longwriter/h2o` and so on (1 - MorphKV / that method); intervals over models.
     """
-    printed, rows, savings = _printed(), [], {}
+    printed, rows = _printed(), []
     findings = Findings(pd.DataFrame())
     for benchmark in ("longwriter", "longgenbench", "longbench"):
         sizes = benchmark_sizes(benchmark)
@@ -249,12 +228,8 @@ def printed_sizes() -> Findings:
                 }
             )
             if method != "morphkv":
-                savings[benchmark, method] = 1 - ratios["morphkv"] / ratios[method]
-                findings.add(SAVING, savings[benchmark, method], benchmark=benchmark, method=method)
+                findings.add(SAVING, 1 - ratios["morphkv"] / ratios[method], benchmark=benchmark, method=method)
         findings.add(WITH_ROWS, sizes[sizes["method"] == "morphkv"]["with_rows"], benchmark=benchmark)
-    for method in ("snapkv", "h2o"):
-        both = [*savings["longwriter", method], *savings["longgenbench", method]]
-        findings.add(SAVING_ON_LONG_RESPONSES, both, method=method)
     findings.table = pd.DataFrame(rows)
     return findings
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from kvlab.analyses.findings import Findings
+from kvlab.core.geometry import geometry
 from kvlab.inputs import shapes
 
 GIB = 2**30
@@ -59,9 +60,8 @@ def parameters(model: str) -> int:
 def entry_bytes(model: str, bytes_per_number: int = 2) -> int:
     """Bytes of keys and values of one token over all layers and KV heads."""
     shape, changes = SIZES[model]
-    config = shapes.config(shape, **changes)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * bytes_per_number
+    of_model = geometry(shapes.config(shape, **changes))
+    return 2 * of_model.layers * of_model.kv_heads * of_model.head_dim * bytes_per_number
 
 
 def predicted(model: str, tokens: float, batch: int = 1, bytes_per_number: int = 2) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib.pyplot as plt
 
 from kvlab import papers
-from kvlab.analyses.morphkv import facts, groups, headlines, responses, windows
+from kvlab.analyses.morphkv import facts, groups, headlines, responses, sizes, windows
 from kvlab.workbench.figures import plots
 from kvlab.workbench.figures.morphkv import COLOURS, MEASURES, NAMES, as_stated, by_step
 
@@ -103,14 +103,15 @@ def stated_and_recomputed(memory: Findings, gains: Findings) -> Figure:
     """
     figure, (saved, qwen) = plt.subplots(1, 2, figsize=(11.5, 4.2))
     bars = memory.frame(headlines.SAVING_FROM_BARS)
+    bars = bars[bars["benchmark"] == sizes.HEADLINE]
     plots.paper_beside_ours(
         as_stated("memory_saving"),
         dict(zip(bars["method"], 100 * bars["value"], strict=True)),
         labels=NAMES,
-        ours_label="from figures 6 and 8",
+        ours_label="from the bars of figure 8",
         paper_label="stated",
         ylabel="memory that MorphKV saves (%)",
-        title="long responses: stated and recomputed",
+        title="LongGenBench: stated and recomputed",
         value_format="{:.1f}",
         ax=saved,
     )

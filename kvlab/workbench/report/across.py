@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvlab import papers
 from kvlab.analyses.telling import listed
-from kvlab.workbench.report.digest import HOLDING, by_either
-from kvlab.workbench.report.ledger import Entry, by_paper
+from kvlab.workbench.report.digest import by_either
+from kvlab.workbench.report.ledger import HOLDING, Entry, by_paper, turns
 from kvlab.workbench.report.subjects import Subject
 
 EVERY = "hold on every model that measured them, two at least, and at least in direction"
@@ -68,10 +68,10 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
 
 def _kind(stands: Sequence[str]) -> str:
     decided = [state in HOLDING for state in stands if state != papers.UNDECIDED]
-    if True in decided and False in decided:
+    if turns(stands):
         by_size = {(False, True): LARGER, (True, False): SMALLER}
-        turns = [pair for pair in zip(decided, decided[1:], strict=False) if pair[0] != pair[1]]
-        return by_size[turns[0]] if len(turns) == 1 else MIXED
+        steps = [pair for pair in zip(decided, decided[1:], strict=False) if pair[0] != pair[1]]
+        return by_size[steps[0]] if len(steps) == 1 else MIXED
     if len(decided) < len(stands):
         return OPEN
     return EVERY if decided[0] else NONE

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvlab import papers
 from kvlab.analyses.telling import listed, plural
 from kvlab.workbench.report import growth
-from kvlab.workbench.report.ledger import UNTESTED, WEAKEST, Entry, Tally, by_model, number
+from kvlab.workbench.report.ledger import HOLDING, UNTESTED, WEAKEST, Entry, Tally, by_model, number, turns
 from kvlab.workbench.report.subjects import Subject
 
 NAMED = 3  # findings that a sentence names; the others are counted
-HOLDING = (papers.HOLDS, papers.DIRECTION)
 OPEN = (papers.UNMEASURED, UNTESTED)
 
 
@@ -62,7 +61,7 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
     either = by_either(of_paper)
     found = [(name, shown) for name, shown, _ in either]
     measured = [standing for standing in found if standing[1]]
-    turning = [name for name, shown, alike in either if _turns(shown) and _turns(alike)]
+    turning = [name for name, shown, alike in either if turns(shown.values()) and turns(alike.values())]
     sentences = [
         says,
         *(
@@ -133,12 +132,6 @@ def _all_of(models: int) -> str:
     """ "both models", "all four models"."""
     words = {3: "three", 4: "four", 5: "five", 6: "six"}
     return "both models" if models == 2 else f"all {words.get(models, models)} models"
-
-
-def _turns(stands: Mapping[str, str]) -> bool:
-    """Whether it holds on one model and fails on another; undecided speaks for neither."""
-    states = set(stands.values())
-    return papers.FAILS in states and not states.isdisjoint(HOLDING)
 
 
 def _open(measured: Iterable[Standing], turning: Sequence[str], order: Sequence[Subject]) -> str:

@@ -45,7 +45,14 @@ STATES = (*papers.VERDICTS, UNTESTED)
 WEAKEST = (papers.FAILS, papers.UNDECIDED, papers.DIRECTION, papers.HOLDS, papers.UNMEASURED, UNTESTED)
 """The states in the order in which they decide what a finding of several claims stands as: what has not been measured
 says nothing of it."""
+HOLDING = (papers.HOLDS, papers.DIRECTION)
 GROUPS = ("findings", "questions", "checks", "recomputed", "timings")
+
+
+def turns(states: Iterable[str]) -> bool:
+    """Whether one of them holds and another fails; undecided speaks for neither."""
+    found = set(states)
+    return papers.FAILS in found and not found.isdisjoint(HOLDING)
 
 
 @dataclass

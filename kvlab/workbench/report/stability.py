@@ -15,14 +15,13 @@ from kvlab.lib.files import why
 from kvlab.workbench import project
 from kvlab.workbench.jobs.cells import ANY
 from kvlab.workbench.report import told
-from kvlab.workbench.report.ledger import WEAKEST, Entry, claims, names
+from kvlab.workbench.report.ledger import WEAKEST, Entry, claims, names, turns
 from kvlab.workbench.report.subjects import Subject
 
 FOLDER = "stability"  # a folder of its own, so that every CSV beside it is a ledger
 KEYS = ["paper", "finding", "claim", "model", "profile", "seed", "documents"]
 NUMBERS = ["value", "low", "high"]
 COLUMNS = [*KEYS, "verdict", *NUMBERS, "signature", "commit", "machine"]
-AGREES = (papers.HOLDS, papers.DIRECTION)
 """The verdicts that the direction agrees; that it does not says only "fails"."""
 
 WEAKEST_OF = "the finding's verdict, that of its weakest claim,"
@@ -77,7 +76,7 @@ class Stability:
     def turns(self) -> list[Outcome]:
         """The flips from holding, in direction at least, to failing, or the other way round."""
         first = self.cells[0].verdict
-        return [cell for cell in self.flips if _turns(cell.verdict, first) or _turns(first, cell.verdict)]
+        return [cell for cell in self.flips if turns((cell.verdict, first))]
 
     @property
     def repeated(self) -> list[Outcome]:
@@ -119,10 +118,6 @@ class Stability:
             return f"{first} {whose} stays in {stays}: {each}."
         turns = f", {len(self.turns)} of them from holding to failing or back" if self.turns else ""
         return f"{first} {whose} flips in {self.count} other {plural(len(self.others), 'run')}{turns}: {each}."
-
-
-def _turns(one: str, other: str) -> bool:
-    return one in AGREES and other == papers.FAILS
 
 
 def measured(lines: Iterable[Mapping[str, str]]) -> list[Stability]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
+from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
 from kvlab.lib import workspace
 from kvlab.lib.files import first_line, why
@@ -195,15 +196,13 @@ class Run:
         """
         from kvlab.bench.meters import device_name
 
-        config = lm.model.config.get_text_config(decoder=True)
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        shape = geometry(lm.model.config)
         compressed = f" ({len(lm.layout.compressed)} compressed)" if lm.layout.mixed else ""
         own = {
             "model_sha256": lm.sha256,
             PARAMETERS: lm.model.num_parameters(),
             "dtype": str(lm.dtype).removeprefix("torch."),
-            "shape": f"{lm.n_layers} layers{compressed}, {heads} query heads, {kv_heads} KV heads",
+            "shape": f"{lm.n_layers} layers{compressed}, {shape.heads} query heads, {shape.kv_heads} KV heads",
             "hardware": device_name(lm.device),
         }
         for key, value in (own | chosen).items():
