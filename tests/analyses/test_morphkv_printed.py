@@ -54,6 +54,7 @@ def test_two_tasks_turn_table_3():
     assert found.metrics["table3/share_not_worse"] == pytest.approx(31 / 45)
     assert found.metrics["table3/share_not_worse/Llama"] == pytest.approx(sum(gain >= 0 for gain in llama) / 15)
     assert found.metrics["table3/share_not_worse_with_omitted/Llama"] == pytest.approx(10 / 17)
+    assert found.metrics["table3/gain/mnews/least"] == pytest.approx(min(26.6 - 25.6, 26.6 - 26.0, 25.5 - 25.0))
     low, high = found.intervals["table3/share_not_worse"]
     assert low < 31 / 45 < high
     assert len(found.table) == 45 + 2 and found.table["printed"].sum() == 45

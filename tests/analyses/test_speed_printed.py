@@ -78,6 +78,7 @@ def test_table_a1_prints_less_than_its_text():
     found = footprint.compilerkv_table_a1(papers.figure("compilerkv", "tableA1"))
     assert found.metrics["table_a1/smallest_saving"] == pytest.approx(1 - 19050 / 20055)
     assert found.metrics["table_a1/speedup/32k"] == pytest.approx(28.5 / 11.65)
+    assert found.metrics["table_a1/latency_saved/32k"] == pytest.approx(1 - 285 / 706.56)
     assert found.metrics["table_a1/growth_over_cache"] == pytest.approx((31213 - 20055) / (30 * 128), rel=1e-6)
     # A full cache's latency is its first token and its steps: a k is 1,024 there.
     full = papers.figure("compilerkv", "tableA1").query("method == 'FullKV'")
