@@ -123,9 +123,10 @@ def summaries() -> Findings:
             findings.set(OVER, value, table="table2", method=method, what=what)
         parts.append(part.assign(method=method))
     findings.table = pd.concat(parts, ignore_index=True)
-    table = cells("table2")
-    for (model, budget), shares in (table["zsmerge"] / table["full"]).groupby([table["model"], table["budget"]]):
-        findings.set(OF_FULL, shares.min(), model=model, percent=round(100 * budget))
+    table: Any = cells("table2")
+    least = (table["zsmerge"] / table["full"]).groupby([table["model"], table["budget"]]).min()
+    for (model, budget), share in least.items():
+        findings.set(OF_FULL, share, model=model, percent=round(100 * budget))
     return findings
 
 

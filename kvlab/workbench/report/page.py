@@ -47,6 +47,7 @@ from kvlab.workbench.report.ledger import (
     refuse,
 )
 from kvlab.workbench.report.ledger import names as ledger_names
+from kvlab.workbench.report.moments import moments
 from kvlab.workbench.report.scales import scale
 from kvlab.workbench.report.stability import Stability
 from kvlab.workbench.report.subjects import Subject, remarks, subjects
@@ -234,6 +235,7 @@ def _page(
         texts=_texts(judged),
         sizes=across(judged, order),
         together=_together(next(iter(by_model(judged).values()))),
+        at_both_moments=moments(given.get("scores", ())),
         evidence=list(shown.values()),
         pictures=beside_claims(judged, shown),
         **given,

@@ -1,0 +1,98 @@
+"""What it costs to hold the question back: scores of tasks at both moments of compression, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from kvlab.analyses.telling import listed
+from kvlab.workbench.report.boards import Board, Cell
+
+READ, HELD = "prompt", "context"
+
+
+@dataclass(frozen=True)
+class Both:
+    """A score with the question read before the cache was compressed, and with it held back until after."""
+
+    read: Cell
+    held: Cell
+
+    @property
+    def clear(self) -> int:
+        """-1 or 1 where clearly more or less is lost with the question held back, which is where the intervals of the
+        differences from the full cache, prompt by prompt, are apart; else 0.
+        """
+        if not (self.held.against_full and self.read.against_full):
+            return 0
+        (low, high), (least, most) = self.held.against_full, self.read.against_full
+        return int(low > most) - int(high < least)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """One task with one set of parameters at one budget, on every model that answered it at both moments.
+
+    Attributes:
+        lengths: the tokens of its prompts, in words; empty where the task does not say.
+        models: the columns.
+        full: the full cache's scores, which no compression comes before or after, for each model.
+        rows: (policy, its scores on each model, None where there are none), the best with the question held back first.
+    """
+
+    task: str
+    lengths: str
+    budget: str
+    models: list[str]
+    full: list[Cell | None]
+    rows: list[tuple[str, list[Both | None]]]
+
+    @property
+    def losing(self) -> list[tuple[int, int]]:
+        """How many policies clearly lose by it, and of how many, on each model."""
+        columns = zip(*(cells for _, cells in self.rows), strict=True)
+        clear = [[both.clear for both in column if both] for column in columns]
+        return [(mine.count(-1), len(mine)) for mine in clear]
+
+    @property
+    def told(self) -> str:
+        parts = [f"{n} of {of} policies on {model}" for model, (n, of) in zip(self.models, self.losing, strict=True)]
+        return f"clearly more lost with it held back: {listed(parts)}"
+
+
+def moments(boards: Sequence[Board]) -> list[Moments]:
+    """The boards that both moments have, a table for each budget; first those where most policies lose by it."""
+    at = {(board.model, board.task, board.settings, board.compress_at): board for board in boards}
+    found: dict[tuple[str, str, str], list[tuple[Board, Board]]] = {}
+    for (model, task, settings, moment), read in at.items():
+        held = at.get((model, task, settings, HELD))
+        if moment == READ and held:
+            for budget in read.budgets:
+                if budget and budget in held.budgets:
+                    found.setdefault((task, settings, budget), []).append((read, held))
+    tables = [_moments(budget, pairs) for (_, _, budget), pairs in found.items()]
+    return sorted(tables, key=lambda table: -max(n for n, _ in table.losing))
+
+
+def _moments(budget: str, pairs: Sequence[tuple[Board, Board]]) -> Moments:
+    scores = [[_at(board, budget) for board in pair] for pair in pairs]
+    named = dict.fromkeys(name for read, held in scores for name in read if name in held)
+    rows = [
+        (name, [Both(read[name], held[name]) if name in read and name in held else None for read, held in scores])
+        for name in named
+    ]
+    rows.sort(
+        key=lambda row: [-fmean(getattr(both, name).score for both in row[1] if both) for name in ("held", "read")]
+    )
+    first = pairs[0][0]
+    return Moments(
+        first.task, first.lengths, budget, [read.model for read, _ in pairs], [read.full for read, _ in pairs], rows
+    )
+
+
+def _at(board: Board, budget: str) -> dict[str, Cell]:
+    """The scores of a board at a budget, and of what takes none."""
+    columns = [board.budgets.index(name) for name in (budget, "") if name in board.budgets]
+    cells = {name: next((row[column] for column in columns if row[column]), None) for name, row in board.rows}
+    return {name: cell for name, cell in cells.items() if cell}
