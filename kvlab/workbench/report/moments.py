@@ -37,6 +37,7 @@ class Moments:
     Attributes:
         lengths: the tokens of its prompts, in words; empty where the task does not say.
         models: the columns.
+        n: how many answers stand behind a score, at least, for each model.
         full: the full cache's scores, which no compression comes before or after, for each model.
         rows: (policy, its scores on each model, None where there are none), the best with the question held back first.
     """
@@ -45,6 +46,7 @@ class Moments:
     lengths: str
     budget: str
     models: list[str]
+    n: list[int]
     full: list[Cell | None]
     rows: list[tuple[str, list[Both | None]]]
 
@@ -85,10 +87,9 @@ def _moments(budget: str, pairs: Sequence[tuple[Board, Board]]) -> Moments:
     rows.sort(
         key=lambda row: [-fmean(getattr(both, name).score for both in row[1] if both) for name in ("held", "read")]
     )
-    first = pairs[0][0]
-    return Moments(
-        first.task, first.lengths, budget, [read.model for read, _ in pairs], [read.full for read, _ in pairs], rows
-    )
+    first, models = pairs[0][0], [read.model for read, _ in pairs]
+    n = [min(read.n, held.n) for read, held in pairs]
+    return Moments(first.task, first.lengths, budget, models, n, [read.full for read, _ in pairs], rows)
 
 
 def _at(board: Board, budget: str) -> dict[str, Cell]:
