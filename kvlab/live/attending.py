@@ -77,6 +77,9 @@ class Attending:
     ) -> Tensor:
         """More of a prompt, or a later turn, on top of what is stored."""
         store, policy = group.store, group.policy or self._policy
+        if cache.ended:
+            policy.settle(store)
+            group.lossy = group.lossy or store.length < store.seen
         store.append(keys, values)
         if group.shadow is not None:
             group.shadow.append(keys, values)

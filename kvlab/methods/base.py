@@ -342,6 +342,13 @@ class Policy(Parameters):
         """Bytes of the stored entries that it need not store, since it has dropped a part of each."""
         return 0
 
+    def settle(self, store: LayerStore) -> None:
+        """Before several tokens are fed to a prompt that has ended: evict now what only the next step would evict.
+
+        Most policies have evicted when the prompt ended. One that waits for its first step would let a question that
+        comes after the compression be read with everything still there.
+        """
+
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         """After a step has attended: update scores, then evict or merge down to the budget.
 

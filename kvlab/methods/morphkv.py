@@ -19,7 +19,8 @@ class MorphKV(Policy):
     MorphKV (Ghadia et al. 2025), algorithm 1 and eq. 4-7, with budget = C + R: the prefill evicts nothing; the first
     decoding query reads the whole prompt, then eviction goes straight down to the budget. The window at a step is its
     own token and the R - 1 before it, prompt tokens at first; their attention rows are cached as they were attended
-    (over the entries then stored) and never recomputed. Cost: R cached weights for each entry.
+    (over the entries then stored) and never recomputed. Cost: R cached weights for each entry. A question that comes
+    after the compression is no case of the paper's: it finds the entries of the budget, by the prompt's own window.
 
     Choices: attention weights are summed over the GQA group before fusion (algorithm 1). The authors' code differs. For
     Llama it sums logits over the group and takes one softmax (`aggregation="logits"`); for other models it takes the
@@ -62,6 +63,11 @@ class MorphKV(Policy):
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         super().compress(store, prompt)
         profile.begin(store, self.window, self._profile(prompt))
+
+    def settle(self, store: LayerStore) -> None:
+        # After tokens that were stored whole, whose rows nobody has seen, the next step's own row has to decide.
+        if store.numbers["rows"] == store.seen and store.length > store.budget:
+            evict_lowest(store, self._fuse(store.column(profile.PROFILE)), self.window)
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"

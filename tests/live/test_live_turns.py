@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.eager import eager
 from support.live_runs import (
     EVERYTHING,
     ONE_TURN,
@@ -197,6 +198,34 @@ def test_a_turn_left_whole_leaves_morphkv_no_stale_attention(tiny):
             best = summed[:-6].topk(8).indices.sort().values
             expected = positions[group][best].tolist() + list(range(47, 53))
             assert session.kept(layer)[group].tolist() == expected
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in (*STORE_ALL, *STORE_MORE, "full", "think")])
+def test_a_question_that_comes_after_the_compression_finds_no_more_than_the_budget(tiny, name):
+    model, policy = tiny().model, small(name)
+    with kvlab.compress(model, policy, turns="leave") as session, torch.inference_mode():
+        past = model(prompt(60)).past_key_values
+        session.end_prompt()
+        model(prompt(7, seed=1), past_key_values=past)
+        stored = [session.kept(layer).shape[1] for layer in range(2)]
+        assert session.kv_bytes <= session.uncompressed_bytes * (policy.budget + 7) / 67
+        model(prompt(5, seed=2), past_key_values=past)
+        assert [session.kept(layer).shape[1] for layer in range(2)] == [n + 5 for n in stored], "a chunk more of it"
+
+
+def test_morphkv_chooses_what_such_a_question_finds_by_the_prompts_own_window(tiny):
+    """Algorithm 1 on the prompt's last rows, as eager attention sees them: none of the question's is among them."""
+    lm, ids = tiny("tiny-llama-gqa"), prompt(40, seed=8)
+    with kvlab.compress(lm.model, kvlab.policy("morphkv", budget=14, window=6), turns="leave") as session:
+        with torch.inference_mode():
+            past = lm.model(ids).past_key_values
+            session.end_prompt()
+            lm.model(prompt(7, seed=1), past_key_values=past)
+    for layer, weights in enumerate(eager(lm, ids[0]).weights):
+        grouped = weights.unflatten(0, (session.kept(layer).shape[0], -1)).sum(1)
+        for head, rows in enumerate(grouped):
+            best = rows[-6:, :34].sum(0).topk(8).indices.sort().values
+            assert session.kept(layer)[head].tolist() == [*best.tolist(), *range(34, 47)]
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "zigzagkv", "dynamickv"])
