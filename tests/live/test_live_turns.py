@@ -22,6 +22,7 @@ from support.live_runs import (
 from transformers import DynamicCache
 
 import kvlab
+from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
 
 STORE_ALL = ("quest", "sparq", "hybrid", "exact_topk")
@@ -208,7 +209,8 @@ def test_a_question_that_comes_after_the_compression_finds_no_more_than_the_budg
         session.end_prompt()
         model(prompt(7, seed=1), past_key_values=past)
         stored = [session.kept(layer).shape[1] for layer in range(2)]
-        assert session.kv_bytes <= session.uncompressed_bytes * (policy.budget + 7) / 67
+        shape = geometry(model.config)
+        assert session.kv_bytes <= (policy.budget + 7) * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
         model(prompt(5, seed=2), past_key_values=past)
         assert [session.kept(layer).shape[1] for layer in range(2)] == [n + 5 for n in stored], "a chunk more of it"
 
