@@ -10,7 +10,7 @@ from support.paths import ROOT
 from kvlab.workbench.report import boards
 
 PAGE = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
-HALF = "qwen2.5-coder-0.5b"
+HALF, LARGER = "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"
 MOMENTS = ("prompt", "context")
 ROW = re.compile(r"^\| (?!-)(.+?) \|(.+)\|$", re.MULTILINE)
 
@@ -46,7 +46,7 @@ def percent(line: dict[str, str], *names: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("heading", "model"),
-    [("## Needles with all policies", HALF), ("### Needles on Qwen2.5-Coder 1.5B", "qwen2.5-coder-1.5b")],
+    [("## Needles with all policies", HALF), ("### Needles on Qwen2.5-Coder 1.5B", LARGER)],
 )
 def test_needles(heading, model):
     lines = kept(model, "needle", "lengths=(1000, 2000, 4000)")
@@ -80,20 +80,30 @@ def test_a_grid_of_needles():
     assert "needle_heatmap.png" in section
 
 
-def test_ruler():
-    lines = kept(HALF, "ruler")
-    for (policy,), cells in rows("## RULER with all policies"):
+@pytest.mark.parametrize(
+    ("heading", "model"), [("## RULER with all policies", HALF), ("### RULER on Qwen2.5-Coder 1.5B", LARGER)]
+)
+def test_ruler(heading, model):
+    lines = kept(model, "ruler")
+    for (policy,), cells in rows(heading):
         for cell, moment in zip(cells, MOMENTS, strict=True):
             score, low, high = percent(at(lines, policy, "0.1", moment), "score", "low", "high")
             assert cell == f"{score} ({low}-{high})", (policy, moment)
 
 
-def test_longbench():
-    lines = kept(HALF, "longbench")
+@pytest.mark.parametrize(
+    ("heading", "model"),
+    [("## LongBench's tasks, with 512 entries", HALF), ("### LongBench's tasks on Qwen2.5-Coder 1.5B", LARGER)],
+)
+def test_longbench(heading, model):
+    lines = kept(model, "longbench")
     told = set()
-    for (policy,), cells in rows("## LongBench's tasks, with 512 entries"):
+    for (policy,), cells in rows(heading):
         told.add(policy)
         for score, behind, moment in zip(cells[::2], cells[1::2], MOMENTS, strict=True):
+            if score == behind == "–":
+                assert (policy, "512", moment) not in lines
+                continue
             line = at(lines, policy, "512", moment)
             assert [score] == percent(line, "score"), (policy, moment)
             less = [-float(line[name]) for name in ("difference", "difference_high", "difference_low")]
@@ -108,8 +118,6 @@ def test_longbench():
     [
         ("dapq", "{less:.1f} points below the full cache ({low:.1f} to {high:.1f})", "longbench", "dapq", "prompt"),
         ("morphkv", "({less:.1f} less, {low:.1f} to {high:.1f})", "longbench", "morphkv", "prompt"),
-        ("morphkv", "({less:.1f}, {low:.1f} to {high:.1f})", "longbench", "morphkv", "context"),
-        ("morphkv", "where SnapKV is {less:.1f} below", "longbench", "snapkv", "context"),
         ("rocketkv", "it scores {score:.0f} %", "ruler", "rocketkv", "prompt"),
         ("rocketkv", "and then {score:.0f} %", "ruler", "rocketkv", "context"),
         ("zsmerge", "is {less:.1f} points below the full cache", "longbench", "zsmerge", "prompt"),
