@@ -11,7 +11,7 @@ from kvlab.workbench.report.moments import moments
 
 
 def cell(score: float, against_full: tuple[float, float] | None = None) -> Cell:
-    return Cell(score, score - 10, score + 10, 0, f"{score} %", against_full)
+    return Cell(score, score - 10, score + 10, f"{score} %", against_full)
 
 
 def board(model: str, moment: str, rows: dict[str, list[Cell | None]], budgets=("8", ""), task="needle") -> Board:

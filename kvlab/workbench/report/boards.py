@@ -36,16 +36,21 @@ def read(path: Path) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A mean score in percent, with its interval; `clear`: -1 or 1 where the difference from the full cache is clearly
-    below or above none, else 0; `against_full`: the interval of that difference in points, where it has one.
+    """A mean score in percent, with its interval; `against_full`: that of the difference from the full cache in points,
+    where it has one.
     """
 
     score: float
     low: float
     high: float
-    clear: int
     told: str
     against_full: tuple[float, float] | None = None
+
+    @property
+    def clear(self) -> int:
+        """-1 or 1 where the difference from the full cache is clearly below or above none, else 0."""
+        least, most = self.against_full or (0.0, 0.0)
+        return int(least > 0) - int(most < 0)
 
 
 @dataclass(frozen=True)
@@ -190,10 +195,10 @@ def _cell(line: Mapping[str, str]) -> Cell:
     score, low, high = (100 * min(max(float(line[name]), 0), 1) for name in ("score", "low", "high"))
     least, most = (float(line[name] or "nan") for name in ("difference_low", "difference_high"))
     told = f"{line['parameters'] or line['policy']}: {score:.0f} % ({low:.0f} to {high:.0f}) of {line['n']} answers"
-    compared = line["policy"] != FULL and not math.isnan(least)
-    if compared:
+    against_full = None
+    if line["policy"] != FULL and not math.isnan(least):
+        against_full = 100 * least, 100 * most
         told += (
             f"; against the full cache {100 * float(line['difference']):+.0f} ({100 * least:+.0f} to {100 * most:+.0f})"
         )
-    against_full = (100 * least, 100 * most) if compared else None
-    return Cell(score, low, high, int(least > 0) - int(most < 0), told, against_full)
+    return Cell(score, low, high, told, against_full)

@@ -46,6 +46,7 @@ WEAKEST = (papers.FAILS, papers.UNDECIDED, papers.DIRECTION, papers.HOLDS, paper
 """The states in the order in which they decide what a finding of several claims stands as: what has not been measured
 says nothing of it."""
 HOLDING = (papers.HOLDS, papers.DIRECTION)
+"""The states in which the direction agrees; that it does not says only "fails"."""
 GROUPS = ("findings", "questions", "checks", "recomputed", "timings")
 
 

@@ -84,12 +84,16 @@ def _moments(budget: str, pairs: Sequence[tuple[Board, Board]]) -> Moments:
         (name, [Both(read[name], held[name]) if name in read and name in held else None for read, held in scores])
         for name in named
     ]
-    rows.sort(
-        key=lambda row: [-fmean(getattr(both, name).score for both in row[1] if both) for name in ("held", "read")]
-    )
+    rows.sort(key=_by_score)
     first, models = pairs[0][0], [read.model for read, _ in pairs]
     n = [min(read.n, held.n) for read, held in pairs]
     return Moments(first.task, first.lengths, budget, models, n, [read.full for read, _ in pairs], rows)
+
+
+def _by_score(row: tuple[str, list[Both | None]]) -> tuple[float, float]:
+    """The best first, with the question held back, and of those that are alike with it read."""
+    found = [both for both in row[1] if both]
+    return -fmean(both.held.score for both in found), -fmean(both.read.score for both in found)
 
 
 def _at(board: Board, budget: str) -> dict[str, Cell]:

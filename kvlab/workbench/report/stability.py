@@ -22,7 +22,6 @@ FOLDER = "stability"  # a folder of its own, so that every CSV beside it is a le
 KEYS = ["paper", "finding", "claim", "model", "profile", "seed", "documents"]
 NUMBERS = ["value", "low", "high"]
 COLUMNS = [*KEYS, "verdict", *NUMBERS, "signature", "commit", "machine"]
-"""The verdicts that the direction agrees; that it does not says only "fails"."""
 
 WEAKEST_OF = "the finding's verdict, that of its weakest claim,"
 
