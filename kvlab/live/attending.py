@@ -79,7 +79,7 @@ class Attending:
         store, policy = group.store, group.policy or self._policy
         if cache.ended:
             policy.settle(store)
-            group.lossy = group.lossy or store.length < store.seen
+            group.note_loss()
         store.append(keys, values)
         if group.shadow is not None:
             group.shadow.append(keys, values)
@@ -128,12 +128,12 @@ class Attending:
         store.bytes_read = store.bytes_of(attended.slots) + policy.overhead_bytes(store)
         if not reports.probes:
             policy.step(store, attended.weights)
-            group.lossy = group.lossy or store.length < store.seen
+            group.note_loss()
             return attended.output
         if group.shadow is not None:
             group.shadow.append(keys, values)
         seen = reports.look(cache, group, call, policy, queries, attended)
         policy.step(store, attended.weights)
-        group.lossy = group.lossy or store.length < store.seen
+        group.note_loss()
         reports.look_after(cache, group, call, seen)
         return attended.output

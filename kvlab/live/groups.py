@@ -23,6 +23,10 @@ class Group:
     lossy: bool = False  # whether the store ever lost or merged an entry
     policy: Policy | None = None  # of sequences that were joined from another session; None for the session's own
 
+    def note_loss(self) -> None:
+        """To be called where the policy may have changed the store."""
+        self.lossy = self.lossy or self.store.length < self.store.seen or self.store.merged
+
     def of(self, x: Tensor) -> Tensor:
         return x if self.rows is None else x[self.rows]
 

@@ -78,7 +78,7 @@ class Prefill:
                 # After the eviction: what is rounded are the entries that stay.
                 group.store.hold(self._storage)
                 group.kept = group.store.positions.clone()
-                group.lossy = group.lossy or group.store.length < group.store.seen or group.store.merged
+                group.note_loss()
         for layer in cache.compressed:
             layer.before_rope.forget()
             if self._turns == "leave" or policy.observes is None:
