@@ -106,8 +106,9 @@ def eval_(
             made = evaluate.run(lm, plan, path, advance)
         answers += made
         typer.echo(path, err=True)
-        beside = path.with_name(f"{path.stem}-{plan.task.name}") if out else path
-        if figure := evaluation.draw(made, beside, evaluate.read(path)):
+        stem = path.name.removesuffix(".jsonl")
+        drawn = path.with_name(f"{stem}-{plan.task.name}.png" if out else f"{stem}.png")
+        if figure := evaluation.draw(made, drawn, evaluate.read(path)):
             typer.echo(figure, err=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
     evaluation.show(evaluate.summary(answers), console)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError
@@ -22,6 +22,12 @@ CompressAt = Literal["prompt", "context"]
 System: TypeAlias = tuple[Policy, Storage]
 """What keeps entries, and in what form."""
 FULL = "full"
+
+
+def require_moment(compress_at: str) -> None:
+    """Raise KvlabError unless this is a moment to compress at."""
+    if compress_at not in get_args(CompressAt):
+        raise KvlabError(f"compress_at={compress_at!r} is neither 'prompt' nor 'context'")
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,7 @@ def plan(
     storages = tuple(dict.fromkeys(stored_as(form) for form in wanted_storages))
     if not storages:
         raise KvlabError("name at least one storage, such as 'as_is'")
-    if compress_at not in ("prompt", "context"):
-        raise KvlabError(f"compress_at={compress_at!r} is neither 'prompt' nor 'context'")
+    require_moment(compress_at)
     chosen: list[Policy] = [Full()]
     for wanted in policies:
         if isinstance(wanted, Policy) and not budgets:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError, nearest, whole
+from kvlab.evaluation.planning import require_moment
 from kvlab.inputs import models
 from kvlab.live.together import TOGETHER
 from kvlab.methods import Policy, has_budget, policy, registry
@@ -31,8 +32,7 @@ class Moment:
     question: str | None = None
 
     def __post_init__(self):
-        if self.compress_at not in ("prompt", "context"):
-            raise KvlabError(f"compress_at={self.compress_at!r} is neither 'prompt' nor 'context'")
+        require_moment(self.compress_at)
         if self.question is None:
             return
         if self.compress_at == "prompt":

@@ -43,6 +43,13 @@ def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):
     assert again == out
 
 
+def test_the_figure_is_named_after_the_answers_whatever_dots_their_name_has(loaded, project, capsys, tmp_path):
+    place = tmp_path / "qwen2.5.first.jsonl"
+    code, _, err = call(capsys, *NEEDLE, "--policies", "snapkv", "--budgets", "48", "--no-log", "--out", str(place))
+    assert code == 0, err
+    assert sorted(path.name for path in tmp_path.glob("qwen*")) == ["qwen2.5.first-needle.png", place.name]
+
+
 def test_what_was_measured_for_the_model_is_used(loaded, project, capsys):
     """No policy competes without the tables that its paper asks for, where they come with kvlab."""
     policies = ["--policies", "compilerkv,duoattention,snapkv", "--budgets", "64"]

@@ -138,7 +138,7 @@ def test_the_figure_has_a_panel_for_each_mode_moment_and_budget():
 
 @pytest.mark.usefixtures("headless")
 def test_the_figure_stands_beside_the_answers(tmp_path):
-    path = evaluation.draw(FOUND, tmp_path / "turns.jsonl")
+    path = evaluation.draw(FOUND, tmp_path / "turns.png")
     assert path == tmp_path / "turns.png" and path.stat().st_size > 10_000
 
 

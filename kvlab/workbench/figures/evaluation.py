@@ -82,7 +82,7 @@ def needles(answers: Sequence[Answer]) -> Figure | None:
 
 
 def draw(answers: Sequence[Answer], path: Path, beside: Sequence[Answer] = ()) -> Path | None:
-    """Write the heatmap of needles, or the scores by turn, beside the answers, and return its path; None without.
+    """Write the heatmap of needles, or the scores by turn, to this PNG file and return its path; None without.
 
     beside: answers of earlier runs; those that were compressed at another moment stand beside these, turn by turn.
     """
@@ -90,9 +90,9 @@ def draw(answers: Sequence[Answer], path: Path, beside: Sequence[Answer] = ()) -
     from kvlab.workbench.figures import turning
 
     if figure := needles(answers) or turning.scores(turning.both_moments(answers, beside)):
-        with replacing(path.with_suffix(".png")) as part:
+        with replacing(path) as part:
             save(figure, part)
-        return path.with_suffix(".png")
+        return path
     return None
 
 
