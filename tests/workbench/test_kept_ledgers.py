@@ -129,7 +129,9 @@ def test_what_the_full_profile_decides_is_counted_on_the_page_and_in_the_readme(
     assert turned == ["timings"] and "No finding turned from failing to holding, and one timing did" in page
 
 
-@pytest.mark.parametrize(("before", "words"), [("holds in direction only", "Five things that held"), ("fails", "Five")])
+@pytest.mark.parametrize(
+    ("before", "words"), [("holds in direction only", "Five things that held"), ("fails", "Six that had failed")]
+)
 def test_what_twenty_documents_leave_open_on_the_half_billion_model_is_counted(before, words):
     read = {name: kept.read(KEPT / f"{HALF}.csv", name) for name in ("full", "quick")}
     full = {entry.claim.id: entry.state for entry in read["full"] if entry.measured}
@@ -138,6 +140,8 @@ def test_what_twenty_documents_leave_open_on_the_half_billion_model_is_counted(b
     assert words.split()[0] == in_words(len(opened)).capitalize() and f"{words} " in page
 
 
+DAPQ_NEEDLE, DAPQ_UNPOOLED = "dapq.abstract.task_needle", "dapq.section3_3.task_same_pooling_needle"
+OVER_SNAPKV = "compilerkv.table1.task_filled_over_snapkv"
 FILLED_H2O, WIDE_POOLING = "compilerkv.table1.filled_over_h2o", "rocketkv.section3_3.wide_pooling"
 SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "gemma-3-270m"
 
@@ -171,10 +175,56 @@ SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-c
         ("/rocketkv", "{value:.3f} on gemma", WIDE_POOLING, GEMMA, "quick", 1),
         ("/rocketkv", "{value:.3f} ({low:.3f} to {high:.3f}) on the 0.5B", WIDE_POOLING, HALF, "full", 1),
         ("/rocketkv", "{value:.3f} on the 1.5B", WIDE_POOLING, LARGEST, "quick", 1),
+        (
+            "/rocketkv",
+            "({low:.0f} to {high:.0f} % of them), and both",
+            "rocketkv.figure4.task_needle_c32",
+            HALF,
+            "full",
+            100,
+        ),
+        (
+            "/rocketkv",
+            "({low:.0f} to {high:.0f} % of them), and both",
+            "rocketkv.figure4.task_needle_c64",
+            HALF,
+            "full",
+            100,
+        ),
+        ("/dapq", "{value:.1f} nats a token, {low:.1f} to {high:.1f}", "dapq.table3.task_over_snapkv", HALF, "full", 1),
+        (
+            "/dapq",
+            "{value:.0f} % of the digits come out right ({low:.0f} to {high:.0f})",
+            DAPQ_NEEDLE,
+            HALF,
+            "full",
+            100,
+        ),
+        ("/dapq", "{value:.1f} nats a token, {low:.1f} to {high:.1f}", DAPQ_UNPOOLED, HALF, "full", 1),
+        ("", "fails on SmolLM2 ({value:.0f} %)", DAPQ_NEEDLE, SMOLLM2, "full", 100),
+        ("", "undecided on the 0.5B ({value:.0f} %)", DAPQ_NEEDLE, HALF, "full", 100),
+        (
+            "/compilerkv",
+            "on SmolLM2 (by {less:.1f} nats a token, {least:.1f} to {most:.1f})",
+            OVER_SNAPKV,
+            SMOLLM2,
+            "full",
+            1,
+        ),
+        ("/compilerkv", "0.5B (by {less:.1f}, {least:.1f} to {most:.1f}; ", OVER_SNAPKV, HALF, "full", 1),
+        (
+            "/compilerkv",
+            "{value:.0f} % ({low:.0f} to {high:.0f}; ",
+            "compilerkv.figure3.task_filled_needle",
+            HALF,
+            "full",
+            100,
+        ),
     ],
 )
 def test_the_pages_on_disagreements_quote_what_is_kept(page, words, claim, model, profile, unit):
     (entry,) = (one for one in kept.read(KEPT / f"{model}.csv", profile) if one.claim.id == claim)
     numbers = {name: unit * getattr(entry.verdict, name) for name in ("value", "low", "high")}
     text = " ".join((ROOT / "docs" / f"disagreements{page}.md").read_text(encoding="utf-8").split())
-    assert words.format(**numbers, less=-numbers["value"]) in text
+    turned = {name: -numbers[of] for name, of in (("less", "value"), ("least", "high"), ("most", "low"))}
+    assert words.format(**numbers, **turned) in text
