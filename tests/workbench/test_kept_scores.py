@@ -118,6 +118,8 @@ def test_longbench(heading, model):
     [
         ("dapq", "{less:.1f} points below the full cache ({low:.1f} to {high:.1f})", "longbench", "dapq", "prompt"),
         ("morphkv", "({less:.1f} less, {low:.1f} to {high:.1f})", "longbench", "morphkv", "prompt"),
+        ("morphkv", "{less:.1f} points below it where the question comes", "longbench", "morphkv", "context"),
+        ("morphkv", "after the compression ({low:.1f} to {high:.1f})", "longbench", "morphkv", "context"),
         ("rocketkv", "it scores {score:.0f} %", "ruler", "rocketkv", "prompt"),
         ("rocketkv", "and then {score:.0f} %", "ruler", "rocketkv", "context"),
         ("zsmerge", "is {less:.1f} points below the full cache", "longbench", "zsmerge", "prompt"),
