@@ -200,6 +200,23 @@ def test_settings_of_one_policy_stand_apart_and_what_it_went_without_is_said(tmp
     assert board.lengths == "1,000 and 2,000 tokens"
 
 
+def test_a_policy_with_fewer_answers_says_so_and_is_not_ranked_among_the_others(tmp_path):
+    """The easy half of the examples makes no policy better than one that answered all of them."""
+    easy = [
+        replace(answer, policy="tova", key=f"easy {answer.key}", signature="m|t|tova(budget=64)|compress at context|v")
+        for answer in FOUND
+        if answer.policy == "snapkv" and answer.scores["score"] == 1.0
+    ]
+    found = [replace(answer, marks={}) for answer in [*easy, *FOUND]]
+    answered.keep(tmp_path, found, "a machine")
+    (board,) = boards.boards(tmp_path)
+    assert [(name, round(cells[0].score)) for name, cells in board.rows] == [
+        ("snapkv", 56),
+        ("tova, 2 of 8 answers", 100),
+    ]
+    assert board.full.score == 100 and board.n == 2
+
+
 @pytest.mark.parametrize("settings", ["t(lengths=x)", "t(lengths=('a',))", "t(seed=0)", "t", "no call ("])
 def test_lengths_that_cannot_be_read_are_left_out(tmp_path, settings):
     found = [replace(answer, signature=f"m|{settings}|snapkv(budget=64)|compress at context|v") for answer in FOUND]

@@ -76,7 +76,8 @@ class Board:
         n: how many answers stand behind a score, at least.
         full: the full cache's.
         budgets: the columns.
-        rows: (policy, a cell for each budget, None where there is none), in the order of the mean score.
+        rows: (policy, a cell for each budget, None where there is none), in the order of the mean score; those with
+            fewer answers than others come after these.
         by_turn: of each mode, where the task asks several questions over one context.
     """
 
@@ -110,12 +111,14 @@ def boards(folder: Path) -> list[Board]:
 def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
     model, task, settings, compress_at = about
     lines = [line for line in every if not line["mode"] and not line["turn"]]
-    names = _names(every)
+    fewer = _fewer(lines)
+    names = {system: f"{name}, {fewer[system]}" if system in fewer else name for system, name in _names(every).items()}
     cells = {(names[_system(line)], line["budget"]): _cell(line) for line in lines}
     named = dict.fromkeys(system for system, _ in cells if system != FULL)
     budgets = sorted({budget for system, budget in cells if system != FULL}, key=lambda budget: float(budget or "inf"))
     rows = [(system, [cells.get((system, budget)) for budget in budgets]) for system in named]
-    rows.sort(key=lambda row: -fmean(cell.score for cell in row[1] if cell))
+    last = {names[system] for system in fewer}
+    rows.sort(key=lambda row: (row[0] in last, -fmean(cell.score for cell in row[1] if cell)))
     full = next((cell for (system, _), cell in cells.items() if system == FULL), None)
     return Board(
         Subject(model.split()[0]).label,
@@ -171,6 +174,15 @@ def _names(lines: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], str]:
                 parts.append(f"{parameter}={value}")
         named[system] = ", ".join(parts if storage == PLAIN else [*parts, storage])
     return named
+
+
+def _fewer(lines: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], str]:
+    """The systems that have fewer answers than others, and how many: scores over other examples are no comparison."""
+    counts: dict[tuple[str, ...], int] = {}
+    for line in lines:
+        counts[_system(line)] = min(int(line["n"]), counts.get(_system(line), int(line["n"])))
+    most = max(counts.values(), default=0)
+    return {system: f"{n} of {most} answers" for system, n in counts.items() if n < most and system[0] != FULL}
 
 
 def _system(line: Mapping[str, str]) -> tuple[str, ...]:
