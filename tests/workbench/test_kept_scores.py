@@ -15,11 +15,12 @@ MOMENTS = ("prompt", "context")
 ROW = re.compile(r"^\| (?!-)(.+?) \|(.+)\|$", re.MULTILINE)
 
 
-def kept(model: str, task: str, settings: str = "") -> dict[tuple[str, str, str], dict[str, str]]:
-    """(policy, budget, moment) -> its line over all kinds."""
+def kept(model: str, task: str, settings: str = "", n: str = "") -> dict[tuple[str, str, str], dict[str, str]]:
+    """(policy, budget, moment) -> its line over all kinds, of those over so many examples."""
     lines = boards.read(ROOT / "docs" / "ledger" / "tasks" / f"{model}.csv")
     mine = [line for line in lines if line["task"] == task and settings in line["settings"] and not line["kind"]]
-    return {(line["policy"], line["budget"], line["compress_at"]): line for line in mine if not line["turn"]}
+    mine = [line for line in mine if not line["turn"] and n in ("", line["n"])]
+    return {(line["policy"], line["budget"], line["compress_at"]): line for line in mine}
 
 
 def rows(heading: str) -> list[tuple[list[str], list[str]]]:
@@ -100,7 +101,7 @@ def test_ruler(heading, model):
     ],
 )
 def test_longbench(heading, model, prompts):
-    lines = {key: line for key, line in kept(model, "longbench").items() if line["n"] == prompts}
+    lines = kept(model, "longbench", n=prompts)
     told = set()
     for (policy,), cells in rows(heading):
         told.add(policy)
