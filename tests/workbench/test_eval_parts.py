@@ -214,7 +214,11 @@ def test_a_policy_with_fewer_answers_says_so_and_is_not_ranked_among_the_others(
         ("snapkv", 56),
         ("tova, 2 of 8 answers", 100),
     ]
-    assert board.full.score == 100 and board.n == 2
+    assert (board.full.score, board.n, board.fewer) == (100, 8, 1)
+    text = page.render(
+        kept.kept(ROOT / "docs" / "ledger", "smollm2-135m"), scores=[replace(board, model="smollm2-135m")]
+    )["report.html"]
+    assert "2 policies, 8 answers each, but for 1 with fewer; the full cache has 100" in text
 
 
 @pytest.mark.parametrize("settings", ["t(lengths=x)", "t(lengths=('a',))", "t(seed=0)", "t", "no call ("])

@@ -73,12 +73,13 @@ class Board:
 
     Attributes:
         lengths: the tokens of its prompts, in words; empty where the task does not say.
-        n: how many answers stand behind a score, at least.
+        n: how many answers stand behind a score, but for the rows that say another number.
         full: the full cache's.
         budgets: the columns.
         rows: (policy, a cell for each budget, None where there is none), in the order of the mean score; those with
             fewer answers than others come after these.
         by_turn: of each mode, where the task asks several questions over one context.
+        fewer: how many rows have fewer answers.
     """
 
     model: str
@@ -91,6 +92,7 @@ class Board:
     budgets: list[str]
     rows: list[tuple[str, list[Cell | None]]]
     by_turn: list[ByTurn]
+    fewer: int = 0
 
 
 def boards(folder: Path) -> list[Board]:
@@ -126,11 +128,12 @@ def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
         settings,
         _lengths(settings),
         compress_at,
-        min(int(line["n"]) for line in lines),
+        max(int(line["n"]) for line in lines),
         full,
         budgets,
         rows,
         _by_turn([line for line in every if line["turn"]], names),
+        len(fewer),
     )
 
 

@@ -37,7 +37,7 @@ class Moments:
     Attributes:
         lengths: the tokens of its prompts, in words; empty where the task does not say.
         models: the columns.
-        n: how many answers stand behind a score, at least, for each model.
+        n: how many answers stand behind a score, but for the rows that say another number, for each model.
         full: the full cache's scores, which no compression comes before or after, for each model.
         rows: (policy, its scores on each model, None where there are none), the best with the question held back first.
     """
