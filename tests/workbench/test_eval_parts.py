@@ -214,7 +214,7 @@ def test_a_policy_with_fewer_answers_says_so_and_is_not_ranked_among_the_others(
         ("snapkv", 56),
         ("tova, 2 of 8 answers", 100),
     ]
-    assert (board.full.score, board.n, board.fewer) == (100, 8, 1)
+    assert (board.full.score, board.n, board.fewer) == (100, 8, {"tova, 2 of 8 answers"})
     text = page.render(
         kept.kept(ROOT / "docs" / "ledger", "smollm2-135m"), scores=[replace(board, model="smollm2-135m")]
     )["report.html"]

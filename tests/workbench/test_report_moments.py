@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.paths import ROOT
 
@@ -50,6 +52,11 @@ def test_models_are_columns_and_gaps_stay_gaps():
         "snapkv": [True, True],
         "think": [True, False],
     }
+
+
+def test_what_has_fewer_answers_comes_after_the_others():
+    pair = [replace(one, fewer=frozenset({"think"})) for one in (READ, HELD)]
+    assert [name for name, _ in moments(pair)[0].rows] == ["snapkv", "think"]
 
 
 def test_tables_come_first_where_most_is_lost():

@@ -79,7 +79,7 @@ class Board:
         rows: (policy, a cell for each budget, None where there is none), in the order of the mean score; those with
             fewer answers than others come after these.
         by_turn: of each mode, where the task asks several questions over one context.
-        fewer: how many rows have fewer answers.
+        fewer: the rows that have fewer answers.
     """
 
     model: str
@@ -92,7 +92,7 @@ class Board:
     budgets: list[str]
     rows: list[tuple[str, list[Cell | None]]]
     by_turn: list[ByTurn]
-    fewer: int = 0
+    fewer: frozenset[str] = frozenset()
 
 
 def boards(folder: Path) -> list[Board]:
@@ -119,7 +119,7 @@ def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
     named = dict.fromkeys(system for system, _ in cells if system != FULL)
     budgets = sorted({budget for system, budget in cells if system != FULL}, key=lambda budget: float(budget or "inf"))
     rows = [(system, [cells.get((system, budget)) for budget in budgets]) for system in named]
-    last = {names[system] for system in fewer}
+    last = frozenset(names[system] for system in fewer)
     rows.sort(key=lambda row: (row[0] in last, -fmean(cell.score for cell in row[1] if cell)))
     full = next((cell for (system, _), cell in cells.items() if system == FULL), None)
     return Board(
@@ -133,7 +133,7 @@ def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
         budgets,
         rows,
         _by_turn([line for line in every if line["turn"]], names),
-        len(fewer),
+        last,
     )
 
 

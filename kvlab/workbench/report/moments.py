@@ -39,7 +39,8 @@ class Moments:
         models: the columns.
         n: how many answers stand behind a score, but for the rows that say another number, for each model.
         full: the full cache's scores, which no compression comes before or after, for each model.
-        rows: (policy, its scores on each model, None where there are none), the best with the question held back first.
+        rows: (policy, its scores on each model, None where there are none), the best with the question held back first,
+            and those with fewer answers than others after these.
     """
 
     task: str
@@ -84,7 +85,8 @@ def _moments(budget: str, pairs: Sequence[tuple[Board, Board]]) -> Moments:
         (name, [Both(read[name], held[name]) if name in read and name in held else None for read, held in scores])
         for name in named
     ]
-    rows.sort(key=_by_score)
+    fewer = frozenset.union(*(read.fewer | held.fewer for read, held in pairs))
+    rows.sort(key=lambda row: (row[0] in fewer, *_by_score(row)))
     first, models = pairs[0][0], [read.model for read, _ in pairs]
     n = [min(read.n, held.n) for read, held in pairs]
     return Moments(first.task, first.lengths, budget, models, n, [read.full for read, _ in pairs], rows)
