@@ -141,6 +141,7 @@ def test_what_twenty_documents_leave_open_on_the_half_billion_model_is_counted(b
 
 
 DAPQ_NEEDLE, DAPQ_UNPOOLED = "dapq.abstract.task_needle", "dapq.section3_3.task_same_pooling_needle"
+ALL_NEEDLES = "({low:.0f} to {high:.0f} % of them), and both"
 OVER_SNAPKV = "compilerkv.table1.task_filled_over_snapkv"
 FILLED_H2O, WIDE_POOLING = "compilerkv.table1.filled_over_h2o", "rocketkv.section3_3.wide_pooling"
 SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "gemma-3-270m"
@@ -175,22 +176,8 @@ SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-c
         ("/rocketkv", "{value:.3f} on gemma", WIDE_POOLING, GEMMA, "quick", 1),
         ("/rocketkv", "{value:.3f} ({low:.3f} to {high:.3f}) on the 0.5B", WIDE_POOLING, HALF, "full", 1),
         ("/rocketkv", "{value:.3f} on the 1.5B", WIDE_POOLING, LARGEST, "quick", 1),
-        (
-            "/rocketkv",
-            "({low:.0f} to {high:.0f} % of them), and both",
-            "rocketkv.figure4.task_needle_c32",
-            HALF,
-            "full",
-            100,
-        ),
-        (
-            "/rocketkv",
-            "({low:.0f} to {high:.0f} % of them), and both",
-            "rocketkv.figure4.task_needle_c64",
-            HALF,
-            "full",
-            100,
-        ),
+        ("/rocketkv", ALL_NEEDLES, "rocketkv.figure4.task_needle_c32", HALF, "full", 100),
+        ("/rocketkv", ALL_NEEDLES, "rocketkv.figure4.task_needle_c64", HALF, "full", 100),
         ("/dapq", "{value:.1f} nats a token, {low:.1f} to {high:.1f}", "dapq.table3.task_over_snapkv", HALF, "full", 1),
         (
             "/dapq",

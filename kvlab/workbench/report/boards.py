@@ -183,7 +183,8 @@ def _fewer(lines: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], str]:
     """The systems that have fewer answers than others, and how many: scores over other examples are no comparison."""
     counts: dict[tuple[str, ...], int] = {}
     for line in lines:
-        counts[_system(line)] = min(int(line["n"]), counts.get(_system(line), int(line["n"])))
+        system, n = _system(line), int(line["n"])
+        counts[system] = min(n, counts.get(system, n))
     most = max(counts.values(), default=0)
     return {system: f"{n} of {most} answers" for system, n in counts.items() if n < most and system[0] != FULL}
 
