@@ -76,3 +76,13 @@ def test_the_kept_scores_are_drawn_so():
     drawn = sum(both is not None for table in tables for _, cells in table.rows for both in cells)
     assert text.count('<svg class="moved') == drawn > 100
     assert 'aria-label="100 % with the question read, 33 % with it held back"' in text
+
+
+def test_the_full_cache_is_drawn_where_it_is_on_the_prompts_of_the_row():
+    (table,) = [table for table in moments(boards.boards(ROOT / "docs" / "ledger")) if table.task == "longbench"]
+    on_small = {name: cells[table.models.index("qwen2.5-coder-0.5b")] for name, cells in table.rows}
+    full = {name: both.read.full for name, both in on_small.items() if both and both.read.full is not None}
+    of_thirty = {round(value, 3) for name, value in full.items() if "30 of 60 answers" in name}
+    of_sixty = {round(value, 3) for name, value in full.items() if "answers" not in name}
+    assert len(of_thirty) == len(of_sixty) == 1, "one score of the full cache over each set of prompts"
+    assert of_thirty != of_sixty

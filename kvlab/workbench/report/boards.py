@@ -37,7 +37,7 @@ def read(path: Path) -> list[dict[str, str]]:
 @dataclass(frozen=True)
 class Cell:
     """A mean score in percent, with its interval; `against_full`: that of the difference from the full cache in points,
-    where it has one.
+    where it has one; `full`: the full cache's own mean over the same examples.
     """
 
     score: float
@@ -45,6 +45,7 @@ class Cell:
     high: float
     told: str
     against_full: tuple[float, float] | None = None
+    full: float | None = None
 
     @property
     def clear(self) -> int:
@@ -211,10 +212,9 @@ def _cell(line: Mapping[str, str]) -> Cell:
     score, low, high = (100 * min(max(float(line[name]), 0), 1) for name in ("score", "low", "high"))
     least, most = (float(line[name] or "nan") for name in ("difference_low", "difference_high"))
     told = f"{line['parameters'] or line['policy']}: {score:.0f} % ({low:.0f} to {high:.0f}) of {line['n']} answers"
-    against_full = None
+    against_full = full = None
     if line["policy"] != FULL and not math.isnan(least):
-        against_full = 100 * least, 100 * most
-        told += (
-            f"; against the full cache {100 * float(line['difference']):+.0f} ({100 * least:+.0f} to {100 * most:+.0f})"
-        )
-    return Cell(score, low, high, told, against_full)
+        against_full, difference = (100 * least, 100 * most), 100 * float(line["difference"])
+        told += f"; against the full cache {difference:+.0f} ({100 * least:+.0f} to {100 * most:+.0f})"
+        full = score - difference
+    return Cell(score, low, high, told, against_full, full)

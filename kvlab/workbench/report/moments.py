@@ -38,7 +38,6 @@ class Moments:
         lengths: the tokens of its prompts, in words; empty where the task does not say.
         models: the columns.
         n: how many answers stand behind a score, but for the rows that say another number, for each model.
-        full: the full cache's scores, which no compression comes before or after, for each model.
         rows: (policy, its scores on each model, None where there are none), the best with the question held back first,
             and those with fewer answers than others after these.
     """
@@ -48,7 +47,6 @@ class Moments:
     budget: str
     models: list[str]
     n: list[int]
-    full: list[Cell | None]
     rows: list[tuple[str, list[Both | None]]]
 
     @property
@@ -89,7 +87,7 @@ def _moments(budget: str, pairs: Sequence[tuple[Board, Board]]) -> Moments:
     rows.sort(key=lambda row: (row[0] in fewer, *_by_score(row)))
     first, models = pairs[0][0], [read.model for read, _ in pairs]
     n = [min(read.n, held.n) for read, held in pairs]
-    return Moments(first.task, first.lengths, budget, models, n, [read.full for read, _ in pairs], rows)
+    return Moments(first.task, first.lengths, budget, models, n, rows)
 
 
 def _by_score(row: tuple[str, list[Both | None]]) -> tuple[float, float]:
