@@ -180,8 +180,9 @@ def test_turns_and_modes_are_kept_and_shown(tmp_path):
 
 
 def test_settings_of_one_policy_stand_apart_and_what_it_went_without_is_said(tmp_path):
-    """Each in a row of its own; the lengths of the prompts are in the table's name."""
-    signature = "m|t(seed=0, lengths=(1000, 2000))|{}(budget=64, window={}, tables={})|compress at context|v"
+    """Each in a row of its own; how long the prompts are and of which text is in the table's name."""
+    task = "t(seed=0, lengths=(1000, 2000), document='sotu/1962')"
+    signature = f"m|{task}|{{}}(budget=64, window={{}}, tables={{}})|compress at context|v"
     variants = {
         ("snapkv", 8, "'x'"): "snapkv, window=8",
         ("snapkv", 32, "'x'"): "snapkv, window=32",
@@ -197,7 +198,7 @@ def test_settings_of_one_policy_stand_apart_and_what_it_went_without_is_said(tmp
     answered.keep(tmp_path, found, "a machine")
     (board,) = boards.boards(tmp_path)
     assert sorted(system for system, _ in board.rows) == sorted(variants.values())
-    assert board.lengths == "1,000 and 2,000 tokens"
+    assert board.prompts == "1,000 and 2,000 tokens of sotu/1962"
 
 
 def test_a_policy_with_fewer_answers_says_so_and_is_not_ranked_among_the_others(tmp_path):
@@ -225,7 +226,7 @@ def test_a_policy_with_fewer_answers_says_so_and_is_not_ranked_among_the_others(
 def test_lengths_that_cannot_be_read_are_left_out(tmp_path, settings):
     found = [replace(answer, signature=f"m|{settings}|snapkv(budget=64)|compress at context|v") for answer in FOUND]
     answered.keep(tmp_path, found, "a machine")
-    assert [board.lengths for board in boards.boards(tmp_path)] == [""]
+    assert [board.prompts for board in boards.boards(tmp_path)] == [""]
 
 
 @pytest.mark.parametrize("place", ["/data/of/mine/bench", "/bench", "/data/bench/", r"C:\\data\\bench"])

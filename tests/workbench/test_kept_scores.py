@@ -46,11 +46,14 @@ def percent(line: dict[str, str], *names: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "model"),
-    [("## Needles with all policies", HALF), ("### Needles on Qwen2.5-Coder 1.5B", LARGER)],
+    ("heading", "model", "document"),
+    [
+        ("## Needles with all policies", HALF, "sotu/1962"),
+        ("### Needles on Qwen2.5-Coder 1.5B", LARGER, "sotu/1962"),
+    ],
 )
-def test_needles(heading, model):
-    lines = kept(model, "needle", "lengths=(1000, 2000, 4000)")
+def test_needles(heading, model, document):
+    lines = kept(model, "needle", f"document='{document}'")
     columns = [(budget, moment) for budget in ("128", "512") for moment in MOMENTS]
     told = set()
     for policies, cells in rows(heading):

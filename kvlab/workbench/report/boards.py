@@ -73,7 +73,7 @@ class Board:
     """The scores of one task with one set of parameters on one model, compressed at one moment.
 
     Attributes:
-        lengths: the tokens of its prompts, in words; empty where the task does not say.
+        prompts: their tokens and the text that they are made of, in words; empty where the task does not say.
         n: how many answers stand behind a score, but for the rows that say another number.
         full: the full cache's.
         budgets: the columns.
@@ -86,7 +86,7 @@ class Board:
     model: str
     task: str
     settings: str
-    lengths: str
+    prompts: str
     compress_at: str
     n: int
     full: Cell | None
@@ -127,7 +127,7 @@ def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
         Subject(model.split()[0]).label,
         task,
         settings,
-        _lengths(settings),
+        _prompts(settings),
         compress_at,
         max(int(line["n"]) for line in lines),
         full,
@@ -138,14 +138,15 @@ def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
     )
 
 
-def _lengths(settings: str) -> str:
+def _prompts(settings: str) -> str:
     given = _given(settings)
     try:
         lengths = ast.literal_eval(given.get("lengths") or given.get("length") or "()")
         every = [f"{length:,d}" for length in (lengths if isinstance(lengths, tuple | list) else [lengths])]
+        document = ast.literal_eval(given.get("document", "''"))
     except (ValueError, TypeError):
         return ""
-    return f"{listed(every)} tokens" if every else ""
+    return " of ".join(part for part in (f"{listed(every)} tokens" if every else "", document) if part)
 
 
 def _by_turn(lines: Sequence[Mapping[str, str]], names: Mapping[tuple[str, ...], str]) -> list[ByTurn]:

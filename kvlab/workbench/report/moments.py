@@ -35,7 +35,7 @@ class Moments:
     """One task with one set of parameters at one budget, on every model that answered it at both moments.
 
     Attributes:
-        lengths: the tokens of its prompts, in words; empty where the task does not say.
+        prompts: their tokens and the text that they are made of, in words; empty where the task does not say.
         models: the columns.
         n: how many answers stand behind a score, but for the rows that say another number, for each model.
         rows: (policy, its scores on each model, None where there are none), the best with the question held back first,
@@ -43,7 +43,7 @@ class Moments:
     """
 
     task: str
-    lengths: str
+    prompts: str
     budget: str
     models: list[str]
     n: list[int]
@@ -87,7 +87,7 @@ def _moments(budget: str, pairs: Sequence[tuple[Board, Board]]) -> Moments:
     rows.sort(key=lambda row: (row[0] in fewer, *_by_score(row)))
     first, models = pairs[0][0], [read.model for read, _ in pairs]
     n = [min(read.n, held.n) for read, held in pairs]
-    return Moments(first.task, first.lengths, budget, models, n, rows)
+    return Moments(first.task, first.prompts, budget, models, n, rows)
 
 
 def _by_score(row: tuple[str, list[Both | None]]) -> tuple[float, float]:
