@@ -49,6 +49,7 @@ def percent(line: dict[str, str], *names: str) -> list[str]:
     ("heading", "model", "document"),
     [
         ("## Needles with all policies", HALF, "sotu/1962"),
+        ("### Needles in another text", HALF, "squad/Immune_system"),
         ("### Needles on Qwen2.5-Coder 1.5B", LARGER, "sotu/1962"),
     ],
 )
