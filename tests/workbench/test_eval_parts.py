@@ -222,7 +222,9 @@ def test_a_policy_with_fewer_answers_says_so_and_is_not_ranked_among_the_others(
     assert "2 policies, 8 answers each, but for 1 with fewer; the full cache has 100" in text
 
 
-@pytest.mark.parametrize("settings", ["t(lengths=x)", "t(lengths=('a',))", "t(seed=0)", "t", "no call ("])
+@pytest.mark.parametrize(
+    "settings", ["t(lengths=x)", "t(lengths=('a',))", "t(document=5)", "t(seed=0)", "t", "no call ("]
+)
 def test_lengths_that_cannot_be_read_are_left_out(tmp_path, settings):
     found = [replace(answer, signature=f"m|{settings}|snapkv(budget=64)|compress at context|v") for answer in FOUND]
     answered.keep(tmp_path, found, "a machine")

@@ -54,7 +54,8 @@ def percent(line: dict[str, str], *names: str) -> list[str]:
     ],
 )
 def test_needles(heading, model, document):
-    lines = kept(model, "needle", f"document='{document}'")
+    grid = "lengths=(1000, 2000, 4000), depths=(0.0, 0.25, 0.5, 0.75, 1.0), kinds=('number',), trials=1"
+    lines = kept(model, "needle", f"{grid}, document='{document}'")
     columns = [(budget, moment) for budget in ("128", "512") for moment in MOMENTS]
     told = set()
     for policies, cells in rows(heading):

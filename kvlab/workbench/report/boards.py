@@ -144,9 +144,9 @@ def _prompts(settings: str) -> str:
         lengths = ast.literal_eval(given.get("lengths") or given.get("length") or "()")
         every = [f"{length:,d}" for length in (lengths if isinstance(lengths, tuple | list) else [lengths])]
         document = ast.literal_eval(given.get("document", "''"))
+        return " of ".join(part for part in (f"{listed(every)} tokens" if every else "", document) if part)
     except (ValueError, TypeError):
         return ""
-    return " of ".join(part for part in (f"{listed(every)} tokens" if every else "", document) if part)
 
 
 def _by_turn(lines: Sequence[Mapping[str, str]], names: Mapping[tuple[str, ...], str]) -> list[ByTurn]:
