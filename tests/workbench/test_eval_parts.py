@@ -198,7 +198,7 @@ def test_settings_of_one_policy_stand_apart_and_what_it_went_without_is_said(tmp
     answered.keep(tmp_path, found, "a machine")
     (board,) = boards.boards(tmp_path)
     assert sorted(system for system, _ in board.rows) == sorted(variants.values())
-    assert board.prompts == "1,000 and 2,000 tokens of sotu/1962"
+    assert board.prompts == "1,000 and 2,000 tokens, document sotu/1962"
 
 
 def test_a_policy_with_fewer_answers_says_so_and_is_not_ranked_among_the_others(tmp_path):

@@ -73,7 +73,7 @@ class Board:
     """The scores of one task with one set of parameters on one model, compressed at one moment.
 
     Attributes:
-        prompts: their tokens and the text that they are made of, in words; empty where the task does not say.
+        prompts: their tokens and the document of the task, in words; empty where the task does not say.
         n: how many answers stand behind a score, but for the rows that say another number.
         full: the full cache's.
         budgets: the columns.
@@ -144,7 +144,8 @@ def _prompts(settings: str) -> str:
         lengths = ast.literal_eval(given.get("lengths") or given.get("length") or "()")
         every = [f"{length:,d}" for length in (lengths if isinstance(lengths, tuple | list) else [lengths])]
         document = ast.literal_eval(given.get("document", "''"))
-        return " of ".join(part for part in (f"{listed(every)} tokens" if every else "", document) if part)
+        parts = [f"{listed(every)} tokens" if every else "", "document " + document if document else ""]
+        return ", ".join(part for part in parts if part)
     except (ValueError, TypeError):
         return ""
 

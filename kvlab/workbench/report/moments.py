@@ -35,7 +35,7 @@ class Moments:
     """One task with one set of parameters at one budget, on every model that answered it at both moments.
 
     Attributes:
-        prompts: their tokens and the text that they are made of, in words; empty where the task does not say.
+        prompts: their tokens and the document of the task, in words; empty where the task does not say.
         models: the columns.
         n: how many answers stand behind a score, but for the rows that say another number, for each model.
         rows: (policy, its scores on each model, None where there are none), the best with the question held back first,
