@@ -16,8 +16,8 @@ from kvlab.instruments import measures
 if TYPE_CHECKING:
     from kvlab.traces.trace import Trace
 
-# Attention of every step over every key is kept for all policies of a trace while it fits in here; of a longer one, or
-# one with more layers, that of a few steps at a time fits into a part of it.
+# Attention of every step over every key is kept for all policies of a trace, that of as many layers as fit in here.
+# Where that is not all, a step's attention in all layers is computed with that of its neighbours, which fit into a part.
 KEPT_BYTES = 3 * 2**29
 BLOCK = 1 / 6
 # The attention and the ranks of all traces together: beyond it, those of the traces replayed longest ago are given up.
@@ -33,9 +33,8 @@ class Reference:
         # The trace keeps its reference: held the other way round as well, both would stay until Python looks for
         # circles.
         self._trace = ref(trace)
-        entries = trace.n_layers * trace.heads * trace.steps * trace.length
-        self._shape = (trace.n_layers, trace.heads, trace.steps, trace.length)
-        self._keeps = 4 * entries <= KEPT_BYTES
+        layer = 4 * trace.heads * trace.steps * trace.length
+        self._fits = trace.n_layers if layer * trace.n_layers <= KEPT_BYTES else KEPT_BYTES // layer
         self.give_up()
 
     @property
@@ -46,8 +45,7 @@ class Reference:
 
     def give_up(self) -> None:
         """Free what is large; it is computed again where it is asked for again."""
-        self._all: Tensor | None = None
-        self._done = [False] * self._shape[0]
+        self._rows: dict[int, Tensor] = {}
         self._block: tuple[int, Tensor] | None = None
         for large in ("step_ranks", "outputs"):
             self.__dict__.pop(large, None)
@@ -55,33 +53,28 @@ class Reference:
     @property
     def held_bytes(self) -> int:
         """What `give_up` would free."""
-        large = [self._all, self._block and self._block[1], *map(self.__dict__.get, ("step_ranks", "outputs"))]
-        return sum(tensor.nbytes for tensor in large if tensor is not None)
+        large = [self._block and self._block[1], *map(self.__dict__.get, ("step_ranks", "outputs"))]
+        return sum(tensor.nbytes for tensor in [*self._rows.values(), *large] if tensor is not None)
 
     def weights(self, layer: int) -> Tensor:
         """Attention of the response over all keys, `[heads, steps, length]`; zero on what a step cannot see yet."""
         trace = self.trace
-        if self._keeps and self._all is None:
-            self._all = torch.empty(self._shape, device=trace.device)
-        if self._all is not None and self._done[layer]:
-            return self._all[layer]
+        if layer in self._rows:
+            return self._rows[layer]
         visible = attention.last_visible(trace.steps, trace.length, trace.device)
         softmax = trace.softmax.row(layer)
         rows = attention.weights(trace.response_queries[layer], trace.keys[layer], softmax, visible)
-        if self._all is not None:
-            self._all[layer], self._done[layer] = rows, True
+        if layer < self._fits:
+            self._rows[layer] = rows
         return rows
 
     def at(self, step: int) -> Tensor:
         """Attention of the decoding query `step` (from 1) of all layers, `[layers, heads, prompt + step]`."""
         trace, seen = self.trace, self.trace.prompt_length + step
-        if not self._keeps:
+        if self._fits < trace.n_layers:
             first, rows = self._around(step)
             return rows[:, :, step - 1 - first, :seen]
-        for layer in range(trace.n_layers):
-            self.weights(layer)
-        assert self._all is not None, "it keeps them"
-        return self._all[:, :, step - 1, :seen]
+        return torch.stack([self.weights(layer)[:, step - 1, :seen] for layer in range(trace.n_layers)])
 
     def _around(self, step: int) -> tuple[int, Tensor]:
         """Attention of several decoding queries, the `step`-th among them, `[layers, heads, n, prompt + the last]`, and

@@ -35,7 +35,7 @@ def numbers(trace):
 
 @pytest.fixture
 def bounded(monkeypatch, random_traces):
-    """bounded(share): a trace of which only that share of the attention may be kept."""
+    """bounded(share): a trace of which only that share of the attention may be kept, in whole layers."""
 
     def make(share):
         monkeypatch.setattr(module, "KEPT_BYTES", int(4 * share * numbers(random_traces[0])))
@@ -53,10 +53,23 @@ def test_what_is_not_kept_is_computed_again_and_is_the_same(random_traces, bound
     trace = bounded(share)
     for policy, expected in zip(POLICIES, kept, strict=True):
         found = kvlab.replay(trace, policy, probes=["entropy", "mass_lost"])
-        assert reference(trace)._all is None and found.summary == pytest.approx(expected.summary, rel=1e-4)
+        assert found.summary == pytest.approx(expected.summary, rel=1e-4)
         torch.testing.assert_close(found.mass_lost, expected.mass_lost, atol=1e-6, rtol=1e-4)
         torch.testing.assert_close(found.concentrated_loss, expected.concentrated_loss, atol=1e-6, rtol=1e-4)
         assert found.records.means == pytest.approx(expected.records.means, rel=1e-4)
+
+
+@pytest.mark.parametrize("share, layers", [(1, 2), (0.9, 1), (0.5, 1), (0.4, 0)])
+def test_a_layer_that_fits_is_computed_once_for_all_policies(bounded, widest, share, layers):
+    """Of two layers that one policy after the other reads by what the model recorded."""
+    trace = bounded(share)
+    one = numbers(trace) // trace.n_layers
+    side = reference(trace)
+    for _ in range(4):
+        for layer in range(trace.n_layers):
+            side.weights(layer)
+    assert trace.n_layers == 2 and sum(widest) == one * (layers + 4 * (2 - layers))
+    assert side.held_bytes == 4 * one * layers <= module.KEPT_BYTES
 
 
 def test_steps_in_any_order_see_the_full_caches_attention(random_traces, bounded):
