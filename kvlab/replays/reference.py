@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvlab.traces.trace import Trace
 
 # Attention of every step over every key is kept for all policies of a trace, that of as many layers as fit in here.
-# Where that is not all, a step's attention in all layers is computed with that of its neighbours, which fit into a part.
+# Where that is not all, that of a step in all layers is computed with its neighbours', which fit into a part of it.
 KEPT_BYTES = 3 * 2**29
 BLOCK = 1 / 6
 # The attention and the ranks of all traces together: beyond it, those of the traces replayed longest ago are given up.
