@@ -72,6 +72,8 @@ def test_a_finding_says_where_it_stands_how_if_models_differ():
         (("fails", "holds"), ("undecided", "holds"), across.OPEN),
         (("fails", "holds"), ("holds", "holds"), across.OPEN),
         (("fails", "holds"), ("holds", "fails"), across.OPEN),
+        (("holds", "fails", "holds"), ("holds", "fails", "fails"), across.MIXED),
+        (("holds", "fails", "holds"), ("holds in direction only", "fails", "undecided"), across.MIXED),
         (("holds", "holds"), ("fails", "holds"), across.EVERY),
     ],
 )

@@ -17,14 +17,12 @@ from kvlab.analyses.rocketkv.budgets import RIVALS
 NOT_BEHIND = "printed/{benchmark}/{method}_not_behind_{others}"
 BEHIND = "printed/{benchmark}/behind/{method}/{cell}"
 NEEDLE_LOSS = "printed/needle/largest_loss/{budget}"
-LEAD = "printed/ruler/lead/{length}/{budget}"
+LEAD = "printed/ruler/lead/{model}/{length}/{budget}"
 WIDER = "printed/ruler/wider"
 TIGHT = 512
 """The largest budget of which the paper's conclusion says that RocketKV is ahead of all others."""
 LOW = 1024
 """The largest of the budgets that the paper calls low."""
-LONGEST = "Llama3.1-8B"
-"""The model that the paper takes to sequences of 96,000 tokens."""
 
 
 def findings() -> Findings:
@@ -39,8 +37,8 @@ def findings() -> Findings:
         Hybrid against Quest and SparQ on LongBench, needles and RULER;
         `printed/longbench/behind/sparq/LongChat-7B-v1.5/1024` and so on, by how many points RocketKV is behind where it
         is; `printed/needle/largest_loss/512`, the most that RocketKV loses on needles against the full cache, of three
-        models; `printed/ruler/lead/96000/256` over the best rival, and `printed/ruler/wider`, the share of the budgets
-        printed for both lengths at which that lead is larger at the longest sequence than at the shortest.
+        models; `printed/ruler/lead/Llama3.1-8B/96000/256` over the best rival, and `printed/ruler/wider`, the share of
+        models and budgets at which that lead is larger at the longest sequence that is printed than at the shortest.
     """
     longbench, ruler = papers.figure("rocketkv", "longbench"), papers.figure("rocketkv", "ruler")
     ruler = ruler.assign(model=ruler["model"].str.cat(ruler["length"].astype(str), sep=" "))
@@ -98,15 +96,13 @@ def _gaps(scores: pd.DataFrame, method: str, others: Sequence[str]) -> pd.DataFr
 
 
 def _longer(scores: pd.DataFrame) -> Findings:
-    """RocketKV's lead on RULER by length, for the model with the longest sequences."""
-    longest: Any = scores[scores["model"].str.startswith(LONGEST)]
-    gaps = _gaps(longest, "rocketkv", RIVALS)
-    parts = gaps["cell"].str.extract(r"(\d+) (\d+)$").astype(int)
-    cells = gaps.assign(length=parts[0], budget=parts[1])
-    leads = cells.pivot(index="budget", columns="length", values="gap")
+    """RocketKV's lead on RULER by length, for each model and budget."""
+    gaps = _gaps(scores, "rocketkv", RIVALS)
+    parts = gaps["cell"].str.extract(r"^(?P<model>\S+) (?P<length>\d+) (?P<budget>\d+)$")
+    cells = gaps.join(parts.astype({"length": int, "budget": int})).sort_values("length")
     found = Findings(gaps)
     for row in cells.to_dict("records"):
-        found.set(LEAD, row["gap"], length=row["length"], budget=row["budget"])
-    ends = leads.loc[:, [leads.columns.min(), leads.columns.max()]].dropna()
-    found.set(WIDER, (ends.iloc[:, 1] > ends.iloc[:, 0]).mean())
+        found.set(LEAD, row["gap"], model=row["model"], length=row["length"], budget=row["budget"])
+    leads = cells.groupby(["model", "budget"])["gap"].agg(["first", "last", "size"]).query("size > 1")
+    found.set(WIDER, (leads["last"] > leads["first"]).mean())
     return found

@@ -193,8 +193,8 @@ def printed(findings: Findings) -> list[str]:
     return [
         f"The share of the paper's own cells in which RocketKV is not behind any rival is {shares}, where section 4 "
         f"has it ahead of all{largest}.",
-        f"On RULER its lead is larger at the longest sequences than at the shortest at {telling.percent(wider)} of the "
-        "budgets that are printed for both, where the text says that the gaps become wider.",
+        f"On RULER its lead is larger at the longest sequences than at the shortest in {telling.percent(wider)} of the "
+        "cells of models and budgets, where the text says that the gaps become wider.",
         "Next: what each part of the design is worth, in rocketkv_design.",
     ]
 

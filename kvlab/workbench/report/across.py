@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvlab import papers
 from kvlab.analyses.telling import listed
 from kvlab.workbench.report.digest import by_either
-from kvlab.workbench.report.ledger import HOLDING, Entry, by_paper, turns
+from kvlab.workbench.report.ledger import HOLDING, Entry, by_paper, turns, turns_by_either
 from kvlab.workbench.report.subjects import Subject
 
 EVERY = "hold on every model that measured them, two at least, and at least in direction"
@@ -46,8 +46,8 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
     """Kind (of `KINDS`, those without any left out) -> its findings, of those that at least two models measured.
 
     A finding stands as the weakest of its claims does, on each model by the most thorough profile. That it turns from
-    one model to another is told only where it also does so by the most thorough profile that all of them have. A model
-    that leaves it undecided does not speak for or against an order of size.
+    one model to another is told only where it also does so by the most thorough profile that all of them have, and an
+    order of size only where both have the same. A model that leaves it undecided does not speak for or against one.
 
     Args:
         judged: the entries of several models.
@@ -61,7 +61,7 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
             if len(stands) > 1:
                 kind = _kind(list(stands.values()))
                 if kind in TURNING and kind != _kind([alike[model] for model in labels if model in alike]):
-                    kind = OPEN
+                    kind = MIXED if turns_by_either(of_models, alike) else OPEN
                 sorted_out[kind].append(Finding(paper, name, stands, len(stands) == len(labels)))
     return {kind: found for kind, found in sorted_out.items() if found}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvlab import papers
 from kvlab.analyses.telling import listed, plural
 from kvlab.workbench.report import growth
-from kvlab.workbench.report.ledger import HOLDING, UNTESTED, WEAKEST, Entry, Tally, by_model, number, turns
+from kvlab.workbench.report.ledger import HOLDING, UNTESTED, WEAKEST, Entry, Tally, by_model, number, turns_by_either
 from kvlab.workbench.report.subjects import Subject
 
 NAMED = 3  # findings that a sentence names; the others are counted
@@ -40,7 +40,7 @@ def standings(of_paper: Iterable[Entry]) -> list[Standing]:
 
 def by_either(of_paper: Sequence[Entry]) -> list[tuple[str, dict[str, str], dict[str, str]]]:
     """Every finding with what it stands as on each model, as in `standings`, and then again by the profile that all of
-    them have: what is told to turn between models must do so by both.
+    them have: what is told to turn between models must do so by both (`turns_by_either`).
     """
     alike = standings(entry.compared for entry in of_paper)
     return [(*shown, same) for shown, (_, same) in zip(standings(of_paper), alike, strict=True)]
@@ -61,7 +61,7 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
     either = by_either(of_paper)
     found = [(name, shown) for name, shown, _ in either]
     measured = [standing for standing in found if standing[1]]
-    turning = [name for name, shown, alike in either if turns(shown.values()) and turns(alike.values())]
+    turning = [name for name, shown, alike in either if turns_by_either(shown, alike)]
     sentences = [
         says,
         *(

@@ -56,6 +56,14 @@ def turns(states: Iterable[str]) -> bool:
     return papers.FAILS in found and not found.isdisjoint(HOLDING)
 
 
+def turns_by_either(shown: Mapping[str, str], alike: Mapping[str, str]) -> bool:
+    """Whether one model holds and another fails, both by the most thorough profile of each (model -> state) and by the
+    one that all of them have.
+    """
+    firm = [{state, alike.get(model)} for model, state in shown.items()]
+    return {papers.FAILS} in firm and any(states <= set(HOLDING) for states in firm)
+
+
 @dataclass
 class Entry:
     """A claim on a model: the verdict of our numbers on it, and what they come from.
