@@ -63,6 +63,17 @@ def test_figure_2b_has_a_curve_for_each_context_and_says_where_it_is_one_documen
     assert curves(ax)["4k tokens, one document"].points() == pytest.approx({9: 0.1, 10: 0.9})
 
 
+def test_figure_2b_rings_what_stands_as_far_off_as_snapkvs_window():
+    rows = [
+        {"document": d, "context": c, "start": length - offset, "offset": offset, "similarity": 1 - offset / length}
+        for d, (c, length), offset in itertools.product("ab", (("2k", 2000), ("4k", 4000)), (0, 4, 32, 64))
+    ]
+    (ax,) = draw.figure_2b(Findings(pandas.DataFrame(rows))).axes
+    assert legend(ax) == ["2k tokens", "4k tokens", "32 tokens off, as SnapKV's window"]
+    ((x, y), (also_x, also_y)) = ax.collections[-1].get_offsets()
+    assert (x, also_x) == (1968, 3968) and (y, also_y) == pytest.approx((1 - 32 / 2000, 1 - 32 / 4000))
+
+
 @pytest.fixture
 def figure_3():
     keys = {"measure": recall.MEASURES, "policy": ["dapq", *recall.OTHERS], "window": [8, 32], "budget": [64, 256]}

@@ -326,7 +326,7 @@ def longer_decays_more(figure: Findings, short: str, long: str) -> Findings:
 
 
 def averaged(table: pd.DataFrame) -> pd.DataFrame:
-    """Figure 2b's curves as means over documents with intervals: context, start, similarity, low, high.
+    """Figure 2b's curves as means over documents with intervals: context, start, offset, similarity, low, high.
 
     Documents of one context differ in length by a few tokens, so points are joined by their place among the offsets.
     """
@@ -334,8 +334,8 @@ def averaged(table: pd.DataFrame) -> pd.DataFrame:
     for context, of in table.groupby("context", sort=False):
         for _, part in of.groupby(of.groupby("document")["offset"].rank()):
             value, (low, high) = summarise(part["similarity"])
-            start = part["start"].mean()
-            rows.append({"context": context, "start": start, "similarity": value, "low": low, "high": high})
+            at = part[["start", "offset"]].mean().to_dict()
+            rows.append({"context": context, **at, "similarity": value, "low": low, "high": high})
     return pd.DataFrame(rows)
 
 

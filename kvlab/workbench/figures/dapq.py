@@ -34,6 +34,7 @@ POLICIES = {
 COLOURS = dict(zip(POLICIES, plots.COLOURS, strict=False))
 ENTRIES = "entries for each layer and KV head"
 CONTENTS = {"true": "the response", "last": "the prompt's end", "random": "random", "sentence": "the sentence"}
+SNAPKV_WINDOW = 32  # tokens, by its authors' settings
 MEASURES = {"similarity": "cosine with the true queries", "recall": "recall of the gold top-k"}
 
 
@@ -76,13 +77,14 @@ def figure_2a(findings: Findings) -> Figure:
 
 
 def figure_2b(findings: Findings) -> Figure:
-    """Figure 2b: the cosine against the assigned position, a curve for each context."""
+    """Figure 2b: the cosine against the assigned position, a curve for each context, SnapKV's place on it ringed."""
     contexts = findings.table.groupby("context", sort=False)["document"]
     alone = [context for context, documents in contexts if len(set(documents)) == 1]
     names = {str(context): f"{context} tokens{', one document' * (context in alone)}" for context, _ in contexts}
     figure, ax = plt.subplots()
+    curves = position.averaged(findings.table)
     plots.lines(
-        position.averaged(findings.table),
+        curves,
         x="start",
         y="similarity",
         hue="context",
@@ -94,6 +96,13 @@ def figure_2b(findings: Findings) -> Figure:
         title="Figure 2b: the true content, put elsewhere",
         ax=ax,
     )
+    # So far before the response the window of SnapKV's paper ends, on a curve that is steep there.
+    snapkv = curves[curves["offset"] == SNAPKV_WINDOW]
+    if len(snapkv):
+        label = f"{SNAPKV_WINDOW} tokens off, as SnapKV's window"
+        ring = {"facecolors": "none", "edgecolors": plots.EDGE, "linewidths": 1.6, "zorder": 4}
+        ax.scatter(snapkv["start"], snapkv["similarity"], s=130, label=label, **ring)
+        ax.legend(**plots.BELOW)
     return figure
 
 
