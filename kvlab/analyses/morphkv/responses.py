@@ -45,6 +45,8 @@ LEAST = 5
 """StreamingLLM's four sinks and one recent token: no method gets a smaller budget."""
 
 TOGETHER = 8  # documents in one batch: the full cache's distributions of all steps are in memory besides
+TURN = 128  # tokens that are fed at once where no policy acts at single steps
+MEASURED = ("kl", "nll_gap", "kv_bytes")
 COUNTED_FROM = 2
 """The first decoding step that counts, for all methods: at the very first step MorphKV reads the whole prompt."""
 
@@ -330,7 +332,11 @@ def _under_each(
     for step, (logits, _) in enumerate(whole, 1):
         full[:, step] = logits[0].float().log_softmax(-1)
     known = _nll(full, nexts)
-    frames: dict[str, list[pd.DataFrame]] = {name: [] for name in policies}
+    # Filled in place: whatever small is kept of a step would lie between that step's large distributions, whose memory
+    # could then not be used again by the next.
+    shape = {"policy": policies, "document": documents, "measure": MEASURED, "step": range(1, fed.shape[1] + 1)}
+    values = torch.empty([len(labels) for labels in shape.values()], dtype=torch.float64)
+    places = {name: place for place, name in enumerate(policies)}
     # Policies that act at every step take their steps together; the others need no single steps.
     acting = [name for name, method in policies.items() if method.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
@@ -341,16 +347,12 @@ def _under_each(
         for step, (logits, stored) in enumerate(decoded, 1):
             rows = logits.float().log_softmax(-1)
             for name, row, size in zip(names, rows, stored, strict=True):
-                kl = F.kl_div(row, full[:, step - 1], reduction="none", log_target=True).sum(-1)
-                gap = _nll(row, nexts[:, step - 1]) - known[:, step - 1]
-                values = {"kl": kl, "nll_gap": gap, "kv_bytes": torch.full(gap.shape, size)}
-                frames[name] += [
-                    pd.DataFrame({"document": documents, "measure": measure, "value": value.tolist()}).assign(
-                        policy=name, step=step
-                    )
-                    for measure, value in values.items()
-                ]
-    return pd.concat([frame for parts in frames.values() for frame in parts], ignore_index=True)
+                of_step = values[places[name], :, :, step - 1]
+                of_step[:, 0] = F.kl_div(row, full[:, step - 1], reduction="none", log_target=True).sum(-1)
+                of_step[:, 1] = _nll(row, nexts[:, step - 1]) - known[:, step - 1]
+                of_step[:, 2] = size
+    labels = pd.MultiIndex.from_product(shape.values(), names=shape)
+    return pd.Series(values.flatten(), labels, name="value").reset_index()
 
 
 def _nll(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
@@ -374,13 +376,15 @@ def _decoded(
     with live_session.compress(lm.model, "full", turns="leave") as joint:
         past = joint.join(sessions)
         if not any(method.acts_while_decoding for method in together.values()):
-            # A policy that does nothing after the prefill can be fed all at once, as a turn that is stored whole.
-            before = [session.kv_bytes for session in sessions]
-            logits = lm.model(fed, past_key_values=past).logits.unflatten(0, shape)
-            growth = [(session.kv_bytes - size) / ids.shape[1] for session, size in zip(sessions, before, strict=True)]
-            for step in range(ids.shape[1]):
-                sizes = zip(before, growth, strict=True)
-                yield logits[:, :, step], [(size + more * (step + 1)) / len(ids) for size, more in sizes]
+            # A policy that does nothing after the prefill is fed many tokens at once, as turns that are stored whole.
+            for turn in fed.split(TURN, 1):
+                before = [session.kv_bytes for session in sessions]
+                logits = lm.model(turn, past_key_values=past).logits.unflatten(0, shape)
+                steps = turn.shape[1]
+                growth = [(session.kv_bytes - size) / steps for session, size in zip(sessions, before, strict=True)]
+                for step in range(steps):
+                    sizes = zip(before, growth, strict=True)
+                    yield logits[:, :, step], [(size + more * (step + 1)) / len(ids) for size, more in sizes]
             return
         for step, token in enumerate(bars.each(fed.unbind(1), "inside the model", "token"), 1):
             logits = lm.model(token[:, None], past_key_values=past, logits_to_keep=1).logits[:, -1]
