@@ -197,7 +197,7 @@ def test_settings_of_one_policy_stand_apart_and_what_it_went_without_is_said(tmp
     ]
     answered.keep(tmp_path, found, "a machine")
     (board,) = boards.boards(tmp_path)
-    assert sorted(system for system, _ in board.rows) == sorted(variants.values())
+    assert sorted(system for system, _ in board.rows) == sorted(variants.values()) and board.policies == 3
     assert board.prompts == "1,000 and 2,000 tokens, document sotu/1962"
 
 
@@ -215,7 +215,7 @@ def test_a_policy_with_fewer_answers_says_so_and_is_not_ranked_among_the_others(
         ("snapkv", 56),
         ("tova, 2 of 8 answers", 100),
     ]
-    assert (board.full.score, board.n, board.fewer) == (100, 8, {"tova, 2 of 8 answers"})
+    assert (board.full.score, board.n, board.fewer) == (100, 8, {"tova, 2 of 8 answers": "tova"})
     text = page.render(
         kept.kept(ROOT / "docs" / "ledger", "smollm2-135m"), scores=[replace(board, model="smollm2-135m")]
     )["report.html"]

@@ -12,8 +12,8 @@ from kvlab.workbench.report.boards import Board, Cell
 from kvlab.workbench.report.moments import moments
 
 
-def cell(score: float, against_full: tuple[float, float] | None = None) -> Cell:
-    return Cell(score, score - 10, score + 10, f"{score} %", against_full)
+def cell(score: float, against_full: tuple[float, float] | None = None, full: float | None = None, n: int = 5) -> Cell:
+    return Cell(score, score - 10, score + 10, f"{score} %", against_full, full, n)
 
 
 def board(model: str, moment: str, rows: dict[str, list[Cell | None]], budgets=("8", ""), task="needle") -> Board:
@@ -54,9 +54,23 @@ def test_models_are_columns_and_gaps_stay_gaps():
     }
 
 
-def test_what_has_fewer_answers_comes_after_the_others():
-    pair = [replace(one, fewer=frozenset({"think"})) for one in (READ, HELD)]
-    assert [name for name, _ in moments(pair)[0].rows] == ["snapkv", "think"]
+def test_a_policy_has_one_row_however_many_answers_each_model_has_of_it():
+    """And rows follow what is left of the full cache's score, which is another one over other prompts."""
+    rows = {"snapkv": [cell(40, full=50)], "think, 2 of 5 answers": [cell(45, full=60, n=2)]}
+    few = [
+        replace(board("b", moment, rows, ["8"]), fewer={"think, 2 of 5 answers": "think"})
+        for moment in ("prompt", "context")
+    ]
+    (table,) = moments(few)
+    assert [(name, cells[0].n) for name, cells in table.rows] == [("snapkv", 5), ("think", 2)]
+    (both,) = moments([READ, HELD, *few])
+    assert {name: [each.n for each in cells] for name, cells in both.rows} == {"snapkv": [5, 5], "think": [5, 2]}
+
+
+@pytest.mark.parametrize(("score", "ends"), [(8, 25), (39, 50), (40, 50), (41, 75), (90, 100)])
+def test_the_axis_ends_where_all_that_is_drawn_has_room(score, ends):
+    pair = [board("a", moment, {"p": [cell(score)]}, ["8"]) for moment in ("prompt", "context")]
+    assert moments(pair)[0].ends == ends
 
 
 def test_tables_come_first_where_most_is_lost():
@@ -82,9 +96,8 @@ def test_the_kept_scores_are_drawn_so():
 
 def test_the_full_cache_is_drawn_where_it_is_on_the_prompts_of_the_row():
     (table,) = [table for table in moments(boards.boards(ROOT / "docs" / "ledger")) if table.task == "longbench"]
-    on_small = {name: cells[table.models.index("qwen2.5-coder-0.5b")] for name, cells in table.rows}
-    full = {name: both.read.full for name, both in on_small.items() if both and both.read.full is not None}
-    of_thirty = {round(value, 3) for name, value in full.items() if "30 of 60 answers" in name}
-    of_sixty = {round(value, 3) for name, value in full.items() if "answers" not in name}
+    on_small = [cells[table.models.index("qwen2.5-coder-0.5b")] for _, cells in table.rows]
+    assert all(on_small) and {both.n for both in on_small} == {30, 60}
+    of_thirty, of_sixty = ({round(both.read.full, 3) for both in on_small if both.n == n} for n in (30, 60))
     assert len(of_thirty) == len(of_sixty) == 1, "one score of the full cache over each set of prompts"
     assert of_thirty != of_sixty

@@ -6,7 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
@@ -37,7 +37,7 @@ def read(path: Path) -> list[dict[str, str]]:
 @dataclass(frozen=True)
 class Cell:
     """A mean score in percent, with its interval; `against_full`: that of the difference from the full cache in points,
-    where it has one; `full`: the full cache's own mean over the same examples.
+    where it has one; `full`: the full cache's own mean over the same examples; `n`: how many answers stand behind it.
     """
 
     score: float
@@ -46,6 +46,7 @@ class Cell:
     told: str
     against_full: tuple[float, float] | None = None
     full: float | None = None
+    n: int = 0
 
     @property
     def clear(self) -> int:
@@ -80,7 +81,7 @@ class Board:
         rows: (policy, a cell for each budget, None where there is none), in the order of the mean score; those with
             fewer answers than others come after these.
         by_turn: of each mode, where the task asks several questions over one context.
-        fewer: the rows that have fewer answers.
+        fewer: the rows that have fewer answers -> what they are called where that is not said.
     """
 
     model: str
@@ -93,7 +94,12 @@ class Board:
     budgets: list[str]
     rows: list[tuple[str, list[Cell | None]]]
     by_turn: list[ByTurn]
-    fewer: frozenset[str] = frozenset()
+    fewer: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def policies(self) -> int:
+        """How many there are beside the full cache; one may have several rows, with one setting each."""
+        return len({name.split(",")[0] for name, _ in self.rows})
 
 
 def boards(folder: Path) -> list[Board]:
@@ -115,12 +121,13 @@ def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
     model, task, settings, compress_at = about
     lines = [line for line in every if not line["mode"] and not line["turn"]]
     fewer = _fewer(lines)
-    names = {system: f"{name}, {fewer[system]}" if system in fewer else name for system, name in _names(every).items()}
+    plain = _names(every)
+    names = {system: f"{name}, {fewer[system]}" if system in fewer else name for system, name in plain.items()}
     cells = {(names[_system(line)], line["budget"]): _cell(line) for line in lines}
     named = dict.fromkeys(system for system, _ in cells if system != FULL)
     budgets = sorted({budget for system, budget in cells if system != FULL}, key=lambda budget: float(budget or "inf"))
     rows = [(system, [cells.get((system, budget)) for budget in budgets]) for system in named]
-    last = frozenset(names[system] for system in fewer)
+    last = {names[system]: plain[system] for system in fewer}
     rows.sort(key=lambda row: (row[0] in last, -fmean(cell.score for cell in row[1] if cell)))
     full = next((cell for (system, _), cell in cells.items() if system == FULL), None)
     return Board(
@@ -219,4 +226,4 @@ def _cell(line: Mapping[str, str]) -> Cell:
         against_full, difference = (100 * least, 100 * most), 100 * float(line["difference"])
         told += f"; against the full cache {difference:+.0f} ({100 * least:+.0f} to {100 * most:+.0f})"
         full = score - difference
-    return Cell(score, low, high, told, against_full, full)
+    return Cell(score, low, high, told, against_full, full, int(line["n"]))

@@ -10,6 +10,7 @@ from kvlab.analyses.telling import listed
 from kvlab.workbench.report.boards import Board, Cell
 
 READ, HELD = "prompt", "context"
+ENDS = (25, 50, 75, 100)
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,18 @@ class Both:
 
     read: Cell
     held: Cell
+
+    @property
+    def n(self) -> int:
+        """How many answers stand behind the scores."""
+        return min(self.read.n, self.held.n)
+
+    @property
+    def ahead(self) -> float:
+        """By how much the score with the question held back is above the full cache's on the same prompts; where the
+        full cache's is not known, the score itself.
+        """
+        return self.held.score - (self.held.full or 0)
 
     @property
     def clear(self) -> int:
@@ -37,9 +50,9 @@ class Moments:
     Attributes:
         prompts: their tokens and the document of the task, in words; empty where the task does not say.
         models: the columns.
-        n: how many answers stand behind a score, but for the rows that say another number, for each model.
-        rows: (policy, its scores on each model, None where there are none), the best with the question held back first,
-            and those with fewer answers than others after these.
+        n: how many answers stand behind most scores of each model.
+        rows: (policy, its scores on each model, None where there are none); first those that are furthest ahead of the
+            full cache, or least behind it, with the question held back.
     """
 
     task: str
@@ -48,6 +61,13 @@ class Moments:
     models: list[str]
     n: list[int]
     rows: list[tuple[str, list[Both | None]]]
+
+    @property
+    def ends(self) -> int:
+        """Where the axis ends, in percent: of a few round numbers the first that is above all that is drawn."""
+        every = [both for _, cells in self.rows for both in cells if both]
+        largest = max(max(both.read.score, both.held.high, both.read.full or 0) for both in every)
+        return next(end for end in ENDS if end >= largest)
 
     @property
     def losing(self) -> list[tuple[int, int]]:
@@ -83,21 +103,23 @@ def _moments(budget: str, pairs: Sequence[tuple[Board, Board]]) -> Moments:
         (name, [Both(read[name], held[name]) if name in read and name in held else None for read, held in scores])
         for name in named
     ]
-    fewer = frozenset.union(*(read.fewer | held.fewer for read, held in pairs))
-    rows.sort(key=lambda row: (row[0] in fewer, *_by_score(row)))
+    rows.sort(key=_by_score)
     first, models = pairs[0][0], [read.model for read, _ in pairs]
     n = [min(read.n, held.n) for read, held in pairs]
     return Moments(first.task, first.prompts, budget, models, n, rows)
 
 
 def _by_score(row: tuple[str, list[Both | None]]) -> tuple[float, float]:
-    """The best first, with the question held back, and of those that are alike with it read."""
+    """Those ahead first, with the question held back, and of those that are alike with it read."""
     found = [both for both in row[1] if both]
-    return -fmean(both.held.score for both in found), -fmean(both.read.score for both in found)
+    return -fmean(both.ahead for both in found), -fmean(both.read.score for both in found)
 
 
 def _at(board: Board, budget: str) -> dict[str, Cell]:
-    """The scores of a board at a budget, and of what takes none."""
+    """The scores of a board at a budget, and of what takes none, by what a policy is called however many answers it
+    has: models may have different numbers of them.
+    """
     columns = [board.budgets.index(name) for name in (budget, "") if name in board.budgets]
-    cells = {name: next((row[column] for column in columns if row[column]), None) for name, row in board.rows}
+    named = [(board.fewer.get(name, name), row) for name, row in board.rows]
+    cells = {name: next((row[column] for column in columns if row[column]), None) for name, row in named}
     return {name: cell for name, cell in cells.items() if cell}
