@@ -334,8 +334,8 @@ def _under_each(
     known = _nll(full, nexts)
     # Filled in place: whatever small is kept of a step would lie between that step's large distributions, whose memory
     # could then not be used again by the next.
-    shape = {"policy": policies, "document": documents, "measure": MEASURED, "step": range(1, fed.shape[1] + 1)}
-    values = torch.empty([len(labels) for labels in shape.values()], dtype=torch.float64)
+    every = [list(policies), documents, MEASURED, range(1, fed.shape[1] + 1)]
+    values = torch.empty([len(labels) for labels in every], dtype=torch.float64)
     places = {name: place for place, name in enumerate(policies)}
     # Policies that act at every step take their steps together; the others need no single steps.
     acting = [name for name, method in policies.items() if method.acts_while_decoding]
@@ -351,7 +351,7 @@ def _under_each(
                 of_step[:, 0] = F.kl_div(row, full[:, step - 1], reduction="none", log_target=True).sum(-1)
                 of_step[:, 1] = _nll(row, nexts[:, step - 1]) - known[:, step - 1]
                 of_step[:, 2] = size
-    labels = pd.MultiIndex.from_product(shape.values(), names=shape)
+    labels = pd.MultiIndex.from_product(every, names=["policy", "document", "measure", "step"])
     return pd.Series(values.flatten(), labels, name="value").reset_index()
 
 

@@ -103,6 +103,6 @@ def _longer(scores: pd.DataFrame) -> Findings:
     found = Findings(gaps)
     for row in cells.to_dict("records"):
         found.set(LEAD, row["gap"], model=row["model"], length=row["length"], budget=row["budget"])
-    leads = cells.groupby(["model", "budget"])["gap"].agg(["first", "last", "size"]).query("size > 1")
+    leads: Any = cells.groupby(["model", "budget"])["gap"].agg(["first", "last", "size"]).query("size > 1")
     found.set(WIDER, (leads["last"] > leads["first"]).mean())
     return found
