@@ -43,6 +43,24 @@ def test_what_another_store_measured_stays_with_all_that_it_says(project, tmp_pa
     assert list(after.index) == [claim.id for claim in papers.claims()]
 
 
+def test_a_store_without_a_run_of_a_claim_leaves_what_was_said_of_it(project, tmp_path):
+    """Its numbers and why it is not measured may come from a run that lacked a part."""
+    folder = tmp_path / "ledger"
+    job(0.6)
+    path = kept.keep(folder)[0].path
+    before = lines(path)
+    before.loc[OTHER, ["value", "why"]] = ["0.25", "too short a prompt"]
+    before.reset_index()[list(pandas.read_csv(path, nrows=0).columns)].to_csv(path, index=False)
+    other_store(project)
+    job(0.5)
+    kept.keep(folder)
+    after = lines(path)
+    assert after.loc[CLAIM, "value"] == "0.5" and after.loc[OTHER].equals(before.loc[OTHER])
+    job(0.4, metric="reduction/0.10")
+    kept.keep(folder)
+    assert lines(path).loc[OTHER, "value"] == "0.4"
+
+
 def test_keeping_again_changes_nothing_and_a_newer_run_replaces(project, tmp_path):
     job(0.6)
     path = kept.keep(tmp_path / "ledger")[0].path

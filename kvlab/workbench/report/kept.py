@@ -107,7 +107,11 @@ def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
     order = list(findings)
     lines = {key: line for key, line in before.items() if key[0] in order}
     for judged in sweeps:
-        lines |= {(line["claim"], line["profile"]): line for line in _new_lines(judged)}
+        for entry, line in zip(judged, _new_lines(judged), strict=True):
+            key = line["claim"], line["profile"]
+            # Why a claim is not measured is known better where a run has tried.
+            if entry.run or key not in lines:
+                lines[key] = line
     measured = {claim for claim, profile in lines if profile}
     lines = {key: line for key, line in lines.items() if key[1] or key[0] not in measured}
     sorted_lines = (lines[key] for key in sorted(lines, key=lambda key: (order.index(key[0]), thoroughness(key[1]))))
