@@ -53,6 +53,7 @@ def test_what_is_not_kept_is_computed_again_and_is_the_same(random_traces, bound
     trace = bounded(share)
     for policy, expected in zip(POLICIES, kept, strict=True):
         found = kvlab.replay(trace, policy, probes=["entropy", "mass_lost"])
+        assert len(reference(trace)._rows) < trace.n_layers, "not all of it is kept"
         assert found.summary == pytest.approx(expected.summary, rel=1e-4)
         torch.testing.assert_close(found.mass_lost, expected.mass_lost, atol=1e-6, rtol=1e-4)
         torch.testing.assert_close(found.concentrated_loss, expected.concentrated_loss, atol=1e-6, rtol=1e-4)

@@ -67,7 +67,7 @@ def test_a_policy_has_one_row_however_many_answers_each_model_has_of_it():
     assert {name: [each.n for each in cells] for name, cells in both.rows} == {"snapkv": [5, 5], "think": [5, 2]}
 
 
-@pytest.mark.parametrize(("score", "ends"), [(8, 25), (39, 50), (40, 50), (41, 75), (90, 100)])
+@pytest.mark.parametrize(("score", "ends"), [(8, 25), (39, 50), (40, 50), (41, 75), (90, 100), (90.000001, 100)])
 def test_the_axis_ends_where_all_that_is_drawn_has_room(score, ends):
     pair = [board("a", moment, {"p": [cell(score)]}, ["8"]) for moment in ("prompt", "context")]
     assert moments(pair)[0].ends == ends

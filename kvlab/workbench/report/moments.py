@@ -64,10 +64,12 @@ class Moments:
 
     @property
     def ends(self) -> int:
-        """Where the axis ends, in percent: of a few round numbers the first that is above all that is drawn."""
+        """Where the axis ends, in percent: of a few round numbers the first that is above all that is drawn; the last,
+        where rounding puts a score of 100 beyond it.
+        """
         every = [both for _, cells in self.rows for both in cells if both]
         largest = max(max(both.read.score, both.held.high, both.read.full or 0) for both in every)
-        return next(end for end in ENDS if end >= largest)
+        return next((end for end in ENDS if end >= largest), ENDS[-1])
 
     @property
     def losing(self) -> list[tuple[int, int]]:
