@@ -82,7 +82,7 @@ def test_early_facts(value, phrase):
     found.set(facts.WIDE_STORES_MORE, value, (value - 0.1, value + 0.1))
     found.set(facts.BEHIND, value, (value - 0.1, value + 0.1), policy="h2o")
     text = told(story.early_facts(found))
-    assert phrase in text and ("H2O is clearly worse than the wide window, as sections" in text) is (value > 0)
+    assert phrase in text and ("H2O is clearly worse than the wide window (by" in text) is (value > 0)
     assert "2.0 (1.0 to 3.0) with the wide and 2.0 (1.0 to 3.0) with the narrow window" in text
     assert ("the model knows the code" in text) is (value > 0)
     assert ("the model does not know the code" in text) is (value < 0)

@@ -142,6 +142,7 @@ def test_what_twenty_documents_leave_open_on_the_half_billion_model_is_counted(b
 
 DAPQ_NEEDLE, DAPQ_UNPOOLED = "dapq.abstract.task_needle", "dapq.section3_3.task_same_pooling_needle"
 ALL_NEEDLES = "({low:.0f} to {high:.0f} % of them), and both"
+FACT_STORED = "morphkv.section6_2.early_fact_stored"
 OVER_SNAPKV = "compilerkv.table1.task_filled_over_snapkv"
 FILLED_H2O, WIDE_POOLING = "compilerkv.table1.filled_over_h2o", "rocketkv.section3_3.wide_pooling"
 SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "gemma-3-270m"
@@ -188,6 +189,15 @@ SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-c
             100,
         ),
         ("/dapq", "{value:.1f} nats a token, {low:.1f} to {high:.1f}", DAPQ_UNPOOLED, HALF, "full", 1),
+        (
+            "/morphkv",
+            "on SmolLM2 (by {less:.1f} % of them, {least:.1f} to {most:.1f})",
+            FACT_STORED,
+            SMOLLM2,
+            "full",
+            100,
+        ),
+        ("/morphkv", "and the 0.5B (by {less:.1f}, {least:.1f} to {most:.1f})", FACT_STORED, HALF, "full", 100),
         ("", "fails on SmolLM2 ({value:.0f} %)", DAPQ_NEEDLE, SMOLLM2, "full", 100),
         ("", "undecided on the 0.5B ({value:.0f} %)", DAPQ_NEEDLE, HALF, "full", 100),
         (

@@ -115,9 +115,9 @@ def early_facts(found: Findings) -> list[str]:
     costs = {name: found.row(facts.WORSE, policy=name) for name in (facts.WIDE, facts.NARROW)}
     verdict = side(
         nats,
-        above="makes the code clearly likelier, as section 6.2 says",
-        below="makes the code clearly less likely, against section 6.2",
-        undecided="does not clearly change how likely the code is, where section 6.2 says that it does",
+        above="makes the code clearly likelier",
+        below="makes the code clearly less likely",
+        undecided="does not clearly change how likely the code is",
     )
     keeps = side(stored, above="clearly more", below="clearly less", undecided="not clearly another share")
     h2o = found.row(facts.BEHIND, policy="h2o")
@@ -126,15 +126,17 @@ def early_facts(found: Findings) -> list[str]:
     lost = " and ".join(f"{number(costs[name], 2)} with the {words}" for name, words in WINDOWS.items())
     behind = side(
         h2o,
-        above="clearly worse than the wide window, as sections 1 and 5.1.1 say",
-        below="clearly better than the wide window, against sections 1 and 5.1.1",
-        undecided="not told apart from the wide window, where sections 1 and 5.1.1 have it worse",
+        above="clearly worse than the wide window",
+        below="clearly better than the wide window",
+        undecided="not told apart from the wide window",
     )
     return [
         f"Under the full cache the model {knows} the code ({number(full, 2)} nats a token; a guessed digit costs "
         f"{GUESSED:.2f}), and MorphKV adds {lost} window.",
-        f"The wider window {verdict} ({number(nats, 2)} nats), and keeps {keeps} of its entries ({percent(stored)}).",
+        f"The wider window {verdict} ({number(nats, 2)} nats), and keeps {keeps} of its entries ({percent(stored)}); "
         f"H2O is {behind} (by {number(h2o, 2)} nats).",
+        "Sections 5.1.1 and 6.2 speak of responses that go through what the prompt told; this text does not touch the "
+        "code.",
         "Next: whether a set for each query head would keep more.",
     ]
 
