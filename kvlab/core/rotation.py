@@ -29,11 +29,14 @@ class Rotation:
         frequencies: of the pairs, in radians for each position; none where the layer does not turn.
         factor: what turned channels are multiplied by (YaRN and its like), 1 for most models.
         interleaved: whether channels 2i and 2i + 1 are a pair, and not i and i + pairs.
+        offset: how far the positions that a sequence was fed at are ahead of its tokens' order; positions below are
+            by that order.
     """
 
     frequencies: tuple[float, ...] = ()
     factor: float = 1.0
     interleaved: bool = False
+    offset: int = 0
 
     def fits(self, head_dim: int) -> bool:
         """Whether it can be that of heads of this size."""
@@ -65,7 +68,7 @@ class Rotation:
 
     def _angles(self, positions: Tensor) -> Tensor:
         frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=positions.device)
-        return positions[..., None].float() * frequencies
+        return (positions + self.offset)[..., None].float() * frequencies
 
 
 def paired(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,8 @@
-"""What a live session hands to the model in place of a `DynamicCache`: one `LayerStore` for each compressed layer and
-group, and transformers' own cache for the layers left alone.
+"""The cache of a live session: one `LayerStore` for each compressed layer and group, and transformers' own cache for
+the layers left alone.
+
+A `DynamicCache` that the caller made becomes a `LiveCache` where it stands, so that what the caller holds is what the
+session fills: its length, its layers and its methods say the truth, inside the session and after it.
 
 Sequences of a batch whose prompts have different lengths (left padding) do not share a store: each group of equal
 length has its own, so that no padding is ever stored and all rows of a store keep in step.
@@ -16,20 +19,18 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvlab.core import adapter, hookable
 from kvlab.core.hooks import Call
 from kvlab.core.layout import Layout
-from kvlab.core.rotation import Rotation
-from kvlab.core.softmax import Softmax
 from kvlab.core.storage import Storage
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.live.groups import Group
+from kvlab.live.layer import LiveLayer
 from kvlab.live.likelihood import Likelihood
 from kvlab.live.memory import Memory, Repeated
-from kvlab.live.observed import Observed
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:
@@ -68,111 +69,16 @@ class Pass(Protocol):
         ...
 
 
-class LiveLayer(CacheLayerMixin):
-    """One compressed layer of a `LiveCache`.
-
-    Attributes:
-        softmax: what the model makes of the layer's products.
-        observed: the last queries.
-        before_rope: those of the whole prompt before RoPE, until it has ended, where the policy asks for them.
-        rotation: how the layer turns queries and keys, where the policy asks; None of a way unknown to kvlab.
-    """
-
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: LiveCache, softmax: Softmax):
-        super().__init__()
-        self.is_initialized = True
-        self.belong(cache)
-        self.softmax = softmax
-        self.groups: list[Group] = []
-        self.observed, self.before_rope = Observed(), Observed()
-        self.rotation: Rotation | None = None
-
-    def belong(self, cache: LiveCache) -> None:
-        """Be a layer of this cache, without keeping it alive."""
-        self._its_cache = ref(cache)
-
-    @property
-    def _cache(self) -> LiveCache:
-        cache = self._its_cache()
-        assert cache is not None, "whoever asks a layer holds its cache"
-        return cache
-
-    def forget(self) -> None:
-        self.observed.forget()
-        self.before_rope.forget()
-
-    def begin(self, keys: Tensor, values: Tensor, place: int) -> LayerStore:
-        """Store the beginning of a prompt; `place` is where the layer stands among the compressed ones."""
-        store = LayerStore(keys, values)
-        store.layers = (place,) * len(keys)
-        self.groups = [Group(None, store)]
-        return store
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        # The session's attention stores them: it knows the phase, and which rows go together.
-        if not self._cache.running:
-            raise KvlabError("this cache belongs to a kvlab session; go on with it inside `with kvlab.compress(...)`")
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return self._cache.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        for group in self.groups:
-            wanted = group.of(beam_idx.to(group.store.device))
-            if group.rows is not None:
-                place = {int(row): i for i, row in enumerate(group.rows)}
-                if any(int(row) not in place for row in wanted):
-                    raise KvlabError("beams cannot change places between prompts of different length")
-                wanted = torch.tensor([place[int(row)] for row in wanted], device=wanted.device)
-            group.take(wanted)
-        self._select(beam_idx)
-
-    def _select(self, rows: Tensor) -> None:
-        self.observed.select(rows)
-        self.before_rope.select(rows)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove == 0:
-            return
-        policies = [group.policy or self._cache.policy for group in self.groups] if self._cache.ended else []
-        for policy in policies:
-            if policy.acts_while_decoding:
-                raise KvlabError(f"{policy.name} cannot take tokens back, as assisted decoding asks for")
-        n = abs(tokens_to_remove)
-        for group in self.groups:
-            group.store.truncate(group.store.length - n)
-            if group.shadow is not None:
-                group.shadow.store.truncate(group.shadow.store.length - n)
-        self.observed.crop(n)
-        self.before_rope.crop(n)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if len(self.groups) > 1:
-            raise KvlabError("a batch of prompts of different length cannot be cut or repeated while it is generated")
-        for group in self.groups:
-            group.take(indices)
-        self._select(indices)
-
-
-class LiveCache(Cache):
-    """What a session hands to the model in place of a `DynamicCache`.
+class LiveCache(DynamicCache):
+    """transformers' cache, whose layers a policy compresses.
 
     Attributes:
         layers: of the model: a `LiveLayer` where it is compressed, else what transformers keeps.
         compressed: the compressed ones among them, one behind the other.
+        prompt_end: how many tokens there are when the prompt that `generate` was given has been fed; None outside
+            `generate`, where the number of tokens in a forward pass tells.
+        lent: whether the caller made it, and so may go on with it after the session.
+        torn: whether a forward pass or the compression failed half-way, so that its layers may not fit together.
     """
 
     layers: list[Any]
@@ -185,27 +91,34 @@ class LiveCache(Cache):
         self.number = 0  # which prompt of its session this is, from 1; 0 before the prompt has ended
         self.padding: Tensor | None = None  # [batch] left padding of each row
         self.own_pass: Pass | None = None  # one of the session itself that is under way on it
+        self.ended_at = 0  # how many tokens there were when it ended
+        self.prompt_end: int | None = None
+        self.lent = False
+        self.torn = False
         self.ids: list[Tensor] = []
+        self.position_ids: list[Tensor] = []  # [batch or 1, fed] of every pass, where the policy asks for places
         self.repeated: Repeated = {}  # shared by branches
         self.memory: Memory | None = None  # of the prompt, where branches share one
         self.likelihood = Likelihood()
         self.compressed = [LiveLayer(self, hookable.softmax_of(module)) for module in session.modules]
-        super().__init__(layers=adapter.arranged(session.model, session.layout, self.compressed))
+        Cache.__init__(self, layers=adapter.arranged(session.model, session.layout, self.compressed))
 
     @classmethod
     def of(cls, session: Host, given: DynamicCache) -> LiveCache:
-        """What a plain cache holds, taken as the beginning of a prompt."""
-        cache = cls(session)
-        cache.seen = given.get_seq_length()
-        for number in session.layout.others if given.layers else ():
-            cache.layers[number] = adapter.twin(given.layers[number])
-        if cache.seen:
-            for place, (live, number) in enumerate(zip(cache.compressed, session.layout.compressed, strict=True)):
-                layer = cast("DynamicLayer", given.layers[number])
-                assert layer.keys is not None and layer.values is not None, "it has seen tokens"
-                if layer.keys.shape[2] != cache.seen:
-                    raise KvlabError("the cache handed in has lost entries already (a sliding window?)")
-                live.begin(layer.keys, layer.values, place)
+        """The caller's own cache, which becomes one of this session; what it holds is the beginning of a prompt."""
+        held, seen = list(given.layers), given.get_seq_length()
+        mine = [cast("DynamicLayer", held[number]) for number in session.layout.compressed] if seen else []
+        entries = [(layer.keys, layer.values) for layer in mine if layer.keys is not None and layer.values is not None]
+        if len(entries) < len(mine) or any(keys.shape[2] != seen for keys, _ in entries):
+            raise KvlabError("the cache handed in has lost entries already (a sliding window?)")
+        given.__class__ = cls
+        cache = cast("LiveCache", given)
+        LiveCache.__init__(cache, session)
+        cache.seen, cache.lent = seen, True
+        for number in session.layout.others if held else ():
+            cache.layers[number] = held[number]
+        for place, (live, entry) in enumerate(zip(cache.compressed, entries, strict=False)):
+            live.begin(*entry, place)
         return cache
 
     def belong(self, session: Host) -> None:
@@ -248,7 +161,8 @@ class LiveCache(Cache):
             columns: what of the stores' columns goes along.
         """
         cache = LiveCache(session)
-        cache.seen, cache.padding, cache.ids = self.seen, self.padding, list(self.ids)
+        cache.seen, cache.padding = self.seen, self.padding
+        cache.ids, cache.position_ids = list(self.ids), list(self.position_ids)
         cache.likelihood, cache.repeated, cache.memory = self.likelihood.copy(), self.repeated, self.memory
         for number, layer in self.others.items():
             cache.layers[number] = adapter.twin(layer)
@@ -328,13 +242,84 @@ class LiveCache(Cache):
         finally:
             self.layers[:] = before
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the newest tokens can be taken back; not once a policy may have evicted or merged for them."""
+        return super().is_croppable and not self.acting
+
+    @property
+    def acting(self) -> list[Policy]:
+        """The policies that do something at every step."""
+        policies = [group.policy or self.policy for group in self.compressed[0].groups] or [self.policy]
+        return [policy for policy in policies if policy.acts_while_decoding]
+
     @torch.inference_mode()
     def crop(self, tokens_to_remove: int) -> None:
+        """Take the newest tokens back.
+
+        Raises:
+            KvlabError: some of them were evicted or merged, or others were for their sake.
+        """
+        n = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise KvlabError(f"crop takes the number of tokens to remove, negative: crop(-{n})")
+        if n > self.seen:
+            raise KvlabError(f"crop(-{n}) removes more tokens than the {self.seen} that this cache has seen")
+        if n and self.ended and self.acting:
+            raise KvlabError(
+                f"{self.acting[0].name} cannot take tokens back, since it acts on every one that it is fed"
+            )
+        stores = [group.store for layer in self.compressed for group in layer.groups]
+        if self.seen - n < self.ended_at and any(store.length < store.seen for store in stores):
+            raise KvlabError(
+                f"crop(-{n}) reaches into a prompt of which entries have been evicted; only the {self.seen} - "
+                f"{self.ended_at} tokens since can be taken back"
+            )
         super().crop(tokens_to_remove)
-        self.seen, self.memory = self.seen - abs(tokens_to_remove), None
-        if self.ids:
-            self.ids = [torch.cat(self.ids, 1)[:, : self.seen]]
-        self.likelihood.crop(abs(tokens_to_remove))
+        if n == 0:
+            return
+        self.seen, self.memory = self.seen - n, None
+        for pieces in (self.ids, self.position_ids):
+            if pieces:
+                whole = torch.cat(pieces, 1)
+                pieces[:] = [whole[:, : whole.shape[1] - n]]
+        self.likelihood.crop(n)
+
+    def note_outside(self, n: int) -> None:
+        """Another `n` tokens were fed by the model alone, without a session to see them."""
+        self.seen, self.position_ids, self.memory, self.prompt_end = self.seen + n, [], None, None
+        self.likelihood.crop(n)
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Forget everything that was fed; the next token begins a new prompt of the same session."""
+        super().reset()
+        self.seen, self.ended_at, self.steps, self.number, self.ended, self.padding = 0, 0, 0, 0, False, None
+        self.ids, self.position_ids, self.repeated, self.memory = [], [], {}, None
+        self.likelihood, self.prompt_end, self.torn = Likelihood(), None, False
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences that it holds; -1 while it holds none."""
+        return self.batch if self.compressed[0].groups else -1
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.compressed[0].groups)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a plain cache of the same entries, as far as one can hold them.
+
+        Raises:
+            KvlabError: it has lost entries, whose places no plain cache knows.
+        """
+        stores = [group.store for layer in self.compressed for group in layer.groups]
+        if any(store.length < self.seen for store in stores):
+            raise KvlabError("a cache that has lost entries cannot be pickled; save the tokens, and feed them again")
+        if any(store.merged or store.rounded for store in stores):
+            raise KvlabError("a cache with merged or rounded entries cannot be pickled; save the tokens instead")
+        plain = [layer.plain() if isinstance(layer, LiveLayer) else layer for layer in self.layers]
+        return _plain, (plain,)
 
     @torch.inference_mode()
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -360,9 +345,47 @@ class LiveCache(Cache):
         if self.ids:
             ids = torch.cat(self.ids, 1)
             self.ids = [ids[rows.to(ids.device)]]
+        if self.position_ids:
+            places = torch.cat(self.expanded_position_ids, 1)
+            self.position_ids = [places[rows.to(places.device)]]
         if self.padding is not None:
             self.padding = self.padding[rows.to(self.padding.device)]
         self.likelihood.select(rows)
+
+    # ------------------------------------------------------------------ where its tokens stand
+
+    @property
+    def expanded_position_ids(self) -> list[Tensor]:
+        """Those of all passes, `[batch, fed]` each."""
+        return [places.expand(self.batch, -1) for places in self.position_ids]
+
+    def note_positions(self, position_ids: Tensor | None, fed: int) -> None:
+        """Where the `fed` tokens of a pass stand: `position_ids` as the model takes them, or one behind the other."""
+        if position_ids is None:
+            position_ids = torch.arange(self.seen, self.seen + fed)[None]
+        # Models that see images have several positions for each token, which are the same in a text.
+        places = position_ids if position_ids.dim() < 3 else position_ids[0]
+        self.position_ids.append(places.to("cpu"))
+
+    def offsets(self, number: int, policy: Policy) -> list[int]:
+        """How far the positions that one group's sequences were fed at are ahead of their order, for each row.
+
+        Raises:
+            KvlabError: they leave gaps, so that nothing says where the next tokens stand.
+        """
+        group = self.compressed[0].groups[number]
+        if not self.position_ids:
+            return [0] * group.store.rows
+        given = torch.cat(self.expanded_position_ids, 1)
+        given = (given if group.rows is None else given[group.rows.cpu()])[:, -group.store.seen :]
+        order = torch.arange(group.store.seen - given.shape[1], group.store.seen, device=given.device)
+        ahead = given - order
+        if bool((ahead != ahead[:, -1:]).any()):
+            raise KvlabError(
+                f"{policy.name} places queries behind the prompt, and these position_ids leave gaps; number the tokens "
+                "one behind the other"
+            )
+        return ahead[:, -1].tolist()
 
     def note_padding(self, mask: Tensor | None, fed: int) -> None:
         """Left padding of each row, from the attention mask of a chunk of the prompt."""
@@ -398,3 +421,10 @@ class LiveCache(Cache):
                     layer.groups.append(Group(rows, store.part(rows, pad)))
             for group in layer.groups:
                 group.padded = False
+
+
+def _plain(layers: list[Any]) -> DynamicCache:
+    """transformers' cache with these layers."""
+    cache = DynamicCache()
+    Cache.__init__(cache, layers=layers)
+    return cache

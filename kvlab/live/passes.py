@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvlab.live.cache import LiveCache, Pass
+    from kvlab.methods import Policy
 
 
 def prompts(cache: LiveCache, number: int, why: str) -> Tensor:
@@ -36,11 +37,12 @@ def prompts(cache: LiveCache, number: int, why: str) -> Tensor:
     return group.of(torch.cat(cache.ids, 1))[:, cache.seen - group.store.seen :].cpu()
 
 
-def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, handler: Pass) -> None:
-    """Feed `ids` `[rows, m]` on top of one group's prompts; afterwards the cache is as it was."""
+def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, handler: Pass, policy: Policy) -> None:
+    """Feed `ids` `[rows, m]` on top of one group's prompts, for a policy; afterwards the cache is as it was."""
     group = cache.compressed[0].groups[number]
     length, device = group.store.seen, group.store.device
     positions = torch.arange(length, length + ids.shape[1], device=device).expand_as(ids)
+    positions = positions + torch.tensor(cache.offsets(number, policy), device=device)[:, None]
     # Layers left alone hold the padding too.
     padding = cache.seen - length
     mask = (torch.arange(cache.seen + ids.shape[1], device=device) >= padding).expand(len(ids), -1)

@@ -7,6 +7,7 @@ all layers at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.core import hookable
+from kvlab.core.rotation import Rotation
 from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
 from kvlab.live import passes
@@ -83,7 +85,7 @@ class Prefill:
             layer.before_rope.forget()
             if self._turns == "leave" or policy.observes is None:
                 layer.forget()
-        cache.ended, cache.memory = True, None
+        cache.ended, cache.ended_at, cache.memory = True, cache.seen, None
 
     def _prompt(
         self,
@@ -130,13 +132,21 @@ class Prefill:
             layer.softmax,
             perplexity,
             self._projections(cache, index, len(store.keys)),
-            [layer.rotation] * len(store.keys) if self._policy.needs.rotation else None,
+            self._rotations(cache, index, number),
             before,
             repeated[index] if repeated else None,
             once(cache.memory, ("shared", number, index, self._max_new_tokens, pseudo_tokens), dict),
         )
         prompt.lossy, prompt.seen, prompt.positions = group.lossy, store.seen, store.positions
         return prompt
+
+    def _rotations(self, cache: LiveCache, index: int, number: int) -> list[Rotation | None] | None:
+        """How one layer turns each sequence of a group, from where its tokens were placed; None unless asked for."""
+        if not self._policy.needs.rotation:
+            return None
+        rotation = cache.compressed[index].rotation
+        ahead = once(cache.memory, ("offsets", number), lambda: cache.offsets(number, self._policy))
+        return [None if rotation is None else replace(rotation, offset=offset) for offset in ahead]
 
     def _projections(self, cache: LiveCache, index: int, rows: int) -> list[Tensor] | None:
         """The output projection of one layer, for each of `rows` sequences, where the policy asks for it."""
@@ -193,7 +203,7 @@ class Prefill:
 
         def queries() -> dict[int, Tensor]:
             pseudo = passes.PseudoPass(number)
-            passes.run(self._model, cache, number, ids, pseudo)
+            passes.run(self._model, cache, number, ids, pseudo, self._policy)
             return pseudo.queries
 
         return once(cache.memory, ("pseudo", number, tokens_of(ids)), queries)
@@ -228,7 +238,7 @@ class Prefill:
         # Prompts of one length have parts at the same places, with as many tokens.
         for rows in zip(*fed, strict=True):
             handler = passes.RepeatPass(number, repetition, rows[0], weights)
-            passes.run(self._model, cache, number, torch.stack([part.ids for part in rows]), handler)
+            passes.run(self._model, cache, number, torch.stack([part.ids for part in rows]), handler, self._policy)
             scores.append(handler.scores)
         return [torch.cat([each[place] for each in scores], -1) for place in range(len(modules))]
 

@@ -1,9 +1,9 @@
 """A policy inside transformers' own `generate()`: a cache that really shrinks.
 
 `with compress(model, policy) as session:` swaps the attention of every layer and the cache of every forward pass.
-While a prompt comes in, whole or in pieces, everything is stored. At the first single-token step the prompt has ended:
-the policy compresses it, what it evicts is freed, and from then on every step goes by the same clock as a replay
-(`kvlab.methods.clock`).
+While a prompt comes in, whole or in pieces, everything is stored. Then the policy compresses it, evicted entries are
+freed, and from then on every step goes by the same clock as a replay (`kvlab.methods.clock`). A prompt ends where
+`generate` says so; outside `generate`, at the first single-token step.
 
 This file holds what goes around a forward pass. What happens in a layer is in `attending`, at the end of a prompt in
 `prefill`, and what a session tells of itself in `reports`.
@@ -12,10 +12,10 @@ This file holds what goes around a forward pass. What happens in a layer is in `
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ from kvlab.instruments.probes import Probe, probe
 from kvlab.instruments.records import Records
 from kvlab.live.attending import ACCUMULATED, Attending
 from kvlab.live.cache import LiveCache
+from kvlab.live.generating import Generations, generating
 from kvlab.live.groups import Group
-from kvlab.live.masks import masks_told
 from kvlab.live.prefill import Prefill
 from kvlab.live.reports import Reports, located
 from kvlab.methods import Policy, listed, policy
@@ -38,6 +38,18 @@ from kvlab.methods import Policy, listed, policy
 if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel
+
+
+class NoGradient(torch.autograd.Function):
+    """An attention output through which no gradient goes back: refused rather than taken for zero."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise KvlabError("gradients do not go through a kvlab session; take them outside, with the full cache")
 
 
 class Session:
@@ -69,9 +81,14 @@ class Session:
             hookable.required_projections(self.modules)
         storage.check(hookable.head_dim_of(model, self.modules[0]), model.device)
         self._window = hooks.shortest_window(model)
-        self._adopted: WeakKeyDictionary[Cache, LiveCache] = WeakKeyDictionary()
+        needs = policy.needs
+        self._places = needs.rotation or bool(needs.repetitions) or policy.pseudo_key is not None
         self._cache: LiveCache | None = None
         self._fed = 0
+        self._last_logits: Tensor | None = None  # of a prompt, where drafts were fed with its end
+        # One forward pass at a time, whichever thread it is in: a pass that failed is ended by the next of its thread.
+        self._turn, self._passing_thread = threading.Lock(), 0
+        self._generations = Generations()
         self._told: tuple[Tensor | None, int | Tensor] = None, 0  # the ids fed, and how many logits were asked for
         self._passing = False  # whether a forward pass of the model is under way
         self._arguments = list(inspect.signature(model.forward).parameters)
@@ -83,15 +100,24 @@ class Session:
         with ExitStack() as stack:
             before_rope = self._reports.needs_pre_rope or self.policy.needs.before_rope
             stack.enter_context(hooks.hooked(self.model, self._attend, before_rope, self.policy.needs.hidden))
-            stack.enter_context(masks_told(self.model))
+            stack.enter_context(generating(self.model, self._generations))
             stack.callback(self.model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-            stack.callback(self.model.register_forward_hook(self._after).remove)
+            stack.callback(self.model.register_forward_hook(self._after, always_call=True).remove)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._passing = False
-        self._stack.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            # The caller can go on with a cache of its own, and nothing would compress its prompt any more.
+            cache = self._cache
+            if kind is None and cache is not None and cache.lent and cache.seen and not (cache.torn or self._passing):
+                self.end_prompt()
+        finally:
+            self._leave()
+            self._stack.close()
+
+    def __deepcopy__(self, memo: dict) -> Session:
+        raise KvlabError("a model cannot be copied inside its kvlab session; copy it before")
 
     def running(self, cache: LiveCache) -> bool:
         """Whether a forward pass on `cache` is under way."""
@@ -101,14 +127,17 @@ class Session:
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give a forward pass the session's cache, once a prompt that it finds ended is compressed."""
+        self._enter()
         if self._cache is not None and self._cache.own_pass is not None:
             return args, kwargs
-        self._passing = False
+        self._passing, self._last_logits = False, None
         kwargs.update(zip(self._arguments, args, strict=False))
-        if kwargs.get("use_cache") is False:
-            raise KvlabError("use_cache=False leaves nothing to compress; drop it, or leave the kvlab session")
+        self._check(kwargs)
         cache = self._cache = self._adopt(kwargs.get("past_key_values"))
         kwargs["past_key_values"], kwargs["use_cache"] = cache, True
+        if (call := self._generations.starting) is not None:
+            call.cache, cache.prompt_end = cache, call.prompt_end
+            cache.lent = cache.lent and call.lent
         tokens = kwargs.get("input_ids")
         self._fed = (tokens if tokens is not None else kwargs["inputs_embeds"]).shape[1]
         unplaced = kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None
@@ -116,16 +145,19 @@ class Session:
             kwargs["position_ids"] = places[:, None] + torch.arange(self._fed, device=places.device)
         if self._window is not None and cache.seen + self._fed > self._window:
             hooks.check_length(self.model, cache.seen + self._fed)
-        if self._fed == 1 and cache.seen and not cache.ended:
-            self.end_prompt()
-        elif self._fed > 1 and cache.ended and self.turns == "recompress":
-            cache.ended = False
+        left = None if cache.prompt_end is None else cache.prompt_end - cache.seen
+        if left is not None and 0 < left < self._fed:
+            kwargs = self._feed_prompt(kwargs, left)
+            tokens, left = kwargs.get("input_ids"), 0
+        self._begin_phase(cache, left)
         if not cache.ended:
             cache.note_padding(kwargs.get("attention_mask"), self._fed)
         elif self._fed == 1:
             self._reports.step_begins(cache)
         if tokens is not None:
             cache.ids.append(tokens)
+        if self._places:
+            cache.note_positions(kwargs.get("position_ids"), self._fed)
         if self.policy.reads_perplexity and "logits_to_keep" in self._arguments:
             asked = kwargs.get("logits_to_keep", 0)
             self._told = tokens, asked
@@ -134,16 +166,113 @@ class Session:
         self._passing, cache.memory = True, None  # what was found out about the prompt holds no longer
         return (), kwargs
 
+    def _begin_phase(self, cache: LiveCache, left: int | None) -> None:
+        """Tell what a forward pass is: more of a prompt, of a later turn, or of a response.
+
+        Args:
+            left: how many tokens of the prompt that `generate` was given are still to come; None outside `generate`.
+        """
+        if left is None:
+            if self._fed == 1 and cache.seen and not cache.ended:
+                self.end_prompt()
+            elif self._fed > 1 and cache.ended and self.turns == "recompress":
+                cache.ended = False
+        elif left <= 0:
+            if not cache.ended:
+                self.end_prompt()
+            if self._fed > 1:
+                self._check_drafts()
+        elif self._fed > 1 and cache.ended and self.turns == "recompress":
+            cache.ended = False
+
+    def _feed_prompt(self, kwargs: dict[str, Any], left: int) -> dict[str, Any]:
+        """Feed the end of a prompt that came together with drafted tokens, and give what is left to feed."""
+        self._check_drafts()
+        strange = [name for name in ("token_type_ids", "inputs_embeds") if kwargs.get(name) is not None]
+        if strange or kwargs.get("output_hidden_states"):
+            raise KvlabError("drafted tokens are fed as plain token ids in a kvlab session; leave out the assistant")
+        first, rest = dict(kwargs), dict(kwargs)
+        for name in ("input_ids", "position_ids"):
+            if kwargs.get(name) is not None:
+                first[name], rest[name] = kwargs[name][..., :left], kwargs[name][..., left:]
+        if (mask := kwargs.get("attention_mask")) is not None:
+            first["attention_mask"] = mask[:, : mask.shape[1] - self._fed + left]
+        if "logits_to_keep" in self._arguments:
+            first["logits_to_keep"] = 1
+        drafted = self._fed - left
+        logits = self.model(**first).logits[:, -1:]
+        self._enter()
+        # Layers that remember more than they need, to take drafts back, are brought to what they need by a crop.
+        for layer in kwargs["past_key_values"].others.values():
+            if getattr(layer, "record_past", False):
+                layer.crop(0)
+        self._fed, self._last_logits = drafted, logits
+        return rest
+
+    def _check(self, kwargs: dict[str, Any]) -> None:
+        """Refuse what a forward pass cannot be asked for here."""
+        if kwargs.get("use_cache") is False:
+            raise KvlabError("use_cache=False leaves nothing to compress; drop it, or leave the kvlab session")
+        asked = kwargs.get("output_attentions")
+        if asked or (asked is None and getattr(self.model.config, "output_attentions", False)):
+            raise KvlabError(
+                "output_attentions=True is not served inside a kvlab session; record what you need of the weights with "
+                "a probe (kvlab list probes), or capture a trace"
+            )
+
+    def _check_drafts(self) -> None:
+        """Refuse drafted tokens where taking them back would not leave everything as it was."""
+        why = None
+        if self.policy.acts_while_decoding:
+            why = f"{self.policy.name} cannot take tokens back, since it acts on every one that it is fed"
+        elif self.storage.group > 1:
+            why = f"{self.storage.name} rounds several tokens together and cannot take single ones back"
+        elif self._reports.probes:
+            why = "probes look at single steps"
+        if why is not None:
+            raise KvlabError(f"{why}; generate without assistant_model and prompt_lookup_num_tokens")
+
     def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
         """Note what a forward pass has fed, and tell the probes where it was a decoding step."""
         cache = self._cache
-        if cache is None or cache.own_pass is not None:
+        if cache is not None and cache.own_pass is not None:
             return
-        self._passing = False
-        self._note_likelihood(cache, output)
-        cache.seen += self._fed
-        if cache.ended and self._fed == 1:
-            self._reports.step_ended(cache)
+        passed, self._passing = self._passing, False
+        try:
+            if cache is None or output is None or not passed:
+                if cache is not None:
+                    cache.torn = cache.torn or passed
+                return
+            self._note_likelihood(cache, output)
+            cache.seen += self._fed
+            if cache.ended and self._fed == 1:
+                self._reports.step_ended(cache)
+            if self._last_logits is not None:
+                output.logits = torch.cat([self._last_logits, output.logits], 1)
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        """Wait for the forward passes of other threads."""
+        if self._passing_thread != threading.get_ident():
+            self._turn.acquire()
+            self._passing_thread = threading.get_ident()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While the block runs, no other thread makes a forward pass."""
+        entered = self._passing_thread != threading.get_ident()
+        self._enter()
+        try:
+            yield
+        finally:
+            if entered:
+                self._leave()
+
+    def _leave(self) -> None:
+        if self._passing_thread == threading.get_ident():
+            self._passing_thread = 0
+            self._turn.release()
 
     def _note_likelihood(self, cache: LiveCache, output: Any) -> None:
         most = self.policy.reads_perplexity
@@ -161,6 +290,10 @@ class Session:
         if given is None:
             return LiveCache(self)
         if isinstance(given, LiveCache):
+            if given.torn:
+                raise KvlabError(
+                    "a forward pass or a compression of this cache failed half-way; begin anew with another"
+                )
             if len(given.layers) != len(self.layout.sees):
                 raise KvlabError(f"the cache has {len(given.layers)} layers, and the model {len(self.layout.sees)}")
             if not given.belongs_to(self):
@@ -181,9 +314,7 @@ class Session:
                 f"a {type(given).__name__} cannot be compressed; hand over a DynamicCache, a cache that a kvlab "
                 "session returned, or none"
             )
-        if given not in self._adopted:
-            self._adopted[given] = LiveCache.of(self, given)
-        return self._adopted[given]
+        return LiveCache.of(self, given)
 
     # ------------------------------------------------------------------ attention
 
@@ -193,7 +324,7 @@ class Session:
             return self._attended(call)
         with torch.inference_mode():
             out = self._attended(call)
-        return out.clone() if torch.is_grad_enabled() else out
+        return NoGradient.apply(out.clone(), call.queries, call.keys, call.values) if torch.is_grad_enabled() else out
 
     def _attended(self, call: hooks.Call) -> Tensor:
         cache = self._cache
@@ -205,16 +336,23 @@ class Session:
 
     @torch.inference_mode()
     def end_prompt(self) -> None:
-        """Compress now what has been fed. Called by itself at the first single-token step."""
+        """Compress now what has been fed. Called by itself where `generate` begins its response, at a single-token step
+        outside `generate`, and where the block is left with a cache of the caller's.
+        """
         cache = self._cache
         if cache is None or not cache.seen:
             raise KvlabError("no prompt has been fed yet")
         if cache.ended:
             return
-        cache.split_by_length()
-        self._reports.begin(cache)
-        self._prefill.end(cache)
-        self._reports.note_entries(cache)
+        with self._alone():
+            cache.split_by_length()
+            self._reports.begin(cache)
+            try:
+                self._prefill.end(cache)
+            except BaseException:
+                cache.torn = True
+                raise
+            self._reports.note_entries(cache)
 
     # ------------------------------------------------------------------ one prefill for several policies
 

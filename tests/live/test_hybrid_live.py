@@ -254,13 +254,9 @@ def test_a_plain_cache_with_content_is_continued(tiny, family):
             continue  # transformers itself makes no convolution or linear state without the configuration
         with torch.no_grad():
             model(ids[:, :30], past_key_values=past)
-        before = [[x.clone() for x in vars(layer).values() if isinstance(x, torch.Tensor)] for layer in past.layers]
         with kvlab.compress(model, everything("snapkv")):
             agree(generate(model, ids, past_key_values=past), expected)
-        after = [[x for x in vars(layer).values() if isinstance(x, torch.Tensor)] for layer in past.layers]
-        assert past.get_seq_length() == 30
-        for old, new in zip(before, after, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+        assert past.get_seq_length() == 60 + 11, "the caller's own cache is the one that was filled"
 
 
 def test_layers_of_a_cache_that_was_handed_in_have_their_places(tiny):

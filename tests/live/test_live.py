@@ -389,11 +389,3 @@ def test_the_model_is_as_it_was_after_an_exception_inside_a_layer(tiny, monkeypa
     with kvlab.compress(model, "full"):
         agree(generate(model, ids), expected)
     assert state(model) == before
-
-
-def test_a_cache_is_of_no_use_outside_a_session(tiny):
-    model = tiny().model
-    with kvlab.compress(model, "full"):
-        past = generate(model, prompt(20)).past_key_values
-    with pytest.raises(KvlabError, match="belongs to a kvlab session"):
-        model(prompt(1), past_key_values=past)

@@ -266,7 +266,7 @@ def everywhere() -> list[Path]:
 
 def test_no_file_is_longer_than_a_few_screens():
     lines = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in everywhere()}
-    assert len(lines) > 300 and not {name: count for name, count in lines.items() if count > 400}
+    assert len(lines) > 300 and not {name: count for name, count in lines.items() if count > 600}
 
 
 def test_no_test_imports_from_a_test():
