@@ -306,6 +306,10 @@ class Session:
                 if given.ended:
                     self._reports.begin(given)
             return given
+        if not isinstance(given, Cache):
+            raise KvlabError(
+                f"past_key_values is a DynamicCache or None in a kvlab session, not a {type(given).__name__}"
+            )
         if getattr(given, "offloading", False):
             raise KvlabError("an offloaded cache cannot be compressed; drop cache_implementation='offloaded'")
         mine = [layer for number, layer in enumerate(given.layers) if number in self.layout.compressed]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 
 import pytest
 import torch
-from support.live_runs import EVERYTHING, generate, prompt, small
+from support.live_runs import EVERYTHING, everything, generate, prompt, small
 from transformers import GenerationConfig
 
 import kvlab
@@ -91,6 +92,47 @@ def test_layers_of_the_model_itself_do_not_draft(tiny):
     model = tiny().model
     with kvlab.compress(model, "full"), pytest.raises(KvlabError, match="assistant_early_exit"):
         generate(model, prompt(20), assistant_early_exit=1)
+
+
+# --- other modes ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance_scale": 1.5},
+        {"guidance_scale": 1.5, "negative_prompt_ids": prompt(9, seed=5)},
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"repetition_penalty": 1.3},
+        {"prefill_chunk_size": 7},
+        {"cache_implementation": "dynamic"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_a_mode_at_full_budget_goes_as_without_kvlab(tiny, options):
+    model, found = tiny().model, []
+    for session in (contextlib.nullcontext(), kvlab.compress(model, everything("snapkv"))):
+        torch.manual_seed(0)
+        with session:
+            found.append(sequences(model, prompt(60), **options))
+    assert found[0] == found[1]
+
+
+def test_embeddings_are_a_prompt_as_ids_are(tiny):
+    model, ids = tiny().model, prompt(60)
+    embedded = model.get_input_embeddings()(ids).detach()
+    with kvlab.compress(model, small("snapkv")) as session:
+        expected, kept = sequences(model, ids), session.kept(0)
+        found = model.generate(inputs_embeds=embedded, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+        assert found.tolist()[0] == expected[0][60:] and torch.equal(session.kept(0), kept)
+
+
+def test_what_is_no_dynamic_cache_is_refused(tiny):
+    model = tiny().model
+    with kvlab.compress(model, "full"), pytest.raises(KvlabError, match="a DynamicCache or None.*not a tuple"):
+        model(prompt(20), past_key_values=())
 
 
 # --- what the caller and the checkpoint ask for ---
