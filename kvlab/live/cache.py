@@ -359,13 +359,13 @@ class LiveCache(DynamicCache):
         """Those of all passes, `[batch, fed]` each."""
         return [places.expand(self.batch, -1) for places in self.position_ids]
 
-    def note_positions(self, position_ids: Tensor | None, fed: int) -> None:
+    def note_positions(self, position_ids: Tensor | None, fed: int, device: torch.device) -> None:
         """Where the `fed` tokens of a pass stand: `position_ids` as the model takes them, or one behind the other."""
         if position_ids is None:
-            position_ids = torch.arange(self.seen, self.seen + fed)[None]
+            position_ids = torch.arange(self.seen, self.seen + fed, device=device)[None]
         # Models that see images have several positions for each token, which are the same in a text.
         places = position_ids if position_ids.dim() < 3 else position_ids[0]
-        self.position_ids.append(places.to("cpu"))
+        self.position_ids.append(places)
 
     def offsets(self, number: int, policy: Policy) -> list[int]:
         """How far the positions that one group's sequences were fed at are ahead of their order, for each row.
@@ -376,8 +376,7 @@ class LiveCache(DynamicCache):
         group = self.compressed[0].groups[number]
         if not self.position_ids:
             return [0] * group.store.rows
-        given = torch.cat(self.expanded_position_ids, 1)
-        given = (given if group.rows is None else given[group.rows.cpu()])[:, -group.store.seen :]
+        given = group.of(torch.cat(self.expanded_position_ids, 1))[:, -group.store.seen :]
         order = torch.arange(group.store.seen - given.shape[1], group.store.seen, device=given.device)
         ahead = given - order
         if bool((ahead != ahead[:, -1:]).any()):

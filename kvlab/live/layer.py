@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 from weakref import ref
 
 import torch
@@ -15,11 +16,31 @@ from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.live.groups import Group
 from kvlab.live.observed import Observed
-
-if TYPE_CHECKING:
-    from kvlab.live.cache import LiveCache
+from kvlab.methods import Policy
 
 INSIDE = "go on with it inside `with kvlab.compress(...)`"
+
+
+class Holder(Protocol):
+    """What a layer needs to know of its cache."""
+
+    seen: int
+    ended: bool
+    policy: Policy
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward pass of its session is under way on it."""
+        ...
+
+    @property
+    def compressed(self) -> Sequence[LiveLayer]:
+        """All layers that the policy compresses."""
+        ...
+
+    def note_outside(self, n: int) -> None:
+        """Another `n` tokens were fed by the model alone."""
+        ...
 
 
 class LiveLayer(DynamicLayer):
@@ -35,7 +56,7 @@ class LiveLayer(DynamicLayer):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: LiveCache, softmax: Softmax):
+    def __init__(self, cache: Holder, softmax: Softmax):
         # Not transformers' own, which would set the keys and values that a store has.
         self.is_initialized = True
         self.belong(cache)
@@ -44,12 +65,12 @@ class LiveLayer(DynamicLayer):
         self.observed, self.before_rope = Observed(), Observed()
         self.rotation: Rotation | None = None
 
-    def belong(self, cache: LiveCache) -> None:
+    def belong(self, cache: Holder) -> None:
         """Be a layer of this cache, without keeping it alive."""
         self._its_cache = ref(cache)
 
     @property
-    def _cache(self) -> LiveCache:
+    def _cache(self) -> Holder:
         cache = self._its_cache()
         assert cache is not None, "whoever asks a layer holds its cache"
         return cache

@@ -139,7 +139,8 @@ class Session:
             call.cache, cache.prompt_end = cache, call.prompt_end
             cache.lent = cache.lent and call.lent
         tokens = kwargs.get("input_ids")
-        self._fed = (tokens if tokens is not None else kwargs["inputs_embeds"]).shape[1]
+        told = tokens if tokens is not None else kwargs["inputs_embeds"]
+        self._fed = told.shape[1]
         unplaced = kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None
         if unplaced and (places := cache.places) is not None:
             kwargs["position_ids"] = places[:, None] + torch.arange(self._fed, device=places.device)
@@ -157,7 +158,7 @@ class Session:
         if tokens is not None:
             cache.ids.append(tokens)
         if self._places:
-            cache.note_positions(kwargs.get("position_ids"), self._fed)
+            cache.note_positions(kwargs.get("position_ids"), self._fed, told.device)
         if self.policy.reads_perplexity and "logits_to_keep" in self._arguments:
             asked = kwargs.get("logits_to_keep", 0)
             self._told = tokens, asked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -165,11 +165,11 @@ def test_a_cache_is_copied_whole_and_pickled_as_long_as_it_is(tiny):
     model, ids, more = tiny().model, prompt(40), prompt(5, seed=2)
     cache = fed(model, ids)
     expected = generate(model, torch.cat([ids, more], 1))
-    for made in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
+    for made in (ForkingPickler.loads(ForkingPickler.dumps(cache)), copy.deepcopy(cache)):
         agree(continued(model, made, torch.cat([ids, more], 1)), expected)
     assert cache.get_seq_length() == 40
     with pytest.raises(KvlabError, match="cannot be pickled"):
-        pickle.dumps(fed(model, ids, small("snapkv")))
+        ForkingPickler.dumps(fed(model, ids, small("snapkv")))
 
 
 def test_a_failed_pass_is_no_past(tiny, monkeypatch):
