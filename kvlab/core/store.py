@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlab.core.entries import AsIs, Entries, Run
 from kvlab.core.even import Even, Recorded
-from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, pick
+from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, check_dropped, check_kept, pick
 from kvlab.core.storage import AS_IS, Storage
 
 __all__ = ["EMPTY", "LayerStore", "pick"]
@@ -39,6 +39,7 @@ class LayerStore:
         numbers: plain numbers that a policy remembers for this layer (a page size, the prompt's length).
         layers: the layer of each row.
         seen: how many tokens were ever appended, which is also the next token's position by default.
+        guard: who evicts, where that is to be checked; None where it is not.
         storage: in what form keys and values are held; see `hold`.
         rounded, bytes_read: whether a storage may ever have rounded an entry; what the last decoding step loaded.
     """
@@ -52,6 +53,7 @@ class LayerStore:
         # head has no entry: what a policy writes into them must not be a copy.
         self._beside: Even | None = None
         self.storage: Storage = AS_IS
+        self.guard: str | None = None
         self.rounded = False
         self.memory: dict[str, Tensor] = {}
         self.scratch: dict[str, Tensor] = {}
@@ -230,6 +232,11 @@ class LayerStore:
         """`[rows, kv_heads]`: entries of each head."""
         return torch.tensor(self._entries.counts, device=self.device).view(self._entries.shape)
 
+    @property
+    def entries_by_head(self) -> list[int]:
+        """Entries of each row and head, one behind the other, without waiting for a device."""
+        return self._entries.counts
+
     # ------------------------------------------------------------------ bytes
 
     @property
@@ -296,6 +303,8 @@ class LayerStore:
         """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
         if not self.length:
             return
+        if self.guard:
+            check_kept(self.guard, keep, self._entries.shape, self.length)
         self._entries.evict(keep)
         if self._beside is not None:
             beside = self._beside.evict(keep.clamp_min(0))
@@ -305,6 +314,8 @@ class LayerStore:
 
     def drop(self, slot: Tensor | int) -> None:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
+        if self.guard:
+            check_dropped(self.guard, slot, self._entries.shape, self.length)
         self._entries.drop(slot)
         if self._beside is not None:
             self._beside.drop(slot)

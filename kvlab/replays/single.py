@@ -16,7 +16,7 @@ from kvlab.errors import KvlabError, whole
 from kvlab.instruments import measures
 from kvlab.instruments.probes import Probe, Seen
 from kvlab.instruments.records import Records
-from kvlab.methods import Policy, Prompt
+from kvlab.methods import Policy, Prompt, contract
 from kvlab.methods.clock import attend, positions_read, take, weigh
 from kvlab.replays.reading import Reading, alike, losses, readings
 from kvlab.replays.reference import reference
@@ -84,8 +84,9 @@ class Replay:
         trace = self.trace
         store = LayerStore.recorded(trace.keys, trace.values, trace.prompt_length)
         store.layers = trace.prompt.layers
-        prompt = self._planned(trace.prompt)
+        prompt = self._planned(trace.prompt.seen_by(self.policy))
         self.policy.compress(store, prompt)
+        contract.check_spent(self.policy, [store])
         self._kept = store.positions.clone()
         store.hold(self.storage)
         k = min(self.k, trace.prompt_length)
