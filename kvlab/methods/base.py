@@ -82,6 +82,7 @@ class Policy(Parameters, metaclass=Declaring):
     """Whether `compress` can deal with a store whose heads hold different numbers of entries (a later turn)."""
 
     def __init__(self, **parameters):
+        """A policy with these parameters; KvlabError for one that there is not, or a value that does not fit."""
         # A sweep over numpy's arange is as good as one over a list.
         parameters = {
             key: value.item() if isinstance(value, np.generic) else value for key, value in parameters.items()
@@ -236,6 +237,11 @@ class Policy(Parameters, metaclass=Declaring):
         """
         return everything(prompt)
 
+    @property
+    def decides(self) -> bool:
+        """Whether it chooses what stays of a prompt longer than its budget."""
+        return type(self).choose is not Policy.choose
+
     def prefill(self, prompt: Prompt) -> Tensor:
         """Positions kept after the prefill; a prompt within the budget is kept whole, unless the plan says less."""
         if prompt.plan is None and self.fits(prompt.length):
@@ -315,7 +321,7 @@ class Policy(Parameters, metaclass=Declaring):
         rotations = None if rotation is None else [rotation] * rows
         prompt = Prompt(*given, projections=projections, rotations=rotations, pre_queries=pre_queries)
         kept = self.prefill(prompt.seen_by(self)).contiguous()
-        if n_layers == 1:
+        if self.decides and n_layers == 1 and kept.shape[2] < prompt.length:
             paid = kept.shape[0] * kept.shape[1] * [self.entries(prompt.length)]
             contract.spent(self, (kept != EMPTY).sum(-1).flatten().tolist(), paid)
         return kept

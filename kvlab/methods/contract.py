@@ -4,7 +4,8 @@ one sentence and not a wrong number. kvlab's own policies give the same; its tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,11 @@ def check_spent(policy: Policy, stores: Sequence[LayerStore]) -> None:
     """Raise KvlabError where a policy that chooses has left more than its budget in the stores of all layers, on
     average over layers and KV heads.
     """
+    if not policy.decides:
+        return
     counts = [count for store in stores for count in store.entries_by_head]
+    if all(len({*store.entries_by_head, store.seen}) == 1 for store in stores):
+        return  # a policy may keep the whole prompt, and evict or select later
     spent(policy, counts, [store.budget for store in stores for _ in store.entries_by_head])
 
 
@@ -55,14 +60,32 @@ def spent(policy: Policy, counts: Sequence[int], budgets: Sequence[int]) -> None
         counts: entries that each layer and KV head keeps.
         budgets: entries that each of them may keep.
     """
-    from kvlab.methods.base import Policy
-
     kept, paid, n = sum(counts), sum(budgets), len(budgets)
-    if type(policy).choose is not Policy.choose and kept > paid:
+    if kept > paid:
         raise KvlabError(
             f"{_name(policy)}: choose kept {kept / n:.4g} entries for each layer and KV head on average, more than the "
             f"budget of {paid / n:.4g}"
         )
+
+
+def warned_of_raised(policies: Iterable[Policy], prompt_length: int) -> bool:
+    """Warn once where policies at one fraction of a prompt come to different entries, since some need more; whether it
+    did.
+    """
+    by_fraction: dict[int | float | None, list[Policy]] = {}
+    for policy in policies:
+        by_fraction.setdefault(policy.asked, []).append(policy)
+    for asked, several in by_fraction.items():
+        raised = [policy for policy in several if policy.raised(prompt_length)]
+        if raised and len({policy.entries(prompt_length) for policy in several}) > 1:
+            known = ", ".join(dict.fromkeys(f"{_name(p)} {p.entries(prompt_length)}" for p in several))
+            warnings.warn(
+                f"at budget {asked:g} of {prompt_length} tokens policies differ in entries ({known}), since "
+                f"{_name(raised[0])} needs at least {raised[0].minimum}; compare them at a larger budget",
+                stacklevel=3,
+            )
+            return True
+    return False
 
 
 def _name(policy: Policy) -> str:

@@ -36,7 +36,9 @@ class Declaring(ModelMetaclass):
 
     def __dir__(cls) -> list[str]:
         hidden = {key for key in dir(BaseModel) if key != "__init__"}
-        return [key for key in super().__dir__() if key not in hidden and (not key.startswith("_") or key == "__init__")]
+        return [
+            key for key in super().__dir__() if key not in hidden and (not key.startswith("_") or key == "__init__")
+        ]
 
 
 def _inherited(bases: tuple[type, ...], key: str) -> object:

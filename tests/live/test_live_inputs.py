@@ -43,7 +43,7 @@ class Planning(Policy):
 
     def plan(self, surveys, prompt):
         ranks = surveys.argsort(0).argsort(0)
-        return self.entries(prompt.length) + ranks
+        return self.entries(prompt.length) - ranks
 
     def choose(self, prompt, budget):
         assert prompt.plan is not None
