@@ -101,8 +101,10 @@ def fault(slots: Tensor, length: int) -> str:
     return "positions twice" if bool(((after == before) & (after >= 0)).any()) else "positions that do not ascend"
 
 
-def check_kept(who: str, keep: Tensor, shape: Sequence[int], length: int) -> None:
-    """Raise KvlabError where `who` keeps what are no slots of a store."""
+def check_kept(who: str | None, keep: Tensor, shape: Sequence[int], length: int) -> None:
+    """Raise KvlabError where `who` keeps what are no slots of a store; nothing is checked without `who`."""
+    if who is None:
+        return
     right = f"evict takes the slots that stay, int64 [{shape[0]}, {shape[1]}, <= {length}], ascending, -1 at the end"
     fits = isinstance(keep, Tensor) and keep.dtype is torch.int64 and keep.dim() == 3
     wrong = fault(keep, length) if fits and keep.shape[:2] == tuple(shape[:2]) else described(keep)
@@ -110,8 +112,10 @@ def check_kept(who: str, keep: Tensor, shape: Sequence[int], length: int) -> Non
         raise KvlabError(f"{who} evicts by {wrong}; {right}")
 
 
-def check_dropped(who: str, slot: Tensor | int, shape: Sequence[int], length: int) -> None:
-    """Raise KvlabError where `who` drops what is no slot of each head of a store."""
+def check_dropped(who: str | None, slot: Tensor | int, shape: Sequence[int], length: int) -> None:
+    """Raise KvlabError where `who` drops what is no slot of each head of a store; nothing is checked without `who`."""
+    if who is None:
+        return
     each = torch.as_tensor(slot)
     fits = each.dtype is torch.int64 and (not each.dim() or each.shape == tuple(shape[:2]))
     if not fits or bool(((each < 0) | (each >= length)).any()):

@@ -39,8 +39,7 @@ class LayerStore:
         numbers: plain numbers that a policy remembers for this layer (a page size, the prompt's length).
         layers: the layer of each row.
         seen: how many tokens were ever appended, which is also the next token's position by default.
-        guard: who evicts, where that is to be checked; None where it is not.
-        storage: in what form keys and values are held; see `hold`.
+        storage, guard: in what form keys and values are held, see `hold`; who evicts, where that is checked.
         rounded, bytes_read: whether a storage may ever have rounded an entry; what the last decoding step loaded.
     """
 
@@ -234,7 +233,7 @@ class LayerStore:
 
     @property
     def entries_by_head(self) -> list[int]:
-        """Entries of each row and head, one behind the other, without waiting for a device."""
+        """`counts` as plain numbers, one behind the other."""
         return self._entries.counts
 
     # ------------------------------------------------------------------ bytes
@@ -303,8 +302,7 @@ class LayerStore:
         """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
         if not self.length:
             return
-        if self.guard:
-            check_kept(self.guard, keep, self._entries.shape, self.length)
+        check_kept(self.guard, keep, self._entries.shape, self.length)
         self._entries.evict(keep)
         if self._beside is not None:
             beside = self._beside.evict(keep.clamp_min(0))
@@ -314,8 +312,7 @@ class LayerStore:
 
     def drop(self, slot: Tensor | int) -> None:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
-        if self.guard:
-            check_dropped(self.guard, slot, self._entries.shape, self.length)
+        check_dropped(self.guard, slot, self._entries.shape, self.length)
         self._entries.drop(slot)
         if self._beside is not None:
             self._beside.drop(slot)

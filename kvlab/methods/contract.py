@@ -109,10 +109,8 @@ def _scores(policy: Policy, verb: str, given: Any, prompt: Prompt, budget: int |
         by_head = given.shape == (prompt.rows, prompt.heads, prompt.length)
         hint = ": sum over a group by attention.sum_over_group(scores, prompt.kv_heads)" if by_head else ""
         _refuse(policy, verb, given, f"{right} = {list(shape)}{hint}")
-    wrong = given.isnan() if verb == "importance" else ~given.isfinite()
-    if bool(wrong.any()):
-        what = "NaN" if bool(given.isnan().any()) else "infinite numbers"
-        _refuse(policy, verb, given, "finite numbers; what always stays is infinite in importance", f" with {what}")
+    if bool(given.isnan().any()):
+        _refuse(policy, verb, given, f"{right}, and infinity for what always stays", " with NaN")
 
 
 def _positions(policy: Policy, verb: str, given: Any, prompt: Prompt, budget: int | None = None) -> None:

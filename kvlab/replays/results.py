@@ -59,10 +59,11 @@ class Replays(Sequence[Replay]):
     def summary(self) -> pd.DataFrame:
         """One row for each policy, budget, storage and trace; it prints as many columns as fit into the terminal.
 
-        Columns: policy, budget, entries (kept, or what the budget came to), recall, mass_lost, output_error, stored_bytes, read_bytes, window_recall, step_recall,
-        storage (right behind the entries where it is not the plain one everywhere),
-        raised (to what the method needs), trace and signature; sink_share where a model has learnt sinks, and
-        uncompressed_bytes, what the layers held at the end that no policy compresses, where there are any.
+        Columns: policy, budget, entries (kept, or what the budget came to), recall, mass_lost, output_error,
+        stored_bytes, read_bytes, window_recall, step_recall, storage (right behind the entries where it is not the
+        plain one everywhere), raised (to what the method needs), trace and signature; sink_share where a model has
+        learnt sinks, and uncompressed_bytes, what the layers held at the end that no policy compresses, where there
+        are any.
         """
         from kvlab.replays.summaries import Summary
 

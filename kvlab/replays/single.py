@@ -296,7 +296,7 @@ class Replay:
 
     @property
     def summary(self) -> dict[str, float]:
-        """The entries, and means over layers, heads and steps of every measure; bytes are summed over layers and averaged over steps."""
+        """Entries, and means of every measure over layers, heads and steps; bytes are summed over layers, then averaged."""
         from kvlab.replays.summaries import Means
 
         means = {name: getattr(self, name).float() for name in self.measures}
@@ -315,8 +315,8 @@ class Replay:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Tidy: policy, budget, entries (kept, or what the budget came to), storage, layer, kv_head, head, step, measure, value;
-        what is not of one head has none.
+        """Tidy: policy, budget, entries (kept, or what the budget came to), storage, layer, kv_head, head, step,
+        measure, value; what is not of one head has none.
         """
         import pandas as pd
 
