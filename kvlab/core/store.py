@@ -231,11 +231,6 @@ class LayerStore:
         """`[rows, kv_heads]`: entries of each head."""
         return torch.tensor(self._entries.counts, device=self.device).view(self._entries.shape)
 
-    @property
-    def entries_by_head(self) -> list[int]:
-        """`counts` as plain numbers, one behind the other."""
-        return self._entries.counts
-
     # ------------------------------------------------------------------ bytes
 
     @property
@@ -348,8 +343,7 @@ class LayerStore:
         it keeps its position. `columns` names how a column combines, "max" or "sum"; others stay as the target's.
         Evicting the sources is the caller's.
 
-        A storage in another form rounds their mean once more, as any entry. KIVI rounds a mean in a rounded entry's
-        place with the steps and zeros of its group, and cuts it to their range; no other entry of the group changes.
+        A storage in another form rounds the mean once more; KIVI with its group's steps, cut to their range.
         """
         if not self.has_column(FUSIONS):
             self.add_column(FUSIONS, torch.ones(self.rows, self.kv_heads, self.length, device=self.device))
@@ -372,9 +366,7 @@ class LayerStore:
         self.settle()
 
     def expand(self, heads: int) -> None:
-        """Give every query head a set of its own: keys and values are repeated for each head of a GQA group, and so is
-        what is appended from here on. Raises ValueError where the KV heads do not divide `heads`.
-        """
+        """Give every query head a set of its own, now and for what is appended; ValueError where that cannot be."""
         if heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} KV heads cannot be repeated to {heads} query heads")
         repeats = heads // self.kv_heads

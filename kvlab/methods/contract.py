@@ -47,10 +47,10 @@ def check_spent(policy: Policy, stores: Sequence[LayerStore]) -> None:
     """
     if not policy.decides:
         return
-    counts = [count for store in stores for count in store.entries_by_head]
-    if all(len({*store.entries_by_head, store.seen}) == 1 for store in stores):
+    counts = [count for store in stores for count in store.counts.flatten().tolist()]
+    if not any(store.ragged or store.length < store.seen for store in stores):
         return  # a policy may keep the whole prompt, and evict or select later
-    spent(policy, counts, [store.budget for store in stores for _ in store.entries_by_head])
+    spent(policy, counts, [store.budget for store in stores for _ in range(store.rows * store.kv_heads)])
 
 
 def spent(policy: Policy, counts: Sequence[int], budgets: Sequence[int]) -> None:

@@ -91,7 +91,7 @@ class Replay:
         self.policy.compress(store, prompt)
         contract.check_spent(self.policy, [store])
         if self.policy.decides and not self.policy.steps and not self.policy.fits(trace.prompt_length):
-            entries = sum(store.entries_by_head) / len(store.entries_by_head)
+            entries = float(store.counts.float().mean())
             self.entries = int(entries) if entries.is_integer() else entries
         self._kept = store.positions.clone()
         store.hold(self.storage)
@@ -296,7 +296,7 @@ class Replay:
 
     @property
     def summary(self) -> dict[str, float]:
-        """Entries, and means of every measure over layers, heads and steps; bytes are summed over layers, then averaged."""
+        """Entries, and means of every measure over layers, heads and steps; bytes are sums over layers."""
         from kvlab.replays.summaries import Means
 
         means = {name: getattr(self, name).float() for name in self.measures}

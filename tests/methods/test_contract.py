@@ -20,7 +20,7 @@ class Best(kvlab.Policy):
 
     name = "best"
     budget: Budget = 10
-    observes = 8
+    observes = 8  # pyright: ignore
 
     def scores(self, prompt):
         return prompt.window_scores(8)
@@ -118,8 +118,8 @@ def test_kvlabs_own_policies_keep_the_contract(name, lm):
 def test_plain_attributes_stand_for_properties():
     class Plain(Best):
         observes: int = 16
-        minimum = 4
-        accumulates = True
+        minimum = 4  # pyright: ignore
+        accumulates = True  # pyright: ignore
 
     assert (Plain().observes, Plain().minimum, Plain().accumulates) == (16, 4, True)
     assert list(Plain.model_fields) == ["budget"]
