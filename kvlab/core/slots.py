@@ -118,7 +118,7 @@ def check_dropped(who: str | None, slot: Tensor | int, shape: Sequence[int], len
         return
     each = torch.as_tensor(slot)
     fits = each.dtype is torch.int64 and (not each.dim() or each.shape == tuple(shape[:2]))
-    if not fits or bool(((each < 0) | (each >= length)).any()):
+    if not fits or int(each.min()) < 0 or int(each.max()) >= length:
         wrong = f"slots outside 0 .. {length - 1}" if fits else described(slot)
         raise KvlabError(f"{who} drops {wrong}; drop takes one slot, or int64 [{shape[0]}, {shape[1]}]")
 

@@ -101,7 +101,7 @@ def test_tables_say_in_what_form_it_was_stored(trace):
     result = kvlab.replay(trace, policies, storage=["as_is", "kivi-4", "int8"])
     assert len(result) == 6
     assert result["snapkv", 48, "int8"].storage.name == "int8"
-    assert list(result.summary.columns[:3]) == ["policy", "budget", "storage"]
+    assert list(result.summary.columns[:4]) == ["policy", "budget", "entries", "storage"]
     assert result.summary.storage.tolist() == ["as_is", "kivi-4", "int8"] * 2
     assert set(result.table.storage) == set(result.intervals.storage) == {"as_is", "kivi-4", "int8"}
     for each in result:
