@@ -85,7 +85,8 @@ def test_summaries_read_well_in_a_terminal_of_80_columns(monkeypatch):
     assert "also" not in repr(table) and "signature" in repr(table)
     summary = kvlab.replay(trace(), kvlab.policy("streamingllm", budget=12)).summary
     lines = str(summary).splitlines()
-    assert lines[0].split() == ["recall", f"{summary['recall']:.3f}"] and len(lines) == 7
+    assert lines[0].split() == ["entries", "12"] and len(lines) == 8
+    assert lines[1].split() == ["recall", f"{summary['recall']:.3f}"]
     assert summary == dict(summary) and json.loads(json.dumps(summary)) == summary
 
 

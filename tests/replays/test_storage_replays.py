@@ -109,7 +109,7 @@ def test_tables_say_in_what_form_it_was_stored(trace):
         behind = each.signature.split("|")[2]
         assert behind.endswith(f")+{each.storage}") if each.storage.name != "as_is" else behind.endswith(")")
     plain = kvlab.replay(trace, policies)
-    assert "storage" in plain.summary.columns and plain.summary.columns[2] == "recall"
+    assert "storage" in plain.summary.columns and plain.summary.columns[3] == "recall"
     pd.testing.assert_frame_equal(plain["snapkv"].table, result["snapkv", 48, "as_is"].table)
     with pytest.raises(KvlabError, match=r"no replay of snapkv at budget 48 stored as fp8; there are: .*snapkv\+int8"):
         result["snapkv", 48, "fp8"]
