@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from kvlab.errors import KvlabError
 
 EMPTY = -1
 KEYS, VALUES, POSITIONS = "keys", "values", "positions"
@@ -84,3 +87,44 @@ def tight(n: int) -> int:
 def roomy(n: int) -> int:
     """Room for `n` slots that will be more: growing by an eighth, appending costs amortised constant time."""
     return n + max(16, n // 8)
+
+
+def fault(slots: Tensor, length: int) -> str:
+    """What is wrong with slots `[rows, heads, n]` of `length`, ascending and -1 at the end; empty if nothing is."""
+    before, after = slots[..., :-1], slots[..., 1:]
+    order = ((after > before) & (before >= 0)) | (after == EMPTY)
+    inside = (slots >= EMPTY) & (slots < length)
+    if bool(order.all() & inside.all()):
+        return ""
+    if not bool(inside.all()):
+        return f"positions outside 0 .. {length - 1}"
+    return "positions twice" if bool(((after == before) & (after >= 0)).any()) else "positions that do not ascend"
+
+
+def check_kept(who: str | None, keep: Tensor, shape: Sequence[int], length: int) -> None:
+    """Raise KvlabError where `who` keeps what are no slots of a store; nothing is checked without `who`."""
+    if who is None:
+        return
+    right = f"evict takes the slots that stay, int64 [{shape[0]}, {shape[1]}, <= {length}], ascending, -1 at the end"
+    fits = isinstance(keep, Tensor) and keep.dtype is torch.int64 and keep.dim() == 3
+    wrong = fault(keep, length) if fits and keep.shape[:2] == tuple(shape[:2]) else described(keep)
+    if wrong:
+        raise KvlabError(f"{who} evicts by {wrong}; {right}")
+
+
+def check_dropped(who: str | None, slot: Tensor | int, shape: Sequence[int], length: int) -> None:
+    """Raise KvlabError where `who` drops what is no slot of each head of a store; nothing is checked without `who`."""
+    if who is None:
+        return
+    each = torch.as_tensor(slot)
+    fits = each.dtype is torch.int64 and (not each.dim() or each.shape == tuple(shape[:2]))
+    if not fits or int(each.min()) < 0 or int(each.max()) >= length:
+        wrong = f"slots outside 0 .. {length - 1}" if fits else described(slot)
+        raise KvlabError(f"{who} drops {wrong}; drop takes one slot, or int64 [{shape[0]}, {shape[1]}]")
+
+
+def described(given: object) -> str:
+    """What something is, in a few words: `int64 [2, 2, 40]` of a tensor."""
+    if isinstance(given, Tensor):
+        return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
+    return "nothing" if given is None else type(given).__name__

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlab.core.entries import AsIs, Entries, Run
 from kvlab.core.even import Even, Recorded
-from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, pick
+from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, check_dropped, check_kept, pick
 from kvlab.core.storage import AS_IS, Storage
 
 __all__ = ["EMPTY", "LayerStore", "pick"]
@@ -39,7 +39,7 @@ class LayerStore:
         numbers: plain numbers that a policy remembers for this layer (a page size, the prompt's length).
         layers: the layer of each row.
         seen: how many tokens were ever appended, which is also the next token's position by default.
-        storage: in what form keys and values are held; see `hold`.
+        storage, guard: in what form keys and values are held, see `hold`; who evicts, where that is checked.
         rounded, bytes_read: whether a storage may ever have rounded an entry; what the last decoding step loaded.
     """
 
@@ -52,6 +52,7 @@ class LayerStore:
         # head has no entry: what a policy writes into them must not be a copy.
         self._beside: Even | None = None
         self.storage: Storage = AS_IS
+        self.guard: str | None = None
         self.rounded = False
         self.memory: dict[str, Tensor] = {}
         self.scratch: dict[str, Tensor] = {}
@@ -296,6 +297,7 @@ class LayerStore:
         """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
         if not self.length:
             return
+        check_kept(self.guard, keep, self._entries.shape, self.length)
         self._entries.evict(keep)
         if self._beside is not None:
             beside = self._beside.evict(keep.clamp_min(0))
@@ -305,6 +307,7 @@ class LayerStore:
 
     def drop(self, slot: Tensor | int) -> None:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
+        check_dropped(self.guard, slot, self._entries.shape, self.length)
         self._entries.drop(slot)
         if self._beside is not None:
             self._beside.drop(slot)
@@ -340,8 +343,7 @@ class LayerStore:
         it keeps its position. `columns` names how a column combines, "max" or "sum"; others stay as the target's.
         Evicting the sources is the caller's.
 
-        A storage in another form rounds their mean once more, as any entry. KIVI rounds a mean in a rounded entry's
-        place with the steps and zeros of its group, and cuts it to their range; no other entry of the group changes.
+        A storage in another form rounds the mean once more; KIVI with its group's steps, cut to their range.
         """
         if not self.has_column(FUSIONS):
             self.add_column(FUSIONS, torch.ones(self.rows, self.kv_heads, self.length, device=self.device))
@@ -364,9 +366,7 @@ class LayerStore:
         self.settle()
 
     def expand(self, heads: int) -> None:
-        """Give every query head a set of its own: keys and values are repeated for each head of a GQA group, and so is
-        what is appended from here on. Raises ValueError where the KV heads do not divide `heads`.
-        """
+        """Give every query head a set of its own, now and for what is appended; ValueError where that cannot be."""
         if heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} KV heads cannot be repeated to {heads} query heads")
         repeats = heads // self.kv_heads

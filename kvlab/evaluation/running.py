@@ -20,6 +20,7 @@ from kvlab.evaluation.conversing import answered
 from kvlab.evaluation.planning import Plan, System
 from kvlab.evaluation.records import Answer, read
 from kvlab.lib.files import why
+from kvlab.methods.contract import warned_of_raised
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
 
@@ -63,6 +64,9 @@ def _complete(lm: LM, wanted: Plan, path: Path, advance: Advance) -> list[Answer
     examples = list(wanted.task.examples(lm, wanted.limit))
     systems = wanted.systems
     _check(lm, systems)
+    if examples:
+        first = lm.encode(examples[0].prompt, chat="auto" if examples[0].chat else False)
+        warned_of_raised((policy for policy, _ in systems), first.shape[-1])
     total, done = len(examples) * len(systems), 0
     signatures = {system: wanted.signature(lm, *system) for system in systems}
     complete: list[Answer] = []

@@ -22,7 +22,7 @@ from kvlab.live import passes
 from kvlab.live.attending import ACCUMULATED
 from kvlab.live.cache import LiveCache
 from kvlab.live.memory import once, scores_of, tokens_of
-from kvlab.methods import Policy, Prompt
+from kvlab.methods import Policy, Prompt, contract
 from kvlab.methods.repeating import Part, Repetition
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class Prefill:
                 group.store.hold(self._storage)
                 group.kept = group.store.positions.clone()
                 group.note_loss()
+            contract.check_spent(policy, stores)
         for layer in cache.compressed:
             layer.before_rope.forget()
             if self._turns == "leave" or policy.observes is None:
@@ -105,7 +106,10 @@ class Prefill:
         group = layer.groups[number]
         store = group.store
         window, before = layer.observed.queries, layer.before_rope.queries
-        window = store.keys[:, :, :0] if window is None else group.of(window)
+        # Also without queries a policy is told how many heads there are.
+        heads = hookable.text_config(self._model).num_attention_heads
+        none = store.keys.new_empty(store.rows, heads, 0, store.head_dim)
+        window = none if window is None else group.of(window)
         window = window[:, :, max(window.shape[2] - store.length, 0) :]
         self._check_window(window.shape[2], store.length)
         if self._policy.needs.pre_queries:
@@ -138,7 +142,7 @@ class Prefill:
             once(cache.memory, ("shared", number, index, self._max_new_tokens, pseudo_tokens), dict),
         )
         prompt.lossy, prompt.seen, prompt.positions = group.lossy, store.seen, store.positions
-        return prompt
+        return prompt.seen_by(self._policy)
 
     def _rotations(self, cache: LiveCache, index: int, number: int) -> list[Rotation | None] | None:
         """How one layer turns each sequence of a group, from where its tokens were placed; None unless asked for."""

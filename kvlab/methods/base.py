@@ -25,6 +25,8 @@ from kvlab.core.softmax import Scaling
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError
 from kvlab.lib.parameters import Parameters
+from kvlab.methods import contract
+from kvlab.methods.declaring import Declaring, number_meant
 from kvlab.methods.needs import NOTHING, Needs
 from kvlab.methods.prompt import Prompt
 from kvlab.methods.tensors import check_shapes
@@ -58,7 +60,7 @@ KINDS = ("score at prefill", "allocation", "decoding", "merging", "selection", "
 SCORERS = "take one that does, such as 'snapkv', 'keydiff' or 'h2o'"
 
 
-class Policy(Parameters):
+class Policy(Parameters, metaclass=Declaring):
     """A KV-cache compression method with its parameters.
 
     Subclass it, give it a `name`, fields for parameters, and override what the method does. Objects of a subclass are
@@ -80,6 +82,7 @@ class Policy(Parameters):
     """Whether `compress` can deal with a store whose heads hold different numbers of entries (a later turn)."""
 
     def __init__(self, **parameters):
+        """A policy with these parameters; KvlabError for one that there is not, or a value that does not fit."""
         # A sweep over numpy's arange is as good as one over a list.
         parameters = {
             key: value.item() if isinstance(value, np.generic) else value for key, value in parameters.items()
@@ -95,7 +98,7 @@ class Policy(Parameters):
         if problem["type"] == "missing":
             return f"parameter {field!r} is missing"
         wrong_kind = problem["type"] in ("int_type", "float_type", "int_parsing")
-        meant = _number_meant(problem["input"]) if wrong_kind else None
+        meant = number_meant(problem["input"]) if wrong_kind else None
         hint = "" if meant is None else f"; did you mean {field}={meant!r}?"
         if field == "budget":
             message = "It is a number of entries, such as 128, or a share of the prompt, such as 0.2"
@@ -234,6 +237,11 @@ class Policy(Parameters):
         """
         return everything(prompt)
 
+    @property
+    def decides(self) -> bool:
+        """Whether it chooses what stays of a prompt longer than its budget."""
+        return type(self).choose is not Policy.choose
+
     def prefill(self, prompt: Prompt) -> Tensor:
         """Positions kept after the prefill; a prompt within the budget is kept whole, unless the plan says less."""
         if prompt.plan is None and self.fits(prompt.length):
@@ -312,7 +320,11 @@ class Policy(Parameters):
         projections = None if projection is None else [projection] * rows
         rotations = None if rotation is None else [rotation] * rows
         prompt = Prompt(*given, projections=projections, rotations=rotations, pre_queries=pre_queries)
-        return self.prefill(prompt).contiguous()
+        kept = self.prefill(prompt.seen_by(self)).contiguous()
+        if self.decides and n_layers == 1 and kept.shape[2] < prompt.length:
+            paid = kept.shape[0] * kept.shape[1] * [self.entries(prompt.length)]
+            contract.spent(self, (kept != EMPTY).sum(-1).flatten().tolist(), paid)
+        return kept
 
     # ------------------------------------------------------------------ a decoding step, in this order
 
@@ -379,18 +391,6 @@ class Policy(Parameters):
 def everything(prompt: Prompt) -> Tensor:
     """All positions of a prompt, int64 `[rows, kv_heads, length]`."""
     return torch.arange(prompt.length, device=prompt.keys.device).expand(prompt.rows, prompt.kv_heads, prompt.length)
-
-
-def _number_meant(given: object) -> int | float | None:
-    """The number that a text, or a whole number written as a float, stands for."""
-    try:
-        number = float(given) if isinstance(given, str | float) else math.nan
-    except ValueError:
-        return None
-    if not math.isfinite(number):
-        return None
-    whole = number.is_integer() and "." not in str(given).removesuffix(".0")
-    return int(number) if whole else number if isinstance(given, str) else None
 
 
 def top_and_last(scores: Tensor, top: int, last: int) -> Tensor:

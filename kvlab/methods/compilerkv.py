@@ -160,7 +160,7 @@ class CompilerKV(Policy):
 
     def _head_weights(self, prompt: Prompt) -> Tensor | None:
         """Weights of the query heads, `[rows, heads]`."""
-        table, heads = self._tables.heads, prompt.queries.shape[1]
+        table, heads = self._tables.heads, prompt.heads
         if table is None:
             return None
         if (len(table), len(table[0])) != (prompt.n_layers, heads):

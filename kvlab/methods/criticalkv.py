@@ -61,7 +61,7 @@ class CriticalKV(AroundScorer):
         """|W_o v|_1, averaged over the GQA group, `[rows, kv_heads, length]`."""
 
         def compute() -> Tensor:
-            heads, rows = prompt.queries.shape[1], zip(prompt.values, prompt.projection(self), strict=True)
+            heads, rows = prompt.heads, zip(prompt.values, prompt.projection(self), strict=True)
             norms = torch.stack([projected_norms(values, weight, heads, order=1) for values, weight in rows])
             return norms.unflatten(1, (prompt.kv_heads, -1)).mean(2)
 

@@ -116,7 +116,7 @@ class Keyformer(Policy):
         store.add_column("score", self.scores(prompt))
         store.numbers |= {"step": 0, "new_tokens": prompt.max_new_tokens, "noised": store.seen}
         if self.noise:
-            heads = prompt.queries.shape[1]
+            heads = prompt.heads
             table = prompt.share(
                 ("keyformer noise", self.seed),
                 lambda: _by_slot(self.gumbel(prompt.layers, heads, 0, store.seen), prompt.kv_heads, prompt.keys.device),

@@ -23,6 +23,12 @@ class Asks(Protocol):
     name: ClassVar[str]
 
     @property
+    def observes(self) -> int | None: ...
+
+    @property
+    def accumulates(self) -> bool: ...
+
+    @property
     def reads_perplexity(self) -> int: ...
 
     @property
@@ -79,7 +85,8 @@ class Prompt:
         repeated: Mapping[str, Tensor] | None = None,
         shared: dict[tuple, Tensor] | None = None,
     ):
-        self.queries, self.keys, self.values = queries, keys, values
+        self._queries, self.keys, self.values = queries, keys, values
+        self._policy: Asks | None = None
         self.layers, self.n_layers = layers, n_layers
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
         self._projections, self._rotations, self._pre_queries = projections, rotations, pre_queries
@@ -104,8 +111,43 @@ class Prompt:
         return self.keys.shape[1]
 
     @property
+    def heads(self) -> int:
+        return self._queries.shape[1]
+
+    @property
     def length(self) -> int:
         return self.keys.shape[2]
+
+    @property
+    def queries(self) -> Tensor:
+        """Post-RoPE queries of the last tokens, `[rows, heads, n, head_dim]`: as many as the policy `observes`."""
+        if self._policy is None:
+            return self._queries
+        return self.window(self.length if self._policy.observes is None else self._policy.observes)
+
+    def seen_by(self, policy: Asks) -> Prompt:
+        """The same prompt, with its shared results, as a policy sees it: what it has not declared is refused, in a
+        replay as in a live run.
+        """
+        seen = copy.copy(self)
+        seen._policy = policy
+        return seen
+
+    def _declared(self, declared: bool, what: str, line: str) -> None:
+        """Raise KvlabError where a policy asks for what its class does not say that it needs."""
+        if self._policy is not None and not declared:
+            name = self._policy.name or type(self._policy).__name__
+            raise KvlabError(f"{name} reads {what} and does not say so; write `{line}` in its class")
+
+    def _needed(self, name: str, what: str) -> None:
+        self._declared(self._policy is None or getattr(self._policy.needs, name), what, f"needs = Needs({name}=True)")
+
+    def _observed(self, n: int) -> int:
+        """`n`, or the prompt's length where that is less; KvlabError where the policy observes fewer."""
+        observes = None if self._policy is None else self._policy.observes
+        line = f"observes = {n or 32}"
+        self._declared(observes is None or 0 < min(n, self.length) <= observes, "the prompt's last queries", line)
+        return min(n, self.length)
 
     def with_plan(self, plan: Tensor) -> Prompt:
         """The same prompt, with its shared results and with a policy's plan `[rows, ...]`."""
@@ -121,13 +163,13 @@ class Prompt:
 
     def window(self, n: int) -> Tensor:
         """Queries of the last `n` prompt tokens (fewer if the prompt is shorter), `[rows, heads, n, head_dim]`."""
-        n = min(n, self.length)
-        if self.queries.shape[2] < n:
+        n, known = self._observed(n), self._queries.shape[2]
+        if known < n:
             raise KvlabError(
-                f"the last {n} prompt queries are needed and {self.queries.shape[2]} are at hand; capture with "
-                f"window={n}"
+                f"the last {n} prompt queries are needed and {known} are at hand; capture with window={n}, or feed the "
+                "end of the prompt inside the session"
             )
-        return self.queries[:, :, self.queries.shape[2] - n :]
+        return self._queries[:, :, known - n :]
 
     def window_attention(self, n: int, weigh: Callable[[Tensor], Tensor]) -> Tensor:
         """`weigh` of each row's attention `[heads, n, length]` of the last `n` queries over the prompt, stacked.
@@ -144,14 +186,18 @@ class Prompt:
 
     def window_sums(self, n: int) -> Tensor:
         """Attention of the last `n` queries, summed over the window: `[rows, heads, length]`."""
+        self._observed(n)
         return self.share(("window by head", n), lambda: self.window_attention(n, lambda rows: rows.sum(-2)))
 
     def window_scores(self, n: int) -> Tensor:
         """Attention of the last `n` queries, summed over the window and the GQA group: `[rows, kv_heads, length]`."""
+        self._observed(n)
         return self.share(("window", n), lambda: attention.sum_over_group(self.window_sums(n), self.kv_heads))
 
     def pseudo(self, policy: Asks) -> Tensor:
         """The pseudo-queries that `policy` asks for, `[rows, heads, m, head_dim]`."""
+        asks = self._policy is None or self._policy.pseudo_key is not None
+        self._declared(asks, "pseudo-queries", "pseudo_key = 'mine'")
         queries = self._pseudo(policy) if callable(self._pseudo) else self._pseudo
         if queries is None:
             raise KvlabError(
@@ -162,6 +208,8 @@ class Prompt:
 
     def accumulated(self, policy: Asks) -> Tensor:
         """Attention accumulated over all prompt queries, `[rows, heads, length]`."""
+        asks = self._policy is None or self._policy.accumulates
+        self._declared(asks, "the accumulated attention", "accumulates = True")
         if self._accumulated is None:
             raise KvlabError(
                 f"{policy.name} needs the attention accumulated over all prompt queries; capture with accumulate=True"
@@ -170,6 +218,7 @@ class Prompt:
 
     def projection(self, policy: Asks) -> list[Tensor]:
         """The output projection W_o of each row's layer, `[hidden, heads x head_dim]`."""
+        self._needed("projection", "the output projections")
         if self._projections is None:
             raise KvlabError(
                 f"{policy.name} needs the output projection of its layer: capture with policies=[{policy.name!r}], or "
@@ -179,6 +228,7 @@ class Prompt:
 
     def rotation(self, policy: Asks) -> list[Rotation]:
         """How each row's layer turns queries and keys by their positions."""
+        self._needed("rotation", "the model's rotations")
         if self._rotations is None:
             raise KvlabError(
                 f"{policy.name} turns vectors as the model does, and how is not known here: capture the trace anew, or "
@@ -194,6 +244,7 @@ class Prompt:
 
     def pre_queries(self, policy: Asks) -> Tensor:
         """The queries of all prompt tokens before RoPE, `[rows, heads, length, head_dim]`."""
+        self._needed("pre_queries", "queries before RoPE")
         if self._pre_queries is None or self._pre_queries.shape[2] < self.length:
             raise KvlabError(
                 f"{policy.name} needs the queries of the whole prompt before RoPE: capture with queries='all', or pass "
@@ -203,6 +254,8 @@ class Prompt:
 
     def repeated(self, policy: Asks, repetition: Repetition) -> Tensor:
         """Scores of the pass that repeats the prompt, `[rows, kv_heads, length]`."""
+        asks = self._policy is None or repetition in self._policy.needs.repetitions
+        self._declared(asks, "scores of a repeating pass", "needs = Needs(repetitions=(...,))")
         if repetition.key not in self._repeated:
             raise KvlabError(
                 f"{policy.name} needs the scores of a pass that repeats the prompt ({repetition.key}): capture with "
@@ -222,6 +275,8 @@ class Prompt:
 
     def perplexity(self, policy: Asks) -> Tensor:
         """Perplexity of the prompt's last tokens, as many as `policy` reads: exp of their mean NLL, `[rows]`."""
+        asks = self._policy is None or self._policy.reads_perplexity > 0
+        self._declared(asks, "the perplexity", "reads_perplexity = 32")
         perplexity = self._perplexity
         perplexity = perplexity(policy.reads_perplexity) if callable(perplexity) else perplexity
         if perplexity is None:

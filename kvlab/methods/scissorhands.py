@@ -99,7 +99,7 @@ class Scissorhands(Policy):
         """
         n = prompt.window(history).shape[2]
         words = [
-            prompt.share(("scissorhands word", word), lambda word=word: _word(prompt, word))
+            prompt.share(("scissorhands word", word, min(n - word * WORD, WORD)), lambda word=word: _word(prompt, word))
             for word in range(math.ceil(n / WORD))
         ]
         if n % WORD:

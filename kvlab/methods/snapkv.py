@@ -79,9 +79,9 @@ class SnapKV(Policy):
     def prefill(self, prompt: Prompt) -> Tensor:
         kept = super().prefill(prompt)
         # A prompt within the budget is kept whole by every set.
-        return attention.to_query_heads(kept, prompt.queries.shape[1]) if self.sets == "head" else kept
+        return attention.to_query_heads(kept, prompt.heads) if self.sets == "head" else kept
 
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         if self.sets == "head":
-            store.expand(prompt.queries.shape[1])
+            store.expand(prompt.heads)
         super().compress(store, prompt)

@@ -59,18 +59,23 @@ class Replays(Sequence[Replay]):
     def summary(self) -> pd.DataFrame:
         """One row for each policy, budget, storage and trace; it prints as many columns as fit into the terminal.
 
-        Columns: policy, budget, recall, mass_lost, output_error, stored_bytes, read_bytes, window_recall, step_recall,
-        entries (what the budget came to), storage (right behind the budget where it is not the plain one everywhere),
-        raised (to what the method needs), trace and signature; sink_share where a model has learnt sinks, and
-        uncompressed_bytes, what the layers held at the end that no policy compresses, where there are any.
+        Columns: policy, budget, entries (kept, or what the budget came to), recall, mass_lost, output_error,
+        stored_bytes, read_bytes, window_recall, step_recall, storage (right behind the entries where it is not the
+        plain one everywhere), raised (to what the method needs), trace and signature; sink_share where a model has
+        learnt sinks, and uncompressed_bytes, what the layers held at the end that no policy compresses, where there
+        are any.
         """
         from kvlab.replays.summaries import Summary
 
         rows, plain = [], all(r.storage.exact for r in self.results)
         for r in self.results:
             means, storage = r.summary, {"storage": str(r.storage)}
-            first = ({} if plain else storage) | {name: means.pop(name) for name in FIRST}
-            marks = {"entries": r.budget} | storage | {"raised": r.raised}
+            first = (
+                {"entries": means.pop("entries")}
+                | ({} if plain else storage)
+                | {name: means.pop(name) for name in FIRST}
+            )
+            marks = storage | {"raised": r.raised}
             marks |= {"trace": r.trace.signature, "signature": r.signature}
             if r.trace.layout.mixed:
                 means["uncompressed_bytes"] = r.trace.uncompressed_bytes
@@ -93,7 +98,7 @@ class Replays(Sequence[Replay]):
         rows = []
         for (policy, storage), results in by_policy.items():
             summaries = [result.summary for result in results]
-            entries = sum(result.budget for result in results) / len(results)
+            entries = sum(result.entries for result in results) / len(results)
             budget = {"budget": policy.asked, "entries": int(entries) if entries.is_integer() else entries}
             marks = {"policy": policy.name} | budget | {"storage": str(storage), "parameters": str(policy)}
             for measure in results[0].measures:

@@ -15,6 +15,7 @@ from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Probe, probe
 from kvlab.lib import bars
 from kvlab.methods import Policy, has_budget, listed, policy
+from kvlab.methods.contract import warned_of_raised
 from kvlab.replays.results import Replays
 from kvlab.replays.single import Replay
 from kvlab.traces.opening import opened
@@ -140,5 +141,8 @@ def replay(
 
     for t, form in product(traces, forms):
         form.check(t.keys.shape[-1], t.device)
+    for t in traces:
+        if warned_of_raised(objects, t.prompt_length):
+            break
     jobs = list(product(traces, objects, forms))
     return Replays(Replay(t, p, instruments, form, k) for t, p, form in bars.each(jobs, "replay", "policy", progress))

@@ -16,7 +16,7 @@ from kvlab.errors import KvlabError, whole
 from kvlab.instruments import measures
 from kvlab.instruments.probes import Probe, Seen
 from kvlab.instruments.records import Records
-from kvlab.methods import Policy, Prompt
+from kvlab.methods import Policy, Prompt, contract
 from kvlab.methods.clock import attend, positions_read, take, weigh
 from kvlab.replays.reading import Reading, alike, losses, readings
 from kvlab.replays.reference import reference
@@ -35,6 +35,8 @@ class Replay:
         trace, policy, storage: what was replayed. Layers in tensors are those that the trace holds, one behind the
             other; in tables, and wherever a layer is asked for, they have their numbers in the model.
         budget: entries for each layer and KV head that the policy's budget came to.
+        entries: what a policy that evicts once, after the prefill, has kept, on average over layers and KV heads; of
+            others the budget.
         k: the size of the top that the recalls ask for.
         raised: whether a fractional budget had to be raised to what the method needs.
         mass_lost, output_error: `[layers, heads, steps]`.
@@ -61,6 +63,7 @@ class Replay:
             raise KvlabError(f"recalls ask for the top k of at least one key, not for the top {k}")
         self.records = Records(policy.name, policy.asked, rows="layer", storage=str(storage))
         self.records.note_entries([0], self.budget)
+        self.entries: int | float = self.budget
         self.raised = policy.raised(trace.prompt_length)
         self._reference = reference(trace)
         self._read: list[Tensor] = []
@@ -84,8 +87,12 @@ class Replay:
         trace = self.trace
         store = LayerStore.recorded(trace.keys, trace.values, trace.prompt_length)
         store.layers = trace.prompt.layers
-        prompt = self._planned(trace.prompt)
+        prompt = self._planned(trace.prompt.seen_by(self.policy))
         self.policy.compress(store, prompt)
+        contract.check_spent(self.policy, [store])
+        if self.policy.decides and not self.policy.steps and not self.policy.fits(trace.prompt_length):
+            entries = float(store.counts.float().mean())
+            self.entries = int(entries) if entries.is_integer() else entries
         self._kept = store.positions.clone()
         store.hold(self.storage)
         k = min(self.k, trace.prompt_length)
@@ -289,11 +296,12 @@ class Replay:
 
     @property
     def summary(self) -> dict[str, float]:
-        """Means over layers, heads and steps of every measure; bytes are summed over layers and averaged over steps."""
+        """Entries, and means of every measure over layers, heads and steps; bytes are sums over layers."""
         from kvlab.replays.summaries import Means
 
         means = {name: getattr(self, name).float() for name in self.measures}
-        return Means({name: float(values.mean()) if values.numel() else float("nan") for name, values in means.items()})
+        found = {name: float(values.mean()) if values.numel() else float("nan") for name, values in means.items()}
+        return Means({"entries": self.entries} | found)
 
     @property
     def signature(self) -> str:
@@ -307,8 +315,8 @@ class Replay:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Tidy: policy, budget, entries (what the budget came to), storage, layer, kv_head, head, step, measure, value;
-        what is not of one head has none.
+        """Tidy: policy, budget, entries (kept, or what the budget came to), storage, layer, kv_head, head, step,
+        measure, value; what is not of one head has none.
         """
         import pandas as pd
 
@@ -319,7 +327,7 @@ class Replay:
         table["kv_head"] = table["kv_head"].fillna(table["head"] // group)
         table.insert(0, "policy", pd.Categorical([self.policy.name] * len(table)))
         table.insert(1, "budget", self.policy.asked)
-        table.insert(2, "entries", self.budget)
+        table.insert(2, "entries", self.entries)
         table.insert(3, "storage", pd.Categorical([str(self.storage)] * len(table)))
         return table
 

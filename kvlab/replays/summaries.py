@@ -10,6 +10,7 @@ import pandas as pd
 SHARE, BYTES = "{:.3f}".format, "{:.0f}".format
 FORMATS: dict[str, Callable[[float], str]] = {
     "budget": "{:g}".format,  # entries, or a share of the prompt
+    "entries": "{:.4g}".format,
     "recall": SHARE,
     "window_recall": SHARE,
     "step_recall": SHARE,

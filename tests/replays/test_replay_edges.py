@@ -72,11 +72,11 @@ def test_summaries_read_well_in_a_terminal_of_80_columns(monkeypatch):
     table = kvlab.replay(trace(), ["streamingllm", "scissorhands", "full"], budgets=[12, 0.5, 16]).summary
     assert isinstance(table, pd.DataFrame) and table.columns[-1] == "signature" and table.budget.dtype == float
     header, *rows, rest = repr(table).splitlines()
-    first = ["policy", "budget", "recall", "mass_lost", "output_error", "stored_bytes"]
+    first = ["policy", "budget", "entries", "recall", "mass_lost", "output_error"]
     assert header.split()[:6] == list(table.columns[:6]) == first
     assert max(map(len, [header, *rows])) <= 80 and len(rows) == len(table) == 7
     assert [row.split()[2] for row in rows] == ["12", "0.5", "16", "12", "0.5", "16", "NaN"]
-    assert rows[0].split()[3] == f"{table.recall[0]:.3f}" and rows[0].split()[6] == f"{table.stored_bytes[0]:.0f}"
+    assert rows[0].split()[3] == str(table.entries[0]) and rows[0].split()[4] == f"{table.recall[0]:.3f}"
     assert rest.startswith("[also: ") and rest.endswith("trace, signature]")
     assert repr(table[table.budget == 12]).splitlines()[1] == rows[0]
     signatures = repr(table[["policy", "signature"]])
@@ -85,7 +85,8 @@ def test_summaries_read_well_in_a_terminal_of_80_columns(monkeypatch):
     assert "also" not in repr(table) and "signature" in repr(table)
     summary = kvlab.replay(trace(), kvlab.policy("streamingllm", budget=12)).summary
     lines = str(summary).splitlines()
-    assert lines[0].split() == ["recall", f"{summary['recall']:.3f}"] and len(lines) == 7
+    assert lines[0].split() == ["entries", "12"] and len(lines) == 8
+    assert lines[1].split() == ["recall", f"{summary['recall']:.3f}"]
     assert summary == dict(summary) and json.loads(json.dumps(summary)) == summary
 
 

@@ -101,7 +101,7 @@ def test_tables_say_in_what_form_it_was_stored(trace):
     result = kvlab.replay(trace, policies, storage=["as_is", "kivi-4", "int8"])
     assert len(result) == 6
     assert result["snapkv", 48, "int8"].storage.name == "int8"
-    assert list(result.summary.columns[:3]) == ["policy", "budget", "storage"]
+    assert list(result.summary.columns[:4]) == ["policy", "budget", "entries", "storage"]
     assert result.summary.storage.tolist() == ["as_is", "kivi-4", "int8"] * 2
     assert set(result.table.storage) == set(result.intervals.storage) == {"as_is", "kivi-4", "int8"}
     for each in result:
@@ -109,7 +109,7 @@ def test_tables_say_in_what_form_it_was_stored(trace):
         behind = each.signature.split("|")[2]
         assert behind.endswith(f")+{each.storage}") if each.storage.name != "as_is" else behind.endswith(")")
     plain = kvlab.replay(trace, policies)
-    assert "storage" in plain.summary.columns and plain.summary.columns[2] == "recall"
+    assert "storage" in plain.summary.columns and plain.summary.columns[3] == "recall"
     pd.testing.assert_frame_equal(plain["snapkv"].table, result["snapkv", 48, "as_is"].table)
     with pytest.raises(KvlabError, match=r"no replay of snapkv at budget 48 stored as fp8; there are: .*snapkv\+int8"):
         result["snapkv", 48, "fp8"]

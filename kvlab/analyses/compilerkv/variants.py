@@ -33,7 +33,7 @@ class Inspected(CompilerKV):
     def weights(self, prompt: Prompt) -> Tensor:
         """W, the weights of the heads, `[layers, heads]`; 1 without a table (eq. 9)."""
         weights = self._head_weights(prompt)
-        return torch.ones(prompt.n_layers, prompt.queries.shape[1]) if weights is None else weights
+        return torch.ones(prompt.n_layers, prompt.heads) if weights is None else weights
 
 
 class NoHeadTable(CompilerKV):
