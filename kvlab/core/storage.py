@@ -84,7 +84,7 @@ def kivi(bits: int, group: int = 32, residual: int = 128) -> Storage:
 
 
 def _converts_to_fp8(device: torch.device) -> object:
-    return torch.ones(1, device=device).to(torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.ones(1, dtype=torch.float32, device=device).to(torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 AS_IS = Storage("as_is", "the model's own precision", lambda entries: entries)

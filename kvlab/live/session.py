@@ -383,7 +383,7 @@ def compress(
         model, tokenizer = model.model, model.tokenizer if tokenizer is None else tokenizer
 
     def encode(text: str) -> Tensor:
-        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
 
     instruments = [probe(p) for p in listed(probes, "probes")]
     if whole("max_new_tokens", max_new_tokens) < 0:

@@ -88,7 +88,7 @@ class Reference:
             last = min(first + n, trace.steps)
             seen = trace.prompt_length + last
             visible = attention.last_visible(last - first, seen, trace.device)
-            rows = torch.empty(trace.n_layers, trace.heads, last - first, seen, device=trace.device)
+            rows = torch.empty((trace.n_layers, trace.heads, last - first, seen), dtype=torch.float32, device=trace.device)
             for layer, queries in enumerate(trace.response_queries[:, :, first:last]):
                 rows[layer] = attention.weights(queries, trace.keys[layer, :, :seen], trace.softmax.row(layer), visible)
             self._block = first, rows

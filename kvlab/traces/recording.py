@@ -243,6 +243,6 @@ def encoder(lm: LM) -> Callable[[str], Tensor]:
 
     def encode(text: str) -> Tensor:
         tokenizer = lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
-        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
 
     return encode
