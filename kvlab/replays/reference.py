@@ -143,7 +143,7 @@ class Reference:
         sets, positions = positions.shape[-2], positions.to(ranks.device)
         ranks = ranks if sets == kv_heads else attention.to_query_heads(ranks, sets)
         hit = (ranks.gather(-1, positions.clamp_min(0)) < k) & (positions != EMPTY)
-        return (hit.sum(-1, keepdim=True) / k)[..., 0].unflatten(-1, (kv_heads, -1)).mean(-1)
+        return (hit.sum(-1, keepdim=True, dtype=torch.float32) / k)[..., 0].unflatten(-1, (kv_heads, -1)).mean(-1)
 
 
 _latest: list[ref[Reference]] = []
