@@ -66,8 +66,8 @@ class Session:
         self._prefill = Prefill(model, policy, turns, encode, max_new_tokens, storage)
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
         if policy.needs.projection:
-            hookable.required_projections(self.modules)
-        storage.check(hookable.head_dim_of(model, self.modules[0]), model.device)
+            hookable.required_projections(self.modules[:1])
+        storage.check(hookable.head_dim_of(model, self.modules[0]), hookable.device_of(model))
         self._window = hooks.shortest_window(model)
         self._adopted: WeakKeyDictionary[Cache, LiveCache] = WeakKeyDictionary()
         self._cache: LiveCache | None = None
@@ -377,10 +377,11 @@ def compress(
     """
     if turns not in ("recompress", "leave"):
         raise KvlabError(f"turns={turns!r} is neither 'recompress' nor 'leave'")
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module | LM):
         model = lm_of(model)
     if isinstance(model, LM):
         model, tokenizer = model.model, model.tokenizer if tokenizer is None else tokenizer
+    model = hookable.unwrapped(model)
 
     def encode(text: str) -> Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)

@@ -155,7 +155,8 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
 
     from kvlab import __version__
 
-    lent = hookable.projections_of(hookable.layers_of(lm.model))
+    modules = hookable.layers_of(lm.model)
+    lent = hookable.plain_projections(modules)
     return Trace(
         queries=recorder.queries,
         pre_queries=recorder.pre_queries,
@@ -169,7 +170,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
         scaling=recorder.softmax.factor,
         softcap=recorder.softmax.softcap,
         sinks=recorder.sinks,
-        projections=torch.stack(lent) if lent and plan.needs.projection else None,
+        projections=torch.stack(hookable.required_projections(modules)) if plan.needs.projection else None,
         lent=lent,
         repeated=repeated,
         rotations=tuple(recorder.rotations[place] for place in range(recorder.layers)),

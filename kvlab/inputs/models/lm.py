@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from kvlab.core.hookable import layout_of
+from kvlab.core.hookable import device_of, layout_of, unwrapped
 from kvlab.errors import KvlabError
 from kvlab.inputs.models.catalogue import RANDOM_PREFIX
 from kvlab.lib.files import first_line
@@ -36,7 +36,7 @@ class LM:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return device_of(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,7 +153,9 @@ def lm_of(given: LM | torch.nn.Module) -> LM:
     Raises KvlabError for anything else.
     """
     if isinstance(given, LM):
-        return given
+        inside = unwrapped(given.model)
+        return given if inside is given.model else replace(given, model=inside)
+    given = unwrapped(given)
     if isinstance(given, torch.nn.Module) and hasattr(given, "config") and hasattr(given, "get_output_embeddings"):
         model = cast("PreTrainedModel", given)
         if model.get_output_embeddings() is not None:
