@@ -176,7 +176,7 @@ def softmax_of(module: nn.Module) -> Softmax:
     )
 
 
-def plain_projections(modules: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+def projections_of(modules: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
     """The output projections of attention modules, `[hidden, heads x head_dim]` each: the model's own weights, without
     their biases, which no token changes; None where one is more than a matrix in memory (an adapter, quantised or
     offloaded weights).

@@ -218,7 +218,7 @@ _open: list[Any] = []
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """While the block runs, what torch has compiled runs uncompiled: a compiled pass goes by the hooks of its layers."""
+    """While the block runs, what torch has compiled runs uncompiled, since compiled passes skip hooks."""
     if not _open:
         stance = torch.compiler.set_stance("force_eager")
         _open.append(stance)

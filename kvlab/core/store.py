@@ -181,7 +181,9 @@ class LayerStore:
         """`[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never merged."""
         if self.has_column(FUSIONS):
             return self.column(FUSIONS)
-        return torch.ones(1, 1, 1, dtype=torch.float32, device=self.device).expand(self.rows, self.kv_heads, self.length)
+        return torch.ones(1, 1, 1, dtype=torch.float32, device=self.device).expand(
+            self.rows, self.kv_heads, self.length
+        )
 
     def has_column(self, name: str) -> bool:
         return self._beside is not None and name in self._beside.tensors

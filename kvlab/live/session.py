@@ -140,6 +140,11 @@ class Session:
         if cache is None or cache.own_pass is not None:
             return
         self._passing = False
+        if not cache.compressed[0].groups:
+            raise KvlabError(
+                f"no layer of {type(model).__name__} came by the session: set its attention implementation before the "
+                "block, and compile nothing inside it"
+            )
         self._note_likelihood(cache, output)
         cache.seen += self._fed
         if cache.ended and self._fed == 1:

@@ -66,7 +66,9 @@ class Replay:
         self._read: list[Tensor] = []
         self._stored: list[Tensor | None] = []  # None where everything is stored, which on long prompts is much
         shape = trace.n_layers, trace.heads, trace.steps
-        self.mass_lost, self.output_error = (torch.zeros(shape, dtype=torch.float32, device=trace.device) for _ in range(2))
+        self.mass_lost, self.output_error = (
+            torch.zeros(shape, dtype=torch.float32, device=trace.device) for _ in range(2)
+        )
         by_step = trace.n_layers, trace.kv_heads, trace.steps
         self.step_recall = torch.zeros(by_step, dtype=torch.float32, device=trace.device)
         self.stored_bytes, self.read_bytes = (torch.zeros(trace.steps, dtype=torch.float32) for _ in range(2))
@@ -199,7 +201,9 @@ class Replay:
             if more:
                 self._append(store, step + 1, more)
                 grown = store.kv_bytes + store.aux_bytes - before
-                self.stored_bytes[step + 1 : step + 1 + more] = before + grown * torch.arange(1, more + 1, dtype=torch.float32) / more
+                self.stored_bytes[step + 1 : step + 1 + more] = (
+                    before + grown * torch.arange(1, more + 1, dtype=torch.float32) / more
+                )
             steps = slice(step, step + 1 + more)
             now = trace.prompt_length + torch.arange(steps.start, steps.stop, device=trace.device)
             for layer in range(trace.n_layers):

@@ -137,6 +137,7 @@ class _Bare(LM):
         digest = hashlib.sha256(json.dumps(own, default=str).encode())
         for name, tensor in self.model.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            tensor = _brought(self.model, name) if tensor.is_meta else tensor
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
@@ -145,6 +146,21 @@ class _Bare(LM):
             f"the {type(self.model).__name__} came without its tokenizer: give token ids instead of text, "
             "or what kvlab.load gives instead of its model"
         )
+
+
+def _brought(model: torch.nn.Module, name: str) -> torch.Tensor:
+    """A weight that accelerate has offloaded."""
+    from accelerate.utils import align_module_device
+
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    with align_module_device(module):
+        found = getattr(module, own).detach()
+        if found.is_meta:
+            raise KvlabError(
+                f"the weight {name} is on the meta device and has no values; load the model's weights first"
+            )
+        return found.cpu()
 
 
 def lm_of(given: LM | torch.nn.Module) -> LM:
