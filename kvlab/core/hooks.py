@@ -112,7 +112,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
     device = query.device.type
     # Under autocast the model's own attention takes one type; kvlab stores that, and computes outside of autocast.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    query, pre, key, value = (x if x is None else x.to(dtype) for x in (query, pre, key, value))
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    pre = None if pre is None else pre.to(dtype)
     kept = query, pre, key, value, scaling, padding, position_ids, softcap, sinks, hidden
     call = Call(entry.layer, entry.place, *kept)
     with torch.autocast(device, enabled=False):

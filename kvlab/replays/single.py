@@ -72,7 +72,9 @@ class Replay:
         by_step = trace.n_layers, trace.kv_heads, trace.steps
         self.step_recall = torch.zeros(by_step, dtype=torch.float32, device=trace.device)
         self.stored_bytes, self.read_bytes = (torch.zeros(trace.steps, dtype=torch.float32) for _ in range(2))
-        self._run()
+        # A replay computes in the trace's own type, whatever its caller casts.
+        with torch.autocast(trace.device.type, enabled=False):
+            self._run()
         self.sink_share = None if self._reference.sinks is None else self._reference.sinks.cpu()
         # At the end and not step by step: every copy waits for the device.
         for name in ("mass_lost", "output_error", "step_recall", "recall", "window_recall", "_kept"):

@@ -137,7 +137,7 @@ class _Bare(LM):
         digest = hashlib.sha256(json.dumps(own, default=str).encode())
         for name, tensor in self.model.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            tensor = _brought(self.model, name) if tensor.is_meta else tensor
+            tensor: torch.Tensor = _brought(self.model, name) if tensor.is_meta else tensor
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
