@@ -138,7 +138,7 @@ class _Bare(LM):
         for name, tensor in self.model.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             tensor: torch.Tensor = _brought(self.model, name) if tensor.is_meta else tensor
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def encode(self, text: str, chat: bool | str = "auto") -> torch.Tensor:
