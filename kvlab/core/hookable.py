@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from kvlab.core.geometry import geometry
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 PROJECTIONS = ("q_proj", "qkv_proj")
 NORMS = ("q_norm", "q_layernorm")
+# Types of weights that a matrix can be read from, and how far rounding may take a projection from a linear map.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LINEAR = 0.02
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
 KNOWN = (
     "kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, as "
@@ -174,24 +178,107 @@ def softmax_of(module: nn.Module) -> Softmax:
 
 def projections_of(modules: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
     """The output projections of attention modules, `[hidden, heads x head_dim]` each: the model's own weights, without
-    their biases, which no token changes; None where one has no plain matrix (quantised weights).
+    their biases, which no token changes; None where one is more than a matrix in memory (an adapter, quantised or
+    offloaded weights).
     """
-    found = []
-    for module in modules:
-        made = (getattr(module, name, None) for name in OUTPUTS)
-        weight = next((getattr(output, "weight", None) for output in made if isinstance(output, nn.Module)), None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-            return None
-        found.append(weight.detach())
-    return tuple(found)
+    found = [None if (output := _output_of(module)) is None else _plain(output) for module in modules]
+    return None if any(weight is None for weight in found) else cast("tuple[Tensor, ...]", tuple(found))
 
 
 def required_projections(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """The same where a policy asks for them. Raises KvlabError where there are none."""
-    found = projections_of(modules)
-    if found is None:
+    """The same, with what an adapter or a quantisation makes of it: what each projection does to a token.
+
+    Raises:
+        KvlabError: where one is no linear map.
+    """
+    found = []
+    for module in modules:
+        output = _output_of(module)
+        weight = None if output is None else _plain(output)
+        if output is not None and weight is None:
+            weight = _effective(module, output)
+        if weight is None:
+            raise KvlabError(
+                "a policy looks at values as the layers' output projections change them, and one of these is no "
+                "linear map here (quantised activations?); take a policy that does not"
+            )
+        found.append(weight)
+    return tuple(found)
+
+
+def _output_of(module: nn.Module) -> nn.Module | None:
+    made = (getattr(module, name, None) for name in OUTPUTS)
+    return next((output for output in made if isinstance(output, nn.Module)), None)
+
+
+def _plain(output: nn.Module) -> Tensor | None:
+    """The weight of a projection that is nothing else: no adapter around it, no hook on it, not on meta."""
+    more = output._forward_hooks or output._forward_pre_hooks or "forward" in vars(output)
+    plain = isinstance(output, nn.Linear) and type(output).forward is nn.Linear.forward and not more
+    weight = output.weight.detach() if plain else None
+    return None if weight is None or weight.is_meta or weight.dtype not in FLOATS else weight
+
+
+@torch.no_grad()
+def _effective(module: nn.Module, output: nn.Module) -> Tensor | None:
+    """What a projection with all around it makes of an identity, less its bias; None where it is no linear map."""
+    width = getattr(output, "in_features", None)
+    if not isinstance(width, int):
+        return None
+    own = [*output.parameters(), *module.parameters()]
+    dtype = next((p.dtype for p in own if p.dtype in FLOATS), torch.float32)
+    device = device_of(output)
+    training = [part for part in output.modules() if part.training]
+    try:
+        for part in training:
+            part.training = False  # dropout leaves
+        with torch.autocast(device.type, enabled=False):
+            bias = output(torch.zeros(1, 1, width, dtype=dtype, device=device))
+            weight = (output(torch.eye(width, dtype=dtype, device=device)[None]) - bias)[0].T.contiguous()
+            # Eighths of -4 .. 3 are the same in every type.
+            probe = (torch.arange(width, dtype=dtype, device=device) % 8 - 4)[None, None] / 8
+            got, wanted = (output(probe) - bias).float(), (probe.to(weight.device) @ weight.T).float()
+    finally:
+        for part in training:
+            part.training = True
+    return weight if float((got - wanted).norm()) <= LINEAR * float(wanted.norm()) else None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes: where its weights are, or where accelerate brings those that it has offloaded."""
+    for module in model.modules():
+        hook = vars(module).get("_hf_hook")
+        for each in getattr(hook, "hooks", [hook]):
+            if (device := getattr(each, "execution_device", None)) is not None:
+                return torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+    weights = (p.device for p in model.parameters() if not p.is_meta)
+    return next(weights, torch.device("cpu"))
+
+
+# ----------------------------------------------------------------------------------------------- what holds a model
+
+
+def unwrapped(given: Any) -> Any:
+    """The transformers model in what wraps one: a compiled module, an adapter, DataParallel, a module or an object of
+    one's own with a `model` or a `module`; what is no such wrapper comes back as it is.
+
+    Raises:
+        KvlabError: a wrapper of several models.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(given, PreTrainedModel):
+        return given
+    if not isinstance(given, nn.Module):
+        parts = (vars(given).get(name) for name in ("model", "module")) if hasattr(given, "__dict__") else ()
+        inside = next((part for part in parts if isinstance(part, nn.Module)), None)
+        return given if inside is None else unwrapped(inside)
+    found: dict[str, nn.Module] = {}
+    for name, module in given.named_modules():
+        if isinstance(module, PreTrainedModel) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    if len(found) > 1:
         raise KvlabError(
-            "a policy looks at values as the layers' output projections change them, and one of these is no plain "
-            "matrix here (quantised weights?); take a policy that does not"
+            f"the {type(given).__name__} holds {len(found)} models ({', '.join(found)}); give the one to look into"
         )
-    return found
+    return next(iter(found.values()), given)

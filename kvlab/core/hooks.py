@@ -91,24 +91,33 @@ class _Hooked:
 _hooked: WeakKeyDictionary[nn.Module, _Hooked] = WeakKeyDictionary()
 
 
-# The attention implementation that the layers left alone go on with, by the id of the configuration that a session has
-# changed; it is what their masks are made for.
+# The attention implementation that the layers left alone go on with, by the id of the configuration that stands in for
+# the model's own while it is hooked; it is what their masks are made for.
 _left_alone: dict[int, str | None] = {}
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, position_ids=None, **more):
     entry = _hooked.get(module)
     if entry is None:
-        raise RuntimeError("the 'kvlab' attention only runs inside kvlab's own context managers")
+        raise KvlabError(
+            f"a copy of a model that is inside a kvlab session has called its {type(module).__name__} (DataParallel or "
+            "copy.deepcopy?); call the model itself, or copy it outside the session"
+        )
     pre = _as_heads(entry.projected.pop(), query) if entry.projected else None
     scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     sinks = more.get("s_aux")
     sinks = None if sinks is None else sinks.detach()
     softcap, padding = more.get("softcap"), attention_mask
     hidden = entry.given.pop() if entry.given else None
+    device = query.device.type
+    # Under autocast the model's own attention takes one type; kvlab stores that, and computes outside of autocast.
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    pre = None if pre is None else pre.to(dtype)
     kept = query, pre, key, value, scaling, padding, position_ids, softcap, sinks, hidden
     call = Call(entry.layer, entry.place, *kept)
-    return entry.handler(call).transpose(1, 2).contiguous(), None
+    with torch.autocast(device, enabled=False):
+        return entry.handler(call).to(dtype).transpose(1, 2).contiguous(), None
 
 
 def _mask(attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
@@ -168,10 +177,11 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
     busy = [m for m in modules if m in _hooked]
     if busy:
         raise KvlabError("this model is already inside a kvlab session; leave that one first")
-    configs = _configs(model)
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    others = _left_over(model, modules)
-    handles = []
+    others, memo, handles = _left_over(model, modules), {}, []
+    # Another model may have been made from the same configuration object, so that this one gets a copy.
+    configs = {m: config for m in model.modules() if m not in others and (config := _config(m)) is not None}
+    made = {id(config): copy.deepcopy(config, memo) for config in [*configs.values(), text_config(model)]}
+    settings = {key: dict(vars(config)) for key, config in made.items()}
     try:
         for place, module in enumerate(modules):
             entry = _hooked[module] = _Hooked(_number(module), place, handler)
@@ -183,39 +193,63 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
             names = (*NORMS, *PROJECTIONS)
             source = next(getattr(module, n) for n in names if isinstance(getattr(module, n, None), nn.Module))
             handles.append(source.register_forward_hook(lambda _m, _i, out, entry=entry: entry.projected.append(out)))
-        if others:
-            # Their attention reads the implementation from a configuration of their own, which stays as it was.
-            own = {key: copy.copy(config) for key, config in configs.items()}
-            for module, config in others.items():
-                vars(module)["config"] = own[id(config)]
-            _left_alone.update(before)
-        for config in configs.values():
+        for config in made.values():
+            if others:
+                _left_alone[id(config)] = config._attn_implementation
             config._attn_implementation_internal = NAME
-        yield
+        for module, config in configs.items():
+            vars(module)["config"] = made[id(config)]
+        with _uncompiled():
+            yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
-            _left_alone.pop(key, None)
-        for module, config in others.items():
+        for module, config in configs.items():
             vars(module)["config"] = config
+            _carry(made[id(config)], settings[id(config)], config)
+        for config in made.values():
+            _left_alone.pop(id(config), None)
         for handle in handles:
             handle.remove()
         for module in modules:
             _hooked.pop(module, None)
 
 
-def _configs(model: nn.Module) -> dict[int, PretrainedConfig]:
-    """The configurations in which a model's modules look for their attention implementation, by id."""
-    given = [*(getattr(module, "config", None) for module in model.modules()), text_config(model)]
-    return {id(config): config for config in given if config is not None and hasattr(config, "_attn_implementation")}
+# Sessions that are open, and how torch compiled before the first of them.
+_open: list[Any] = []
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """While the block runs, what torch has compiled runs uncompiled, since compiled passes skip hooks."""
+    if not _open:
+        stance = torch.compiler.set_stance("force_eager")
+        _open.append(stance)
+    _open.append(None)
+    try:
+        yield
+    finally:
+        _open.pop()
+        if len(_open) == 1:
+            _open.pop().__exit__(None, None, None)
+
+
+def _config(module: nn.Module) -> PretrainedConfig | None:
+    """The configuration in which a module looks for its attention implementation."""
+    config = vars(module).get("config")
+    return config if hasattr(config, "_attn_implementation") else None
+
+
+def _carry(made: PretrainedConfig, settings: dict[str, Any], config: PretrainedConfig) -> None:
+    """Give `config` what was set in its copy `made` since that had `settings`."""
+    for name, value in vars(made).items():
+        if not name.startswith("_attn_implementation") and settings.get(name, settings) is not value:
+            setattr(config, name, value)
 
 
 def _left_over(model: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, PretrainedConfig]:
     """The modules of layers that are not compressed, with the configuration of each."""
     numbers = {_number(module) for module in modules}
     of_layers = (m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int))
-    others = {m: vars(m)["config"] for m in of_layers if _number(m) not in numbers and "config" in vars(m)}
-    return {m: config for m, config in others.items() if hasattr(config, "_attn_implementation")}
+    return {m: config for m in of_layers if _number(m) not in numbers and (config := _config(m)) is not None}
 
 
 def _number(module: nn.Module) -> int:

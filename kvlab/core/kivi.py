@@ -74,7 +74,7 @@ class Packed(AsIs):
     def __init__(self, like: AsIs, bits: int, group: int):
         self.bits, self.group = bits, group
         self.dtype, self.head_dim = like.dtype, like.head_dim
-        keys = torch.empty(0, like.head_dim, device=like.device)
+        keys = torch.empty(0, like.head_dim, dtype=torch.float32, device=like.device)
         self.steps, self.zeros = keys.half(), keys.half()
         none = self._rounded(keys.view(0, group, like.head_dim), keys) | {
             POSITIONS: torch.empty(0, dtype=torch.int32, device=like.device)

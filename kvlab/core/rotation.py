@@ -64,7 +64,9 @@ class Rotation:
         """The matrix `[head_dim, head_dim]` that takes a vector to its mean over all `positions` `[n]`, float32."""
         angles = self._angles(positions)
         cosines, sines = (x.mean(0) * self.factor for x in (angles.cos(), angles.sin()))
-        return mixed(torch.eye(head_dim, device=positions.device), cosines, sines, self.interleaved).T
+        return mixed(
+            torch.eye(head_dim, dtype=torch.float32, device=positions.device), cosines, sines, self.interleaved
+        ).T
 
     def _angles(self, positions: Tensor) -> Tensor:
         frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=positions.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -80,14 +81,24 @@ def kivi(bits: int, group: int = 32, residual: int = 128) -> Storage:
     usual = (group, residual) == (32, 128)
     name = f"kivi-{bits}" + ("" if usual else f"(group={group}, residual={residual})")
     summary = f"{bits} bits: keys per channel, values per token; the latest {residual} tokens as they are"
-    return Storage(name, summary, lambda entries: Kivi(entries, bits, group, residual), group)
+    return Storage(name, summary, partial(Kivi, bits=bits, group=group, residual=residual), group)
 
 
 def _converts_to_fp8(device: torch.device) -> object:
-    return torch.ones(1, device=device).to(torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn).float()
+    return (
+        torch.ones(1, dtype=torch.float32, device=device)
+        .to(torch.float8_e4m3fn)
+        .view(torch.uint8)
+        .view(torch.float8_e4m3fn)
+        .float()
+    )
 
 
-AS_IS = Storage("as_is", "the model's own precision", lambda entries: entries)
+def _unchanged(entries: Entries) -> Entries:
+    return entries
+
+
+AS_IS = Storage("as_is", "the model's own precision", _unchanged)
 STORAGES = {
     storage.name: storage
     for storage in (

@@ -182,7 +182,9 @@ class LayerStore:
         """`[rows, kv_heads, slots]`: how many tokens an entry stands for, 1 for one that was never merged."""
         if self.has_column(FUSIONS):
             return self.column(FUSIONS)
-        return torch.ones(1, 1, 1, device=self.device).expand(self.rows, self.kv_heads, self.length)
+        return torch.ones(1, 1, 1, dtype=torch.float32, device=self.device).expand(
+            self.rows, self.kv_heads, self.length
+        )
 
     def has_column(self, name: str) -> bool:
         return self._beside is not None and name in self._beside.tensors
@@ -346,7 +348,7 @@ class LayerStore:
         A storage in another form rounds the mean once more; KIVI with its group's steps, cut to their range.
         """
         if not self.has_column(FUSIONS):
-            self.add_column(FUSIONS, torch.ones(self.rows, self.kv_heads, self.length, device=self.device))
+            self.add_column(FUSIONS, torch.ones(self.positions.shape, dtype=torch.float32, device=self.device))
         into = target[..., None]
         slots = torch.cat([into, source], -1)
         counts = pick(self.fusion_counts, slots)

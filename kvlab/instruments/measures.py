@@ -58,7 +58,7 @@ def recall(kept: Tensor, gold: Tensor) -> Tensor:
         `[...]` in [0, 1].
     """
     retained = ((gold[..., :, None] == kept[..., None, :]) & (gold[..., :, None] != PAD)).any(-1)
-    return retained.sum(-1) / (gold != PAD).sum(-1).clamp_min(1)
+    return retained.sum(-1, dtype=torch.float32) / (gold != PAD).sum(-1).clamp_min(1)
 
 
 def mass_kept(weights: Tensor, read: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ class Bytes(Probe):
 
     def _add(self, name: str, value: int, records: Records, where: dict[str, Any]) -> None:
         share = len(where["rows"])
-        records.add(name, torch.full((share,), value / share), axis=None, **where)
+        records.add(name, torch.full((share,), value / share, dtype=torch.float32), axis=None, **where)
 
 
 class Seconds(Probe):
@@ -235,7 +235,7 @@ class Seconds(Probe):
     name, summary = "time", "seconds of each decoding step"
 
     def after_step(self, records: Records, step: int, seconds: float) -> None:
-        records.add("seconds", torch.tensor([seconds]), step=step, layer=None, rows=[0], axis=None)
+        records.add("seconds", torch.tensor([seconds], dtype=torch.float32), step=step, layer=None, rows=[0], axis=None)
 
 
 class QuerySimilarity(Probe):

@@ -76,7 +76,8 @@ class Prefill:
                 # What a layer's prompt holds on to is freed before the next layer is compressed, unless it is shared.
                 own = planned.pop(0) if planned else None
                 prompt = own or self._prompt(cache, index, number, pseudo.get(index), repeated, ids)
-                policy.compress(group.store, prompt)
+                with torch.autocast(group.store.device.type, enabled=False):
+                    policy.compress(group.store, prompt)
                 # After the eviction: what is rounded are the entries that stay.
                 group.store.hold(self._storage)
                 group.kept = group.store.positions.clone()
@@ -162,7 +163,8 @@ class Prefill:
         """One group's prompt in each layer, with what the policy plans over all of them."""
         places = range(len(cache.compressed))
         prompts = [self._prompt(cache, index, number, repeated=repeated) for index in places]
-        surveys = [self._policy.survey(prompt) for prompt in prompts]
+        with torch.autocast(prompts[0].keys.device.type, enabled=False):
+            surveys = [self._policy.survey(prompt) for prompt in prompts]
         # In a later turn layers hold different numbers of entries; what is not there scores least.
         widest = max(survey.shape[-1] for survey in surveys)
         surveys = [F.pad(survey, (0, widest - survey.shape[-1]), value=-torch.inf) for survey in surveys]

@@ -79,7 +79,7 @@ class Session:
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
         if policy.needs.projection:
             hookable.required_projections(self.modules)
-        storage.check(hookable.head_dim_of(model, self.modules[0]), model.device)
+        storage.check(hookable.head_dim_of(model, self.modules[0]), hookable.device_of(model))
         self._window = hooks.shortest_window(model)
         needs = policy.needs
         self._places = needs.rotation or bool(needs.repetitions) or policy.pseudo_key is not None
@@ -91,6 +91,7 @@ class Session:
         self._generations = Generations()
         self._told: tuple[Tensor | None, int | Tensor] = None, 0  # the ids fed, and how many logits were asked for
         self._passing = False  # whether a forward pass of the model is under way
+        self._seen_by_a_layer = False  # whether a layer has attended in it
         self._arguments = list(inspect.signature(model.forward).parameters)
         self._stack = ExitStack()
 
@@ -130,7 +131,7 @@ class Session:
         self._enter()
         if self._cache is not None and self._cache.own_pass is not None:
             return args, kwargs
-        self._passing, self._last_logits = False, None
+        self._passing, self._seen_by_a_layer, self._last_logits = False, False, None
         kwargs.update(zip(self._arguments, args, strict=False))
         self._check(kwargs)
         cache = self._cache = self._adopt(kwargs.get("past_key_values"))
@@ -244,6 +245,12 @@ class Session:
                 if cache is not None:
                     cache.torn = cache.torn or passed
                 return
+            if not self._seen_by_a_layer:
+                cache.torn = True
+                raise KvlabError(
+                    f"no layer of {type(model).__name__} came by the session: set its attention implementation before "
+                    "the block, and compile nothing inside it"
+                )
             self._note_likelihood(cache, output)
             cache.seen += self._fed
             if cache.ended and self._fed == 1:
@@ -337,6 +344,7 @@ class Session:
             return cache.own_pass.attend(cache, call)
         if cache is None or not self._passing:
             raise KvlabError(f"inside a kvlab session call the {type(self.model).__name__} itself, not a part of it")
+        self._seen_by_a_layer = True
         return self._attending.attend(cache, call)
 
     @torch.inference_mode()
@@ -520,13 +528,14 @@ def compress(
     """
     if turns not in ("recompress", "leave"):
         raise KvlabError(f"turns={turns!r} is neither 'recompress' nor 'leave'")
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module | LM):
         model = lm_of(model)
     if isinstance(model, LM):
         model, tokenizer = model.model, model.tokenizer if tokenizer is None else tokenizer
+    model = hookable.unwrapped(model)
 
     def encode(text: str) -> Tensor:
-        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
 
     instruments = [probe(p) for p in listed(probes, "probes")]
     if whole("max_new_tokens", max_new_tokens) < 0:

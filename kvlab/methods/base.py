@@ -212,7 +212,7 @@ class Policy(Parameters, metaclass=Declaring):
 
         Equal scores where the method does not score.
         """
-        return torch.zeros(prompt.rows, prompt.kv_heads, prompt.length, device=prompt.keys.device)
+        return torch.zeros(prompt.keys.shape[:3], dtype=torch.float32, device=prompt.keys.device)
 
     def importance(self, prompt: Prompt, budget: int) -> Tensor:
         """What the prompt's tokens compete for the budget with, `[rows, sets, length]`: `scores`, pooled where the

@@ -155,7 +155,7 @@ class CompilerKV(Policy):
     def _norms(self, prompt: Prompt) -> Tensor:
         """What attention to a token is weighed with in each KV head, `[rows, kv_heads, length]`."""
         if self.norms == "none":
-            return torch.ones(prompt.keys.shape[:3], device=prompt.keys.device)
+            return torch.ones(prompt.keys.shape[:3], dtype=torch.float32, device=prompt.keys.device)
         return prompt.share(("relative value norms",), lambda: _relative_norms(prompt.values))
 
     def _head_weights(self, prompt: Prompt) -> Tensor | None:
@@ -168,7 +168,7 @@ class CompilerKV(Policy):
                 f"the head table in {self.tables} is for {len(table)} layers of {len(table[0])} query heads, and this "
                 f"model has {prompt.n_layers} of {heads}; {OTHER_MODEL}"
             )
-        return torch.tensor([table[layer] for layer in prompt.layers], device=prompt.keys.device)
+        return torch.tensor([table[layer] for layer in prompt.layers], dtype=torch.float32, device=prompt.keys.device)
 
     def risk(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
         """Entropy of the mean attention in nats (eq. 12) and perplexity (eq. 13) of a planned prompt, `[rows]` each."""

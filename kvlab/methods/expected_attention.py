@@ -66,7 +66,7 @@ class ExpectedAttention(Scorer):
         return scores
 
     def _scored(self, prompt: Prompt) -> Tensor:
-        scored = torch.zeros(prompt.rows, prompt.kv_heads, prompt.length, device=prompt.keys.device)
+        scored = torch.zeros(prompt.keys.shape[:3], dtype=torch.float32, device=prompt.keys.device)
         queries, rotations = prompt.pre_queries(self), prompt.rotation(self)
         if prompt.length <= self.sinks:
             return scored

@@ -155,4 +155,4 @@ def _by_slot(noise: Tensor, kv_heads: int, device: torch.device) -> Tensor:
 def _block(seed: int, layer: int, heads: int, block: int) -> Tensor:
     """Standard Gumbel noise of `BLOCK` key positions, `[heads, BLOCK]`, the same in whatever chunks it is asked for."""
     generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer) * 1_000_003 + block) % 2**63)
-    return -torch.empty(heads, BLOCK).exponential_(generator=generator).log()
+    return -torch.empty(heads, BLOCK, dtype=torch.float32).exponential_(generator=generator).log()

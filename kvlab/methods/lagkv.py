@@ -58,7 +58,7 @@ class LagKV(Scorer):
     def _ranked(self, prompt: Prompt) -> Tensor:
         partitions = max((prompt.length - self.sinks) // self.lag, 0)
         judged = max(partitions - 1, 0) * self.lag
-        ranked = torch.full((prompt.rows, prompt.kv_heads, prompt.length), torch.inf, device=prompt.keys.device)
+        ranked = torch.full(prompt.keys.shape[:3], torch.inf, dtype=torch.float32, device=prompt.keys.device)
         if judged:
             end = self.sinks + judged
             keys, values = (x[:, :, self.sinks : end + self.lag] for x in (prompt.keys, prompt.values))

@@ -51,7 +51,7 @@ class Leverage(Scorer):
     def drawn(self, layer: int, head_dim: int) -> Tensor:
         """The Gaussian matrix of one layer, `[head_dim, sketch]`."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
-        return torch.randn(head_dim, self.sketch, generator=generator) / math.sqrt(self.sketch)
+        return torch.randn(head_dim, self.sketch, generator=generator, dtype=torch.float32) / math.sqrt(self.sketch)
 
     def _leverage(self, prompt: Prompt) -> Tensor:
         rows = zip(prompt.keys, prompt.positions, prompt.rotation(self), prompt.layers, strict=True)

@@ -14,7 +14,7 @@ def begin(store: LayerStore, window: int, rows: Tensor) -> None:
     """Keep the prompt's last rows, `[rows, kv_heads, slots, n]` with n <= window, the oldest first."""
     # Column r holds the row of the token at position r modulo the window, so that a new row replaces the oldest.
     ring = torch.arange(store.seen - rows.shape[-1], store.seen, device=rows.device) % window
-    profile = torch.zeros(*store.positions.shape, window, device=rows.device)
+    profile = torch.zeros(*store.positions.shape, window, dtype=rows.dtype, device=rows.device)
     profile[..., ring] = rows
     store.add_column(PROFILE, profile)
     store.numbers["rows"] = store.seen

@@ -37,7 +37,7 @@ class Random(Policy):
     def scores(self, prompt: Prompt) -> Tensor:
         def draw(layer: int) -> Tensor:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
-            return torch.rand(prompt.kv_heads, prompt.length, generator=generator)
+            return torch.rand(prompt.kv_heads, prompt.length, generator=generator, dtype=torch.float32)
 
         return torch.stack([draw(layer) for layer in prompt.layers]).to(prompt.keys.device)
 

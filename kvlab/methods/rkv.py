@@ -101,6 +101,8 @@ class RKV(Policy):
     def _score(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Scores of the entries older than the window, pooled, and zeros for it, `[rows, kv_heads, slots]`."""
         older = rows.shape[2] - self.window
+        if older <= 0:
+            return rows.new_zeros(rows.shape[:3])
         attended = rows.mean(-1)[..., :older]
         pooled = F.max_pool1d(attended, self.kernel, stride=1, padding=self.kernel // 2)
         redundancy = self._redundancy(attention.exact(keys)).softmax(-1)[..., :older]

@@ -113,7 +113,7 @@ def _word(prompt: Prompt, word: int) -> Tensor:
     last = prompt.queries.shape[2] - word * WORD
     queries, length = prompt.queries[:, :, max(last - WORD, 0) : last], prompt.length - word * WORD
     n = queries.shape[2]
-    average = 1 / torch.arange(length - n + 1, length + 1, device=queries.device)[:, None]
+    average = 1 / torch.arange(length - n + 1, length + 1, dtype=torch.float32, device=queries.device)[:, None]
     shift = torch.arange(n - 1, -1, -1, device=queries.device)[:, None]
     hidden = ~attention.last_visible(n, n, queries.device)
     bits = torch.zeros(prompt.rows, prompt.kv_heads, prompt.length, dtype=torch.int64, device=queries.device)

@@ -66,7 +66,8 @@ class SparQ(Policy):
         keys, values = store.since(copied)
         if copied == 0:
             store.memory["copy"] = keys.new_empty(store.rows, store.kv_heads, store.head_dim, 0)
-            store.memory["value_sum"] = torch.zeros(store.rows, store.kv_heads, 1, store.head_dim, device=store.device)
+            shape = store.rows, store.kv_heads, 1, store.head_dim
+            store.memory["value_sum"] = torch.zeros(shape, dtype=torch.float32, device=store.device)
         copy = store.memory["copy"] = pages.extended(store.memory["copy"], store.length)
         copy[..., copied:] = keys.transpose(2, 3)
         store.memory["value_sum"] += values.sum(2, keepdim=True, dtype=torch.float32)

@@ -100,7 +100,7 @@ class ZSMerge(Policy):
 
     def _decayed(self, rows: Tensor) -> Tensor:
         """Attention `[..., queries, length]` summed over the queries, the older ones weighing less (eq. 5)."""
-        age = torch.arange(rows.shape[-2] - 1, -1, -1, device=rows.device)
+        age = torch.arange(rows.shape[-2] - 1, -1, -1, dtype=rows.dtype, device=rows.device)
         return (rows * (self.decay**age)[:, None]).sum(-2)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:

@@ -68,7 +68,7 @@ class Reading:
         hit = ranks.gather(-1, columns.expand(*ranks.shape[:3], -1)) < k[:, None].to(ranks.dtype)
         if self.read is not None:
             hit &= self.read.unflatten(0, (kv_heads, -1))
-        return (hit.sum(-1) / k).mean(1)
+        return (hit.sum(-1, dtype=torch.float32) / k).mean(1)
 
     def output(self, trace: Trace, layer: int, taken: Tensor, weight: Tensor) -> Tensor:
         """Attention output over what is read, `[heads, steps, head_dim]`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -42,6 +42,10 @@ class Reference:
         trace = self._trace()
         assert trace is not None, "whoever asks holds the trace"
         return trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In a copy or a pickle it is computed again, for the trace that goes with it.
+        return reference, (self.trace,)
 
     def give_up(self) -> None:
         """Free what is large; it is computed again where it is asked for again."""
@@ -88,7 +92,9 @@ class Reference:
             last = min(first + n, trace.steps)
             seen = trace.prompt_length + last
             visible = attention.last_visible(last - first, seen, trace.device)
-            rows = torch.empty(trace.n_layers, trace.heads, last - first, seen, device=trace.device)
+            rows = torch.empty(
+                (trace.n_layers, trace.heads, last - first, seen), dtype=torch.float32, device=trace.device
+            )
             for layer, queries in enumerate(trace.response_queries[:, :, first:last]):
                 rows[layer] = attention.weights(queries, trace.keys[layer, :, :seen], trace.softmax.row(layer), visible)
             self._block = first, rows
@@ -143,7 +149,7 @@ class Reference:
         sets, positions = positions.shape[-2], positions.to(ranks.device)
         ranks = ranks if sets == kv_heads else attention.to_query_heads(ranks, sets)
         hit = (ranks.gather(-1, positions.clamp_min(0)) < k) & (positions != EMPTY)
-        return (hit.sum(-1, keepdim=True) / k)[..., 0].unflatten(-1, (kv_heads, -1)).mean(-1)
+        return (hit.sum(-1, keepdim=True, dtype=torch.float32) / k)[..., 0].unflatten(-1, (kv_heads, -1)).mean(-1)
 
 
 _latest: list[ref[Reference]] = []

@@ -69,10 +69,15 @@ class Replay:
         self._read: list[Tensor] = []
         self._stored: list[Tensor | None] = []  # None where everything is stored, which on long prompts is much
         shape = trace.n_layers, trace.heads, trace.steps
-        self.mass_lost, self.output_error = (torch.zeros(shape, device=trace.device) for _ in range(2))
-        self.step_recall = torch.zeros(trace.n_layers, trace.kv_heads, trace.steps, device=trace.device)
-        self.stored_bytes, self.read_bytes = torch.zeros(trace.steps), torch.zeros(trace.steps)
-        self._run()
+        self.mass_lost, self.output_error = (
+            torch.zeros(shape, dtype=torch.float32, device=trace.device) for _ in range(2)
+        )
+        by_step = trace.n_layers, trace.kv_heads, trace.steps
+        self.step_recall = torch.zeros(by_step, dtype=torch.float32, device=trace.device)
+        self.stored_bytes, self.read_bytes = (torch.zeros(trace.steps, dtype=torch.float32) for _ in range(2))
+        # A replay computes in the trace's own type, whatever its caller casts.
+        with torch.autocast(trace.device.type, enabled=False):
+            self._run()
         self.sink_share = None if self._reference.sinks is None else self._reference.sinks.cpu()
         # At the end and not step by step: every copy waits for the device.
         for name in ("mass_lost", "output_error", "step_recall", "recall", "window_recall", "_kept"):
@@ -205,7 +210,9 @@ class Replay:
             if more:
                 self._append(store, step + 1, more)
                 grown = store.kv_bytes + store.aux_bytes - before
-                self.stored_bytes[step + 1 : step + 1 + more] = before + grown * torch.arange(1, more + 1) / more
+                self.stored_bytes[step + 1 : step + 1 + more] = (
+                    before + grown * torch.arange(1, more + 1, dtype=torch.float32) / more
+                )
             steps = slice(step, step + 1 + more)
             now = trace.prompt_length + torch.arange(steps.start, steps.stop, device=trace.device)
             for layer in range(trace.n_layers):

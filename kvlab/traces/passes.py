@@ -47,7 +47,7 @@ def prefill(lm: LM, ids: Tensor, cache: StoreCache, chunk: int, likelihoods: int
         Logits after its last token, `[vocabulary]`, and the negative log-likelihoods of its last tokens,
         `[likelihoods]`, in nats.
     """
-    length, nll, rows = len(ids), [], torch.empty(0)
+    length, nll, rows = len(ids), [], torch.empty(0, dtype=torch.float32)
     first = length - 1 - likelihoods  # the first token whose logits are judged by the next
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)

@@ -97,5 +97,5 @@ class Recorder:
         """The sinks of all layers, `[layers, heads]`, minus infinity where a layer has none; None if none has any."""
         if not self._sinks:
             return None
-        none = torch.full((self.heads,), -torch.inf, device=self.keys.device)
+        none = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=self.keys.device)
         return torch.stack([self._sinks.get(place, none).float() for place in range(self.layers)])

@@ -122,7 +122,7 @@ def planned(
     queries = "all" if every else queries
     accumulate = accumulate or any(each.accumulates for each in served)
     if needs.projection:
-        hookable.required_projections(hookable.layers_of(lm.model))
+        hookable.required_projections(hookable.layers_of(lm.model)[:1])
     ids, document = prompt_ids(lm, text_or_ids, chat)
     length = len(ids)
     if response is not None:
@@ -243,6 +243,6 @@ def encoder(lm: LM) -> Callable[[str], Tensor]:
 
     def encode(text: str) -> Tensor:
         tokenizer = lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")
-        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
 
     return encode

@@ -111,7 +111,9 @@ def capture(
 
 def _recorded(lm: LM, plan: Recording, chat: str | bool, keep: Keep, into: Path | None, progress: bool | None) -> Trace:
     """The trace of a plan, where it shall lie."""
-    with bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress):
+    bar = bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress)
+    # A trace is of the model in its own type, whatever its caller casts.
+    with bar, torch.autocast(lm.device.type, enabled=False):
         return placed(_in_memory(lm, plan, chat) if into is None else _in_file(lm, plan, chat, into), keep, lm.device)
 
 
@@ -155,7 +157,8 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
 
     from kvlab import __version__
 
-    lent = hookable.projections_of(hookable.layers_of(lm.model))
+    modules = hookable.layers_of(lm.model)
+    lent = hookable.projections_of(modules)
     return Trace(
         queries=recorder.queries,
         pre_queries=recorder.pre_queries,
@@ -169,7 +172,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
         scaling=recorder.softmax.factor,
         softcap=recorder.softmax.softcap,
         sinks=recorder.sinks,
-        projections=torch.stack(lent) if lent and plan.needs.projection else None,
+        projections=torch.stack(hookable.required_projections(modules)) if plan.needs.projection else None,
         lent=lent,
         repeated=repeated,
         rotations=tuple(recorder.rotations[place] for place in range(recorder.layers)),

@@ -203,6 +203,10 @@ class Trace:
     def prompt_values(self) -> Tensor:
         return self.values[:, :, : self.prompt_length]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles hold what was recorded; what replays and policies have computed from it is computed anew.
+        return {name: value for name, value in vars(self).items() if name != "prompt"} | {"_shared": {}}
+
     @cached_property
     def prompt(self) -> Prompt:
         """The end of the prefill as policies see it, one row for each layer."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from kvlab.core.hookable import layout_of
+from kvlab.core.hookable import device_of, layout_of, unwrapped
 from kvlab.errors import KvlabError
 from kvlab.inputs.models.catalogue import RANDOM_PREFIX
 from kvlab.lib.files import first_line
@@ -36,7 +36,7 @@ class LM:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return device_of(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,7 +137,8 @@ class _Bare(LM):
         digest = hashlib.sha256(json.dumps(own, default=str).encode())
         for name, tensor in self.model.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            tensor: torch.Tensor = _brought(self.model, name) if tensor.is_meta else tensor
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def encode(self, text: str, chat: bool | str = "auto") -> torch.Tensor:
@@ -147,13 +148,30 @@ class _Bare(LM):
         )
 
 
+def _brought(model: torch.nn.Module, name: str) -> torch.Tensor:
+    """A weight that accelerate has offloaded."""
+    from accelerate.utils import align_module_device
+
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    with align_module_device(module):
+        found = getattr(module, own).detach()
+        if found.is_meta:
+            raise KvlabError(
+                f"the weight {name} is on the meta device and has no values; load the model's weights first"
+            )
+        return found.cpu()
+
+
 def lm_of(given: LM | torch.nn.Module) -> LM:
     """What `kvlab.load` gives, or a transformers model, as an LM; a model alone has no tokenizer.
 
     Raises KvlabError for anything else.
     """
     if isinstance(given, LM):
-        return given
+        inside = unwrapped(given.model)
+        return given if inside is given.model else replace(given, model=inside)
+    given = unwrapped(given)
     if isinstance(given, torch.nn.Module) and hasattr(given, "config") and hasattr(given, "get_output_embeddings"):
         model = cast("PreTrainedModel", given)
         if model.get_output_embeddings() is not None:

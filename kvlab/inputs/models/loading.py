@@ -27,7 +27,7 @@ from kvlab.inputs.models.hashes import remembered_sha256
 from kvlab.inputs.models.lm import LM
 from kvlab.lib import bars
 from kvlab.lib.devices import resolved
-from kvlab.lib.files import expanded, first_line
+from kvlab.lib.files import expanded, first_line, parsed, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -121,6 +121,7 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
     """The model in a folder. `sha256` of its weights, where it is known."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    _check_whole(folder)
     place = resolved(device)
     local = {"local_files_only": True, "trust_remote_code": False}
     weights = weight_files(folder)
@@ -166,6 +167,23 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
             f"cannot load a model from {folder}: it has {lm.n_layers} layers and takes {lm.context_length} tokens"
         )
     return lm
+
+
+def _check_whole(folder: Path) -> None:
+    """Raise KvlabError for the folder of an adapter, which is only what a training has changed in another model."""
+    settings = folder / "adapter_config.json"
+    if not settings.is_file() or (folder / "config.json").is_file():
+        return
+    try:
+        known = parsed(read_text(settings))
+        kind, base = known.get("peft_type") or "PEFT", known.get("base_model_name_or_path")
+    except (json.JSONDecodeError, AttributeError):
+        kind, base = "PEFT", None
+    kind = "LoRA" if kind == "LORA" else kind
+    raise KvlabError(
+        f"{folder} holds a {kind} adapter, and not a model: load its base model ({base or 'not named there'}) with "
+        "peft's PeftModel, and give kvlab that model or save what merge_and_unload() makes of it"
+    )
 
 
 def _attention(config: PreTrainedConfig) -> str:
