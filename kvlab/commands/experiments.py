@@ -73,6 +73,7 @@ def run(
 ) -> None:
     """Run one experiment through papermill and log it to MLflow. Finished jobs are not run again."""
     from kvlab.workbench import ui
+    from kvlab.workbench.experiments import TRIAL
     from kvlab.workbench.jobs import driver
 
     chosen, given = options.models(models or []), options.overrides(parameters or [])
@@ -81,6 +82,8 @@ def run(
     results = driver.run(experiment, profile, given, jobs, fresh, cluster=cluster, models=chosen)
     try:
         finish(results)
+        if any(result.job.kind == TRIAL for result in results):
+            typer.echo(f"a trial: its parameters are not those of the {profile} profile, so the report leaves it out")
     finally:
         typer.echo(f"MLflow UI: {ui.told([experiment])}")
 
@@ -192,8 +195,19 @@ def report(
     else:
         page = ledger.write(out, chosen, profile)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
+    _say_trials()
     if before is not None:
         _compare(before, judged or ledger.entries(chosen, profile), page.parent)
+
+
+def _say_trials() -> None:
+    """Name the trials of the store, which the report leaves out."""
+    from kvlab.workbench.report import ledger, runs
+
+    if trials := runs.trials(ledger.measuring()):
+        told = ", ".join(f"{run.data.tags.get('kvlab.experiment', '')} ({run.info.run_name})" for run in trials[:3])
+        more = f" and {len(trials) - 3} more" if len(trials) > 3 else ""
+        typer.echo(f"left out, since their parameters are not those of a profile: {told}{more}")
 
 
 def _compare(before: list[Entry], now: list[Entry], folder: Path) -> None:

@@ -122,7 +122,7 @@ def planned(
     queries = "all" if every else queries
     accumulate = accumulate or any(each.accumulates for each in served)
     if needs.projection:
-        hookable.required_projections(hookable.layers_of(lm.model)[:1])
+        hookable.required_projections(hookable.layers_of(lm.model))
     ids, document = prompt_ids(lm, text_or_ids, chat)
     length = len(ids)
     if response is not None:

@@ -141,3 +141,30 @@ def test_tables_read_back_and_plain_progress(project, console):
     said = console.file.getvalue()
     assert f"[1/1] {EXPERIMENT} (quick): running" in said and "finished in" in said
     assert isinstance(report.ledger(), pandas.DataFrame) and result.copy is None
+
+
+def test_a_trial_takes_no_profiles_place(project, console, capsys):
+    experiment(project, parameters={"reduction": 0.62})
+    (trial,) = driver.run(EXPERIMENT, overrides={"reduction": 0.1}, console=console)
+    assert trial.job.kind == "trial" and len(runs("trial")) == 1
+    code, _, said = call(capsys, "report")
+    assert code == 1 and "only trials have finished" in said
+
+    def stands():
+        entry = report.ledger().set_index("id").loc["zsmerge.figure4.reduction_20"]
+        return (
+            entry.run_id,
+            entry.value,
+            report.ledger(profile="quick").run_id.loc[lambda ids: ids != ""].unique().tolist(),
+        )
+
+    (own,) = driver.run(EXPERIMENT, console=console)
+    assert own.state == "finished" and stands() == (own.run_id, 0.62, [own.run_id])
+    (later,) = driver.run(EXPERIMENT, overrides={"reduction": 0.2}, console=console)
+    assert later.state == "finished" and stands() == (own.run_id, 0.62, [own.run_id])
+    (same,) = driver.run(EXPERIMENT, overrides={"reduction": 0.62}, console=console)
+    assert (same.state, same.run_id, same.job.kind) == ("done earlier", own.run_id, "job")
+    code, said, _ = call(capsys, "report")
+    assert code == 0 and f"left out, since their parameters are not those of a profile: {EXPERIMENT}" in said
+    code, _, _ = call(capsys, "report", "--keep", "kept")
+    assert code == 0 and "0.62" in (project / "kept" / "toy.csv").read_text()

@@ -3,6 +3,7 @@
 from kvlab.workbench.experiments.experiment import (
     CELL,
     ORDINARY,
+    TRIAL,
     Experiment,
     Job,
     Profile,
@@ -17,6 +18,7 @@ from kvlab.workbench.experiments.values import checked, plain, read
 __all__ = [
     "CELL",
     "ORDINARY",
+    "TRIAL",
     "Experiment",
     "Job",
     "Profile",

@@ -33,7 +33,7 @@ from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.experiments.values import checked, read, short
 
 MOST = 10_000  # jobs of an experiment
-ORDINARY, CELL = "job", "cell"
+ORDINARY, CELL, TRIAL = "job", "cell", "trial"
 """The kinds of jobs: those that the ledger judges, and those that only say how far a verdict depends on seed and texts.
 """
 
@@ -80,7 +80,8 @@ class Experiment(BaseModel):
 class Job:
     """One grid point: a notebook with plain JSON parameters. `key` changes with all that its numbers depend on.
 
-    kind: ORDINARY, or CELL for a run that the ledger does not read.
+    kind: ORDINARY; the ledger does not read a CELL (another seed or text) or a TRIAL (other parameters than the
+        profile's).
     """
 
     experiment: str

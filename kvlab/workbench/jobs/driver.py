@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line
 from kvlab.workbench import experiments
-from kvlab.workbench.experiments import Experiment, Job, budgets, inputs, limits
+from kvlab.workbench.experiments import TRIAL, Experiment, Job, budgets, inputs, limits
 from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.jobs import places
 from kvlab.workbench.jobs.places import Here, cores
@@ -87,7 +88,19 @@ def _jobs(
     for experiment in loaded:
         takes_one = bool(models) and "model" in parameters_of(experiment.path)
         for given in [{"model": model} for model in dict.fromkeys(models)] if takes_one else [{}]:
-            yield from experiments.jobs(experiment, profile, {**overrides, **given})
+            planned = experiments.jobs(experiment, profile, {**overrides, **given})
+            yield from _marked(planned, experiment, {**overrides, **given})
+
+
+def _marked(planned: Sequence[Job], experiment: Experiment, overrides: Mapping[str, Any]) -> Iterator[Job]:
+    """Jobs, of which those are trials whose parameters are none of the profile's own, on whatever model."""
+    usual: set[str] = set()
+    changed = overrides.keys() - {"model"}
+    for profile, model in {(job.profile, job.parameters.get("model")) for job in planned} if changed else ():
+        own = experiments.jobs(experiment, profile, {"model": model} if "model" in overrides else {})
+        usual |= {job.key for job in own}
+    for job in planned:
+        yield replace(job, kind=TRIAL) if changed and job.key not in usual else job
 
 
 def _known(connection: Patient, names: Sequence[str]) -> dict[str, str]:

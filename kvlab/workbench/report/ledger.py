@@ -300,7 +300,10 @@ def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
     models = set().union(*runs.newest(measuring(), "model").values())
     if not models:
         project.checkout()
-        raise KvlabError("no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first")
+        why = (
+            "only trials have finished (runs with -p)" if runs.trials(measuring()) else "no experiment has finished yet"
+        )
+        raise KvlabError(f"{why}, so there is nothing to report; run `kvlab reproduce` first")
     there = {
         "model": names(sorted(models)),
         "profile": set(profiles()),

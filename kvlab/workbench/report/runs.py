@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from kvlab.workbench.experiments import TRIAL
 from kvlab.workbench.store import database, earlier
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ def experiment_id(connection: Patient, name: str) -> str | None:
     """The id of MLflow's experiment `name`; None where there is none."""
     known = connection.get_experiment_by_name(name)
     return known.experiment_id if known else None
+
+
+def trials(experiments: Collection[str]) -> list[Run]:
+    """The newest trial of each experiment, whose parameters are not those of its profile: no claim rests on one."""
+    if not database.exists():
+        return []
+    connection = database.client()
+    ids = [number for name in sorted(experiments) if (number := experiment_id(connection, name))]
+    return [run for number in ids if (run := earlier.newest(connection, number, kind=TRIAL))]
 
 
 def newest(experiments: Collection[str], tag: str, **tags: str) -> dict[str, dict[str, Run]]:

@@ -14,7 +14,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from kvlab.workbench import project
-from kvlab.workbench.experiments import CELL, ORDINARY
+from kvlab.workbench.experiments import CELL, ORDINARY, TRIAL
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -168,7 +168,7 @@ def tidy(connection: Patient, experiments: Mapping[str, str]) -> None:
 
 def _is_left(run: Run) -> bool:
     tags = run.data.tags
-    ours = tags.get("kvlab.kind") in (ORDINARY, CELL, "sweep") and tags.get("kvlab.host") == socket.gethostname()
+    ours = tags.get("kvlab.kind") in (ORDINARY, CELL, TRIAL, "sweep") and tags.get("kvlab.host") == socket.gethostname()
     pid = int(tags.get("kvlab.pid", 0))
     # This process runs one sweep at a time. What an earlier sweep of its own left RUNNING is left over, too.
     if not ours or (pid != os.getpid() and _lives(pid, float(tags.get("kvlab.pid_started", 0)))):
