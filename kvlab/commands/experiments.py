@@ -175,6 +175,7 @@ def report(
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
     from kvlab.workbench.report import boards, kept, stability
     from kvlab.workbench.report import page as ledger
+    from kvlab.workbench.report.mistakes import mistakes
 
     chosen = options.models(models or [])
     if keep is not None and (origin or compare):
@@ -196,6 +197,8 @@ def report(
         page = ledger.write(out, chosen, profile)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
     _say_trials()
+    for mistake in mistakes():
+        typer.echo(f"note: {mistake}", err=True)
     if before is not None:
         _compare(before, judged or ledger.entries(chosen, profile), page.parent)
 

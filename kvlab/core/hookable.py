@@ -213,10 +213,11 @@ def _output_of(module: nn.Module) -> nn.Module | None:
 
 def _plain(output: nn.Module) -> Tensor | None:
     """The weight of a projection that is nothing else: no adapter around it, no hook on it, not on meta."""
-    more = output._forward_hooks or output._forward_pre_hooks or "forward" in vars(output)
-    plain = isinstance(output, nn.Linear) and type(output).forward is nn.Linear.forward and not more
-    weight = output.weight.detach() if plain else None
-    return None if weight is None or weight.is_meta or weight.dtype not in FLOATS else weight
+    hooked = output._forward_hooks or output._forward_pre_hooks or "forward" in vars(output)
+    if hooked or not isinstance(output, nn.Linear) or type(output).forward is not nn.Linear.forward:
+        return None
+    weight: Tensor = output.weight.detach()
+    return None if weight.is_meta or weight.dtype not in FLOATS else weight
 
 
 @torch.no_grad()

@@ -100,8 +100,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
     entry = _hooked.get(module)
     if entry is None:
         raise KvlabError(
-            f"a copy of a model that is inside a kvlab session has called its {type(module).__name__} (DataParallel or "
-            "copy.deepcopy?); call the model itself, or copy it outside the session"
+            f"the 'kvlab' attention only runs inside kvlab's own context managers, and this {type(module).__name__} is "
+            "not hooked (a copy of the model, by DataParallel?); call the model itself"
         )
     pre = _as_heads(entry.projected.pop(), query) if entry.projected else None
     scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
@@ -186,8 +186,8 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
         for place, module in enumerate(modules):
             entry = _hooked[module] = _Hooked(_number(module), place, handler)
             if hidden:
-                made = next(getattr(module, n) for n in PROJECTIONS if isinstance(getattr(module, n, None), nn.Module))
-                handles.append(made.register_forward_hook(lambda _m, x, _o, entry=entry: entry.given.append(x[0])))
+                first = next(getattr(module, n) for n in PROJECTIONS if isinstance(getattr(module, n, None), nn.Module))
+                handles.append(first.register_forward_hook(lambda _m, x, _o, entry=entry: entry.given.append(x[0])))
             if not pre_rope:
                 continue
             names = (*NORMS, *PROJECTIONS)

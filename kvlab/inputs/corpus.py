@@ -61,15 +61,20 @@ class Document:
     def window(self, tokenizer: LM | PreTrainedTokenizerBase | None, tokens: int, start: int = 0) -> Document:
         """The part of `tokens` tokens from token `start` on, as a document named like `sotu/1962[0:4000]`.
 
-        The text is cut where the tokens end; tokenised anew, a cut within a run of spaces or a word may count one token
-        more or less. Raises KvlabError where the document is shorter than that.
+        The text is cut between characters. Tokenised anew, a cut within a run of spaces or a word may count one token
+        more or less, and one at a character of several tokens (an emoji) two. Raises KvlabError where the document is
+        shorter than that.
         """
         if whole("the length of a window", tokens) < 1 or whole("the start of a window", start) < 0:
             raise KvlabError(f"a window has at least 1 token and starts at 0 or later, not {tokens} from {start}")
         spans = _spans(tokenizer, self.text)
         if start + tokens > len(spans):
             raise KvlabError(f"{self.name} has {len(spans)} tokens: too short for {tokens} from token {start} on")
-        text = self.text[spans[start][0] : spans[start + tokens - 1][1]]
+        # Tokens of one character share its span; a cut lies where a token begins a character.
+        cuts = [i for i in range(len(spans) + 1) if i in (0, len(spans)) or spans[i][0] >= spans[i - 1][1]]
+        first = max(cut for cut in cuts if cut <= start)
+        last = min((cut for cut in cuts if cut > first), key=lambda cut: abs(cut - first - tokens))
+        text = self.text[spans[first][0] : spans[last - 1][1]]
         return dataclasses.replace(self, name=f"{self.name}[{start}:{start + tokens}]", text=text)
 
 

@@ -24,7 +24,7 @@ from kvlab.papers.claim import (
 )
 from kvlab.papers.conditions import Condition
 from kvlab.papers.judging import judge
-from kvlab.papers.shelf import OWN, claims, figure, figures, of_project, papers, quoted
+from kvlab.papers.shelf import OWN, claims, figure, figures, of_project, own, papers, quoted
 
 __all__ = [
     "DIRECTION",
@@ -46,6 +46,7 @@ __all__ = [
     "judge",
     "load_file",
     "of_project",
+    "own",
     "papers",
     "quoted",
 ]

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import yamls
+from kvlab.lib.unknown_keys import first_problem, unknown_key
 from kvlab.papers.conditions import Combination, Condition, Covers, NotCompared, PrintsAs, Within
 
 HOLDS: Final = "holds"
@@ -237,9 +238,11 @@ def load_file(path: str | Path) -> Paper:
     try:
         paper = Paper.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = first_problem(error)
         at = ".".join(str(part) for part in first["loc"])
-        raise KvlabError(f"{path.name}{lines.shown(first['loc'])}: {at}: {first['msg']}") from None
+        unknown = first["type"] == "extra_forbidden"
+        what = unknown_key(Paper, first["loc"]) if unknown else f"{at}: {first['msg']}"
+        raise KvlabError(f"{path.name}{lines.shown(first['loc'])}: {what}") from None
     names = [claim.id for claim in paper.claims]
     twice = {name for name in names if names.count(name) > 1}
     if twice:

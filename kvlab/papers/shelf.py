@@ -35,13 +35,13 @@ def papers() -> tuple[Paper, ...]:
 
     Raises KvlabError, in one sentence, for a file of the workspace that is not right or takes the name of another.
     """
-    own = _own()
-    return (*_kept(own), *own)
+    mine = own()
+    return (*_kept(mine), *mine)
 
 
 def of_project() -> tuple[Paper, ...]:
     """The papers whose claims the project's ledger holds: those of a workspace if it has any, else all."""
-    return _own() or papers()
+    return own() or papers()
 
 
 def _kept(own: tuple[Paper, ...]) -> tuple[Paper, ...]:
@@ -50,16 +50,17 @@ def _kept(own: tuple[Paper, ...]) -> tuple[Paper, ...]:
     return tuple(paper for paper in shipped() if paper.name not in replaced)
 
 
-def _own() -> tuple[Paper, ...]:
+def own() -> tuple[Paper, ...]:
+    """The papers of the workspace in use, by name; none outside of one."""
     paths = workspace.files(OWN, "*.yaml")
-    own = tuple(_read(path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
-    taken = {paper.name for paper in _kept(own)}
-    for paper, path in zip(own, paths, strict=True):
+    mine = tuple(_read(path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
+    taken = {paper.name for paper in _kept(mine)}
+    for paper, path in zip(mine, paths, strict=True):
         if paper.name in taken:
             raise KvlabError(
                 f"{path}: kvlab has the paper {paper.name!r}; rename yours, or say `replaces: true` if it is a copy"
             )
-    return own
+    return mine
 
 
 @functools.lru_cache(maxsize=256)
@@ -128,12 +129,12 @@ def figure(paper: str, name: str) -> pandas.DataFrame:
 def _figures() -> dict[str, Path]:
     """Figures by "paper/name"; those of the workspace stand in the place of kvlab's where their paper does."""
     known = _named((folder() / "figures").glob("*.csv"))
-    own = _named(workspace.files(f"{OWN}/figures", "*.csv"))
-    replaced = {paper.name for paper in _own() if paper.replaces} if own else set()
-    for name in sorted(own.keys() & known.keys()):
+    mine = _named(workspace.files(f"{OWN}/figures", "*.csv"))
+    replaced = {paper.name for paper in own() if paper.replaces} if mine else set()
+    for name in sorted(mine.keys() & known.keys()):
         if name.partition("/")[0] not in replaced:
-            raise KvlabError(f"{own[name]}: kvlab has the figure {name!r}; rename yours")
-    return known | own
+            raise KvlabError(f"{mine[name]}: kvlab has the figure {name!r}; rename yours")
+    return known | mine
 
 
 def _named(paths: Iterable[Path]) -> dict[str, Path]:

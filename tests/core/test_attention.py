@@ -244,7 +244,7 @@ def test_a_failing_handler_leaves_the_model_as_it_was(tiny, error):
 def test_the_implementation_outside_of_a_session_says_so():
     model = models.random_lm("tiny-llama-gqa", device="cpu", dtype="float32").model
     model.set_attn_implementation(hooks.NAME)
-    with pytest.raises(RuntimeError, match="only runs inside kvlab's own context managers"):
+    with pytest.raises(KvlabError, match="only runs inside kvlab's own context managers"):
         model(torch.tensor([[5, 6, 7]]))
 
 

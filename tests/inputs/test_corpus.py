@@ -188,6 +188,15 @@ def test_a_window_has_the_tokens_it_says(lm, tokens, start):
     assert window == document.window(lm.tokenizer, tokens, start)
 
 
+def test_a_window_cuts_no_character_in_two(lm):
+    """An emoji is up to four tokens, which the tokenizer gives one and the same place in the text."""
+    document = corpus.Document("signs", "Hi \U0001f600\U0001f9d1\u200d\U0001f680\U0001f389 all " * 12)
+    off = {
+        abs(document.window(lm, tokens, start).tokens(lm) - tokens) for start in range(30) for tokens in range(5, 40, 3)
+    }
+    assert max(off) <= 2 and 0 in off
+
+
 def test_the_whole_document_is_a_window_of_itself(lm):
     document = corpus.Document("fox", TEXT)
     length = document.tokens(lm)

@@ -84,3 +84,19 @@ def test_a_wrong_file_is_one_sentence(file, change, words, bare):
     path = bare / "papers" / file
     path.write_text(path.read_text().replace(*change))
     assert words in refusal(papers.claims)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("metric:", "metrc:", "unknown key in claims 'metrc'; did you mean 'metric'?"),
+        ("title:", "titel:", "unknown key 'titel'; did you mean 'title'?"),
+        ("tolerance:", "tolerence:", "unknown key in claims.size.within 'tolerence'; did you mean 'tolerance'?"),
+        ("than:", "then:", "unknown key in claims.direction.greater 'then'; did you mean 'than'?"),
+    ],
+)
+def test_a_misspelt_key_is_named_with_its_line_and_the_nearest(bare, right, wrong, said):
+    write(bare, "mine.yaml", "mine")
+    path = bare / "papers" / "mine.yaml"
+    path.write_text(path.read_text().replace(right, wrong))
+    assert said in refusal(papers.papers) and "mine.yaml, line" in refusal(papers.papers)

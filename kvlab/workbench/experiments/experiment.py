@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs
 from kvlab.lib import yamls
+from kvlab.lib.unknown_keys import first_problem, unknown_key
 from kvlab.workbench import project
 from kvlab.workbench.experiments import content
 from kvlab.workbench.experiments.notebooks import parameters_of
@@ -117,7 +118,8 @@ def load(name: str) -> Experiment:
     path = project.root() / "experiments" / f"{name}.yaml"
     raw, lines = yamls.load(path)
     if not isinstance(raw, dict):
-        raise KvlabError(f"{path.name} must be a mapping with the keys {', '.join(_keys(Experiment))}")
+        keys = ", ".join(key for key in Experiment.model_fields if key != "name")
+        raise KvlabError(f"{path.name} must be a mapping with the keys {keys}")
     if "name" in raw:
         raise KvlabError(
             f"{path.name}{lines.shown(['name'])}: unknown key 'name': an experiment has the name of its file"
@@ -128,7 +130,7 @@ def load(name: str) -> Experiment:
     try:
         experiment = Experiment.model_validate({**raw, "name": name})
     except ValidationError as error:
-        first = error.errors()[0]
+        first = first_problem(error)
         raise KvlabError(f"{path.name}{lines.shown(first['loc'])}: {_sentence(first)}") from None
     folders = [project.root(), experiment.path.parent]
     for place, text in _texts(raw):
@@ -168,15 +170,10 @@ def _leads_out(folder: Path, text: str) -> bool:
     return not any(Path(os.path.realpath(path)).is_relative_to(home) for home in homes)
 
 
-def _keys(model: type[BaseModel]) -> list[str]:
-    return [key for key in model.model_fields if key != "name"]
-
-
 def _sentence(error: Mapping[str, Any]) -> str:
     place = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
-        model = Profile if len(place) == 3 and place[0] == "profiles" else Experiment
-        return nearest(place[-1], _keys(model), f"key in {'.'.join(place[:-1])}" if place[:-1] else "key")
+        return unknown_key(Experiment, error["loc"], hidden=["name"])
     if error["type"] == "missing":
         return f"the key '{'.'.join(place)}' is missing"
     got = repr(error["input"])

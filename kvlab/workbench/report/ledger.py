@@ -11,6 +11,7 @@ from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.workbench import project
 from kvlab.workbench.report import runs
+from kvlab.workbench.report.mistakes import mistakes
 from kvlab.workbench.report.origins import Origin, seconds
 from kvlab.workbench.report.subjects import subjects
 from kvlab.workbench.store import database
@@ -297,6 +298,8 @@ def by_model(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
     """Raise KvlabError that says why no run of these models and that profile measured a claim."""
+    if mistaken := mistakes():
+        raise KvlabError(mistaken[0])
     models = set().union(*runs.newest(measuring(), "model").values())
     if not models:
         project.checkout()
