@@ -19,6 +19,7 @@ from typer.main import get_command
 
 from kvlab.commands import experiments, learning, measuring, stability, stock, tasks, workspaces
 from kvlab.errors import KvlabError, nearest
+from kvlab.lib.addresses import without_password
 
 HELP = """A laboratory for KV-cache compression: what a paper claims, measured again on a real model, offline.
 
@@ -129,7 +130,8 @@ def _leave(sentence: str, code: int, debug: bool) -> NoReturn:
     if debug:
         raise
     # A file's name in it may hold line breaks or a terminal's control codes; these are written as escapes.
-    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in " ".join(sentence.split()))
+    words = " ".join(without_password(sentence).split())
+    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words)
     # stderr may be closed.
     with suppress(OSError, ValueError, AttributeError):
         print(f"kvlab: {line}", file=sys.stderr)

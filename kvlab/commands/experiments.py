@@ -244,6 +244,6 @@ def finish(results: list[Result], quiet: bool = False) -> None:
 
 def _places(page: Path, names: list[str]) -> None:
     from kvlab.workbench import ui
-    from kvlab.workbench.store.database import store_uri
+    from kvlab.workbench.store.database import shown_uri
 
-    typer.echo(f"\nReport:       {page}\nMLflow store: {store_uri()}\nMLflow UI:    {ui.told(names)}")
+    typer.echo(f"\nReport:       {page}\nMLflow store: {shown_uri()}\nMLflow UI:    {ui.told(names)}")

@@ -87,6 +87,7 @@ def eval_(
     from kvlab.workbench import project
     from kvlab.workbench.figures import evaluation
     from kvlab.workbench.report import answered
+    from kvlab.workbench.store import database
 
     every = [name for name in registry() if name not in ("full", "random")]
     chosen = every if policies == "all" else options.names(policies)
@@ -98,6 +99,8 @@ def eval_(
     ]
     if not plans:
         raise typer.BadParameter("name at least one task")
+    if log:
+        database.ensure_store()  # refused before the answers are computed
     lm, answers = models.load(model, device, dtype), []
     for wanted in plans:
         plan = replace(wanted, policies=tuple(lookups.with_measured(lm, policy) for policy in wanted.policies))

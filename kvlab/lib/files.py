@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
+from kvlab.lib.addresses import without_password
 
 
 def read_text(path: Path) -> str:
@@ -64,7 +65,8 @@ def why(error: Exception) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of what an error says, with the next one where it ends in a colon; its kind if it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1]) or type(error).__name__
+    said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return without_password(said) or type(error).__name__
 
 
 def parsed(text: str) -> Any:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from kvlab.live.cache import LiveCache
 
 
+CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+"""The methods of a model that begin transformers' continuous batching."""
+
+
 @dataclass
 class Generation:
     """One call of `generate`.
@@ -59,7 +63,6 @@ def generating(model: nn.Module, generations: Generations) -> Iterator[None]:
     A prompt may hold the pad id as a token of its own (in OLMo 2 it is an id like any other). transformers' guess hides
     that token and shifts all later positions, and a session would speak of padding where there is none.
     """
-    before = vars(model).get("generate")
     generate = getattr(model, "generate", None)
     if generate is None:  # a decoder without a head
         yield
@@ -101,13 +104,21 @@ def generating(model: nn.Module, generations: Generations) -> Iterator[None]:
             if call.cache is not None:
                 call.cache.prompt_end = None
 
-    vars(model)["generate"] = generated
+    def refused(*_: Any, **__: Any) -> Any:
+        raise KvlabError(
+            "continuous batching (generate_batch) keeps a paged cache of its own, which no kvlab session compresses; "
+            "use generate"
+        )
+
+    wrapped = {"generate": generated} | {name: refused for name in CONTINUOUS if hasattr(model, name)}
+    own = {name: vars(model)[name] for name in wrapped if name in vars(model)}
+    vars(model).update(wrapped)
     try:
         yield
     finally:
-        del vars(model)["generate"]
-        if before is not None:
-            vars(model)["generate"] = before
+        for name in wrapped:
+            del vars(model)[name]
+        vars(model).update(own)
 
 
 def _prompt_end(ids: Any, embedded: Any, mask: Any) -> int | None:

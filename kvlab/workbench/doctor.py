@@ -166,10 +166,10 @@ def store() -> Finding:
         path = mlflow_store.database_path(mlflow_store.store_uri())
         assert path is not None, "only a file can be missing"
         _writable(path.parent)
-        return Finding("store", GOOD, f"none yet; the first run makes {mlflow_store.store_uri()}")
+        return Finding("store", GOOD, f"none yet; the first run makes {mlflow_store.shown_uri()}")
     connection = mlflow_store.client()
     runs = [experiment.name for experiment in connection.search_experiments()]
-    return Finding("store", GOOD, f"{mlflow_store.store_uri()}, {len(runs)} experiments")
+    return Finding("store", GOOD, f"{mlflow_store.shown_uri()}, {len(runs)} experiments")
 
 
 def _writable(folder: Path) -> None:

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import quote
 
+from kvlab.lib.addresses import without_password
 from kvlab.workbench import project
 from kvlab.workbench.store import database
 
@@ -52,7 +53,7 @@ def running() -> str | None:
         except (OSError, ValueError):
             return None
     answers = uri.startswith(("http://", "https://")) and database.silence(uri) is None
-    return uri.rstrip("/") if answers else None
+    return without_password(uri).rstrip("/") if answers else None
 
 
 def told(names: Iterable[str]) -> str:
@@ -69,7 +70,7 @@ def told(names: Iterable[str]) -> str:
         return f"{known}{place}"
     uri = database.store_uri()
     if not database.database_path(uri):
-        return f"{uri} (a store without a page to look at)"
+        return f"{without_password(uri)} (a store without a page to look at)"
     return f"{address(PORT)}{place}\n  once this runs: {_typed(uri)}"
 
 

@@ -135,6 +135,13 @@ def test_what_is_no_dynamic_cache_is_refused(tiny):
         model(prompt(20), past_key_values=())
 
 
+def test_continuous_batching_is_refused(tiny):
+    model = tiny().model
+    with kvlab.compress(model, "full"), pytest.raises(KvlabError, match="continuous batching"):
+        model.generate_batch([[5, 6, 7]])
+    assert "generate_batch" not in vars(model) and "generate" not in vars(model)
+
+
 # --- what the caller and the checkpoint ask for ---
 
 

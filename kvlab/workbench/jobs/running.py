@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvlab.lib.addresses import without_password
 from kvlab.workbench import project
 from kvlab.workbench.experiments import Job
 
@@ -80,4 +81,8 @@ def last_words(log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError:
         lines = []
-    return f"its last words: {lines[-1][:300]}" if lines else "it left no message; it may have run out of memory"
+    return (
+        f"its last words: {without_password(lines[-1])[:300]}"
+        if lines
+        else "it left no message; it may have run out of memory"
+    )

@@ -220,9 +220,8 @@ def told_of(entry: Entry) -> str:
 
 def run_link(run: Run) -> str:
     """The address of a run in the MLflow UI: that of the tracking server, else where `make lab` starts one."""
-    where = urlsplit(database.store_uri())
-    # An address may hold a password, which must not get into the page.
-    server = f"{where.scheme}://{where.netloc.rpartition('@')[2]}" if where.scheme in ("http", "https") else UI
+    where = urlsplit(database.shown_uri())
+    server = f"{where.scheme}://{where.netloc}" if where.scheme in ("http", "https") else UI
     return f"{server}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
 
 

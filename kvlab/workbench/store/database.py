@@ -7,14 +7,13 @@ import functools
 import logging
 import os
 import tempfile
-import urllib.error
-import urllib.request
 import warnings
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from kvlab.errors import KvlabError
+from kvlab.lib.addresses import without_password
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import experiments, project
 from kvlab.workbench.store.patience import Patient
@@ -33,6 +32,11 @@ def store_uri() -> str:
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{project.root() / 'mlruns' / 'mlflow.db'}"
     path = database_path(uri)
     return f"{SQLITE}{path}" if path else uri
+
+
+def shown_uri() -> str:
+    """`store_uri` as it may be printed and kept: without user and password."""
+    return without_password(store_uri())
 
 
 def database_path(uri: str) -> Path | None:
@@ -69,27 +73,44 @@ def _ready(uri: str) -> None:
     path = database_path(uri)
     if path:
         _ready_database(path)
+    elif urlsplit(uri).scheme in ("", "file") or Path(uri).is_absolute():
+        raise KvlabError(
+            f"MLflow keeps no runs in plain folders any more ({uri}); set MLFLOW_TRACKING_URI to "
+            "sqlite:///mlruns/mlflow.db or to a server's address, or unset it"
+        )
     else:
         _ready_server(uri)
 
 
 def silence(uri: str) -> str | None:
-    """Why a tracking server does not answer; None where it does, and for any store that is no server."""
+    """Why a tracking server does not answer; None where it does, and for any store that is no server.
+
+    It is asked by the library that MLflow's own client asks with, which takes user and password from the address.
+    """
+    import requests
+
     if not uri.startswith(("http://", "https://")):
         return None
     try:
-        urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=10).close()
-    except urllib.error.HTTPError as error:
-        # Any other code shows that the server is there; the call that follows gets its own error, which says more.
-        return str(error) if error.code in PROXY_WITHOUT_SERVER else None
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))
-    return None
+        code = requests.get(uri.rstrip("/") + "/health", timeout=10).status_code
+    except (requests.RequestException, ValueError) as error:
+        return _reason(error)
+    # Any other code shows that the server is there; the call that follows gets its own error, which says more.
+    return f"HTTP error {code}" if code in PROXY_WITHOUT_SERVER else None
+
+
+def _reason(error: BaseException) -> str:
+    """What is at the bottom of an error of the network, in words of the system's where it has any."""
+    causes = [error]
+    while below := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(below)
+    system = next((cause for cause in reversed(causes) if isinstance(cause, OSError) and cause.strerror), None)
+    return system.strerror or "" if system else without_password(first_line(error))[:200]
 
 
 def _ready_server(uri: str) -> None:
     if reason := silence(uri):
-        place = urlsplit(uri).netloc or uri
+        place = urlsplit(without_password(uri)).netloc or uri
         raise KvlabError(
             f"the MLflow store at {place} cannot be reached ({reason}); start it, or unset "
             "MLFLOW_TRACKING_URI to log into the project's mlruns folder"

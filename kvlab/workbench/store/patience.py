@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
+from kvlab.lib.addresses import without_password
 from kvlab.lib.durations import duration
 
 if TYPE_CHECKING:
@@ -79,12 +80,13 @@ class Patient:
                     break
                 except (MlflowException, RequestException) as error:
                     if not self._away(error):
+                        _hide_password(error)
                         raise
                     if not self._lost:
                         deadline = deadline or self._begin_to_wait()
                         self._lost = not self._wait(deadline)
                     if self._lost:
-                        place = self._client.tracking_uri
+                        place = without_password(self._client.tracking_uri)
                         raise KvlabError(f"the MLflow store at {place} cannot be reached") from error
             if deadline:
                 _tell("the MLflow store is back")
@@ -117,6 +119,13 @@ class Patient:
             if self._answers():
                 return True
         return False
+
+
+def _hide_password(error: Exception) -> None:
+    """Take the store's user and password out of what an error says, which may end in a notebook or a run's tag."""
+    error.args = tuple(without_password(arg) if isinstance(arg, str) else arg for arg in error.args)
+    if isinstance(message := getattr(error, "message", None), str):
+        vars(error)["message"] = without_password(message)
 
 
 def _tell(text: str) -> None:
