@@ -32,20 +32,33 @@ def show(ledger: list[Entry]) -> None:
     from rich.console import Console
 
     from kvlab.workbench.report.ledger import by_model
-    from kvlab.workbench.report.subjects import subjects
 
     models = by_model(ledger)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    if len(models) == 1:
-        for table in _apart(ledger, _on_one):
-            console.print(table, highlight=False)
-        console.print(_counts(ledger), highlight=False)
-        return
-    labels = {subject.name: " ".join([subject.label, subject.size]).strip() for subject in subjects(ledger)}
-    for table in _apart(ledger, lambda mine, title: _side_by_side(by_model(mine), labels, title)):
+    labels = _labels(ledger)
+    drawn = _on_one if len(models) == 1 else lambda mine, title: _side_by_side(by_model(mine), labels, title)
+    for table in _apart(ledger, drawn):
         console.print(table, highlight=False)
+    count(ledger)
+
+
+def count(ledger: list[Entry]) -> None:
+    """How many findings of each paper stand where, on each model."""
+    from rich.console import Console
+
+    from kvlab.workbench.report.ledger import by_model
+
+    models, labels = by_model(ledger), _labels(ledger)
+    console = Console(width=None if sys.stdout.isatty() else 150)
     for name, mine in models.items():
-        console.print(_counts(mine, f" on {labels[name]}"), highlight=False)
+        console.print(_counts(mine, f" on {labels[name]}" if len(models) > 1 else ""), highlight=False)
+
+
+def _labels(ledger: list[Entry]) -> dict[str, str]:
+    """Model -> what it is called, with its size."""
+    from kvlab.workbench.report.subjects import subjects
+
+    return {subject.name: " ".join([subject.label, subject.size]).strip() for subject in subjects(ledger)}
 
 
 def _apart(ledger: list[Entry], drawn: Callable[[list[Entry], str], Table]) -> Iterator[Table]:

@@ -48,6 +48,7 @@ Compare = Annotated[
         "exit code 3 if any does.",
     ),
 ]
+MOST = 5  # jobs whose files are named
 DIFFERENT = 3  # exit code, after everything has been written
 Fresh = Annotated[bool, typer.Option("--fresh", help="Run finished jobs again.")]
 app = typer.Typer()
@@ -82,10 +83,25 @@ def run(
     results = driver.run(experiment, profile, given, jobs, fresh, cluster=cluster, models=chosen)
     try:
         finish(results)
+        _made(results)
         if any(result.job.kind == TRIAL for result in results):
             typer.echo(f"a trial: its parameters are not those of the {profile} profile, so the report leaves it out")
     finally:
         typer.echo(f"MLflow UI: {ui.told([experiment])}")
+
+
+def _made(results: list[Result]) -> None:
+    """Name what each job left: its executed notebook, how many figures, and what it makes of its claims."""
+    from kvlab.workbench.store import artifacts, database
+
+    connection = database.client()
+    for result in results[:MOST]:
+        if not result.run_id:
+            continue
+        told = artifacts.left(connection, connection.get_run(result.run_id))
+        typer.echo(f"{result.job.experiment} ({result.job.name}): {told}")
+    if len(results) > MOST:
+        typer.echo(f"... and {len(results) - MOST} more; the MLflow UI lists them")
 
 
 def _refuse_models(experiment: str, given: Mapping[str, object]) -> None:
@@ -187,20 +203,23 @@ def report(
             typer.echo(f"{one.path}: from this store {one.replaced}, as kept before {one.stayed}")
             for name in one.dropped:
                 typer.echo(f"  dropped {name}: there is no such claim any more")
-        return
+        if out is None:
+            return
     origin, compare = kept.place(origin), kept.place(compare)
     before = kept.every(compare, chosen) if compare else None
-    judged = kept.kept(origin, chosen, profile) if origin else []
+    ledger.check(out)  # refused before the store is read
+    judged = kept.kept(origin, chosen, profile) if origin else ledger.measured(chosen, profile)
     if origin:
         page = ledger.save(judged, out, stability.read(origin), boards.boards(origin))
     else:
-        page = ledger.write(out, chosen, profile)
+        page = ledger.save(judged, out, stability.read())
+    claims.count(judged)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
     _say_trials()
     for mistake in mistakes():
         typer.echo(f"note: {mistake}", err=True)
     if before is not None:
-        _compare(before, judged or ledger.entries(chosen, profile), page.parent)
+        _compare(before, judged, page.parent)
 
 
 def _say_trials() -> None:

@@ -23,11 +23,14 @@ def new(
             help="Start from a copy of this paper's notebooks, experiments and claims, not from the example.",
         ),
     ] = None,
+    with_wheel: Annotated[
+        bool, typer.Option("--with-wheel", help="Put a wheel of this kvlab into it, where no index has it.")
+    ] = False,
 ) -> None:
     """Make a workspace of your own: a folder with a worked example, in which all commands work."""
     from kvlab.workbench import workspace
 
-    made = workspace.new(folder, paper)
+    made = workspace.new(folder, paper, with_wheel)
     names = sorted(path.stem for path in (made / "experiments").glob("*.yaml"))
     typer.echo(
         f"{made}\nNext:   cd {shlex.quote(str(folder))} && kvlab run {names[0]}   |   kvlab reproduce   |   make test"

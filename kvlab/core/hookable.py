@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from kvlab.core.autocast import outside_autocast
 from kvlab.core.geometry import geometry
 from kvlab.core.layout import WHOLE, Layout
 from kvlab.core.softmax import Softmax
@@ -233,7 +234,7 @@ def _effective(module: nn.Module, output: nn.Module) -> Tensor | None:
     try:
         for part in training:
             part.training = False  # dropout leaves
-        with torch.autocast(device.type, enabled=False):
+        with outside_autocast(device):
             bias = output(torch.zeros(1, 1, width, dtype=dtype, device=device))
             weight = (output(torch.eye(width, dtype=dtype, device=device)[None]) - bias)[0].T.contiguous()
             # Eighths of -4 .. 3 are the same in every type.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvlab.core.attention import attend, attend_and_accumulate
+from kvlab.core.autocast import outside_autocast
 from kvlab.core.hookable import NORMS, PROJECTIONS, layers_of, text_config, windows_of
 from kvlab.core.rotation import CHECKED, Rotation, agreeing
 from kvlab.core.softmax import Softmax
@@ -116,7 +117,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
     pre = None if pre is None else pre.to(dtype)
     kept = query, pre, key, value, scaling, padding, position_ids, softcap, sinks, hidden
     call = Call(entry.layer, entry.place, *kept)
-    with torch.autocast(device, enabled=False):
+    with outside_autocast(query.device):
         return entry.handler(call).to(dtype).transpose(1, 2).contiguous(), None
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.core import hookable
+from kvlab.core.autocast import outside_autocast
 from kvlab.core.rotation import Rotation
 from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
@@ -76,7 +77,7 @@ class Prefill:
                 # What a layer's prompt holds on to is freed before the next layer is compressed, unless it is shared.
                 own = planned.pop(0) if planned else None
                 prompt = own or self._prompt(cache, index, number, pseudo.get(index), repeated, ids)
-                with torch.autocast(group.store.device.type, enabled=False):
+                with outside_autocast(group.store.device):
                     policy.compress(group.store, prompt)
                 # After the eviction: what is rounded are the entries that stay.
                 group.store.hold(self._storage)
@@ -163,7 +164,7 @@ class Prefill:
         """One group's prompt in each layer, with what the policy plans over all of them."""
         places = range(len(cache.compressed))
         prompts = [self._prompt(cache, index, number, repeated=repeated) for index in places]
-        with torch.autocast(prompts[0].keys.device.type, enabled=False):
+        with outside_autocast(prompts[0].keys.device):
             surveys = [self._policy.survey(prompt) for prompt in prompts]
         # In a later turn layers hold different numbers of entries; what is not there scores least.
         widest = max(survey.shape[-1] for survey in surveys)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,28 @@ from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
-    from kvlab.methods.base import Policy
     from kvlab.methods.prompt import Prompt
+
+
+class Checked(Protocol):
+    """What the checks must know of a policy."""
+
+    name: ClassVar[str]
+
+    @property
+    def decides(self) -> bool:
+        """Whether it chooses what it keeps of a prompt."""
+        ...
+
+    @property
+    def asked(self) -> int | float | None: ...
+
+    @property
+    def minimum(self) -> int: ...
+
+    def entries(self, prompt_length: int) -> int: ...
+
+    def raised(self, prompt_length: int) -> bool: ...
 
 
 def checked(verb: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,7 +46,7 @@ def checked(verb: str, function: Callable[..., Any]) -> Callable[..., Any]:
     check = CHECKS[verb]
 
     @wraps(function)
-    def call(self: Policy, *args: Any, **named: Any) -> Any:
+    def call(self: Checked, *args: Any, **named: Any) -> Any:
         if verb in GUARDED:
             store = args[0] if args else named["store"]
             before, store.guard = store.guard, f"{_name(self)}: {verb}"
@@ -41,7 +61,7 @@ def checked(verb: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def check_spent(policy: Policy, stores: Sequence[LayerStore]) -> None:
+def check_spent(policy: Checked, stores: Sequence[LayerStore]) -> None:
     """Raise KvlabError where a policy that chooses has left more than its budget in the stores of all layers, on
     average over layers and KV heads.
     """
@@ -53,7 +73,7 @@ def check_spent(policy: Policy, stores: Sequence[LayerStore]) -> None:
     spent(policy, counts, [store.budget for store in stores for _ in range(store.rows * store.kv_heads)])
 
 
-def spent(policy: Policy, counts: Sequence[int], budgets: Sequence[int]) -> None:
+def spent(policy: Checked, counts: Sequence[int], budgets: Sequence[int]) -> None:
     """Raise KvlabError where a policy that chooses has kept more than its budget, on average over layers and heads.
 
     Args:
@@ -68,11 +88,11 @@ def spent(policy: Policy, counts: Sequence[int], budgets: Sequence[int]) -> None
         )
 
 
-def warned_of_raised(policies: Iterable[Policy], prompt_length: int) -> bool:
+def warned_of_raised(policies: Iterable[Checked], prompt_length: int) -> bool:
     """Warn once where policies at one fraction of a prompt come to different entries, since some need more; whether it
     did.
     """
-    by_fraction: dict[int | float | None, list[Policy]] = {}
+    by_fraction: dict[int | float | None, list[Checked]] = {}
     for policy in policies:
         by_fraction.setdefault(policy.asked, []).append(policy)
     for asked, several in by_fraction.items():
@@ -88,19 +108,19 @@ def warned_of_raised(policies: Iterable[Policy], prompt_length: int) -> bool:
     return False
 
 
-def _name(policy: Policy) -> str:
+def _name(policy: Checked) -> str:
     return policy.name or type(policy).__name__
 
 
-def _refuse(policy: Policy, verb: str, given: object, right: str, why: str = "") -> None:
+def _refuse(policy: Checked, verb: str, given: object, right: str, why: str = "") -> None:
     raise KvlabError(f"{_name(policy)}: {verb} gave {described(given)}{why}; it gives {right}")
 
 
-def _sets(policy: Policy, prompt: Prompt) -> int:
+def _sets(policy: Checked, prompt: Prompt) -> int:
     return prompt.heads if getattr(policy, "sets", "group") == "head" else prompt.kv_heads
 
 
-def _scores(policy: Policy, verb: str, given: Any, prompt: Prompt, budget: int | None = None) -> None:
+def _scores(policy: Checked, verb: str, given: Any, prompt: Prompt, budget: int | None = None) -> None:
     right = "a number for each token, float [rows, kv_heads, length]"
     shape = (prompt.rows, _sets(policy, prompt), prompt.length)
     if not isinstance(given, Tensor) or given.dtype is torch.bool or given.is_complex():
@@ -113,14 +133,14 @@ def _scores(policy: Policy, verb: str, given: Any, prompt: Prompt, budget: int |
         _refuse(policy, verb, given, f"{right}, and infinity for what always stays", " with NaN")
 
 
-def _positions(policy: Policy, verb: str, given: Any, prompt: Prompt, budget: int | None = None) -> None:
+def _positions(policy: Checked, verb: str, given: Any, prompt: Prompt, budget: int | None = None) -> None:
     budget = policy.entries(prompt.length) if budget is None else budget
     right = f"positions, int64 [rows, kv_heads, <= {budget}]"
     shape = prompt.rows, _sets(policy, prompt)
     _check_slots(policy, verb, given, right, shape, prompt.length)
 
 
-def _slots(policy: Policy, verb: str, given: Any, store: LayerStore, *_: Any) -> None:
+def _slots(policy: Checked, verb: str, given: Any, store: LayerStore, *_: Any) -> None:
     if given is None:
         return
     bounded = policy.asked is not None and store.length > store.budget
@@ -130,7 +150,7 @@ def _slots(policy: Policy, verb: str, given: Any, store: LayerStore, *_: Any) ->
         _refuse(policy, verb, given, right)
 
 
-def _check_slots(policy: Policy, verb: str, given: Any, right: str, shape: tuple[int, int], length: int) -> None:
+def _check_slots(policy: Checked, verb: str, given: Any, right: str, shape: tuple[int, int], length: int) -> None:
     right += ", ascending, -1 at the end where a head has fewer"
     fits = isinstance(given, Tensor) and given.dtype is torch.int64 and given.dim() == 3
     if not fits or given.shape[:2] != shape or not given.shape[2]:
@@ -139,15 +159,15 @@ def _check_slots(policy: Policy, verb: str, given: Any, right: str, shape: tuple
         _refuse(policy, verb, given, right, f" with {wrong}")
 
 
-def _survey(policy: Policy, verb: str, given: Any, prompt: Prompt, *_: Any) -> None:
+def _survey(policy: Checked, verb: str, given: Any, prompt: Prompt, *_: Any) -> None:
     _check_rows(policy, verb, given, "numbers for each row, [rows, ...]", (prompt.rows,))
 
 
-def _plan(policy: Policy, verb: str, given: Any, surveys: Tensor, *_: Any) -> None:
+def _plan(policy: Checked, verb: str, given: Any, surveys: Tensor, *_: Any) -> None:
     _check_rows(policy, verb, given, "numbers for each layer and sequence, [n_layers, batch, ...]", surveys.shape[:2])
 
 
-def _check_rows(policy: Policy, verb: str, given: Any, right: str, first: tuple[int, ...]) -> None:
+def _check_rows(policy: Checked, verb: str, given: Any, right: str, first: tuple[int, ...]) -> None:
     if not isinstance(given, Tensor) or given.shape[: len(first)] != first:
         _refuse(policy, verb, given, f"{right}, here [{', '.join(map(str, first))}, ...]")
     if bool(given.isnan().any()):

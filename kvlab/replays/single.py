@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention, ranking
+from kvlab.core.autocast import outside_autocast
 from kvlab.core.storage import AS_IS, Storage
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError, whole
@@ -76,7 +77,7 @@ class Replay:
         self.step_recall = torch.zeros(by_step, dtype=torch.float32, device=trace.device)
         self.stored_bytes, self.read_bytes = (torch.zeros(trace.steps, dtype=torch.float32) for _ in range(2))
         # A replay computes in the trace's own type, whatever its caller casts.
-        with torch.autocast(trace.device.type, enabled=False):
+        with outside_autocast(trace.device):
             self._run()
         self.sink_share = None if self._reference.sinks is None else self._reference.sinks.cpu()
         # At the end and not step by step: every copy waits for the device.

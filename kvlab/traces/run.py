@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import hookable, hooks
+from kvlab.core.autocast import outside_autocast
 from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
 from kvlab.lib import bars
@@ -113,7 +114,7 @@ def _recorded(lm: LM, plan: Recording, chat: str | bool, keep: Keep, into: Path 
     """The trace of a plan, where it shall lie."""
     bar = bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress)
     # A trace is of the model in its own type, whatever its caller casts.
-    with bar, torch.autocast(lm.device.type, enabled=False):
+    with bar, outside_autocast(lm.device):
         return placed(_in_memory(lm, plan, chat) if into is None else _in_file(lm, plan, chat, into), keep, lm.device)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvlab.errors import KvlabError
+from kvlab.lib.addresses import without_password
 from kvlab.lib.files import parsed, replacing
 from kvlab.workbench import project, ui
 from kvlab.workbench.jobs import processes
@@ -60,7 +61,7 @@ def _made(target: Path) -> dict[str, str]:
 def _mlflow(uri: str, port: int) -> Iterator[str]:
     """Run the MLflow UI on a sqlite store; yields its address. Any other store is a server, with a UI of its own."""
     if database.database_path(uri) is None:
-        yield uri
+        yield without_password(uri)
         return
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,9 +97,11 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="make lab")
     parser.add_argument("--port", type=int, default=ui.PORT)
-    port = parser.parse_args(arguments).port
-    root, asked = project.root(), []
-    for copy in copies(root / "notebooks", root / FOLDER):
+    parser.add_argument("--in-place", action="store_true", help="open the notebooks themselves, not copies of them")
+    given = parser.parse_args(arguments)
+    port, root, asked = given.port, project.root(), []
+    opened = "notebooks" if given.in_place else f"{FOLDER}/00_quickstart.ipynb"
+    for copy in [] if given.in_place else copies(root / "notebooks", root / FOLDER):
         print(
             f"{copy.relative_to(root)} has your changes and stays; its original in notebooks/ has changed since. "
             "Delete the copy to get the new one."
@@ -110,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"--ip={ui.HOST}",
         "--ServerApp.answer_yes=True",
         f"--ServerApp.root_dir={root}",
-        f"--LabApp.default_url=/lab/tree/{FOLDER}/00_quickstart.ipynb",
+        f"--LabApp.default_url=/lab/tree/{opened}",
     ]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")  # without it JupyterLab refuses to start for root, as in a container

@@ -1,7 +1,7 @@
 """Models as people hold them: wrapped, adapted, compiled, offloaded, and under autocast."""
 
 import copy
-import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -201,11 +201,11 @@ def test_full_cache_under_autocast_is_the_plain_model():
 def test_traces_and_replays_pickle_after_a_replay():
     trace = kvlab.capture(model(), IDS[0], 4)
     found = kvlab.replay(trace, kvlab.policy("snapkv", budget=40))
-    for copied in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+    for copied in (ForkingPickler.loads(ForkingPickler.dumps(found)), copy.deepcopy(found)):
         assert (
             copied.summary == found.summary if isinstance(found.summary, dict) else copied.summary.equals(found.summary)
         )
-    again = pickle.loads(pickle.dumps(trace))
+    again = ForkingPickler.loads(ForkingPickler.dumps(trace))
     assert torch.equal(kvlab.replay(again, found.policy).mass_lost, found.mass_lost)
 
 

@@ -26,7 +26,7 @@ def guarded(monkeypatch):
     asked = []
 
     class Guard(BaseHTTPRequestHandler):
-        def do_GET(self):  # noqa: N802
+        def do_GET(self):
             wanted = "Basic " + base64.b64encode(f"ada:{SECRET}".encode()).decode()
             known = self.headers.get("Authorization") == wanted
             asked.append((self.path, known))

@@ -94,10 +94,11 @@ def test_the_kept_ledgers_come_with_the_wheel(bin, tmp_path):
 
 
 def test_a_workspace_asks_for_the_wheel_that_it_was_made_with(bin, wheel, tmp_path):
-    """No index has it, so a version alone would not be found."""
-    shell(bin, tmp_path, "kvlab new lab")
-    pin = (tmp_path / "lab" / "requirements.txt").read_text().splitlines()[1]
-    assert pin == f"kvlab[notebooks,workspace] @ {wheel.as_uri()}"
+    """No index has it, so a version alone would not be found; a copy in the workspace goes wherever that goes."""
+    shell(bin, tmp_path, "kvlab new lab --with-wheel")
+    lab = (tmp_path / "lab").rename(tmp_path / "moved")
+    pin = (lab / "requirements.txt").read_text().splitlines()[1]
+    assert pin == f"./wheels/{wheel.name}[notebooks,workspace]"
     asked = [
         "--python",
         str(bin / "python"),
@@ -108,7 +109,7 @@ def test_a_workspace_asks_for_the_wheel_that_it_was_made_with(bin, wheel, tmp_pa
         "--force-reinstall",
         pin,
     ]
-    done = subprocess.run([sys.executable, "-m", "pip", *asked], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "pip", *asked], capture_output=True, text=True, cwd=lab)
     assert "Would install kvlab-" in done.stdout, done.stderr
 
 

@@ -94,7 +94,7 @@ def write(out: str | Path | None = None, model: str | Sequence[str] | None = Non
     With several models there is a page for each beside report.html. Each file appears whole or not at all. Raises
     KvlabError where they cannot be written, the store not be read, or no run in it measured a claim.
     """
-    _folder(out)  # refused before the store is read
+    check(out)  # refused before the store is read
     return save(measured(model, profile), out, stability.read())
 
 
@@ -104,6 +104,11 @@ def measured(model: str | Sequence[str] | None = None, profile: str | None = Non
     if not any(entry.run for entry in judged):
         refuse(model, profile)
     return judged
+
+
+def check(out: str | Path | None) -> None:
+    """Raise KvlabError where `out` is no folder for a report."""
+    _folder(out)
 
 
 def _folder(out: str | Path | None) -> Path:

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from kvlab.analyses.telling import plural
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
     from kvlab.workbench.store.patience import Patient
+
+
+def left(connection: Patient, run: Run) -> str:
+    """What a job left, in words: where its executed notebook and its figures are, and how many claims stand where."""
+    figures = sum(1 for _ in files(connection, run, "figures", ".png"))
+    notebooks = [path.name for path in files(connection, run, "notebook", ".html")]
+    place = urlsplit(run.info.artifact_uri or "")
+    here = place.scheme in ("", "file")
+    folder = _short(Path(url2pathname(place.path))) if here else f"run {run.info.run_id}"
+    parts = [f"{folder}/notebook/{name}" for name in notebooks]
+    parts += [f"{figures} {plural(figures, 'figure')} in {folder}/figures"] * bool(figures)
+    for path in files(connection, run, "", ".json"):
+        if path.name == "claims.json":
+            counts = Counter(each["verdict"] for each in json.loads(path.read_text(encoding="utf-8"))).most_common()
+            parts += ["claims: " + ", ".join(f"{n} {verdict}" for verdict, n in counts)] * bool(counts)
+    return "; ".join(parts) or f"run {run.info.run_id}"
+
+
+def _short(folder: Path) -> str:
+    """A folder as it is shortest from where the command was given."""
+    return str(folder.relative_to(Path.cwd())) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
 def files(connection: Patient, run: Run, folder: str, suffix: str) -> Iterator[Path]:

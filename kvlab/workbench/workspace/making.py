@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from kvlab.errors import KvlabError, nearest
+from kvlab.lib import workspace
 from kvlab.lib.files import allowed, expanded, why
 from kvlab.papers import shelf
 from kvlab.workbench import project
 from kvlab.workbench.workspace.rendering import render, templates
 
 FOLDERS = ("notebooks", "experiments", "papers/figures", "policies", "tasks", "tests", "mlruns")
-EXAMPLE = "first_tokens"
+EXAMPLE, WHEELS = "first_tokens", "wheels"
 EXTRAS = ("notebooks", "workspace")
 """Those of kvlab's: what notebooks by hand and `make test` need besides."""
 
 
-def new(folder: str | Path, paper: str | None = None) -> Path:
+def new(folder: str | Path, paper: str | None = None, with_wheel: bool = False) -> Path:
     """Make a workspace, whole or not at all, and return its folder.
 
     Args:
         folder: must not exist yet; the folder that it is to lie in must.
         paper: one of kvlab's own, whose notebooks, experiments, claims and printed figures are copied; without one the
             workspace holds a small worked example.
+        with_wheel: put a wheel of this kvlab into it, which its environment then installs: for a kvlab that is on no
+            index.
 
     Raises:
-        KvlabError: a folder that exists or cannot be made, or an unknown paper.
+        KvlabError: a folder that exists, lies in another workspace or cannot be made, an unknown paper, or no wheel.
     """
     target = Path(os.path.abspath(expanded(folder)))
     if not re.fullmatch(r"[\w.][\w. -]*", target.name) or not target.name.isprintable():
@@ -42,6 +49,10 @@ def new(folder: str | Path, paper: str | None = None) -> Path:
         raise KvlabError(f"{target} exists already; name a folder that does not")
     if not target.parent.is_dir():
         raise KvlabError(f"there is no folder {target.parent} to make {target.name} in")
+    if around := next((above for above in target.parents if workspace.workspace(above)), None):
+        raise KvlabError(
+            f"{target} would lie in the workspace {around}; make it outside, or add to that one (kvlab add)"
+        )
     known = [known.name for known in shelf.shipped()]
     if paper is not None and paper not in known:
         raise KvlabError(nearest(paper, known, "paper"))
@@ -50,14 +61,14 @@ def new(folder: str | Path, paper: str | None = None) -> Path:
             prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
         ) as at:
             made = Path(at) / target.name
-            _fill(made, paper)
+            _fill(made, paper, with_wheel)
             os.rename(made, target)
     except OSError as error:
         raise KvlabError(f"cannot make {target}: {why(error)}") from None
     return target
 
 
-def _fill(folder: Path, paper: str | None) -> None:
+def _fill(folder: Path, paper: str | None, with_wheel: bool) -> None:
     for name in FOLDERS:
         (folder / name).mkdir(parents=True)
         (folder / name / ".gitkeep").touch()
@@ -66,7 +77,8 @@ def _fill(folder: Path, paper: str | None) -> None:
         "name": folder.name,
         "version": project.version(),
         "python": ".".join(map(str, sys.version_info[:2])),
-        "pins": _pins(),
+        "pins": [_own_pin(_wheel(folder / WHEELS) if with_wheel else None), *_pins()],
+        "on_no_index": not with_wheel and _is_local(_origin()),
         "paper": paper,
         "experiments": experiments,
     }
@@ -112,14 +124,14 @@ def _shipped() -> Path:
 
 
 def _pins() -> list[str]:
-    """kvlab, what it needs and what the tests need, in the versions that are installed here."""
+    """What kvlab and the tests need, in the versions that are installed here."""
     lines = importlib.metadata.requires("kvlab") or []
     names = {
         re.split(r"[^\w.\-]", line, maxsplit=1)[0]
         for line in lines
         if "extra ==" not in line or any(f"extra == '{extra}'" in line.replace('"', "'") for extra in EXTRAS)
     }
-    pins = [_own_pin()]
+    pins = []
     for name in sorted(names, key=str.lower):
         try:
             # A local part such as +cpu is of one build, and no index has it.
@@ -129,15 +141,51 @@ def _pins() -> list[str]:
     return pins
 
 
-def _own_pin() -> str:
-    """kvlab, from where it was installed: an index by its version, or else the wheel, folder or commit itself."""
-    wanted = f"kvlab[{','.join(EXTRAS)}]"
+def _origin() -> dict[str, Any] | None:
+    """Where kvlab was installed from, as pip notes it; None where that is an index."""
     try:
         told = importlib.metadata.distribution("kvlab").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         told = None
-    if told is None:
-        return f"{wanted}=={project.version()}"
-    origin = json.loads(told)
-    url, state = origin["url"], origin.get("vcs_info")
-    return f"{wanted} @ {state['vcs']}+{url}@{state['commit_id']}" if state else f"{wanted} @ {url}"
+    return json.loads(told) if told else None
+
+
+def _is_local(origin: dict[str, Any] | None) -> bool:
+    return origin is not None and origin["url"].startswith("file:")
+
+
+def _own_pin(wheel: Path | None) -> str:
+    """kvlab, as a colleague's machine finds it too: the wheel in the workspace, a public address, or the version."""
+    extras, origin = ",".join(EXTRAS), _origin()
+    if wheel is not None:
+        return f"./{wheel.parent.name}/{wheel.name}[{extras}]"
+    if origin is None or _is_local(origin):
+        return f"kvlab[{extras}]=={project.version()}"
+    state = origin.get("vcs_info")
+    place = f"{state['vcs']}+{origin['url']}@{state['commit_id']}" if state else origin["url"]
+    return f"kvlab[{extras}] @ {place}"
+
+
+def _wheel(folder: Path) -> Path:
+    """A wheel of this kvlab in `folder`: the one that it was installed from, or one of its checkout.
+
+    Raises:
+        KvlabError: it comes from an index, which has the wheel, or no wheel can be made.
+    """
+    origin = _origin()
+    if not _is_local(origin):
+        raise KvlabError("an index or an address has this kvlab, so that its wheel is not needed; drop --with-wheel")
+    assert origin is not None, "a local one"
+    place = Path(url2pathname(urlsplit(origin["url"]).path))
+    folder.mkdir(parents=True)
+    if place.suffix == ".whl" and place.is_file():
+        return Path(shutil.copy(place, folder))
+    # With the build's own tool at hand nothing has to be fetched.
+    options = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
+    asked = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *options, "-w", str(folder), str(place)]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    made = sorted(folder.glob("kvlab-*.whl"))
+    if done.returncode or not made:
+        last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise KvlabError(f"no wheel could be made of {place}: {last[:200]}")
+    return made[0]
