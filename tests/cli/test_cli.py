@@ -238,7 +238,15 @@ def test_files_and_folders_named_from_the_shell_are_found_from_the_notebook(proj
 def test_report_command_names_its_files(project, capsys):
     job(0.6)
     code, out, _ = call(capsys, "report", "--out", str(project / "here"))
-    assert code == 0 and out.split() == [str(project / "here" / name) for name in ("report.html", "claims.csv")]
+    assert code == 0 and "holds" in out, "the counts come first"
+    assert out.splitlines()[-2:] == [str(project / "here" / name) for name in ("report.html", "claims.csv")]
+
+
+def test_a_ledger_may_be_kept_and_reported_at_once(project, capsys):
+    job(0.6)
+    code, out, _ = call(capsys, "report", "--keep", "shared", "--out", "here")
+    assert code == 0 and (project / "here" / "report.html").exists() and (project / "shared" / "toy.csv").exists()
+    assert "here/report.html" in out
 
 
 def test_a_report_of_nothing_is_refused_and_leaves_nothing(project, capsys):
@@ -270,7 +278,7 @@ def test_report_errors_pass_through(project, capsys, monkeypatch):
     def refuse(*_):
         raise KvlabError("the disk is full")
 
-    monkeypatch.setattr(page, "write", refuse)
+    monkeypatch.setattr(page, "measured", refuse)
     assert call(capsys, "report")[::2] == (1, "kvlab: the disk is full\n")
 
 
