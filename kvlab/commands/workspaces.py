@@ -39,14 +39,15 @@ def new(
 
 @app.command(
     epilog="Examples:   kvlab add policy mine   |   kvlab add task riddles   |   kvlab add notebook first_try   "
-    "|   kvlab add claim mypaper.table1.gain"
+    "|   kvlab add notebook scores --tasks   |   kvlab add claim mypaper.table1.gain"
 )
 def add(
     kind: Annotated[str, typer.Argument(metavar="WHAT", help="policy, claim, notebook or task.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="A word in small letters; of a claim, PAPER.NAME.")],
+    with_tasks: Annotated[bool, typer.Option("--tasks", help="Of a notebook: it scores answers to tasks.")] = False,
 ) -> None:
     """Write the skeleton of a policy, claim, notebook or task into the workspace, with its test."""
     from kvlab.workbench import workspace
 
-    for path in workspace.add(kind, name):
+    for path in workspace.add(kind, name, with_tasks):
         typer.echo(path)

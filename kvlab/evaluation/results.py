@@ -43,6 +43,25 @@ def table(answers: Sequence[Answer]) -> pd.DataFrame:
     )
 
 
+def metrics(answers: Sequence[Answer]) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Numbers by name, as `kvlab eval` logs them and claims name them, and the intervals of those that have one:
+    TASK/POLICY/BUDGET/score with its interval, /difference from the full cache with its own, /kv_bytes and /seconds; a
+    storage other than the plain one stands behind the budget.
+    """
+    values: dict[str, float] = {}
+    intervals: dict[str, tuple[float, float]] = {}
+    for row in summary(answers).to_dict("records"):
+        budget = "" if row["budget"] != row["budget"] or row["budget"] is None else f"{row['budget']:g}"
+        parts = row["task"], row["policy"], budget, "" if row["storage"] == AS_IS.name else row["storage"]
+        name = "/".join(part for part in parts if part)
+        values |= {f"{name}/{measure}": row[measure] for measure in ("score", "kv_bytes", "seconds")}
+        intervals[f"{name}/score"] = row["low"], row["high"]
+        if row["difference"] == row["difference"]:
+            values[f"{name}/difference"] = row["difference"]
+            intervals[f"{name}/difference"] = row["difference_low"], row["difference_high"]
+    return values, intervals
+
+
 def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     """One row for each task, policy, budget and storage: the mean score, its paired difference from the full cache (as
     it is) on the same examples, bytes and seconds. The 95 % intervals of both are over examples; those that share a

@@ -61,9 +61,8 @@ class Replays(Sequence[Replay]):
 
         Columns: policy, budget, entries (kept, or what the budget came to), recall, mass_lost, output_error,
         stored_bytes, read_bytes, window_recall, step_recall, storage (right behind the entries where it is not the
-        plain one everywhere), raised (to what the method needs), trace and signature; sink_share where a model has
-        learnt sinks, and uncompressed_bytes, what the layers held at the end that no policy compresses, where there
-        are any.
+        plain one everywhere), raised (to what the method needs), document, trace and signature. sink_share is there
+        where a model has learnt sinks, and uncompressed_bytes where layers are left alone: what these held at the end.
         """
         from kvlab.replays.summaries import Summary
 
@@ -76,7 +75,11 @@ class Replays(Sequence[Replay]):
                 | {name: means.pop(name) for name in FIRST}
             )
             marks = storage | {"raised": r.raised}
-            marks |= {"trace": r.trace.signature, "signature": r.signature}
+            marks |= {
+                "document": r.trace.document.partition("@")[0],
+                "trace": r.trace.signature,
+                "signature": r.signature,
+            }
             if r.trace.layout.mixed:
                 means["uncompressed_bytes"] = r.trace.uncompressed_bytes
             rows.append({"policy": r.policy.name, "budget": r.policy.asked} | first | means | marks)

@@ -192,10 +192,20 @@ def test_a_trace_is_explored_with_the_workspaces_policy(made, monkeypatch):
 def test_a_notebook_that_add_writes_runs(made, reader, monkeypatch):
     notebook, experiment = add("notebook", "tried")
     assert experiments.names() == ["first_tokens", "tried"] and experiment.name == "tried.yaml"
-    run = executed(notebook, reader, monkeypatch, tokens=60, new_tokens=3, budget=40)
-    assert run.state == "FINISHED" and run.metrics["output_error/snapkv"] > 0
+    run = executed(notebook, reader, monkeypatch, tokens=60, new_tokens=3, budget=40, policies=["h2o", "knorm", "ends"])
+    assert run.state == "FINISHED" and run.metrics["output_error/knorm"] > 0
+    assert run.metrics["saved/h2o/ends"] == pytest.approx(
+        run.metrics["output_error/ends"] - run.metrics["output_error/h2o"]
+    )
     cells = [cell for cell in notebooks.cells(notebook) if "NBVAL_CHECK_OUTPUT" in notebooks.source(cell)]
-    assert [cell["outputs"][0]["text"] for cell in cells] == [["within the budget: True\n"]]
+    assert [cell["outputs"][0]["text"] for cell in cells] == [["as many entries for all: True\n"]]
+
+
+def test_a_notebook_of_tasks_runs_and_logs_what_claims_name(made, reader, monkeypatch):
+    notebook, _ = add("notebook", "scored", with_tasks=True)
+    run = executed(notebook, reader, monkeypatch, settings={"lengths": [144], "depths": [0.0]}, budgets=[40], limit=1)
+    assert run.state == "FINISHED" and {"needle/full/score", "needle/snapkv/40/difference"} <= run.metrics.keys()
+    assert "notebook" in refusal(add, "policy", "other", with_tasks=True)
 
 
 @pytest.mark.parametrize(

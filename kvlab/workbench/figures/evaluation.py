@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.core.storage import AS_IS
-from kvlab.evaluation import Answer, by_turn, decline, summary, table
+from kvlab.evaluation import Answer, by_turn, decline, metrics, summary, table
 from kvlab.lib.files import replacing
 from kvlab.lib.terminal import titled
 from kvlab.workbench.store import tracking
@@ -23,27 +23,13 @@ KINDS_ABREAST = 7
 
 
 def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
-    """Log an evaluation as one run; returns its id.
-
-    Metrics are TASK/POLICY/BUDGET/score with its interval, /difference from the full cache with its own, and /kv_bytes;
-    a storage other than the plain one stands behind the budget.
-    """
+    """Log an evaluation as one run, with the metrics of `kvlab.evaluation.metrics`; returns its id."""
     from kvlab.workbench.figures import turning
 
     rows = summary(answers)
     with tracking.start(EXPERIMENT, parameters) as run:
         run.tag("mlflow.runName", named(parameters))
-        metrics: dict[str, float] = {}
-        intervals: dict[str, tuple[float, float]] = {}
-        for row in rows.to_dict("records"):
-            parts = [row[part] for part in ("task", "policy", "budget")] + [_unusual(row["storage"])]
-            name = "/".join(str(part) for part in parts if part and not _missing(part))
-            metrics |= {f"{name}/{measure}": row[measure] for measure in ("score", "kv_bytes", "seconds")}
-            intervals[f"{name}/score"] = row["low"], row["high"]
-            if not math.isnan(row["difference"]):
-                metrics[f"{name}/difference"] = row["difference"]
-                intervals[f"{name}/difference"] = row["difference_low"], row["difference_high"]
-        run.log(metrics, intervals)
+        run.log(*metrics(answers))
         run.table("answers", table(answers))
         run.table("summary", rows)
         run.table("by_kind", summary(answers, by="kind"))

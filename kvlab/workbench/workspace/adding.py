@@ -20,12 +20,13 @@ WORD = re.compile(r"[a-z][a-z0-9_]*")
 CLAIM = re.compile(r"(?P<paper>[a-z][a-z0-9-]*)\.(?P<what>[a-z][a-z0-9_.-]*)")
 
 
-def add(kind: str, name: str) -> list[Path]:
+def add(kind: str, name: str, with_tasks: bool = False) -> list[Path]:
     """Write the skeleton of that kind and name, with its test, and return the files.
 
     Args:
         kind: one of KINDS.
         name: a word in small letters; of a claim, PAPER.NAME: a paper that is not there yet is begun.
+        with_tasks: of a notebook: it scores answers of the live model to tasks, in place of replays.
 
     Raises:
         KvlabError: outside a workspace, an unknown kind, a name that is no word or is taken, or a file that is there.
@@ -35,6 +36,10 @@ def add(kind: str, name: str) -> list[Path]:
     folder = workspace.workspace()
     if folder is None:
         raise KvlabError(f"{workspace.root()} is no workspace; make one with `kvlab new my-lab`, and change into it")
+    if with_tasks:
+        if kind != "notebook":
+            raise KvlabError(f"--tasks is for notebooks, and this is a {kind}")
+        return _notebook(folder, name, "task_")
     return KINDS[kind](folder, name)
 
 
@@ -59,13 +64,13 @@ def _python(folder: Path, name: str, kind: str, part: str, taken: Iterable[str])
     )
 
 
-def _notebook(folder: Path, name: str) -> list[Path]:
+def _notebook(folder: Path, name: str, which: str = "") -> list[Path]:
     _check_word(name, "notebook")
     values = {"name": name, "title": _title(name)}
     return _written(
         {
-            folder / "notebooks" / f"{name}.ipynb": render("added/notebook.ipynb.j2", **values),
-            folder / "experiments" / f"{name}.yaml": render("added/experiment.yaml.j2", **values),
+            folder / "notebooks" / f"{name}.ipynb": render(f"added/{which}notebook.ipynb.j2", **values),
+            folder / "experiments" / f"{name}.yaml": render(f"added/{which}experiment.yaml.j2", **values),
         }
     )
 
