@@ -5,18 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+EVERY = 20.0  # seconds between the lines through a pipe
 
 
 @contextmanager
 def bar(label: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, with the time left; yields rich's `update` of it."""
+    """A bar on stderr, with the time left; yields rich's `update` of it. Through a pipe it is a line now and then."""
     from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = *Progress.get_default_columns(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        yield partial(shown.update, shown.add_task(label, total=total))
+        task = shown.add_task(label, total=total)
+        yield partial(shown.update, task) if console.is_terminal else _lines(shown, task)
+
+
+def _lines(shown: Progress, task: TaskID) -> Callable[..., None]:
+    """`update` of a task that nobody sees, which prints a plain line every EVERY seconds."""
+    import typer
+
+    from kvlab.lib.durations import duration
+
+    before = monotonic()
+
+    def update(**fields: Any) -> None:
+        nonlocal before
+        shown.update(task, **fields)
+        now = shown.tasks[0]
+        if monotonic() - before < EVERY:
+            return
+        before = monotonic()
+        left = "" if now.time_remaining is None else f", about {duration(now.time_remaining)} left"
+        typer.echo(f"{now.description}: {now.percentage:.0f} %{left}", err=True)
+
+    return update
 
 
 @contextmanager
