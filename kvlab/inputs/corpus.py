@@ -25,7 +25,7 @@ import numpy as np
 from kvlab.errors import KvlabError, nearest, whole
 from kvlab.inputs import packs
 from kvlab.inputs.tokens import token_spans
-from kvlab.lib.files import expanded, read_text, writable
+from kvlab.lib.files import expanded, parsed, read_text, writable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,6 +77,9 @@ class Document:
         text = self.text[spans[first][0] : spans[last - 1][1]]
         return dataclasses.replace(self, name=f"{self.name}[{start}:{start + tokens}]", text=text)
 
+
+TEXTS = ("text", "prompt", "context")
+"""The keys under which a record of a .jsonl may have its text, as in plain corpora and in LongBench."""
 
 SETS: dict[str, tuple[str, ...]] = {
     "mixed/8": (
@@ -142,12 +145,33 @@ def document(name: str | os.PathLike) -> Document:
     if os.path.isfile(path):
         if not writable(name):
             raise KvlabError(f"the name of the file {name!r} is not valid text, so no result could name it; rename it")
-        return Document(name, read_text(path))
+        return Document(name, _read(path))
     if os.path.isdir(path):
         raise KvlabError(f"{name} is a folder, and a document is a text file; name one of the files in it")
     forms = ", ".join(f"{source}/..." for source in SOURCES)
     hint = f" (did you mean {' or '.join(meant)}?)" if (meant := _meant(name)) else ""
     raise KvlabError(f"there is no document or text file {name}; a document is {forms}, or the path of a file{hint}")
+
+
+def _read(path: Path) -> str:
+    """The text of a file: of a .jsonl its records' texts or LongBench's prompts, one behind the other."""
+    if path.suffix.lower() == ".pdf":
+        raise KvlabError(f"{path} is a PDF, and a document is plain text; write one with: pdftotext {path}")
+    if path.suffix.lower() != ".jsonl":
+        return read_text(path)
+    texts = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = parsed(line)
+        except ValueError as error:
+            raise KvlabError(f"{path}, line {number} is not JSON: {error}") from None
+        found = next((record[key] for key in TEXTS if record.get(key)), None) if isinstance(record, dict) else None
+        if not isinstance(found, str):
+            raise KvlabError(f"{path}, line {number} has no text; a record has one of the keys {', '.join(TEXTS)}")
+        texts.append(found)
+    return "\n\n".join(texts)
 
 
 def _meant(name: str) -> list[str]:

@@ -92,6 +92,8 @@ def has_budget(method: Policy | str) -> bool:
 def unknown(name: str) -> str:
     """The message for an unknown policy: the nearest names, and all that there are."""
     sentence = nearest(name, registry(), "policy", limit=len(registry()))
+    if "did you mean" not in sentence and workspace.workspace() is None:
+        sentence += "; one of your own is known inside its workspace (kvlab new), or by its object"
     return sentence if "known are" in sentence else f"{sentence} (known are: {', '.join(sorted(registry()))})"
 
 

@@ -228,6 +228,8 @@ def load_file(path: str | Path) -> Paper:
     defaults = {"paper": raw.get("name"), "experiment": raw.pop("experiment", None), "lacking": raw.pop("lacking", {})}
     claimed = raw.get("claims") or []
     models = raw.get("models")
+    if isinstance(models, dict):
+        models = raw["models"] = {name: _whole(number) for name, number in models.items()}
     if isinstance(claimed, list):
         raw["claims"] = [
             _sized({**defaults, **claim}, models if isinstance(models, dict) else {}, path)
@@ -248,6 +250,14 @@ def load_file(path: str | Path) -> Paper:
     if twice:
         raise KvlabError(f"{path.name}: the claim id {sorted(twice)[0]!r} occurs twice")
     return paper
+
+
+def _whole(number: Any) -> Any:
+    """8.0e9 as 8000000000: YAML reads what is written so as a float, or as a text where the sign of e is missing."""
+    try:
+        return int(float(number)) if isinstance(number, float | str) and float(number).is_integer() else number
+    except (ValueError, OverflowError):
+        return number
 
 
 def _sized(claim: dict[str, Any], models: dict[str, Any], path: Path) -> dict[str, Any]:

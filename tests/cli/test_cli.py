@@ -261,6 +261,13 @@ def test_a_report_of_nothing_is_refused_and_leaves_nothing(project, capsys):
     assert not left and not (project / "report").exists() and not (project / "here").exists()
 
 
+def test_a_model_at_a_path_is_reported_by_what_its_page_calls_it(project, capsys):
+    job(0.6, model="/models/mine@1")
+    assert call(capsys, "report", "--model", "mine")[0] == 0
+    code, _, said = call(capsys, "report", "--model", "other")
+    assert code == 1 and "no run of the model 'other' has finished" in said
+
+
 def test_a_report_of_an_unknown_profile_or_model_names_what_there_is(project, capsys):
     job(0.6, profile="quick")
     job(0.6, profile="full", model="big@1")

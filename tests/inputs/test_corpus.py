@@ -292,3 +292,23 @@ def test_longbench_reads_real_examples():
     assert len(records) == 133 and len({record.task for record in records}) == 21
     assert all(record.prompt and record.answers for record in records)
     assert {record.task for record in records if record.all_classes} == {"trec", "lsht"}
+
+
+def test_records_of_a_jsonl_are_read_as_their_texts(tmp_path):
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"text": "One fox."}\n\n{"prompt": "Two hens.", "answers": []}\n')
+    assert corpus.document(path).text == "One fox.\n\nTwo hens."
+    for line, said in (
+        ("{", "line 1 is not JSON"),
+        ('{"txt": "a"}', "line 1 has no text"),
+        ("[1]", "line 1 has no text"),
+    ):
+        path.write_text(line)
+        with pytest.raises(KvlabError, match=said):
+            corpus.document(path)
+
+
+def test_a_pdf_is_refused_with_what_makes_text_of_it(tmp_path):
+    (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.7\n\xff")
+    with pytest.raises(KvlabError, match="pdftotext"):
+        corpus.document(tmp_path / "paper.pdf")

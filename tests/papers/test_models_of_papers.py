@@ -32,6 +32,11 @@ def test_a_claim_has_the_model_that_it_names_else_the_papers_first(tmp_path):
     assert [claim.model for claim in loaded(tmp_path).claims] == [None, None]
 
 
+@pytest.mark.parametrize("written", ["8.0e9", "8e9", "8_000_000_000", "8.0e+9"])
+def test_a_size_may_be_written_as_people_write_it(tmp_path, written):
+    assert loaded(tmp_path, f"models: {{Llama: {written}}}\n").claims[0].model.parameters == 8_000_000_000
+
+
 @pytest.mark.parametrize(
     ("models", "more", "match"),
     [

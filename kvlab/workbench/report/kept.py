@@ -23,6 +23,7 @@ from kvlab.workbench.report.ledger import (
     claims,
     entries,
     finding,
+    is_one_of,
     names,
     profiles,
     refuse,
@@ -297,7 +298,7 @@ def _files(folder: Path, model: str | Sequence[str] | None) -> dict[str, list[En
         if every.setdefault(name, found) is not found:
             raise KvlabError(f"{path} is of the model {name!r}, as another ledger in {folder}: take one of them away")
     wanted = names(model)
-    return {name: found for name, found in every.items() if not wanted or wanted & names(name)}
+    return {name: found for name, found in every.items() if is_one_of(name, wanted)}
 
 
 def _nothing(folder: Path) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,7 +13,7 @@ from kvlab.workbench import project
 from kvlab.workbench.report import runs
 from kvlab.workbench.report.mistakes import mistakes
 from kvlab.workbench.report.origins import Origin, seconds
-from kvlab.workbench.report.subjects import subjects
+from kvlab.workbench.report.subjects import Subject, subjects
 from kvlab.workbench.store import database
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
     tags = {"profile": _quotable(profile)} if profile else {}
     every, newest = claims(), runs.newest(measuring(), "model", **tags)
     wanted = names(model)
-    known = sorted({name for found in newest.values() for name in found if not wanted or names(name) & wanted})
+    known = sorted({name for found in newest.values() for name in found if is_one_of(name, wanted)})
     verdicts = {
         name: _judged(every, name, {of: found[name] for of, found in newest.items() if name in found}, tags)
         for name in known
@@ -288,6 +288,11 @@ def names(model: str | Sequence[str] | None) -> set[str]:
     return {name.split("@")[0] for name in ([model] if isinstance(model, str) else model or ()) if name}
 
 
+def is_one_of(model: str, wanted: Collection[str]) -> bool:
+    """Whether a model is asked for: by its name, or by what a page calls it where that is a path; any is, for none."""
+    return not wanted or not {*names(model), Subject(model).label}.isdisjoint(wanted)
+
+
 def by_model(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Model -> its entries, in the order of `entries`."""
     sorted_out: dict[str, list[Entry]] = {}
@@ -311,8 +316,9 @@ def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
         "model": names(sorted(models)),
         "profile": set(profiles()),
     }
-    for what, wanted in (("profile", {profile} if profile else set()), ("model", names(model))):
-        if missing := wanted - there[what]:
+    asked = {name for name in names(model) if not any(is_one_of(known, {name}) for known in models)}
+    for what, missing in (("profile", {profile} - there["profile"] if profile else set()), ("model", asked)):
+        if missing:
             listed = ", ".join(sorted(there[what] - {""})) or "none"
             raise KvlabError(f"no run of the {what} {min(missing)!r} has finished; there are runs of: {listed}")
     raise KvlabError("none of these runs has measured a claim; run `kvlab reproduce` first")
