@@ -233,7 +233,7 @@ def test_a_run_that_fails_is_failed_and_the_driver_agrees(project):
         "tags.`kvlab.kind` != 'sweep'",
         order_by=["attributes.start_time ASC"],
     )
-    assert [run.data.tags["kvlab.kind"] for run in found] == ["interactive", "job"]
+    assert [run.data.tags["kvlab.kind"] for run in found] == ["interactive", "trial"]
     assert [run.info.status for run in found] == ["FAILED", "FAILED"] and driven.state == "failed"
     assert found[0].data.tags["kvlab.error"] == "ValueError: the roof is on fire"
     assert found[0].info.end_time

@@ -56,7 +56,7 @@ def test_the_example_of_a_workspace_runs_on_a_cluster(made, console, cluster):
     small = {"tokens": 60, "new_tokens": 3, "budget": 8, "documents": ["sotu/1962", "squad/Oxygen"]}
     (result,) = driver.run("first_tokens", overrides=small, cluster=cluster.scheduler_address, console=console)
     assert result.state == "finished", console.file.getvalue()
-    (run,) = runs("job", "first_tokens")
+    (run,) = runs("trial", "first_tokens")
     assert {"claims.json", "figures/table_1.png", "tables/losses.json"} <= artifacts(run)
     assert run.data.tags["kvlab.workspace"] == str(workspace.code_hash())[:16]
     for claim in papers.claims(paper="streaming"):

@@ -135,8 +135,10 @@ def test_a_workspace_works_without_a_checkout(bin, tmp_path):
     assert (tmp_path / "my-dapq" / "papers" / "dapq.yaml").is_file()
     assert "dapq_position_vs_content" in shell(bin, tmp_path / "my-dapq", "kvlab list experiments")
     # A copied notebook runs as it is, from its copied experiment to the claims of the copied paper.
-    tiny = "-p tokens=300 -p new_tokens=4 -p trials=1 -p shorter=100 -p longest=600 -p parts=2 -p documents=sotu/1962"
-    assert "1 job finished" in shell(bin, tmp_path / "my-dapq", f"kvlab run dapq_position_vs_content {tiny}")
+    path = tmp_path / "my-dapq" / "experiments" / "dapq_position_vs_content.yaml"
+    tiny = "{tokens: 300, new_tokens: 4, trials: 1, shorter: 100, longest: 600, parts: 2, documents: [sotu/1962]}"
+    path.write_text(path.read_text().replace("{seconds: 145}", f"{{seconds: 145, parameters: {tiny}}}"))
+    assert "1 job finished" in shell(bin, tmp_path / "my-dapq", "kvlab run dapq_position_vs_content")
     shell(bin, tmp_path / "my-dapq", "kvlab report")
     ledger = pandas.read_csv(tmp_path / "my-dapq" / "report" / "claims.csv").set_index("id")
     assert ledger.verdict["dapq.table1.dc_sp"] not in ("not measured", "cannot be tested here")

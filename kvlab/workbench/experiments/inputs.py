@@ -48,8 +48,12 @@ def _model(name: str) -> None:
             from kvlab.inputs.models.conversion import converted
 
             converted(path, remembered_sha256([path]))
-    elif not name.startswith("random:") and not os.path.exists(path) and "/" not in name:
-        raise KvlabError(nearest(name, MODELS, "model"))
+    elif not name.startswith("random:") and not os.path.exists(path):
+        # A name of a hub is OWNER/NAME; any other with a slash is a path.
+        if "/" not in name:
+            raise KvlabError(nearest(name, MODELS, "model"))
+        if name.count("/") > 1 or name.startswith((".", "/", "~")):
+            raise KvlabError(f"there is no folder or GGUF file {name}; name one, or a model of `kvlab list models`")
 
 
 def _document(name: str) -> None:
