@@ -77,6 +77,7 @@ class LiveCache(DynamicCache):
         compressed: the compressed ones among them, one behind the other.
         prompt_end: how many tokens there are when the prompt that `generate` was given has been fed; None outside
             `generate`, where the number of tokens in a forward pass tells.
+        drafting: whether that `generate` may feed several tokens of its response at once.
         lent: whether the caller made it, and so may go on with it after the session.
         torn: whether a forward pass or the compression failed half-way, so that its layers may not fit together.
     """
@@ -93,7 +94,7 @@ class LiveCache(DynamicCache):
         self.own_pass: Pass | None = None  # one of the session itself that is under way on it
         self.ended_at = 0  # how many tokens there were when it ended
         self.prompt_end: int | None = None
-        self.lent = False
+        self.drafting = self.lent = False
         self.torn = False
         self.ids: list[Tensor] = []
         self.position_ids: list[Tensor] = []  # [batch or 1, fed] of every pass, where the policy asks for places

@@ -100,7 +100,7 @@ def generating(model: nn.Module, generations: Generations) -> Iterator[None]:
         try:
             return generate(inputs, *args, **kwargs)
         finally:
-            generations.calls.remove(call)
+            generations.calls.pop()
             if call.cache is not None:
                 call.cache.prompt_end = None
 

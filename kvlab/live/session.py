@@ -138,7 +138,9 @@ class Session:
         kwargs["past_key_values"], kwargs["use_cache"] = cache, True
         if (call := self._generations.starting) is not None:
             call.cache, cache.prompt_end = cache, call.prompt_end
-            cache.lent = cache.lent and call.lent
+            cache.lent, cache.drafting = cache.lent and call.lent, call.drafting
+            if call.drafting:
+                self._check_drafts()
         tokens = kwargs.get("input_ids")
         told = tokens if tokens is not None else kwargs["inputs_embeds"]
         self._fed = told.shape[1]
@@ -148,7 +150,9 @@ class Session:
         if self._window is not None and cache.seen + self._fed > self._window:
             hooks.check_length(self.model, cache.seen + self._fed)
         left = None if cache.prompt_end is None else cache.prompt_end - cache.seen
-        if left is not None and 0 < left < self._fed:
+        if left is not None and 0 < left < self._fed and not cache.drafting:
+            left = None  # a mask that is not as long as the sequence tells nothing of its prompt
+        elif left is not None and 0 < left < self._fed:
             kwargs = self._feed_prompt(kwargs, left)
             tokens, left = kwargs.get("input_ids"), 0
         self._begin_phase(cache, left)
@@ -189,7 +193,6 @@ class Session:
 
     def _feed_prompt(self, kwargs: dict[str, Any], left: int) -> dict[str, Any]:
         """Feed the end of a prompt that came together with drafted tokens, and give what is left to feed."""
-        self._check_drafts()
         strange = [name for name in ("token_type_ids", "inputs_embeds") if kwargs.get(name) is not None]
         if strange or kwargs.get("output_hidden_states"):
             raise KvlabError("drafted tokens are fed as plain token ids in a kvlab session; leave out the assistant")
