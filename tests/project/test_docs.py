@@ -184,7 +184,7 @@ def test_the_examples_of_the_readme_run_and_print_what_it_shows(desk):
     shown = {
         (name, int(budget)): tuple(map(float, numbers.split()))
         for name, budget, numbers in re.findall(
-            r"^\d+ +(\w+) +(\d+) +((?:\d\.\d+ +){3}\d+) +\d+$", page.read_text(encoding="utf-8"), re.MULTILINE
+            r"^\d+ +(\w+) +(\d+) +\d+ +((?:\d\.\d+ +){3}\d+)$", page.read_text(encoding="utf-8"), re.MULTILINE
         )
     }
     columns = ["recall", "mass_lost", "output_error", "stored_bytes"]
