@@ -8,13 +8,13 @@ import re
 import sqlite3
 import subprocess
 import sys
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas
 import psutil
 import pytest
+import requests
 from matplotlib.figure import Figure
 from support.projects import EXPERIMENT, experiment
 from support.refusals import one_sentence
@@ -332,10 +332,9 @@ def test_a_server_that_answers_is_taken(monkeypatch):
     asked = []
 
     class Answer:
-        def close(self) -> None:
-            pass
+        status_code = 200
 
-    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: asked.append(url) or Answer())
+    monkeypatch.setattr(requests, "get", lambda url, timeout: asked.append(url) or Answer())
     database._ready_server("http://server/")
     assert asked == ["http://server/health"]
 
