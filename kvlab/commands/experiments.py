@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -93,15 +92,11 @@ def run(
 
 def _made(results: list[Result]) -> None:
     """Name what each job left: its executed notebook, how many figures, and what it makes of its claims."""
-    from mlflow.exceptions import MlflowException
-
     from kvlab.workbench.store import artifacts, database
 
     connection = database.client()
     for result in results[:MOST]:
-        # The jobs are done and kept; a store that has lost a run since is no reason to call them failed.
-        with contextlib.suppress(MlflowException):
-            told = artifacts.left(connection, connection.get_run(result.run_id))
+        if told := artifacts.left(connection, result.run_id):
             typer.echo(f"{result.job.experiment} ({result.job.name}): {told}")
     if len(results) > MOST:
         typer.echo(f"... and {len(results) - MOST} more; the MLflow UI lists them")

@@ -19,8 +19,16 @@ if TYPE_CHECKING:
     from kvlab.workbench.store.patience import Patient
 
 
-def left(connection: Patient, run: Run) -> str:
-    """What a job left, in words: where its executed notebook and its figures are, and how many claims stand where."""
+def left(connection: Patient, run_id: str) -> str:
+    """What a job left, in words: where its executed notebook and its figures are, and how many claims stand where;
+    empty where the store has lost the run since.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = connection.get_run(run_id)
+    except MlflowException:
+        return ""
     figures = sum(1 for _ in files(connection, run, "figures", ".png"))
     notebooks = [path.name for path in files(connection, run, "notebook", ".html")]
     place = urlsplit(run.info.artifact_uri or "")
