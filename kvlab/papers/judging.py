@@ -80,10 +80,10 @@ def _decided(
         return told(verdict=FAILS, why=f"Direction missed: {direction}.{remark}")
     if not right_size:
         missed = "missed" if claim.comparable else "not compared"
-        why = f"Direction met: {direction}. Size {missed}: {size}.{remark}"
+        why = f"Direction met: {direction}. Size {missed}: {size.rstrip('.')}.{remark}"
         return told(verdict=DIRECTION, why=why)
     if claim.direction_alone:
-        why = f"Direction met: {direction}. Size not compared: {claim.stands_in}.{remark}"
+        why = f"Direction met: {direction}. Size not compared: {claim.stands_in.rstrip('.')}.{remark}"
         return told(verdict=DIRECTION, why=why)
     also = "" if size == direction else f" Size met: {size}."
     return told(verdict=HOLDS, why=f"Direction met: {direction}.{also}{remark}")

@@ -277,6 +277,19 @@ def test_where_another_measure_stands_in_the_direction_alone_is_tested():
     assert judge(claim(**where, stands_in="output error"), {"m": -0.6}, {"m": (-0.7, -0.5)}).verdict == "fails"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": {"kind": "not_compared", "because": "Scores and errors have no common unit."}},
+        {"stands_in": "An error, for a score.", "paper_value": None, "size": {"kind": "clearly_greater", "than": 0.0}},
+    ],
+    ids=["not compared", "stands in"],
+)
+def test_a_reason_that_is_a_sentence_ends_with_one_full_stop(changes):
+    why = judge(claim(**changes), {"m": 0.6}, {"m": (0.5, 0.7)}).why
+    assert "Size not compared" in why and why.endswith(".") and ".." not in why
+
+
 # ---------------------------------------------------------------- 7: timings
 
 
