@@ -121,6 +121,11 @@ class Claim(BaseModel):
         return not isinstance(self.size, NotCompared)
 
     @property
+    def unit_is_papers(self) -> bool:
+        """Whether `unit` is that of the paper's number alone, and ours has another."""
+        return self.paper_value is not None and not self.comparable
+
+    @property
     def direction_alone(self) -> bool:
         """Whether another measure stands in, so that how far it moves says nothing of how far the paper's does."""
         return self.kind in SAMPLED and bool(self.stands_in) and self.paper_value is None

@@ -9,6 +9,7 @@ import pytest
 from support.report_pages import CLAIM, judged_on, opened
 
 from kvlab import papers
+from kvlab.papers.conditions import NotCompared
 from kvlab.workbench.report import page as report
 from kvlab.workbench.report.evidence import told_of
 from kvlab.workbench.store.signatures import documents
@@ -41,6 +42,33 @@ def test_the_number_that_decided_stands_with_each_model(text):
     assert "growth/0.20_to_0.50 = -0.037, asked to exceed 0" in of_model(line, "large")
     assert "growth/0.20_to_0.50 = 0.2, asked to exceed 0" in of_model(line, "small")
     assert "-0.037" not in of_model(line, "small")
+
+
+@pytest.mark.parametrize("models", [["small@1"], ["small@1", "large@2"]], ids=["one model", "two models"])
+@pytest.mark.parametrize(
+    ("changes", "of_paper", "of_ours"),
+    [
+        ({"size": NotCompared(kind="not_compared", because="units")}, True, False),
+        ({"size": NotCompared(kind="not_compared", because="units"), "paper_value": None}, False, True),
+        ({}, True, True),
+    ],
+    ids=["another unit than ours", "no number of the paper", "the same unit"],
+)
+def test_the_unit_stands_with_the_number_that_has_it(project, models, changes, of_paper, of_ours):
+    judged = [
+        replace(entry, claim=entry.claim.model_copy(update={"unit": "furlongs", **changes}))
+        if entry.claim.id == CLAIM
+        else entry
+        for entry in judged_on({model: {CLAIM: {"reduction/0.20": 0.6}} for model in models})
+    ]
+    line = opened(report.render(judged)[report.MAIN])
+    (paper,) = re.findall(r'<p class="paper">(.*?)</p>', line)
+    assert ("</b> furlongs" in paper) is (of_paper and (len(models) > 1 or not of_ours))
+    if len(models) == 1:
+        (ours,) = re.findall(r'<p class="here">(.*?)</p>', line, re.DOTALL)
+        assert ("furlongs" in ours) is of_ours
+    else:
+        assert ("ours are: furlongs" in paper) is not of_paper
 
 
 def test_each_model_says_what_its_number_comes_from(text):
