@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,15 +33,27 @@ def hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def pytest_passes(folder: Path, *files: str | Path) -> str:
-    """Run pytest on these files as a user would, in a process of its own; returns its last line."""
-    done = subprocess.run(
+def run_pytest(folder: Path, *files: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run pytest on these files as a user would, in a process of its own."""
+    return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)],
         cwd=folder,
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
+
+
+def pytest_says(folder: Path, *files: str | Path) -> str:
+    """What pytest prints of these files where a test fails."""
+    done = run_pytest(folder, *files)
+    assert done.returncode == 1, done.stdout
+    return done.stdout
+
+
+def pytest_passes(folder: Path, *files: str | Path) -> str:
+    """The last line of pytest on these files, which pass."""
+    done = run_pytest(folder, *files)
     assert done.returncode == 0, done.stdout
     return done.stdout.splitlines()[-1]
 
@@ -236,6 +249,15 @@ def test_a_claim_is_added_only_at_the_end_of_the_claims(made):
     before = path.read_bytes()
     assert "move `claims` to its end" in refusal(add, "claim", "streaming.more")
     assert path.read_bytes() == before and not hidden(made / "papers")
+
+
+def test_a_claim_that_is_renamed_fails_its_own_test_and_stops_no_other(made):
+    add("claim", "streaming.table9.mine")
+    path = made / "papers" / "streaming.yaml"
+    path.write_text(path.read_text().replace("streaming.table9.mine", "streaming.table9.other"))
+    said = pytest_says(made, "tests/test_project.py", "tests/test_streaming_table9_mine.py")
+    assert "papers/streaming.yaml has no claim 'streaming.table9.mine'" in said
+    assert "error" not in said.splitlines()[-1] and re.search(r"4 failed, \d+ passed", said.splitlines()[-1])
 
 
 def test_the_commands(tmp_path, monkeypatch, capsys):
