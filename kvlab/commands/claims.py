@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ STYLES = {
     "not measured": "dim",
     "cannot be tested here": "dim",
 }
+
+WIDE = 140
+"""Columns of a terminal from which on the headings of the counts have a line each."""
 
 
 def show(ledger: list[Entry]) -> None:
@@ -51,7 +55,9 @@ def count(ledger: list[Entry]) -> None:
     models, labels = by_model(ledger), _labels(ledger)
     console = Console(width=None if sys.stdout.isatty() else 150)
     for name, mine in models.items():
-        console.print(_counts(mine, f" on {labels[name]}" if len(models) > 1 else ""), highlight=False)
+        console.print(
+            _counts(mine, f" on {labels[name]}" if len(models) > 1 else "", console.width < WIDE), highlight=False
+        )
 
 
 def _labels(ledger: list[Entry]) -> dict[str, str]:
@@ -135,33 +141,45 @@ def _side_by_side(models: dict[str, list[Entry]], labels: dict[str, str], title:
     return table
 
 
-def _counts(ledger: list[Entry], on: str = "") -> Table:
-    """Findings by paper and verdict; apart from these the checks that are met, and what was recomputed and agrees."""
+def _counts(ledger: list[Entry], on: str = "", narrow: bool = False) -> Table:
+    """Findings by paper and verdict; apart from these the checks that are met, and what was recomputed and agrees.
+
+    If narrow, each column is as wide as the longest word of its heading.
+    """
     from rich import box
 
     from kvlab.workbench.report.ledger import Tally, by_paper
 
     title = f"Findings{on}. Counted apart: checks (controls, identities, examples), and the papers' own sums"
     table = titled(title=title, title_style="bold", show_footer=True, box=box.SIMPLE_HEAD)
+    if narrow:
+        table.padding, table.show_edge = 0, False
     total = Tally.of(ledger)
-    table.add_column("paper", footer="all")
+    table.add_column("paper", footer="all", overflow="fold")
     for state, style in STYLES.items():
-        table.add_column(state, justify="right", footer=f"[{style}]{_number_of(total, state, '0')}[/]")
-    table.add_column("checks met", justify="right", footer=total.met("checks") or "·")
-    table.add_column("recomputed, agree", justify="right", footer=total.met("recomputed") or "·")
+        heading = _stacked(state) if narrow else state
+        number = _number_of(total, state, "0", narrow)
+        table.add_column(heading, justify="right", footer=f"[{style}]{number}[/]")
+    for heading, group in (("checks met", "checks"), ("recomputed, agree", "recomputed")):
+        table.add_column(_stacked(heading) if narrow else heading, justify="right", footer=total.met(group) or "·")
     for label, of_paper in by_paper(ledger).items():
         tally = Tally.of(of_paper)
         style = "red" if tally.checks_missed else "dim"
         table.add_row(
             label,
-            *(f"[{STYLES[state]}]{_number_of(tally, state)}[/]" for state in STYLES),
+            *(f"[{STYLES[state]}]{_number_of(tally, state, narrow=narrow)}[/]" for state in STYLES),
             f"[{style}]{tally.met('checks') or '·'}[/]",
             f"[dim]{tally.met('recomputed') or '·'}[/]",
         )
     return table
 
 
-def _number_of(tally: Tally, state: str, none: str = "·") -> str:
+def _stacked(text: str) -> str:
+    """The text in lines as short as its longest word allows."""
+    return textwrap.fill(text, max(map(len, text.split())))
+
+
+def _number_of(tally: Tally, state: str, none: str = "·", narrow: bool = False) -> str:
     """How many findings stand so, and below it how many of them wait for the full profile."""
     waiting = tally.waiting(state)
-    return str(tally.findings[state] or none) + (f"\n{waiting}" if waiting else "")
+    return str(tally.findings[state] or none) + (f"\n{_stacked(waiting) if narrow else waiting}" if waiting else "")

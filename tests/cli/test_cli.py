@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 
 import pytest
@@ -240,6 +241,17 @@ def test_report_command_names_its_files(project, capsys):
     code, out, _ = call(capsys, "report", "--out", str(project / "here"))
     assert code == 0 and "holds" in out, "the counts come first"
     assert out.splitlines()[-2:] == [str(project / "here" / name) for name in ("report.html", "claims.csv")]
+
+
+@pytest.mark.parametrize("columns", [80, 110, 200])
+def test_the_counts_fit_the_terminal_and_lose_no_word(columns, project, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    job(0.6)
+    out = re.sub(r"\x1b\[[\d;]*m", "", call(capsys, "report", "--out", "here")[1])
+    table = "\n".join(line for line in out.splitlines() if str(project) not in line)
+    assert all(len(line.rstrip()) <= columns for line in table.splitlines()) and "…" not in table
+    assert {"direction", "undecided", "measured", "tested", "recomputed,", "profile"} <= set(table.split())
 
 
 def test_a_ledger_may_be_kept_and_reported_at_once(project, capsys):
