@@ -50,7 +50,8 @@ NAMES = {
         *("tasks.task", "tasks.tasks", "tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"),
     ],
     "Evaluations": [
-        *(f"evaluation.{name}" for name in ("plan", "run", "read", "table", "summary", "answers", "answered", "feed")),
+        *(f"evaluation.{name}" for name in ("plan", "run", "read", "table", "summary", "metrics")),
+        *(f"evaluation.{name}" for name in ("answers", "answered", "feed")),
         *("evaluation.planning.Plan", "evaluation.planning.System", "evaluation.planning.CompressAt"),
         *("evaluation.records.Answer", "evaluation.answering.Fed", "evaluation.running.Advance"),
     ],
