@@ -13,7 +13,7 @@ import os
 import sys
 import tomllib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -75,9 +75,9 @@ def files(part: str, pattern: str, folder: Path | None = None) -> list[Path]:
     return sorted(path for path in (folder / part).glob(pattern) if path.is_file()) if folder else []
 
 
-def code_hash(folder: Path | None = None) -> str | None:
+def code_hash(folder: Path | None = None, parts: Iterable[str] = CODE) -> str | None:
     """sha256 over the own code of the workspace, of that at `folder` or the one in use; None where there is none."""
-    paths = [path for part in CODE for path in files(part, "**/*.py", folder)]
+    paths = [path for part in parts for path in files(part, "**/*.py", folder)]
     if not paths:
         return None
     digest = hashlib.sha256()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -128,6 +129,27 @@ def test_a_job_is_run_again_once_the_code_of_the_workspace_has_changed(bare):
     path.write_text(path.read_text() + "\n# another line\n")
     keys.append(content.key(bare / "toy.ipynb", {}))
     assert len(set(keys)) == 3 and keys[2] == content.key(bare / "toy.ipynb", {})
+
+
+@pytest.mark.parametrize(
+    "source, policy_text, parameters, again",
+    [
+        ("import kvlab", "", {"seed": 0}, False),
+        ("from kvlab import tasks", "", {}, True),
+        ("import kvlab", "from kvlab_workspace import other", {}, True),
+        ("import kvlab", "", {"names": ["my_task"]}, True),
+    ],
+    ids=["no task in reach", "notebook", "policy", "parameter"],
+)
+def test_a_new_task_runs_only_jobs_again_that_can_reach_it(bare, source, policy_text, parameters, again):
+    cell = {"cell_type": "code", "source": source}
+    (bare / "toy.ipynb").write_text(json.dumps({"cells": [cell]}))
+    path = policy(bare, "mine.py", "mine")
+    path.write_text(f"{path.read_text()}\n# {policy_text}\n")
+    before = content.key(bare / "toy.ipynb", parameters)
+    (bare / "tasks").mkdir()
+    (bare / "tasks" / "riddles.py").write_text("# a task\n")
+    assert (content.key(bare / "toy.ipynb", parameters) != before) is again
 
 
 def test_without_a_working_directory_kvlabs_own_are_still_there(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from kvlab.inputs import packs
 from kvlab.inputs.models import MODELS, cached
 from kvlab.inputs.models.hashes import remembered_sha256
 from kvlab.lib import workspace
-from kvlab.lib.files import expanded, parsed
+from kvlab.lib.files import expanded, parsed, read_text
 from kvlab.workbench import project
 from kvlab.workbench.experiments import notebooks
 
@@ -23,6 +24,8 @@ LIBRARIES = ("torch", "transformers", "numpy")
 LOOKED_UP = ("alone", "heads", "tables")
 """Parameters that name what was measured for a model and comes with kvlab, in a folder of that name; AUTO: its own."""
 AUTO = "auto"
+REACHES_TASKS = re.compile("task|evaluation|kvlab_workspace", re.IGNORECASE)
+"""Text that a notebook or policy needs to reach a task of the workspace."""
 
 
 def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
@@ -34,10 +37,22 @@ def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
         "inputs": {text: _fingerprint(text) for text in sorted(set(_texts(parameters.values())))},
         "looked_up": {name: _shipped(name, parameters) for name in LOOKED_UP if name in parameters},
         "kvlab": [project.version(), project.code_hash()],
-        "workspace": workspace.code_hash(),
+        "workspace": workspace.code_hash(parts=_own_parts(notebook, parameters)),
         "libraries": _libraries(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _own_parts(notebook: Path, parameters: Mapping[str, Any]) -> list[str]:
+    """The folders of the workspace whose code a job may run: `tasks` only where some text of the job can reach a task."""
+    texts = itertools.chain(
+        notebooks.code(notebook),
+        _texts([dict(parameters)]),
+        parameters,
+        (read_text(path) for path in workspace.files("policies", "**/*.py")),
+    )
+    tasks = any(map(REACHES_TASKS.search, texts))
+    return [part for part in workspace.CODE if tasks or part != "tasks"]
 
 
 def _shipped(kind: str, parameters: Mapping[str, Any]) -> str | None:
