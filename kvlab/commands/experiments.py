@@ -80,6 +80,7 @@ def run(
     chosen, given = options.models(models or []), options.overrides(parameters or [])
     if chosen:
         _refuse_models(experiment, given)
+    _say_maker()
     results = driver.run(experiment, profile, given, jobs, fresh, cluster=cluster, models=chosen)
     try:
         finish(results)
@@ -88,6 +89,14 @@ def run(
             typer.echo(f"a trial: its parameters are not those of the {profile} profile, so the report leaves it out")
     finally:
         typer.echo(f"MLflow UI: {ui.told([experiment])}")
+
+
+def _say_maker() -> None:
+    """Say on stderr where another version of kvlab made the workspace."""
+    from kvlab.workbench.workspace import origin
+
+    if other := origin.other_version():
+        typer.echo(f"note: {other}; `kvlab doctor` says what changed", err=True)
 
 
 def _made(results: list[Result]) -> None:
@@ -138,6 +147,7 @@ def reproduce(
     compare = kept.place(compare)
     before = kept.every(compare, chosen) if compare else None  # refused before hours of work
     steady = stability.read()
+    _say_maker()
     results = driver.run(names, profile, None, jobs, fresh, cluster=cluster, models=chosen)
     ledger = report.entries()
     page = report.save(ledger, steady=steady)

@@ -55,18 +55,27 @@ def workspace(folder: Path | None = None) -> Path | None:
         found = path.stat()
     except (OSError, KvlabError):
         return None
-    return path.parent if _marked(path, found.st_mtime_ns, found.st_size) else None
+    return path.parent if _table(path, found.st_mtime_ns, found.st_size).get("workspace") is True else None
 
 
 @functools.lru_cache(maxsize=16)
-def _marked(path: Path, changed: int, size: int) -> bool:
+def _table(path: Path, changed: int, size: int) -> Mapping[str, object]:
+    """The table `[tool.kvlab]` of a pyproject.toml; size and time are there so that a change is seen."""
     try:
         table = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise KvlabError(f"{path} is not valid TOML: {first_line(error)}") from None
     tool = table.get("tool")
     mine = tool.get("kvlab") if isinstance(tool, dict) else None
-    return isinstance(mine, dict) and mine.get("workspace") is True
+    return mine if isinstance(mine, dict) else {}
+
+
+def made_by(folder: Path) -> str | None:
+    """The version of kvlab that made the workspace at `folder`; None where its pyproject.toml does not say it."""
+    path = folder / "pyproject.toml"
+    found = path.stat()
+    version = _table(path, found.st_mtime_ns, found.st_size).get("made_by")
+    return version if isinstance(version, str) else None
 
 
 def files(part: str, pattern: str, folder: Path | None = None) -> list[Path]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
+from kvlab.lib import workspace
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import project
 
@@ -64,8 +65,12 @@ def python() -> Finding:
 
 
 def versions() -> Finding:
-    """The installed packages against the pins of constraints.txt, where the project has one."""
-    file = project.root() / "constraints.txt"
+    """The installed packages against the pins of a checkout's constraints.txt or a workspace's requirements.txt."""
+    if workspace.workspace():
+        file, mend = project.root() / "requirements.txt", "pip install -r requirements.txt"
+    else:
+        file = project.root() / "constraints.txt"
+        mend = "pip install -c constraints.txt -e '.[notebooks,test,docs,lm-eval]'"
     if not file.exists():
         missing = _missing()
         return Finding(
@@ -73,10 +78,10 @@ def versions() -> Finding:
             BAD if missing else GOOD,
             f"missing: {', '.join(missing)}"
             if missing
-            else f"kvlab {project.version()}; no constraints.txt here to compare with",
+            else f"kvlab {project.version()}; no {file.name} here to compare with",
             "pip install kvlab again" if missing else "",
         )
-    pins = dict(re.findall(r"^([\w.\-]+)==(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+    pins = dict(re.findall(r"^([\w.\-]+)(?:\[[\w,\-]*\])?==(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
     absent, unpinned = [], []
     for name, wanted in pins.items():
         try:
@@ -94,7 +99,7 @@ def versions() -> Finding:
             "packages",
             BAD if needed else REMARK,
             "; ".join(wrong[:4]) + more,
-            "pip install -c constraints.txt -e '.[notebooks,test,docs,lm-eval]'",
+            mend,
         )
     return Finding("packages", GOOD, f"kvlab {project.version()} and {len(pins) - len(absent)} packages as pinned")
 
@@ -102,9 +107,20 @@ def versions() -> Finding:
 def experiments() -> Finding:
     """The project's experiments: `kvlab run` and `kvlab reproduce` need them, all other commands work without."""
     from kvlab.workbench import experiments as files
+    from kvlab.workbench.workspace import origin
 
     try:
-        return Finding("project", GOOD, f"{len(files.names())} experiments in {project.root()}")
+        found = f"{len(files.names())} experiments in {project.root()}"
+        if not (other := origin.other_version()):
+            return Finding("project", GOOD, found)
+        files_changed = ", ".join(origin.changed(project.root())) or "no file"
+        return Finding(
+            "project",
+            REMARK,
+            f"{found}; {other}; {files_changed} of the common files differ from its own",
+            f'compare them with those of a new workspace (kvlab new), then write made_by = "{project.version()}" into '
+            "pyproject.toml",
+        )
     except KvlabError as error:
         problem, _, mend = str(error).partition("; ")
         return Finding("project", REMARK, problem, mend)

@@ -4,8 +4,10 @@ import json
 import sqlite3
 
 import pytest
+from support.commands import call
 from typer.testing import CliRunner
 
+import kvlab
 from kvlab.cli import app
 from kvlab.workbench import doctor
 
@@ -89,3 +91,22 @@ def test_the_disk_of_a_store_elsewhere_is_looked_at_too(project, monkeypatch, tm
     assert str(far) not in doctor.disk().found
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{far / 'mlflow.db'}")
     assert f"GB free for the store ({far})" in doctor.disk().found
+
+
+def test_a_workspace_of_another_version_names_both_and_the_files_that_differ(made, capsys):
+    assert doctor.experiments().state == "ok" and doctor.versions().state == "ok"
+    mark = made / "pyproject.toml"
+    mark.write_text(mark.read_text().replace(kvlab.__version__, "0.0.9"))
+    (made / "conftest.py").unlink()
+    (made / "Makefile").write_text("old:\n")
+    found = doctor.experiments()
+    assert found.state == "remark" and "kvlab 0.0.9 made" in found.found and kvlab.__version__ in found.found
+    assert "Makefile, conftest.py" in found.found and "test_project" not in found.found
+    _, _, said = call(capsys, "run", "first_tokens", "-p", "tokens=-1")
+    assert "kvlab 0.0.9 made" in said and "kvlab doctor" in said
+
+
+def test_a_workspaces_pins_are_those_of_its_requirements(made):
+    (made / "requirements.txt").write_text("kvlab[notebooks,workspace]==0.0.9\n")
+    found = doctor.versions()
+    assert "kvlab" in found.found and "pinned: 0.0.9" in found.found and "requirements.txt" in found.mend
