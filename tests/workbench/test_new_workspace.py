@@ -280,3 +280,15 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     for name in ("new", "add"):
         assert "Examples" in call(capsys, name, "--help")[1]
     assert set(KINDS) == {"policy", "claim", "notebook", "task"}
+
+
+def test_outputs_of_a_changed_cell_are_named_by_the_tests_and_saved_by_make_notebooks(made):
+    """A small notebook in place of the example, which takes a model."""
+    path = made / "notebooks" / "sum.ipynb"
+    path.write_text(rendering.notebook("# %%\n# NBVAL_CHECK_OUTPUT\nprint(1 + 2)\n#> 2"))
+    command = "make notebooks NOTEBOOKS='notebooks/sum.ipynb'"
+    assert command in pytest_says(made, "--nbval-lax", path)
+    python = Path(sys.executable).parent
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command], cwd=made, check=True, capture_output=True, env=environment)
+    assert "3\n" in path.read_text().replace("\\n", "\n") and "passed" in pytest_passes(made, "--nbval-lax", path)
