@@ -92,10 +92,16 @@ class Findings:
         """The mean of `left - right`, paired by their index (documents, examples), with its interval.
 
         Raises:
-            KvlabError: the two sides do not have the same index.
+            KvlabError: the two sides do not have the same index, or an entry of it occurs twice.
         """
         if set(left.index) != set(right.index):
             raise KvlabError(f"{effect.format(**keys)}: the two sides were measured on different documents")
+        if not left.index.is_unique:
+            twice = left.index[left.index.duplicated()][0]
+            raise KvlabError(
+                f"{effect.format(**keys)}: {twice!r} is measured twice; give each budget an effect of its own, or an "
+                "index that tells the two apart"
+            )
         self.add(effect, left - right, **keys)
 
     def set(self, effect: str, value: float, interval: tuple[float, float] | None = None, /, **keys: Hashable) -> Row:

@@ -113,13 +113,13 @@ def experiments() -> Finding:
         found = f"{len(files.names())} experiments in {project.root()}"
         if not (other := origin.other_version()):
             return Finding("project", GOOD, found)
-        files_changed = ", ".join(origin.changed(project.root())) or "no file"
+        files_changed = origin.changed(project.root())
+        differing = f"; it writes {', '.join(files_changed)} differently" if files_changed else ""
         return Finding(
             "project",
             REMARK,
-            f"{found}; {other}; {files_changed} of the common files differ from its own",
-            f'compare them with those of a new workspace (kvlab new), then write made_by = "{project.version()}" into '
-            "pyproject.toml",
+            f"{found}; {other}{differing}",
+            f'compare with a new workspace (kvlab new), then write made_by = "{project.version()}" into pyproject.toml',
         )
     except KvlabError as error:
         problem, _, mend = str(error).partition("; ")

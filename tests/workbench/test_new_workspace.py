@@ -205,13 +205,16 @@ def test_a_trace_is_explored_with_the_workspaces_policy(made, monkeypatch):
 def test_a_notebook_that_add_writes_runs(made, reader, monkeypatch):
     notebook, experiment = add("notebook", "tried")
     assert experiments.names() == ["first_tokens", "tried"] and experiment.name == "tried.yaml"
-    run = executed(notebook, reader, monkeypatch, tokens=60, new_tokens=3, budget=40, policies=["h2o", "knorm", "ends"])
-    assert run.state == "FINISHED" and run.metrics["output_error/knorm"] > 0
-    assert run.metrics["saved/h2o/ends"] == pytest.approx(
-        run.metrics["output_error/ends"] - run.metrics["output_error/h2o"]
-    )
+    chosen = {"budgets": [40, 50], "policies": ["h2o", "knorm", "ends"]}
+    run = executed(notebook, reader, monkeypatch, tokens=60, new_tokens=3, **chosen)
+    assert run.state == "FINISHED" and run.metrics["output_error/knorm/50"] > 0
+    assert run.metrics["output_error/ends/40"] != run.metrics["output_error/ends/50"]
+    for budget in (40, 50):
+        assert run.metrics[f"saved/h2o/ends/{budget}"] == pytest.approx(
+            run.metrics[f"output_error/ends/{budget}"] - run.metrics[f"output_error/h2o/{budget}"]
+        )
     cells = [cell for cell in notebooks.cells(notebook) if "NBVAL_CHECK_OUTPUT" in notebooks.source(cell)]
-    assert [cell["outputs"][0]["text"] for cell in cells] == [["as many entries for all: True\n"]]
+    assert [cell["outputs"][0]["text"] for cell in cells] == [["as many entries for all at each budget: True\n"]]
 
 
 def test_a_notebook_of_tasks_runs_and_logs_what_claims_name(made, reader, monkeypatch):

@@ -44,7 +44,7 @@ def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
 
 
 def _own_parts(notebook: Path, parameters: Mapping[str, Any]) -> list[str]:
-    """The folders of the workspace whose code a job may run: `tasks` only where some text of the job can reach a task."""
+    """The folders of the workspace whose code a job may run: `tasks` only where some text of the job reaches a task."""
     texts = itertools.chain(
         notebooks.code(notebook),
         _texts([dict(parameters)]),
