@@ -30,7 +30,7 @@ LAYERS = (
 ).split()
 # ... and those of `workbench`.
 SHELVES = (
-    "project experiments store jobs figures explorer method_pages report mlflow_app ui doctor listing lab workspace"
+    "project experiments store jobs figures explorer method_pages report mlflow_app ui workspace doctor listing lab"
 ).split()
 
 
