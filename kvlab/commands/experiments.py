@@ -93,9 +93,9 @@ def run(
 
 def _say_maker() -> None:
     """Say on stderr where another version of kvlab made the workspace."""
-    from kvlab.workbench.workspace import origin
+    from kvlab.workbench import project
 
-    if other := origin.other_version():
+    if other := project.other_version():
         typer.echo(f"note: {other}; `kvlab doctor` says what changed", err=True)
 
 

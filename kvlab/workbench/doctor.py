@@ -111,7 +111,7 @@ def experiments() -> Finding:
 
     try:
         found = f"{len(files.names())} experiments in {project.root()}"
-        if not (other := origin.other_version()):
+        if not (other := project.other_version()):
             return Finding("project", GOOD, found)
         files_changed = origin.changed(project.root())
         differing = f"; it writes {', '.join(files_changed)} differently" if files_changed else ""

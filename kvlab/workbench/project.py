@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from kvlab.errors import KvlabError
-from kvlab.lib.workspace import root
+from kvlab.lib.workspace import made_by, root, workspace
 
 __all__ = ["checkout", "code_hash", "commit", "root", "version"]
 
@@ -43,6 +43,15 @@ def version() -> str:
         return installed("kvlab")
     except PackageNotFoundError:
         return "0+unknown"
+
+
+def other_version() -> str | None:
+    """A sentence where another version of kvlab made the workspace in use; else None."""
+    folder = workspace()
+    maker = made_by(folder) if folder else None
+    if maker is None or maker == version():
+        return None
+    return f"kvlab {maker} made this workspace, and kvlab {version()} runs it"
 
 
 def commit(folder: Path | None = None) -> str | None:
