@@ -105,8 +105,8 @@ def _made(results: list[Result]) -> None:
 
     connection = database.client()
     for result in results[:MOST]:
-        if told := artifacts.left(connection, result.run_id):
-            typer.echo(f"{result.job.experiment} ({result.job.name}): {told}")
+        if lines := artifacts.left(connection, result.run_id):
+            typer.echo(f"{result.job.experiment} ({result.job.name}):\n  " + "\n  ".join(lines))
     if len(results) > MOST:
         typer.echo(f"... and {len(results) - MOST} more; the MLflow UI lists them")
 

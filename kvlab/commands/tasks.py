@@ -85,6 +85,7 @@ def eval_(
     from kvlab.inputs import models
     from kvlab.methods import registry
     from kvlab.workbench import project
+    from kvlab.workbench.experiments import limits
     from kvlab.workbench.figures import evaluation
     from kvlab.workbench.report import answered
     from kvlab.workbench.store import database
@@ -99,6 +100,8 @@ def eval_(
     ]
     if not plans:
         raise typer.BadParameter("name at least one task")
+    for wanted in plans:
+        limits.check({**wanted.task.model_dump(), "model": model}, wanted.task.name)
     if log:
         database.ensure_store()  # refused before the answers are computed
     lm, answers = models.load(model, device, dtype), []

@@ -1,6 +1,7 @@
 """Models as people hold them: wrapped, adapted, compiled, offloaded, and under autocast."""
 
 import copy
+import json
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -40,6 +41,13 @@ class Held(nn.Module):
         return self.model(*args, **kwargs)
 
 
+class Engine:
+    """An object that is no module and has a model, as serving code does."""
+
+    def __init__(self, model):
+        self.model = model
+
+
 def model():
     return kvlab.random_lm("tiny-llama-gqa", dtype="float32", vocab_size=128).model
 
@@ -62,6 +70,27 @@ def test_wrapper_gives_what_its_model_gives(wrap):
     with kvlab.compress(wrapper, "full") as session:
         wrapper(IDS)
     assert session.kept(0).shape[-1] == 60
+
+
+def test_object_with_a_model_and_one_process_of_distributed_training(tmp_path):
+    plain = model()
+    assert generated(Engine(plain), through=plain) == generated(plain)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        wrapper = nn.parallel.DistributedDataParallel(plain.requires_grad_(True))
+        assert generated(wrapper, through=plain) == generated(plain)
+        with kvlab.compress(wrapper, "full") as session:
+            wrapper(IDS)
+        assert session.kept(0).shape[-1] == 60
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_adapters_folder_is_named_with_its_base(tmp_path):
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "some/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(kvlab.KvlabError, match=r"LoRA adapter.*some/base|LORA adapter.*some/base"):
+        kvlab.load(tmp_path)
 
 
 def test_wrapper_of_two_models_is_asked_for_one():

@@ -63,7 +63,7 @@ def test_a_server_is_asked_with_user_and_password(guarded, monkeypatch):
 def test_what_a_server_refuses_is_told_without_the_password(guarded, monkeypatch):
     host, _ = guarded
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://ada:{SECRET}-no@{host}")
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(KvlabError, match="refuses the user: set MLFLOW_TRACKING_USERNAME") as caught:
         database.client().search_experiments()
     assert SECRET not in repr(caught.value) + str(caught.value)
 
@@ -101,6 +101,7 @@ def test_a_folder_is_refused_before_a_model_is_loaded(project, monkeypatch, caps
         ("http://a:b@host:5000/x", "http://host:5000/x"),
         ("https://a:p@ss@host/x and postgresql+psycopg2://u:p@db/y", "https://host/x and postgresql+psycopg2://db/y"),
         ("mail ada@host, http://host/a@b", "mail ada@host, http://host/a@b"),
+        ("mysql://h/x?user=a&password=p&ssl=1 away", "mysql://h/x?user=a&password=...&ssl=1 away"),
         ("sqlite:////tmp/a@b/mlflow.db", "sqlite:////tmp/a@b/mlflow.db"),
     ],
 )

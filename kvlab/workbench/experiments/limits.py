@@ -16,7 +16,7 @@ from kvlab.workbench.experiments import content
 # Parameters that say how many tokens a prompt has, alone or in a mapping with `new_tokens` beside.
 PROMPTS = ("tokens", "length", "shorter", "longest")
 # Lists of such numbers.
-LADDERS = ("contexts", "needle_lengths")
+LADDERS = ("contexts", "needle_lengths", "lengths")
 # Parameters that say how much is cut out of every document.
 CUTS = ("tokens", "shorter")
 # A prompt may hold this many tokens besides the document's part: the request and the chat template.
@@ -58,7 +58,7 @@ def _prompts(parameters: Mapping[str, Any], inside: str = "") -> Iterator[tuple[
         if isinstance(value, Mapping):
             yield from _prompts(value, f"{name}.")
             continue
-        ladder = value if name in LADDERS and isinstance(value, list) else [value] if name in PROMPTS else []
+        ladder = value if name in LADDERS and isinstance(value, list | tuple) else [value] if name in PROMPTS else []
         for tokens in filter(_is_count, ladder):
             yield f"{inside}{name}", tokens, response if _is_count(response) else 0
 

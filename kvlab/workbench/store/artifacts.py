@@ -19,28 +19,30 @@ if TYPE_CHECKING:
     from kvlab.workbench.store.patience import Patient
 
 
-def left(connection: Patient, run_id: str) -> str:
-    """What a job left, in words: where its executed notebook and its figures are, and how many claims stand where;
-    empty where the store has lost the run since.
+def left(connection: Patient, run_id: str) -> list[str]:
+    """Lines that say where a job's executed notebook and figures are, and the verdicts of its claims.
+
+    Empty where the store has lost the run since.
     """
     from mlflow.exceptions import MlflowException
 
     try:
         run = connection.get_run(run_id)
     except MlflowException:
-        return ""
+        return []
     figures = sum(1 for _ in files(connection, run, "figures", ".png"))
     notebooks = [path.name for path in files(connection, run, "notebook", ".html")]
     place = urlsplit(run.info.artifact_uri or "")
     here = place.scheme in ("", "file")
     folder = _short(Path(url2pathname(place.path))) if here else f"run {run.info.run_id}"
-    parts = [f"{folder}/notebook/{name}" for name in notebooks]
-    parts += [f"{figures} {plural(figures, 'figure')} in {folder}/figures"] * bool(figures)
+    found = [f"notebook/{name}" for name in notebooks]
+    found += [f"{figures} {plural(figures, 'figure')} in figures"] * bool(figures)
+    parts = [f"{folder}: {', '.join(found)}"] * bool(found)
     for path in files(connection, run, "", ".json"):
         if path.name == "claims.json":
             counts = Counter(each["verdict"] for each in json.loads(path.read_text(encoding="utf-8"))).most_common()
-            parts += ["claims: " + ", ".join(f"{n} {verdict}" for verdict, n in counts)] * bool(counts)
-    return "; ".join(parts) or f"run {run.info.run_id}"
+            parts += ["all its claims: " + ", ".join(f"{n} {verdict}" for verdict, n in counts)] * bool(counts)
+    return parts or [f"run {run.info.run_id}"]
 
 
 def _short(folder: Path) -> str:

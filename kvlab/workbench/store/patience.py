@@ -81,6 +81,11 @@ class Patient:
                 except (MlflowException, RequestException) as error:
                     if not self._away(error):
                         _hide_password(error)
+                        if _is_forbidden(error):
+                            raise KvlabError(
+                                f"the MLflow store at {without_password(self._client.tracking_uri)} refuses the user: "
+                                "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+                            ) from error
                         raise
                     if not self._lost:
                         deadline = deadline or self._begin_to_wait()
@@ -119,6 +124,15 @@ class Patient:
             if self._answers():
                 return True
         return False
+
+
+def _is_forbidden(error: Exception) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    refusals = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED")
+    return isinstance(error, MlflowException) and (
+        error.error_code in refusals or "failed with error code 401" in error.message
+    )
 
 
 def _hide_password(error: Exception) -> None:
