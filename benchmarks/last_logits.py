@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvlab.bench import clock, meters
-from kvlab.core import products
+from kvlab.core import onednn
 from kvlab.inputs import models
 
 
@@ -42,7 +42,7 @@ def main(
     heads = {name: torch.nn.Linear(*weight.shape[::-1], bias=False, device="meta") for name in ("torch", "folded")}
     for head in heads.values():
         head.weight = weight
-    products.fold_rows(heads["folded"])
+    onednn.fold_rows(heads["folded"])
     grid = Table(title=f"{lm.name}, {meters.device_name(lm.device)}, bfloat16", box=box.MARKDOWN)
     for title in ("texts", "torch, ms", "folded, ms", "folded over torch", "range"):
         grid.add_column(title, justify="right")

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from kvlab import methods
 from kvlab.bench import clock, meters, timing
-from kvlab.core import products
+from kvlab.core import onednn
 from kvlab.inputs import models
 
 LIBRARIES = {"torch": "0", "oneDNN": "1"}
@@ -36,7 +36,7 @@ SHOWN = {"prefill, s": 1, "prefill in kvlab, s": 1, "a step, ms": 1000}
 
 def timed(name: str, lm: models.LM, ids: torch.Tensor, steps: int) -> tuple[list[float], list[torch.Tensor]]:
     """Seconds of both prefills and of one step, and both prompts' last logits."""
-    os.environ[products.SWITCH] = LIBRARIES[name]  # attention asks at each of its calls
+    os.environ[onednn.SWITCH] = LIBRARIES[name]  # attention asks at each of its calls
     times, logits = [clock.busy(lm.device)], []
     with WHOLE.session(lm):
         logits.append(lm.model(ids[None], use_cache=True, logits_to_keep=1).logits[0, -1])
@@ -60,11 +60,11 @@ def main(
     """Time prefills and steps by either library, and print their ratio."""
     lengths, console = tokens or [512, 2048], Console(width=140)
     with in_a_sentence():
-        os.environ[products.SWITCH] = LIBRARIES["torch"]
+        os.environ[onednn.SWITCH] = LIBRARIES["torch"]
         lm = models.load(model, device="cpu", dtype="float32")
     lms = {"torch": lm, "oneDNN": models.LM(copy.deepcopy(lm.model), lm.tokenizer, lm.name, lm.sha256)}
-    os.environ[products.SWITCH] = LIBRARIES["oneDNN"]
-    products.hasten(lms["oneDNN"].model)
+    os.environ[onednn.SWITCH] = LIBRARIES["oneDNN"]
+    onednn.hasten(lms["oneDNN"].model)
     grid = Table(title=f"{lm.name}, {meters.device_name(lm.device)}", box=box.MARKDOWN)
     for title in ("tokens", "", "torch", "oneDNN", "oneDNN over torch", "range", "differs by"):
         grid.add_column(title, justify="left" if title == "" else "right")

@@ -36,8 +36,8 @@ from kvlab.bench import clock, meters, timing
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs import models, shapes
-from kvlab.methods.clock import take
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.clock import take
+from kvlab.methods._base.prompt import Prompt
 
 SHAPE = "llama-3.1-8b"
 LENGTHS = 8192, 32768, 131072

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from kvlab.live.fidelity import closed_against_open, fidelity
     from kvlab.live.session import compress
     from kvlab.methods import Policy, policies, policy
+    from kvlab.render.explorer.explore import explore
     from kvlab.replays.run import replay
     from kvlab.traces.run import capture
     from kvlab.traces.trace import Trace
-    from kvlab.workbench.explorer.explore import explore
 
 # Beside other work torch's threads wait in vain for one that the system has put aside, spinning on a core that the
 # other could use: several times slower on two cores. With a short spin they sleep. The OpenMP library reads this as it
@@ -33,7 +33,7 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "2000"
 
 # oneDNN, and torch's layer over it, keep their last kernels, half a megabyte each, and meet a new shape with each
-# length of a prompt. 256 are enough for the blocks of 8k tokens (`core/products.py`); beyond, making them anew costs a
+# length of a prompt. 256 are enough for the blocks of 8k tokens (`core/onednn.py`); beyond, making them anew costs a
 # tenth of the attention. Their own limits of 1024 would fill half a gigabyte.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
@@ -74,7 +74,7 @@ _HOMES = {
     "replays.run": ("replay",),
     "traces.run": ("capture",),
     "traces.trace": ("Trace",),
-    "workbench.explorer.explore": ("explore",),
+    "render.explorer.explore": ("explore",),
 }
 
 

@@ -26,11 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 LONG = (
     "lib/test_never_lose.py",
     "workbench/test_wheel.py",
-    "workbench/test_warm.py",
+    "workbench/test_warm_start.py",
     "workbench/test_papermill.py",
     "workbench/test_lab.py",
     "project/test_site.py",
-    "workbench/test_places.py",
+    "workbench/test_executors.py",
     "project/test_docs.py",
     "workbench/test_roundtrip.py",
     "workbench/test_notebooks_by_shape.py",

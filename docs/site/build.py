@@ -24,10 +24,10 @@ from kvlab import papers
 from kvlab.inputs.models.catalogue import DEFAULT
 from kvlab.methods import registry
 from kvlab.papers.claim import Claim
-from kvlab.workbench.report import kept, stability
-from kvlab.workbench.report.across import across
+from kvlab.workbench.report import snapshots, stability
 from kvlab.workbench.report.ledger import Entry
-from kvlab.workbench.report.subjects import subjects
+from kvlab.workbench.report.ledger_models import subjects
+from kvlab.workbench.report.model_agreement import across
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -35,16 +35,21 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 # What the public names take and give, what a policy or a task of one's own meets, and what else people import by name.
 NAMES = {
     "What these take and give": [
-        *("replays.single.Replay", "replays.results.Replays", "live.session.Session", "live.fidelity.Fidelity"),
+        *("replays.replay.Replay", "replays.results.Replays", "live.session.Session", "live.fidelity.Fidelity"),
         *("live.fidelity.Loops", "live.cache.LiveCache", "live.cache.Host", "inputs.corpus.Question"),
-        *("workbench.explorer.explorer.Explorer", "workbench.explorer.look.Spot", "workbench.explorer.look.Look"),
-        "workbench.store.patience.Patient",
+        *("render.explorer.explorer.Explorer", "render.explorer.query_view.Spot", "render.explorer.query_view.Look"),
+        "workbench.store.retries.Patient",
         *("core.layout.Layout", "core.storage.Storage", "core.softmax.Softmax", "core.rotation.Rotation"),
     ],
     "What a policy sees": [
-        *("methods.prompt.Prompt", "core.store.LayerStore", "methods.clock.Step", "methods.needs.Needs"),
-        *("methods.repeating.Repetition", "methods.repeating.Part", "methods.prompt.Asks"),
-        *("methods.base.Budget", "core.ranking.top_positions"),
+        *(
+            "methods._base.prompt.Prompt",
+            "core.store.LayerStore",
+            "methods._base.clock.Step",
+            "methods._base.needs.Needs",
+        ),
+        *("methods._base.repeating.Repetition", "methods._base.repeating.Part", "methods._base.prompt.Asks"),
+        *("methods._base.policy.Budget", "core.ranking.top_positions"),
     ],
     "Tasks, and what they are made of": [
         *("tasks.task", "tasks.tasks", "tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"),
@@ -70,8 +75,8 @@ ALIASES = [
 ]
 # What people use besides.
 MODULES = {
-    "Findings and their words": ["kvlab.analyses.findings", "kvlab.analyses.telling"],
-    "Figures": ["kvlab.workbench.figures.plots"],
+    "Findings and their words": ["kvlab.analyses.findings", "kvlab.render.phrases"],
+    "Figures": ["kvlab.render.figures.plots"],
     "Measures": ["kvlab.instruments.measures"],
     "Attention": ["kvlab.core.attention"],
     "Probes": ["kvlab.instruments.probes", "kvlab.instruments.records"],
@@ -150,7 +155,7 @@ def _ledger() -> str:
     """All claims in one table with the verdicts of the kept ledgers, narrowed by paper, verdict, kind and words."""
     claims = papers.claims()
     labels = {paper.name: paper.label for paper in papers.papers()}
-    models = {path.stem: kept.read(path) for path in (ROOT / "docs" / "ledger").glob("*.csv")}
+    models = {path.stem: snapshots.read(path) for path in (ROOT / "docs" / "ledger").glob("*.csv")}
     states = {model: {entry.claim.id: entry for entry in models[model]} for model in sorted(models, key=_default_first)}
     kinds = dict.fromkeys(claim.kind for claim in claims)
 

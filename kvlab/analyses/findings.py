@@ -13,7 +13,7 @@ import pandas as pd
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib.intervals import bounded, summarise
-from kvlab.papers.judging import GENRE
+from kvlab.papers.verdict import GENRE
 
 DOCUMENT = "document"  # the name of the index that says on which document a repetition was measured
 LEAST = 2  # documents of a genre whose mean is worth a look

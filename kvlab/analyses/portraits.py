@@ -14,16 +14,16 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvlab.analyses import lookups
+from kvlab.analyses import shipped_tables
 from kvlab.analyses.texts import to_summarise
 from kvlab.bench import clock, memory, meters
 from kvlab.bench.timing import Contender, generate
 from kvlab.inputs import corpus
 from kvlab.instruments.probes import Probe, Seen
 from kvlab.instruments.records import Records
-from kvlab.lib import bars, intervals
+from kvlab.lib import intervals, progress_bars
 from kvlab.methods import Policy, has_budget, policy
-from kvlab.replays.single import Replay
+from kvlab.replays.replay import Replay
 from kvlab.traces import shared
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def chosen(lm: LM, name: str, budget: float) -> Policy:
     if name == "duoattention":
         # Its default parts would take the whole budget of a prompt this short, and leave no retrieval head.
         given |= {"sinks": 4, "recent": 32}
-    return lookups.with_measured(lm, policy(name, **given))
+    return shipped_tables.with_measured(lm, policy(name, **given))
 
 
 def traces(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -> list[Trace]:
@@ -230,7 +230,7 @@ def costs(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) ->
 
 def _fed(settings: Settings) -> int:
     """The work of one timed run, in tokens of a prefill."""
-    return bars.work(settings.tokens, *[1] * settings.new_tokens)
+    return progress_bars.work(settings.tokens, *[1] * settings.new_tokens)
 
 
 def work(names: Sequence[str], settings: Settings) -> int:

@@ -62,7 +62,7 @@ def count(ledger: list[Entry]) -> None:
 
 def _labels(ledger: list[Entry]) -> dict[str, str]:
     """Model -> what it is called, with its size."""
-    from kvlab.workbench.report.subjects import subjects
+    from kvlab.workbench.report.ledger_models import subjects
 
     return {subject.name: " ".join([subject.label, subject.size]).strip() for subject in subjects(ledger)}
 

@@ -12,7 +12,7 @@ from kvlab.commands import claims, options
 from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
-    from kvlab.workbench.jobs.running import Result
+    from kvlab.workbench.jobs.running_job import Result
     from kvlab.workbench.report.ledger import Entry
 
 PROFILES = "quick: minutes on two cores; full: hours on a CPU; gpu: an 8B model"
@@ -75,13 +75,13 @@ def run(
     """Run one experiment through papermill and log it to MLflow. Finished jobs are not run again."""
     from kvlab.workbench import ui
     from kvlab.workbench.experiments import TRIAL
-    from kvlab.workbench.jobs import driver
+    from kvlab.workbench.jobs import launch
 
     chosen, given = options.models(models or []), options.overrides(parameters or [])
     if chosen:
         _refuse_models(experiment, given)
     _say_maker()
-    results = driver.run(experiment, profile, given, jobs, fresh, cluster=cluster, models=chosen)
+    results = launch.run(experiment, profile, given, jobs, fresh, cluster=cluster, models=chosen)
     try:
         finish(results)
         _made(results)
@@ -136,19 +136,19 @@ def reproduce(
 ) -> None:
     """Run all experiments, write the report and print the claims with their verdicts."""
     from kvlab.workbench import experiments
-    from kvlab.workbench.jobs import driver
-    from kvlab.workbench.report import kept, stability
+    from kvlab.workbench.jobs import launch
     from kvlab.workbench.report import page as report
+    from kvlab.workbench.report import snapshots, stability
 
     names = experiments.names()
     if not names:
         experiments.load("")  # says where experiments would have to be
     chosen = options.models(models or [])
-    compare = kept.place(compare)
-    before = kept.every(compare, chosen) if compare else None  # refused before hours of work
+    compare = snapshots.place(compare)
+    before = snapshots.every(compare, chosen) if compare else None  # refused before hours of work
     steady = stability.read()
     _say_maker()
-    results = driver.run(names, profile, None, jobs, fresh, cluster=cluster, models=chosen)
+    results = launch.run(names, profile, None, jobs, fresh, cluster=cluster, models=chosen)
     ledger = report.entries()
     page = report.save(ledger, steady=steady)
     claims.show(ledger)
@@ -197,9 +197,9 @@ def report(
     compare: Compare = None,
 ) -> None:
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
-    from kvlab.workbench.report import boards, kept, stability
     from kvlab.workbench.report import page as ledger
-    from kvlab.workbench.report.mistakes import mistakes
+    from kvlab.workbench.report import snapshots, stability, task_scores
+    from kvlab.workbench.report.claim_mistakes import mistakes
 
     chosen = options.models(models or [])
     if keep is not None and (origin or compare):
@@ -207,18 +207,18 @@ def report(
             "--keep writes what runs measured; --from and --compare read what is kept: not at once"
         )
     if keep is not None:
-        for one in kept.keep(keep, chosen, profile):
+        for one in snapshots.keep(keep, chosen, profile):
             typer.echo(f"{one.path}: from this store {one.replaced}, as kept before {one.stayed}")
             for name in one.dropped:
                 typer.echo(f"  dropped {name}: there is no such claim any more")
         if out is None:
             return
-    origin, compare = kept.place(origin), kept.place(compare)
-    before = kept.every(compare, chosen) if compare else None
+    origin, compare = snapshots.place(origin), snapshots.place(compare)
+    before = snapshots.every(compare, chosen) if compare else None
     ledger.check(out)  # refused before the store is read
-    judged = kept.kept(origin, chosen, profile) if origin else ledger.measured(chosen, profile)
+    judged = snapshots.kept(origin, chosen, profile) if origin else ledger.measured(chosen, profile)
     if origin:
-        page = ledger.save(judged, out, stability.read(origin), boards.boards(origin))
+        page = ledger.save(judged, out, stability.read(origin), task_scores.boards(origin))
     else:
         page = ledger.save(judged, out, stability.read())
     claims.count(judged)
@@ -242,9 +242,9 @@ def _say_trials() -> None:
 
 def _compare(before: list[Entry], now: list[Entry], folder: Path) -> None:
     """Print and write where a ledger differs from the kept one, and leave with DIFFERENT if it does."""
-    from kvlab.workbench.report import comparing
+    from kvlab.workbench.report import ledger_diff
 
-    found = comparing.compare(before, now)
+    found = ledger_diff.compare(before, now)
     typer.echo(f"\n{found}\n{found.write(folder)}")
     if found.differences:
         raise typer.Exit(DIFFERENT)

@@ -83,7 +83,7 @@ def compile_(
     options.check_out(out)
     from kvlab import compile as compiling
     from kvlab.inputs import corpus, models
-    from kvlab.methods.lookup import DecisionTables
+    from kvlab.methods._base.lookup import DecisionTables
 
     if alone:
         _alone(model, documents, budget, contexts, seed, parameters or [], out, log, device, dtype)
@@ -133,7 +133,7 @@ def _alone(
 ) -> None:
     """`kvlab compile --alone`."""
     from kvlab import compile as compiling
-    from kvlab.analyses.compilerkv.alone import prompts
+    from kvlab.analyses.compilerkv.marginal import prompts
     from kvlab.inputs import corpus, models
 
     settings = compiling.Alone(**{"budgets": (budget,), "seed": seed} | options.task_parameters(parameters))

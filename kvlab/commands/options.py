@@ -64,12 +64,12 @@ def overrides(pairs: Iterable[str]) -> dict[str, str]:
 
 def task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     """KEY=VALUE as a mapping, with the values read as YAML: numbers, tuples, true and false, or texts."""
-    from kvlab.lib import yamls
+    from kvlab.lib import yaml_loader
 
     parameters = {}
     for key, value in overrides(pairs).items():
         try:
-            parameters[key] = yamls.value(value)
+            parameters[key] = yaml_loader.value(value)
         except ValueError:
             raise typer.BadParameter(f"the value of {key} is no YAML: {value[:80]!r}") from None
     return {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}

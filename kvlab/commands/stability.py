@@ -55,14 +55,16 @@ def stability(
     Runs the experiments that these findings need, once for each seed and set of documents. Finished jobs are not run
     again, and those of `kvlab reproduce` count; none of the others enters the report but as a mark.
     """
-    from kvlab.workbench.jobs import cells
-    from kvlab.workbench.report import cells as judging
+    from kvlab.workbench.jobs import stability_cells
     from kvlab.workbench.report import stability as steadiness
+    from kvlab.workbench.report import stability_jobs as judging
 
     numbers = options.numbers(seeds, "--seeds", int)
     sets = [located(name) for name in options.names(documents)]
     chosen = options.models(models or [])
-    found = cells.run(cells.wanted(profile), profile, chosen, numbers, sets, jobs, fresh, cluster=cluster)
+    found = stability_cells.run(
+        stability_cells.wanted(profile), profile, chosen, numbers, sets, jobs, fresh, cluster=cluster
+    )
     lines = judging.judged(found, profile)
     written = steadiness.keep(keep or steadiness.here(), lines)
     measured = steadiness.measured(lines)
@@ -132,12 +134,12 @@ def _kept(model: str, keep: Path | None) -> dict[tuple[str, str], str]:
     """(paper, finding) -> what the kept ledger says of it on a model, and of which profile; nothing where none is."""
     from kvlab.papers import SAMPLED, UNMEASURED
     from kvlab.workbench import project
-    from kvlab.workbench.report import kept
+    from kvlab.workbench.report import snapshots
     from kvlab.workbench.report.ledger import WEAKEST, names
 
     folder = keep or project.root() / "docs" / "ledger"
     stands: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for entry in kept.kept(folder) if any(folder.glob("*.csv")) else ():
+    for entry in snapshots.kept(folder) if any(folder.glob("*.csv")) else ():
         if names(entry.model) == names(model) and entry.claim.kind in SAMPLED and entry.state != UNMEASURED:
             stands.setdefault(entry.claim.fact, []).append((entry.state, entry.profile))
     weakest = {fact: min(states, key=lambda one: WEAKEST.index(one[0])) for fact, states in stands.items()}

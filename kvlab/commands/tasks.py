@@ -80,15 +80,15 @@ def eval_(
 
     from kvlab import evaluation as evaluate
     from kvlab import tasks
-    from kvlab.analyses import lookups
+    from kvlab.analyses import shipped_tables
     from kvlab.bench.meters import device_name
     from kvlab.inputs import models
     from kvlab.methods import registry
+    from kvlab.render.figures import evaluation
     from kvlab.workbench import project
-    from kvlab.workbench.experiments import limits
-    from kvlab.workbench.figures import evaluation
-    from kvlab.workbench.report import answered
-    from kvlab.workbench.store import database
+    from kvlab.workbench.experiments import prompt_limits
+    from kvlab.workbench.report import task_means
+    from kvlab.workbench.store import database, evaluations
 
     every = [name for name in registry() if name not in ("full", "random")]
     chosen = every if policies == "all" else options.names(policies)
@@ -101,12 +101,12 @@ def eval_(
     if not plans:
         raise typer.BadParameter("name at least one task")
     for wanted in plans:
-        limits.check({**wanted.task.model_dump(), "model": model}, wanted.task.name)
+        prompt_limits.check({**wanted.task.model_dump(), "model": model}, wanted.task.name)
     if log:
         database.ensure_store()  # refused before the answers are computed
     lm, answers = models.load(model, device, dtype), []
     for wanted in plans:
-        plan = replace(wanted, policies=tuple(lookups.with_measured(lm, policy) for policy in wanted.policies))
+        plan = replace(wanted, policies=tuple(shipped_tables.with_measured(lm, policy) for policy in wanted.policies))
         path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
         with progress.counting(plan.task.name) as advance:
             made = evaluate.run(lm, plan, path, advance)
@@ -120,7 +120,7 @@ def eval_(
     evaluation.show(evaluate.summary(answers), console)
     evaluation.show_parts(answers, console)
     if keep is not None:
-        typer.echo(answered.keep(keep, answers, device_name(lm.device)), err=True)
+        typer.echo(task_means.keep(keep, answers, device_name(lm.device)), err=True)
     if log:
         about = {
             "tasks": names,
@@ -132,7 +132,7 @@ def eval_(
             "compress_at": compress_at,
             **given,
         }
-        typer.echo(f"MLflow run {evaluation.log(answers, about)}", err=True)
+        typer.echo(f"MLflow run {evaluations.log(answers, about)}", err=True)
 
 
 @app.command(

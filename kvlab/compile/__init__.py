@@ -4,11 +4,11 @@
 captured prompts, and `tables` makes a table for each budget of it (`kvlab compile --alone`).
 """
 
-from kvlab.compile.alone import Alone, measure
 from kvlab.compile.compiler import Learnt, learn, mapped, write
 from kvlab.compile.contexts import DOCUMENTS, HELD_APART
 from kvlab.compile.evidence import tables
 from kvlab.compile.log import Samples, load
+from kvlab.compile.marginal import Alone, measure
 from kvlab.compile.settings import Settings
 
 __all__ = [

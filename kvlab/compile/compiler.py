@@ -21,7 +21,7 @@ from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.inputs.corpus import Document
 from kvlab.lib.files import replacing
-from kvlab.methods.lookup import DecisionTables
+from kvlab.methods._base.lookup import DecisionTables
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.inputs.corpus import Document
-from kvlab.methods.lookup import bins
+from kvlab.methods._base.lookup import bins
 
 if TYPE_CHECKING:
     from kvlab.compile.settings import Settings

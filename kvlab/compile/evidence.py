@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import stats
 
-from kvlab.compile.alone import Alone, Measured, Tried
+from kvlab.compile.marginal import Alone, Measured, Tried
 from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
-from kvlab.methods.lookup import DecisionTables
+from kvlab.methods._base.lookup import DecisionTables
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line, parsed, replacing, why
-from kvlab.methods.lookup import SHIPPED_TABLES
+from kvlab.methods._base.lookup import SHIPPED_TABLES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,8 +20,8 @@ from kvlab.live.cache import LiveCache
 from kvlab.live.gather import gather
 from kvlab.live.session import compress
 from kvlab.methods import Policy, Prompt
+from kvlab.methods._base.lookup import DecisionTables
 from kvlab.methods.compilerkv import CompilerKV
-from kvlab.methods.lookup import DecisionTables
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM

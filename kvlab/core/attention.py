@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.core import products
+from kvlab.core import onednn
 from kvlab.core.softmax import Scaling, Softmax
 
 CHUNK = 256
@@ -44,7 +44,7 @@ def logits(queries: Tensor, keys: Tensor, scaling: Scaling = None) -> Tensor:
     *batch, heads, n, head_dim = queries.shape
     softmax = Softmax.of(scaling)
     rows = by_group(exact(queries), keys.shape[-3]) * softmax.scale(head_dim)
-    return softmax.capped(products.by_transposed(rows, exact(keys))).view(*batch, heads, n, keys.shape[-2])
+    return softmax.capped(onednn.by_transposed(rows, exact(keys))).view(*batch, heads, n, keys.shape[-2])
 
 
 def weights(
@@ -80,7 +80,7 @@ def output(attention: Tensor, values: Tensor) -> Tensor:
     """
     *batch, heads, n, _ = attention.shape
     rows = by_group(attention, values.shape[-3])
-    return products.by_transposed(rows, exact(values).transpose(-1, -2)).view(*batch, heads, n, values.shape[-1])
+    return onednn.by_transposed(rows, exact(values).transpose(-1, -2)).view(*batch, heads, n, values.shape[-1])
 
 
 def to_query_heads(x: Tensor, heads: int) -> Tensor:
@@ -176,14 +176,14 @@ def _takes_blocks(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     # Broadcasting, and heads that no KV heads share evenly, are left to torch, whose errors say so.
     shaped = queries.dim() == keys.dim() == values.dim() == 4 and len(queries) == len(keys) == len(values)
     even = shaped and queries.shape[2] >= BLOCK // 2 and not queries.shape[1] % keys.shape[1]
-    return even and products.plain(queries, keys, values) and products.wanted()
+    return even and onednn.plain(queries, keys, values) and onednn.wanted()
 
 
 def _attend_by_blocks(
     queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, gathered: Tensor | None = None
 ) -> Tensor:
     """The output of `n` last arrivals, a block of queries and a KV head at a time, by oneDNN's products: PyTorch's
-    fused kernel multiplies by MKL (`core/products.py`), and takes up to twice as long where that is slow.
+    fused kernel multiplies by MKL (`core/onednn.py`), and takes up to twice as long where that is slow.
 
     Args:
         gathered: `[batch, heads, length]`, to which the weights of all queries are added, where they are asked for.
@@ -201,12 +201,12 @@ def _attend_by_blocks(
         for start, stop in itertools.pairwise([0, *ends]):
             seen, own = past + stop, stop - start
             block = rows[b, h, :, start:stop]
-            scores = products.onednn(block.reshape(-1, head_dim), keys[b, h, :seen]).view(*block.shape[:2], seen)
+            scores = onednn.onednn(block.reshape(-1, head_dim), keys[b, h, :seen]).view(*block.shape[:2], seen)
             scores[..., seen - own :].masked_fill_(later[:own, :own], -torch.inf)
             shares = scores.softmax(-1)
             if gathered is not None:
                 gathered[b].unflatten(0, (kv_heads, -1))[h, :, :seen] += shares.sum(-2)
-            attended = products.onednn(shares.view(-1, seen), values[b, h, :seen].T)
+            attended = onednn.onednn(shares.view(-1, seen), values[b, h, :seen].T)
             out[b, h, :, start:stop] = attended.view(*block.shape[:2], -1)
     return out.view(batch, heads, n, values.shape[3])
 

@@ -11,8 +11,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from kvlab.core.even import Even
-from kvlab.core.flat import Flat
+from kvlab.core.dense_slots import Even
+from kvlab.core.packed_slots import Flat
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, Picking, padded
 
 Get = Callable[[str], Tensor]

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvlab.core.dense_slots import Even
 from kvlab.core.entries import AsIs, Get, Run, downward, upward
-from kvlab.core.even import Even
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, blank, pick
 
 GROUP = "group"

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvlab.core.dense_slots import Even, Recorded
 from kvlab.core.entries import AsIs, Entries, Run
-from kvlab.core.even import Even, Recorded
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, check_dropped, check_kept, pick
 from kvlab.core.storage import AS_IS, Storage
 

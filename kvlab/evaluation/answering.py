@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
+from kvlab.live.decode_batch import at_once, batches, go_on
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
-from kvlab.live.together import at_once, batches, go_on
 from kvlab.methods import Policy
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
@@ -143,7 +143,7 @@ def answers(
 
 
 class _Answer(Greedy):
-    """The answer under one policy, as a row of a batch (`kvlab.live.together`).
+    """The answer under one policy, as a row of a batch (`kvlab.live.decode_batch`).
 
     Args:
         prefilled, logits: of the part of the prompt that is compressed.

@@ -20,7 +20,7 @@ from kvlab.evaluation.conversing import answered
 from kvlab.evaluation.planning import Plan, System
 from kvlab.evaluation.records import Answer, read
 from kvlab.lib.files import why
-from kvlab.methods.contract import warned_of_raised
+from kvlab.methods._base.contract import warned_of_raised
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
 

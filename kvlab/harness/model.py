@@ -51,7 +51,7 @@ class KvlabLM(TemplateLM):
         max_length: the longest sequence in tokens, at most the model's own; longer ones lose their beginning.
         device, dtype: as `kvlab.load` takes them.
         batch_size: how many sequences take their decoding steps together; each is prefilled and compressed alone. With
-            "auto" `kvlab.live.together.TOGETHER` of them.
+            "auto" `kvlab.live.decode_batch.TOGETHER` of them.
         max_batch_size: at most so many with "auto".
 
     Raises:

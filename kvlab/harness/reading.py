@@ -17,9 +17,9 @@ from kvlab.core.storage import AS_IS, Storage
 from kvlab.errors import KvlabError, whole
 from kvlab.evaluation.answering import prefilled_for, stops
 from kvlab.harness.rows import Following, Held, Known, Responding, known, limited, respond
+from kvlab.live.decode_batch import at_once, batches, go_on
 from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
-from kvlab.live.together import at_once, batches, go_on
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:

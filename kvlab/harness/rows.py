@@ -90,7 +90,7 @@ class Row:
 
 
 class Following(Row):
-    """One that is fed given tokens (`kvlab.live.together`), of which it is asked how likely each was.
+    """One that is fed given tokens (`kvlab.live.decode_batch`), of which it is asked how likely each was.
 
     Args:
         fed: the tokens to feed.

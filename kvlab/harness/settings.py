@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.errors import KvlabError, nearest, whole
 from kvlab.evaluation.planning import require_moment
 from kvlab.inputs import models
-from kvlab.live.together import TOGETHER
+from kvlab.live.decode_batch import TOGETHER
 from kvlab.methods import Policy, has_budget, policy, registry
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import wheels
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.files import allowed, expanded, parsed
 
 PROVENANCE = "PROVENANCE.json"
@@ -198,7 +198,7 @@ def _said(label: str, progress: bool) -> Iterator[None]:
     """A line that says what begins, and where somebody watches another that tells how long it has taken."""
     if progress:
         print(f"{label} ...", file=sys.stderr, flush=True)
-    with bars.waiting(label, None if progress else False):
+    with progress_bars.waiting(label, None if progress else False):
         yield
 
 

@@ -20,7 +20,7 @@ from kvlab.errors import KvlabError, nearest
 from kvlab.instruments import measures
 from kvlab.instruments.records import Records
 from kvlab.methods import Policy
-from kvlab.methods.clock import Step
+from kvlab.methods._base.clock import Step
 
 if TYPE_CHECKING:
     from kvlab.traces.trace import Trace

@@ -27,10 +27,10 @@ from kvlab.core.layout import Layout
 from kvlab.core.storage import Storage
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
-from kvlab.live.groups import Group
 from kvlab.live.layer import LiveLayer
-from kvlab.live.likelihood import Likelihood
-from kvlab.live.memory import Memory, Repeated
+from kvlab.live.prompt_likelihood import Likelihood
+from kvlab.live.row_groups import Group
+from kvlab.live.shared_findings import Memory, Repeated
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:

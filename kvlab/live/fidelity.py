@@ -18,7 +18,7 @@ from kvlab.core.hookable import layers_of
 from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.intervals import summarise
 from kvlab.live.session import compress
 from kvlab.methods import Policy, policy
@@ -132,9 +132,9 @@ def fidelity(
     if whole("new_tokens", new_tokens) < 2:
         raise KvlabError(f"new_tokens={new_tokens}: the first token comes before any compression, so two are needed")
     many = [prompt_ids(lm, each, chat) for each in (documents if several(documents) else [documents])]
-    total = sum(2 * bars.work(len(ids), *[1] * (new_tokens - 1)) for ids, _ in many)
+    total = sum(2 * progress_bars.work(len(ids), *[1] * (new_tokens - 1)) for ids, _ in many)
     frames = []
-    with bars.layers(layers_of(lm.model), total, "fidelity"):
+    with progress_bars.layers(layers_of(lm.model), total, "fidelity"):
         for ids, name in many:
             full, followed = _run(lm, ids, new_tokens, nullcontext(), forced=given)
             options: dict[str, Any] = dict(tokenizer=lm.tokenizer, max_new_tokens=new_tokens, storage=form)
@@ -200,7 +200,7 @@ def closed_against_open(
     lm, tested, form = lm_of(lm), policy(policy_or_name), stored_as(storage)
     new_tokens = whole("new_tokens", new_tokens)
     ids, _ = prompt_ids(lm, document, chat)
-    with bars.layers(layers_of(lm.model), 3 * bars.work(len(ids), *[1] * new_tokens), "both loops"):
+    with progress_bars.layers(layers_of(lm.model), 3 * progress_bars.work(len(ids), *[1] * new_tokens), "both loops"):
         trace = capture(lm, ids, new_tokens, pseudo=(), policies=[tested], progress=False)
         opened = replay(trace, tested, storage=form)
         full, response = _run(lm, ids, new_tokens + 1, nullcontext())

@@ -12,7 +12,7 @@ from torch import nn
 
 from kvlab.live.session import compress
 from kvlab.methods import Policy
-from kvlab.methods.needs import NOTHING, Needs
+from kvlab.methods._base.needs import NOTHING, Needs
 
 if TYPE_CHECKING:
     from kvlab.live.session import Session

@@ -14,8 +14,8 @@ from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
-from kvlab.live.groups import Group
-from kvlab.live.observed import Observed
+from kvlab.live.recent_queries import Observed
+from kvlab.live.row_groups import Group
 from kvlab.methods import Policy
 
 INSIDE = "go on with it inside `with kvlab.compress(...)`"

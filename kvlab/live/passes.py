@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlab.core import attention, hooks
 from kvlab.errors import KvlabError
-from kvlab.methods.repeating import Part, Repetition
+from kvlab.methods._base.repeating import Part, Repetition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

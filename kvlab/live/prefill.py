@@ -20,11 +20,12 @@ from kvlab.core.rotation import Rotation
 from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
 from kvlab.live import passes
-from kvlab.live.attending import ACCUMULATED
+from kvlab.live.attention_step import ACCUMULATED
 from kvlab.live.cache import LiveCache
-from kvlab.live.memory import once, scores_of, tokens_of
-from kvlab.methods import Policy, Prompt, contract
-from kvlab.methods.repeating import Part, Repetition
+from kvlab.live.shared_findings import once, scores_of, tokens_of
+from kvlab.methods import Policy, Prompt
+from kvlab.methods._base import contract
+from kvlab.methods._base.repeating import Part, Repetition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

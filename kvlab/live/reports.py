@@ -13,9 +13,9 @@ from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Probe, Seen, Shadow
 from kvlab.instruments.records import Records
 from kvlab.live.cache import LiveCache
-from kvlab.live.groups import Group
+from kvlab.live.row_groups import Group
 from kvlab.methods import Policy
-from kvlab.methods.clock import Step
+from kvlab.methods._base.clock import Step
 
 
 class Reports:

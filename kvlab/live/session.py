@@ -2,7 +2,7 @@
 
 `with compress(model, policy) as session:` swaps the attention of every layer and the cache of every forward pass.
 While a prompt comes in, whole or in pieces, everything is stored. Then the policy compresses it, evicted entries are
-freed, and from then on every step goes by the same clock as a replay (`kvlab.methods.clock`). A prompt ends where
+freed, and from then on every step goes by the same clock as a replay (`kvlab.methods._base.clock`). A prompt ends where
 `generate` says so; outside `generate`, at the first single-token step.
 
 This file holds what goes around a forward pass. What happens in a layer is in `attending`, at the end of a prompt in
@@ -27,12 +27,12 @@ from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import LM, lm_of
 from kvlab.instruments.probes import Probe, probe
 from kvlab.instruments.records import Records
-from kvlab.live.attending import ACCUMULATED, Attending
+from kvlab.live.attention_step import ACCUMULATED, Attending
 from kvlab.live.cache import LiveCache
-from kvlab.live.generating import Generations, generating
-from kvlab.live.groups import Group
+from kvlab.live.generate_hooks import Generations, generating
 from kvlab.live.prefill import Prefill
 from kvlab.live.reports import Reports, located
+from kvlab.live.row_groups import Group
 from kvlab.methods import Policy, listed, policy
 
 if TYPE_CHECKING:

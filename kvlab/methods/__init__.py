@@ -15,8 +15,8 @@ from typing import Any
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import workspace
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
 
 __all__ = ["Budget", "Policy", "Prompt", "installed", "policies", "policy", "registry"]
 

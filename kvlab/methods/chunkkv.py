@@ -8,8 +8,8 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
-from kvlab.methods.prompt import Prompt
-from kvlab.methods.scorer import AroundScorer
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import AroundScorer
 
 
 class ChunkKV(AroundScorer):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.errors import KvlabError
-from kvlab.methods.base import Budget, Kernel, Policy
-from kvlab.methods.lookup import DecisionTables
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.lookup import DecisionTables
+from kvlab.methods._base.policy import Budget, Kernel, Policy
+from kvlab.methods._base.prompt import Prompt
 
 OTHER_MODEL = "learn the tables on this model, or map these by depth (kvlab compile --from FILE --model MODEL)"
 

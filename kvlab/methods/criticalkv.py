@@ -7,10 +7,10 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
-from kvlab.methods.needs import Needs
-from kvlab.methods.projecting import projected_norms
-from kvlab.methods.prompt import Prompt
-from kvlab.methods.scorer import AroundScorer
+from kvlab.methods._base.needs import Needs
+from kvlab.methods._base.projecting import projected_norms
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import AroundScorer
 
 
 class CriticalKV(AroundScorer):

@@ -11,10 +11,10 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.needs import NOTHING, Needs
-from kvlab.methods.prompt import Prompt
-from kvlab.methods.repeating import Part, Repetition
+from kvlab.methods._base.needs import NOTHING, Needs
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.repeating import Part, Repetition
 
 
 class DapQ(Policy):

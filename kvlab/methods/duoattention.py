@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.lookup import HeadScores
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.lookup import HeadScores
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
 
 
 class DuoAttention(Policy):

@@ -7,8 +7,8 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
-from kvlab.methods.budgets import share_out
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.budgets import share_out
+from kvlab.methods._base.prompt import Prompt
 from kvlab.methods.snapkv import SnapKV
 
 

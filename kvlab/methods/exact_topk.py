@@ -7,7 +7,7 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.softmax import Scaling
 from kvlab.core.store import LayerStore
-from kvlab.methods.base import Budget, Policy
+from kvlab.methods._base.policy import Budget, Policy
 
 
 class ExactTopK(Policy):

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from kvlab.methods.base import Policy
+from kvlab.methods._base.policy import Policy
 
 
 class Full(Policy):

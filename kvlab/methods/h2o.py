@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
-from kvlab.methods.base import Budget, Policy, top_and_last
-from kvlab.methods.eviction import evict_lowest, part
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.eviction import evict_lowest, part
+from kvlab.methods._base.policy import Budget, Policy, top_and_last
+from kvlab.methods._base.prompt import Prompt
 
 
 class H2O(Policy):

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
-from kvlab.methods import dimensions, pages
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.dimensions import affordable, largest_dimensions, logits, partial_queries, room, shares
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base import dimensions, pages
+from kvlab.methods._base.dimensions import affordable, largest_dimensions, logits, partial_queries, room, shares
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
 
 
 class Hybrid(Policy):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.slots import pick
-from kvlab.methods.prompt import Prompt
-from kvlab.methods.scorer import Scorer
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import Scorer
 
 
 class KeyDiff(Scorer):

@@ -5,8 +5,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvlab.core import attention
-from kvlab.methods.prompt import Prompt
-from kvlab.methods.scorer import Scorer
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import Scorer
 
 
 class KNorm(Scorer):

@@ -7,10 +7,10 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.needs import Needs
-from kvlab.methods.prompt import Prompt
-from kvlab.methods.repeating import Repetition
+from kvlab.methods._base.needs import Needs
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.repeating import Repetition
 
 
 class KVzip(Policy):

@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
 
 
 class LaCache(Policy):

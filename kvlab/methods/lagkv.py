@@ -7,8 +7,8 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import attention, ranking
-from kvlab.methods.prompt import Prompt
-from kvlab.methods.scorer import Scorer
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import Scorer
 
 
 class LagKV(Scorer):

@@ -8,9 +8,9 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import attention
-from kvlab.methods.needs import Needs
-from kvlab.methods.prompt import Prompt
-from kvlab.methods.scorer import Scorer
+from kvlab.methods._base.needs import Needs
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import Scorer
 
 RIDGE = 1e-2
 

@@ -7,10 +7,10 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core.store import LayerStore
-from kvlab.methods import profile
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.eviction import evict_lowest
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base import profile
+from kvlab.methods._base.eviction import evict_lowest
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
 
 
 class MorphKV(Policy):

@@ -9,9 +9,9 @@ from torch import Tensor
 from kvlab.core import attention
 from kvlab.core.softmax import Scaling
 from kvlab.core.store import LayerStore
-from kvlab.methods import pages
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base import pages
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
 
 
 class Quest(Policy):

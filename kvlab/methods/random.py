@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvlab.core import ranking
 from kvlab.core.store import LayerStore
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
 
 
 class Random(Policy):

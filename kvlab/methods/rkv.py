@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
-from kvlab.methods import profile
-from kvlab.methods.base import Budget, Kernel, Policy, top_and_last
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base import profile
+from kvlab.methods._base.policy import Budget, Kernel, Policy, top_and_last
+from kvlab.methods._base.prompt import Prompt
 
 # Cosines are taken for so many keys, and so many pairs, at a time: as many as a processor's cache holds.
 BLOCK, CACHED, CELLS = 256, 2**19, 2**26

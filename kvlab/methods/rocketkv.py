@@ -9,8 +9,8 @@ from torch import Tensor
 from kvlab.core.softmax import Scaling
 from kvlab.core.store import LayerStore
 from kvlab.methods import hybrid
-from kvlab.methods.base import Budget, Kernel, Policy
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.policy import Budget, Kernel, Policy
+from kvlab.methods._base.prompt import Prompt
 from kvlab.methods.snapkv_pp import SnapKVPlusPlus
 
 

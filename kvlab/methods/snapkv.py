@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
-from kvlab.methods.base import Budget, Kernel, Policy, top_and_last
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.policy import Budget, Kernel, Policy, top_and_last
+from kvlab.methods._base.prompt import Prompt
 
 
 class SnapKV(Policy):

@@ -7,8 +7,8 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
-from kvlab.methods.base import Budget, Kernel, Policy, top_and_last
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.policy import Budget, Kernel, Policy, top_and_last
+from kvlab.methods._base.prompt import Prompt
 
 
 class SnapKVPlusPlus(Policy):

@@ -10,10 +10,10 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
-from kvlab.methods.base import Policy
+from kvlab.methods._base.policy import Policy
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import Around
 from kvlab.methods.full import Full
-from kvlab.methods.prompt import Prompt
-from kvlab.methods.scorer import Around
 
 CHANNELS, PRUNED = "channels", "pruned"
 

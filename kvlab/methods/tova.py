@@ -5,10 +5,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvlab.core.store import LayerStore
-from kvlab.methods.base import Budget
-from kvlab.methods.eviction import evict_lowest
-from kvlab.methods.prompt import Prompt
-from kvlab.methods.scorer import Scorer
+from kvlab.methods._base.eviction import evict_lowest
+from kvlab.methods._base.policy import Budget
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import Scorer
 
 
 class TOVA(Scorer):

@@ -10,9 +10,9 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.rotation import mixed, paired
 from kvlab.core.store import LayerStore
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.needs import Needs
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.needs import Needs
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
 
 CENTRES, SPREADS, FREQUENCIES, INTERLEAVED = "centres", "spreads", "frequencies", "interleaved"
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
-from kvlab.methods.base import Budget, Policy
-from kvlab.methods.eviction import last_of_lowest
-from kvlab.methods.prompt import Prompt
+from kvlab.methods._base.eviction import last_of_lowest
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
 
 
 class ZSMerge(Policy):

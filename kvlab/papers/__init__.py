@@ -22,9 +22,9 @@ from kvlab.papers.claim import (
     Verdict,
     load_file,
 )
-from kvlab.papers.conditions import Condition
-from kvlab.papers.judging import judge
-from kvlab.papers.shelf import OWN, claims, figure, figures, of_project, own, papers, quoted
+from kvlab.papers.registry import OWN, claims, figure, figures, of_project, own, papers, quoted
+from kvlab.papers.tests import Condition
+from kvlab.papers.verdict import judge
 
 __all__ = [
     "DIRECTION",

@@ -8,9 +8,9 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvlab.errors import KvlabError, nearest
-from kvlab.lib import yamls
+from kvlab.lib import yaml_loader
 from kvlab.lib.unknown_keys import first_problem, unknown_key
-from kvlab.papers.conditions import Combination, Condition, Covers, NotCompared, PrintsAs, Within
+from kvlab.papers.tests import Combination, Condition, Covers, NotCompared, PrintsAs, Within
 
 HOLDS: Final = "holds"
 DIRECTION: Final = "holds in direction only"
@@ -227,7 +227,7 @@ def load_file(path: str | Path) -> Paper:
     Raises KvlabError, in one sentence, for YAML that does not parse, unknown keys and missing tests.
     """
     path = Path(path)
-    raw, lines = yamls.load(path)
+    raw, lines = yaml_loader.load(path)
     if not isinstance(raw, dict):
         raise KvlabError(f"{path.name}: a paper's file is a mapping with name, label, title and claims")
     defaults = {"paper": raw.get("name"), "experiment": raw.pop("experiment", None), "lacking": raw.pop("lacking", {})}

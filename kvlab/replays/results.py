@@ -10,7 +10,7 @@ from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
 from kvlab.lib import intervals
 from kvlab.methods import Policy
-from kvlab.replays.single import Replay
+from kvlab.replays.replay import Replay
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,12 +13,12 @@ from typing import TypeAlias, overload
 from kvlab.core.storage import Storage, stored_as
 from kvlab.errors import KvlabError
 from kvlab.instruments.probes import Probe, probe
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.methods import Policy, has_budget, listed, policy
-from kvlab.methods.contract import warned_of_raised
+from kvlab.methods._base.contract import warned_of_raised
+from kvlab.replays.replay import Replay
 from kvlab.replays.results import Replays
-from kvlab.replays.single import Replay
-from kvlab.traces.opening import opened
+from kvlab.traces.as_trace import opened
 from kvlab.traces.trace import Trace
 
 OneTrace: TypeAlias = Trace | str | Path
@@ -145,4 +145,6 @@ def replay(
         if warned_of_raised(objects, t.prompt_length):
             break
     jobs = list(product(traces, objects, forms))
-    return Replays(Replay(t, p, instruments, form, k) for t, p, form in bars.each(jobs, "replay", "policy", progress))
+    return Replays(
+        Replay(t, p, instruments, form, k) for t, p, form in progress_bars.each(jobs, "replay", "policy", progress)
+    )

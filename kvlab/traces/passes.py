@@ -14,7 +14,7 @@ from kvlab.core.adapter import StoreCache
 from kvlab.core.rotation import changes_within
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
-from kvlab.methods.repeating import Part, Repetition
+from kvlab.methods._base.repeating import Part, Repetition
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,7 +17,7 @@ from kvlab.core.store import LayerStore
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
-    from kvlab.traces.draft import Shapes
+    from kvlab.traces.file_draft import Shapes
     from kvlab.traces.recording import Recording
 
 

@@ -18,10 +18,10 @@ from kvlab.core import hookable, hooks
 from kvlab.core.rotation import changes_within
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.corpus import Document
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.methods import Policy, has_budget, listed, policy
-from kvlab.methods.needs import NOTHING, Needs
-from kvlab.methods.repeating import Part, longest
+from kvlab.methods._base.needs import NOTHING, Needs
+from kvlab.methods._base.repeating import Part, longest
 from kvlab.traces.passes import chunk_for
 from kvlab.traces.trace import Keep
 
@@ -91,7 +91,7 @@ class Recording:
         """Of all its forward passes, as `bars.layers` counts it."""
         repeated = [len(part.ids) for parts in self.repeats.values() for part in parts]
         chunks = (len(each) for each in self.ids.split(self.chunk))
-        return bars.work(*chunks, *map(len, self.pseudo.values()), *repeated, *[1] * self.new_tokens)
+        return progress_bars.work(*chunks, *map(len, self.pseudo.values()), *repeated, *[1] * self.new_tokens)
 
 
 def planned(

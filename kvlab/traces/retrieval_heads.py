@@ -15,8 +15,8 @@ from kvlab.errors import KvlabError, whole
 from kvlab.inputs import corpus
 from kvlab.inputs.corpus import Document
 from kvlab.inputs.models import lm_of
-from kvlab.lib import bars
-from kvlab.methods.lookup import HeadScores
+from kvlab.lib import progress_bars
+from kvlab.methods._base.lookup import HeadScores
 from kvlab.traces.run import capture
 from kvlab.traces.trace import Trace
 
@@ -137,7 +137,7 @@ def measure(
     rng = random.Random(seed)
     depths = [round((number + 0.5) / needles, 4) for number in range(needles)]
     contexts, shares, documents, kv_heads, layers = [], [], [], 0, None
-    for number, depth in enumerate(bars.each(depths, "heads", "needle", progress)):
+    for number, depth in enumerate(progress_bars.each(depths, "heads", "needle", progress)):
         straw = hay[number % len(hay)].window(lm, context)
         ids, needle, answer = _example(lm, straw.text, depth, rng)
         trace = capture(lm, ids, len(answer), window=1, pseudo=(), response=answer, progress=progress)

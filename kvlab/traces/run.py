@@ -14,10 +14,10 @@ from kvlab.core import hookable, hooks
 from kvlab.core.autocast import outside_autocast
 from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.files import replacing
 from kvlab.methods import Policy
-from kvlab.traces.draft import Draft
+from kvlab.traces.file_draft import Draft
 from kvlab.traces.passes import forward, prefill, pseudo_queries_by_key, repeat_scores
 from kvlab.traces.recorder import Recorder, shapes
 from kvlab.traces.recording import Options, Recording, check_keep, planned, several
@@ -99,7 +99,7 @@ def capture(
         if path is not None:
             raise KvlabError(f"{path} takes one trace, and not several; capture them one by one, each into its own")
         options = chat, queries, accumulate, pseudo, policies, None, chunk
-        bar = bars.each(text_or_ids, "capture", "doc", progress)
+        bar = progress_bars.each(text_or_ids, "capture", "doc", progress)
         # What one document takes has a bar of its own, in `_recorded`.
         return [
             _recorded(lm, planned(lm, prompt, new_tokens, window, *options), chat, keep, None, progress)
@@ -112,7 +112,7 @@ def capture(
 
 def _recorded(lm: LM, plan: Recording, chat: str | bool, keep: Keep, into: Path | None, progress: bool | None) -> Trace:
     """The trace of a plan, where it shall lie."""
-    bar = bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress)
+    bar = progress_bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress)
     # A trace is of the model in its own type, whatever its caller casts.
     with bar, outside_autocast(lm.device):
         return placed(_in_memory(lm, plan, chat) if into is None else _in_file(lm, plan, chat, into), keep, lm.device)

@@ -17,13 +17,13 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from kvlab.core import products
+from kvlab.core import onednn
 from kvlab.errors import KvlabError
 from kvlab.inputs import packs
 from kvlab.inputs.models import lm_of
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.files import why
-from kvlab.methods.needs import Needs
+from kvlab.methods._base.needs import Needs
 from kvlab.traces.recording import Options, Recording, check_keep, planned, several
 from kvlab.traces.run import capture, placed
 from kvlab.traces.trace import FORMAT, Trace
@@ -41,7 +41,7 @@ CODE = (
     "core/hookable.py",
     "core/hooks.py",
     "core/layout.py",
-    "core/products.py",
+    "core/onednn.py",
     "core/rotation.py",
     "core/slots.py",
     "core/softmax.py",
@@ -51,9 +51,9 @@ CODE = (
     "inputs/models/lm.py",
     "inputs/models/loading.py",
     "inputs/shapes.py",
-    "methods/projecting.py",
-    "methods/repeating.py",
-    "traces/draft.py",
+    "methods/_base/projecting.py",
+    "methods/_base/repeating.py",
+    "traces/file_draft.py",
     "traces/files.py",
     "traces/passes.py",
     "traces/recorder.py",
@@ -123,7 +123,7 @@ def _each(prompts: list[Any], asked: dict[str, Any], limit: float, progress: boo
 
     waiting, traces = deque(enumerate(prompts)), {}
     busy = 0  # how many in a row another process is capturing
-    with bars.counting(len(prompts), "capture", "doc", progress) as bar:
+    with progress_bars.counting(len(prompts), "capture", "doc", progress) as bar:
         while waiting:
             number, prompt = waiting.popleft()
             try:
@@ -234,7 +234,7 @@ def _key(lm: LM, plan: Recording, chat: str) -> str:
         "code": _code(),
         "libraries": [version(name) for name in LIBRARIES],
         "model": [lm.sha256, lm.name, str(lm.dtype), lm.device.type],
-        "multiplies": products.libraries(lm.model) if plain else None,
+        "multiplies": onednn.libraries(lm.model) if plain else None,
         "chat": chat,
         **{name: _plain(value) for name, value in vars(plan).items()},
     }

@@ -20,10 +20,10 @@ from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 from kvlab.lib.devices import resolved
 from kvlab.lib.files import parsed, replacing
-from kvlab.methods.prompt import Asks, Prompt
+from kvlab.methods._base.prompt import Asks, Prompt
 from kvlab.traces.checks import check, check_kinds
 from kvlab.traces.files import BLANK, CHECKSUM, apart, checksum, layout_of, popped, rotations_of, sign
-from kvlab.traces.naming import named
+from kvlab.traces.hook_names import named
 
 T = TypeVar("T")
 

@@ -221,7 +221,7 @@ def machine() -> Finding:
     """Cores and memory, and how many jobs at once they are good for."""
     import psutil
 
-    from kvlab.workbench.jobs.places import cores
+    from kvlab.workbench.jobs.executors import cores
 
     available = psutil.virtual_memory().available / 1e9
     jobs = max(1, min(cores(), int(available // MEMORY_GB)))

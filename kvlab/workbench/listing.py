@@ -22,7 +22,7 @@ def _first_line(documented: object) -> str:
 
 def _policies() -> list[dict[str, Any]]:
     from kvlab.methods import registry
-    from kvlab.methods.base import KINDS
+    from kvlab.methods._base.policy import KINDS
 
     found = [{"name": name, "summary": _first_line(cls), "group": cls.kind} for name, cls in registry().items()]
     return sorted(found, key=lambda entry: KINDS.index(entry["group"]) if entry["group"] in KINDS else len(KINDS))

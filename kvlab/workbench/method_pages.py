@@ -280,8 +280,8 @@ def _pictures(shown: dict[str, Portrait], advance: Callable[[str, int], None]) -
     """The pictures as PNG, by policy."""
     import matplotlib
 
-    from kvlab.workbench.figures import plots
-    from kvlab.workbench.figures import portraits as figures
+    from kvlab.render.figures import plots
+    from kvlab.render.figures import portraits as figures
 
     pictures = {}
     with matplotlib.rc_context():

@@ -12,15 +12,41 @@ from kvlab.lib.workspace import made_by, root, workspace
 
 __all__ = ["checkout", "code_hash", "commit", "root", "version"]
 
-# Files and folders of the package that only show results and cannot change a number: no part of a content key.
-PRESENTATION = (
-    "__main__.py",
-    "cli.py",
-    "commands",
-    "papers",
-    "workbench/report",
-    "workbench/jobs/progress.py",
+# Files and folders of the package that can change a number of a job: they make the content key. All else describes,
+# renders or schedules.
+MEASURING = (
+    "analyses",
+    "bench",
+    "compile",
+    "core",
+    "errors.py",
+    "evaluation",
+    "inputs",
+    "instruments",
+    "lib",
+    "live",
+    "methods",
+    "papers/figures",  # what an analysis recomputes from a paper's printed tables
+    "replays",
+    "scores",
+    "tasks",
+    "traces",
+    "workbench/experiments/notebook_parameters.py",
+    "workbench/experiments/parameter_values.py",
+    "workbench/jobs/fork_server.py",
+    "workbench/jobs/kernels.py",
+    "workbench/jobs/worker.py",
+    "workbench/store/tracking.py",
 )
+# Files in these folders that only describe or render.
+PRESENTING = (
+    "lib/addresses.py",
+    "lib/durations.py",
+    "lib/figures.py",
+    "lib/progress_bars.py",
+    "lib/terminal.py",
+)
+SUFFIXES = {".py", ".csv"}  # what was measured once for a model (`.json`) counts by the parameter that names it
 
 
 def checkout() -> Path:
@@ -73,13 +99,19 @@ def commit(folder: Path | None = None) -> str | None:
     return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")
 
 
+def measuring_files(package: Path) -> list[Path]:
+    """The files of a package's folder that can change a number of a job, sorted."""
+    parts = [package / name for name in MEASURING]
+    files = [file for part in parts for file in (part.rglob("*") if part.is_dir() else [part])]
+    shown = {package / name for name in PRESENTING}
+    return sorted(file for file in files if file.suffix in SUFFIXES and file not in shown)
+
+
 @functools.cache
 def code_hash() -> str:
-    """sha256 over the package's Python source, less what only shows results (`PRESENTATION`)."""
+    """sha256 over the files of the package that can change a number of a job (`MEASURING` less `PRESENTING`)."""
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package).as_posix()
-        if not any(path.is_relative_to(package / shown) for shown in PRESENTATION):
-            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in measuring_files(package):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

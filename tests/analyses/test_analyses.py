@@ -23,6 +23,7 @@ from kvlab.analyses.zsmerge import merging, theorem
 from kvlab.inputs import corpus
 from kvlab.lib.intervals import argmin, bounded, interval, summarise
 from kvlab.methods.zsmerge import ZSMerge
+from kvlab.render.stories import zsmerge as zsmerge_story
 
 RATIOS = (0.05, 0.20)
 
@@ -198,7 +199,7 @@ def test_a_templates_effect_is_paired_by_document(traces, figure_4):
     same = merging.template(traces, traces, RATIOS[0])
     name = f"template/{RATIOS[0]:.2f}"
     assert same.metrics[name] == 0 and set(same.table["template"]) == {"with", "without"}
-    assert "not measurably more or less" in told(merging.template_in_words(same, RATIOS[0]))
+    assert "not measurably more or less" in told(zsmerge_story.template(same, RATIOS[0]))
     names = [trace.document for trace in traces]
     others = [
         replace(trace, meta=trace.meta | {"document": document})

@@ -26,12 +26,12 @@ from support.measured_files import table_file
 from support.spread import students
 
 from kvlab import papers
-from kvlab.analyses import lookups
+from kvlab.analyses import shipped_tables
 from kvlab.analyses.compilerkv import ablation, printed, quality, thresholds, variants, veto
 from kvlab.analyses.texts import without_span
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
-from kvlab.methods.lookup import DecisionTables
+from kvlab.methods._base.lookup import DecisionTables
 
 
 def test_a_sweep_is_the_replays_by_head():
@@ -129,7 +129,7 @@ def learnt(folder, budget, seed, documents=()):
 
 def test_filled_sets_have_the_weights_learnt_for_the_nearest_budget(tmp_path, tiny):
     files = {budget: learnt(tmp_path, budget, budget) for budget in (64, 200)}
-    alone = lookups.alone(tiny(), [file for file, _ in files.values()])
+    alone = shipped_tables.alone(tiny(), [file for file, _ in files.values()])
     found = quality.figure_2(TRACES[:2], BUDGETS, tables(), alone)
     for budget, by in ((64, 64), (128, 200), (256, 200)):  # 128 is 2 of 64, and 200 is 1.56 of 128
         plain = table_file(tmp_path, "plain", heads=files[by][1])
@@ -146,7 +146,7 @@ def test_filled_sets_have_the_weights_learnt_for_the_nearest_budget(tmp_path, ti
 
 def test_table_1_with_weights_learnt_one_head_at_a_time(tmp_path, tiny):
     files = {budget: learnt(tmp_path, budget, budget) for budget in (64, 256)}
-    found = quality.table_1(TRACES, tables(), SHARE, lookups.alone(tiny(), [file for file, _ in files.values()]))
+    found = quality.table_1(TRACES, tables(), SHARE, shipped_tables.alone(tiny(), [file for file, _ in files.values()]))
     assert SHARE * PROMPT == 72, "nearest to 64"
     plain = table_file(tmp_path, "plain", heads=files[64][1])
     rival = policy("snapkv", budget=SHARE)
@@ -164,7 +164,7 @@ def test_table_1_with_weights_learnt_one_head_at_a_time(tmp_path, tiny):
 
 def test_weights_are_not_judged_on_what_they_were_learnt_from(tmp_path, tiny):
     file, _ = learnt(tmp_path, 64, 1, ["document 1@abc"])
-    alone = lookups.alone(tiny(), [file])
+    alone = shipped_tables.alone(tiny(), [file])
     for judged in (
         lambda: quality.table_1(TRACES, tables(), SHARE, alone),
         lambda: quality.figure_2(TRACES, BUDGETS, tables(), alone),

@@ -8,8 +8,9 @@ from support.stories import told
 from support.texts import FERRY
 
 from kvlab import papers
-from kvlab.analyses.dapq import contexts, position, story
+from kvlab.analyses.dapq import contexts, position
 from kvlab.errors import KvlabError
+from kvlab.render.stories import dapq as story
 
 LENGTHS, TRIALS, N = (120, 200, 290), 2, 8
 

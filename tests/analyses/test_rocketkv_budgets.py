@@ -27,7 +27,7 @@ from kvlab import papers
 from kvlab.analyses.rocketkv import budgets, lengths, printed
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
-from kvlab.papers.judging import judge
+from kvlab.papers.verdict import judge
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 

@@ -14,9 +14,9 @@ import kvlab
 from kvlab.analyses.rocketkv import common, design
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
+from kvlab.render.figures import rocketkv_design as draw
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
-from kvlab.workbench.figures import rocketkv_design as draw
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from torch.nn import functional as F
 
 import kvlab
 from kvlab import evaluation
-from kvlab.analyses.shared_context import asking, story
+from kvlab.analyses.shared_context import asking
 from kvlab.analyses.tasks import contenders
 from kvlab.errors import KvlabError
 from kvlab.evaluation import conversing
+from kvlab.render.stories import shared_context as story
 from kvlab.tasks.turns import Turns
 from kvlab.workbench import experiments
 

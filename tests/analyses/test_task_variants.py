@@ -14,8 +14,8 @@ from kvlab.analyses.tasks import contenders, examples, planning, scores
 from kvlab.analyses.tasks.examples import Item
 from kvlab.analyses.tasks.variants import QuestionZSMerge
 from kvlab.errors import KvlabError
+from kvlab.methods._base.lookup import DecisionTables
 from kvlab.methods.compilerkv import CompilerKV
-from kvlab.methods.lookup import DecisionTables
 
 
 @pytest.fixture(scope="module")

@@ -146,11 +146,11 @@ def test_contenders_get_what_they_need_and_come_once():
 
 
 def test_every_policy_has_a_family():
-    from kvlab.workbench.figures import comparing
+    from kvlab.render.figures import many_policies
 
     assert "other" not in {equal_bytes.family(name) for name in policies()}
-    assert {comparing.colour(name) for name in policies()}.isdisjoint({comparing.OTHER})
-    assert equal_bytes.family("mine") == "other" and comparing.colour("mine") == comparing.OTHER
+    assert {many_policies.colour(name) for name in policies()}.isdisjoint({many_policies.OTHER})
+    assert equal_bytes.family("mine") == "other" and many_policies.colour("mine") == many_policies.OTHER
 
 
 def test_a_needle_s_metric_is_the_mean_of_its_scores(reader):

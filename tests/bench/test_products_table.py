@@ -6,12 +6,12 @@ import pytest
 import torch
 from support.benchmarks import cells, imported, invoked
 
-from kvlab.core import products
+from kvlab.core import onednn
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_each_length_has_its_prefill_and_its_step(monkeypatch):
-    monkeypatch.setenv(products.SWITCH, "0")  # the benchmark sets it, and this takes that back
+    monkeypatch.setenv(onednn.SWITCH, "0")  # the benchmark sets it, and this takes that back
     with imported(monkeypatch, "products") as (module,):
         sizes = ["--tokens", "8", "--tokens", "12", "--steps", "2", "--repeats", "2"]
         rows = cells(invoked(module.main, "--model", "random:tiny-llama-gqa", *sizes))[2:]
@@ -33,7 +33,7 @@ def test_the_logits_of_a_last_token_are_timed_for_one_text_and_for_two(monkeypat
 
 
 def test_an_unknown_model_is_told_in_a_sentence(monkeypatch):
-    monkeypatch.setenv(products.SWITCH, "0")
+    monkeypatch.setenv(onednn.SWITCH, "0")
     with imported(monkeypatch, "products") as (module,):
         done = invoked(module.main, "--model", "smollm3")
     assert done.exit_code == 1 and done.stderr.startswith("benchmark: ")

@@ -14,9 +14,9 @@ from support.runs import job
 from kvlab import cli, papers
 from kvlab.commands import options, stock
 from kvlab.errors import KvlabError
-from kvlab.methods.base import KINDS
+from kvlab.methods._base.policy import KINDS
 from kvlab.workbench.experiments import Job
-from kvlab.workbench.jobs import driver
+from kvlab.workbench.jobs import launch
 from kvlab.workbench.report import page
 
 MISTAKES = [
@@ -105,7 +105,7 @@ def test_an_unforeseen_error_is_a_sentence_as_well(project, capsys, monkeypatch)
     def broken(*_, **__):
         raise RuntimeError("first line\nsecond line")
 
-    monkeypatch.setattr(driver, "run", broken)
+    monkeypatch.setattr(launch, "run", broken)
     code, _, err = call(capsys, "run", EXPERIMENT)
     assert code == 1 and err == "kvlab: RuntimeError: first line (KVLAB_DEBUG=1 shows where)\n"
 
@@ -147,8 +147,8 @@ def findings(claims) -> set[str]:
 
 def test_reproduce_prints_the_ledger_and_says_what_failed(project, capsys, monkeypatch):
     """The jobs themselves are the round trip's matter; here they are taken as done."""
-    job = driver.experiments.jobs(EXPERIMENT)[0]
-    monkeypatch.setattr(driver, "run", lambda *_, **__: [driver.Result(job, "failed", "abc", error="it broke")])
+    job = launch.experiments.jobs(EXPERIMENT)[0]
+    monkeypatch.setattr(launch, "run", lambda *_, **__: [launch.Result(job, "failed", "abc", error="it broke")])
     code, out, err = call(capsys, "reproduce")
     assert code == 1 and "it broke" in err and EXPERIMENT in err
     assert "not measured" in out and "60.5 %" in out.replace("\n", " ") and f"{project}/report/report.html" in out
@@ -169,8 +169,8 @@ def two_experiments(project, monkeypatch) -> list[Job]:
     notebook(project / "notebooks" / "none.ipynb", cell("seed = 0", "parameters"))
     experiment(project, "without", notebook="notebooks/none.ipynb")
     queued: list[Job] = []
-    monkeypatch.setattr(driver.inputs, "prepare", lambda parameters: None)
-    monkeypatch.setattr(driver.Sweep, "go", lambda sweep: queued.extend(sweep.queue) or [])
+    monkeypatch.setattr(launch.inputs, "prepare", lambda parameters: None)
+    monkeypatch.setattr(launch.Sweep, "go", lambda sweep: queued.extend(sweep.queue) or [])
     return queued
 
 

@@ -7,7 +7,7 @@ import pytest
 from support.commands import call, complaint
 
 from kvlab import evaluation
-from kvlab.workbench.report import boards
+from kvlab.workbench.report import task_scores
 from kvlab.workbench.store import tracking
 
 NEEDLE = ["eval", "needle", "-p", "lengths=[144]", "-p", "depths=[0.0, 0.5, 1.0]", "--limit", "2"]
@@ -96,7 +96,7 @@ def test_scores_are_kept_beside_a_ledger(loaded, project, capsys, tmp_path):
     wanted = given[(given.budget == 64) & (given.compress_at == "prompt")].iloc[0]
     (line,) = rows[rows.budget == 64].to_dict("records")
     assert line["difference"] == pytest.approx(wanted.difference) and line["score"] == pytest.approx(wanted.score)
-    before, after = boards.boards(folder)
+    before, after = task_scores.boards(folder)
     assert (before.compress_at, after.budgets, after.full.score) == ("context", ["48", "64"], 100 * given.score[0])
     assert [(name, len(cells)) for name, cells in after.rows] == [("streamingllm", 2)]
     assert after.rows[0][1][1].score == pytest.approx(100 * wanted.score)

@@ -19,9 +19,9 @@ from kvlab import KvlabError, evaluation
 from kvlab.compile import log
 from kvlab.inputs import corpus, longbench_records, models
 from kvlab.lib import files
-from kvlab.methods import lookup
+from kvlab.methods._base import lookup
 from kvlab.scores import predictions
-from kvlab.workbench.experiments import content, inputs
+from kvlab.workbench.experiments import content_key, inputs
 from kvlab.workbench.experiments.notebooks import parameters_of
 
 DEEP, LONG_NUMBER, HALF = "[" * 200_000, '{"a": ' + "9" * 5000 + "}", '{"a": "x\\ud800"}'
@@ -103,7 +103,7 @@ def test_names_that_no_file_has(name, tmp_path):
     ):
         with pytest.raises(KvlabError):
             load()
-    assert content._fingerprint(name) is None
+    assert content_key._fingerprint(name) is None
     if "/" not in name and name != ".":  # a folder that is there, and what may be a hub's
         with pytest.raises(KvlabError):
             inputs.prepare([{"model": name}])

@@ -15,7 +15,7 @@ from support.projects import EXPERIMENT, cell, experiment, notebook
 from support.refusals import one_sentence
 
 from kvlab import evaluation
-from kvlab.lib import yamls
+from kvlab.lib import yaml_loader
 from kvlab.workbench import experiments
 from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.report import page
@@ -39,7 +39,7 @@ from kvlab.workbench.store import database, tracking
 def test_yaml_that_its_reader_has_other_errors_for(text, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     with one_sentence(r"^a\.yaml"):
-        yamls.load(tmp_path / "a.yaml")
+        yaml_loader.load(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize(

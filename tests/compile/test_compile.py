@@ -17,7 +17,7 @@ from kvlab.analyses.compilerkv import held_out
 from kvlab.analyses.compilerkv import tables as analysis
 from kvlab.compile import trials
 from kvlab.errors import KvlabError
-from kvlab.methods.lookup import DecisionTables
+from kvlab.methods._base.lookup import DecisionTables
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from support.texts import FERRY
 
 import kvlab
 from kvlab import compile as compiling
-from kvlab.compile import alone, evidence
-from kvlab.compile.alone import Alone, Tried
+from kvlab.compile import evidence, marginal
+from kvlab.compile.marginal import Alone, Tried
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
 from kvlab.methods import policy
-from kvlab.methods.lookup import DecisionTables
+from kvlab.methods._base.lookup import DecisionTables
 
 SETTINGS = Alone(
     budgets=(12, 24),
@@ -85,7 +85,7 @@ def test_a_run_that_was_cut_off_goes_on_where_it_stopped(reader, measured, tmp_p
     with pytest.raises(Cut):
         compiling.measure(reader, SETTINGS, PROMPTS, journal, cut)
     captured = []
-    monkeypatch.setattr(alone, "capture", lambda *a, **k: captured.append(1) or kvlab.capture(*a, **k))
+    monkeypatch.setattr(marginal, "capture", lambda *a, **k: captured.append(1) or kvlab.capture(*a, **k))
     again = compiling.measure(reader, SETTINGS, PROMPTS, journal)
     assert again.lines == measured.lines and len(captured) == 2
     captured.clear()
@@ -197,7 +197,7 @@ def test_the_command_writes_a_table_for_each_budget(capsys, monkeypatch, tmp_pat
     documents = {name: Document(name, FERRY * 3) for name in ("ferry", "crossing")}
     monkeypatch.setattr("kvlab.inputs.models.load", lambda *_: reader)
     monkeypatch.setattr("kvlab.inputs.corpus.document", documents.__getitem__)
-    monkeypatch.setattr("kvlab.compile.alone.checked", lambda prompts: prompts)
+    monkeypatch.setattr("kvlab.compile.marginal.checked", lambda prompts: prompts)
     monkeypatch.chdir(tmp_path)
     given = {"budgets": "[12,24]", "lengths": "[100,120]", "new_tokens": 2, "window": 16, "utility_window": 8}
     options = [part for key, value in {**given, "bins": "[2,1]"}.items() for part in ("-p", f"{key}={value}")]
@@ -207,5 +207,5 @@ def test_the_command_writes_a_table_for_each_budget(capsys, monkeypatch, tmp_pat
     assert out.startswith("12 entries: ") and len((tmp_path / "mine.jsonl").read_text().splitlines()) == 6
     found = DecisionTables.load(tmp_path / "mine-24.json")
     assert (found.budget, found.contexts, found.model) == (24, 6, reader.name)
-    monkeypatch.setattr(alone, "capture", lambda *_, **__: pytest.fail("captured again"))
+    monkeypatch.setattr(marginal, "capture", lambda *_, **__: pytest.fail("captured again"))
     assert call(capsys, *command)[:2] == (0, out)

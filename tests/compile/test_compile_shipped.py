@@ -13,7 +13,7 @@ from kvlab import compile as compiling
 from kvlab.compile import learning, trials
 from kvlab.compile.contexts import HELD_APART, Context
 from kvlab.inputs import corpus
-from kvlab.methods.lookup import SHIPPED_TABLES, DecisionTables
+from kvlab.methods._base.lookup import SHIPPED_TABLES, DecisionTables
 
 NAME = "smollm2-135m"
 NAMES = sorted(path.stem for path in SHIPPED_TABLES.glob("*.json"))

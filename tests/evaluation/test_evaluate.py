@@ -22,7 +22,7 @@ from kvlab import evaluation
 from kvlab.errors import KvlabError
 from kvlab.lib.intervals import bounded
 from kvlab.live.gather import gather
-from kvlab.methods.lookup import HeadScores
+from kvlab.methods._base.lookup import HeadScores
 from kvlab.tasks.base import Example
 
 EVERY = [kvlab.policy("full"), *(kvlab.policy(name, **parameters) for name, parameters in SMALL.items())]

@@ -24,8 +24,8 @@ from kvlab.compile.contexts import pool
 from kvlab.evaluation import results
 from kvlab.inputs.corpus import Document
 from kvlab.live.gather import gather
+from kvlab.render.figures import evaluation as figures
 from kvlab.traces.retrieval_heads import measure
-from kvlab.workbench.figures import evaluation as figures
 
 CHOSEN = [kvlab.policy("full"), *(kvlab.policy(name, **SMALL[name]) for name in ("snapkv", "dapq", "zsmerge", "sparq"))]
 

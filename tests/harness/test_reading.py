@@ -17,7 +17,7 @@ from kvlab import cli
 from kvlab.errors import KvlabError
 from kvlab.harness.reading import Asked, Continued, Reader
 from kvlab.harness.settings import batch_of, generation
-from kvlab.live.together import TOGETHER
+from kvlab.live.decode_batch import TOGETHER
 
 SOME = ["streamingllm", "snapkv", "h2o", "zsmerge", "quest", "adakv", "kvzip"]
 CONTEXT, CONTINUATION = prompt(70, 3)[0].tolist(), prompt(6, 4)[0].tolist()

@@ -20,11 +20,11 @@ from support.slow_bpe import SlowBPE, SlowSentencePiece
 from transformers import GemmaTokenizer, Qwen2Tokenizer
 
 import kvlab
-from kvlab.analyses import lookups
+from kvlab.analyses import shipped_tables
 from kvlab.inputs import corpus, models, packs, wheels
 from kvlab.inputs.models import gguf_file, sources
 from kvlab.inputs.models.folder import read_tokenizer, weight_files
-from kvlab.methods import lookup
+from kvlab.methods._base import lookup
 
 pytestmark = pytest.mark.models
 
@@ -117,7 +117,7 @@ def test_the_head_scores_that_come_along_are_of_these_weights(name, loaded):
     shipped = lookup.HeadScores.load(name)
     config = loaded.model.config
     assert shipped.measured_on == (loaded.sha256, name, loaded.n_layers, config.num_attention_heads)
-    assert lookups.head_scores(loaded) == name
+    assert shipped_tables.head_scores(loaded) == name
 
 
 def test_a_load_takes_at_most_three_times_as_long_as_reading_the_file(name):

@@ -12,7 +12,7 @@ from support import slow_bpe, tiny_gguf
 from support.texts import FERRY
 
 from kvlab.inputs import wheels
-from kvlab.inputs.models import conversion, gguf_file, splitting
+from kvlab.inputs.models import conversion, gguf_file, pretokenizers
 from kvlab.inputs.models.folder import read_tokenizer
 
 SAMPLE = (
@@ -43,7 +43,7 @@ def made(tmp_path_factory, merges):
             )
             target = folder / pre
             target.mkdir()
-            splitting.read(file.path, file.metadata).save_pretrained(target)
+            pretokenizers.read(file.path, file.metadata).save_pretrained(target)
             (target / "config.json").write_text(json.dumps({"model_type": architecture}))
             tokens = SPECIAL + tiny_gguf.byte_letters() + [merge.replace(" ", "") for merge in merges]
             pairs[pre] = read_tokenizer(target), slow_bpe.SlowBPE(tokens, list(merges), pre, SPECIAL)
@@ -95,7 +95,7 @@ def test_every_text_comes_back(made):
 def test_every_name_that_transformers_knows_is_in_the_table():
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    assert GGUF_PRE_TOKENIZER_SPLITS.keys() <= splitting.KINDS.keys()
+    assert GGUF_PRE_TOKENIZER_SPLITS.keys() <= pretokenizers.KINDS.keys()
 
 
 @pytest.mark.parametrize(

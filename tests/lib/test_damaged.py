@@ -16,7 +16,7 @@ from support.replaying import trace
 import kvlab
 from kvlab import KvlabError, evaluation, papers
 from kvlab.inputs import longbench_records, models
-from kvlab.methods import lookup
+from kvlab.methods._base import lookup
 from kvlab.scores import predictions
 from kvlab.workbench import experiments
 

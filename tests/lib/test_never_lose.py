@@ -23,7 +23,7 @@ from support.runs import runs
 from support.servers import environment, free_port
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import driver
+from kvlab.workbench.jobs import launch
 from kvlab.workbench.store import database
 
 pytestmark = pytest.mark.roundtrip
@@ -171,11 +171,11 @@ def test_a_server_that_goes_away_stops_the_command_with_a_sentence_and_loses_not
     take_down(server, project)
     console = Console(file=io.StringIO(), width=200)
     with pytest.raises(KvlabError, match="cannot be reached; 1 of 3 jobs are done"):
-        driver.run(EXPERIMENT, workers=1, console=console)
+        launch.run(EXPERIMENT, workers=1, console=console)
     server.process.wait()
     database._ready.cache_clear()
     server.start()
-    found = driver.run(EXPERIMENT, workers=1, console=console)
+    found = launch.run(EXPERIMENT, workers=1, console=console)
     assert [result.state for result in found] == ["done earlier", "finished", "finished"]
     check_three_jobs()
 
@@ -194,7 +194,7 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(server, project, monkey
 
     helper = threading.Thread(target=bring_back, daemon=True)
     helper.start()
-    found = driver.run(EXPERIMENT, workers=2, console=Console(file=io.StringIO(), width=200))
+    found = launch.run(EXPERIMENT, workers=2, console=Console(file=io.StringIO(), width=200))
     helper.join()
     assert [result.state for result in found] == ["finished"] * 3
     check_three_jobs()
@@ -214,7 +214,7 @@ def test_two_sweeps_at_once_share_the_jobs(project):
         text=True,
     )
     console = Console(file=io.StringIO(), width=200)
-    ours = driver.run(EXPERIMENT, workers=1, console=console)
+    ours = launch.run(EXPERIMENT, workers=1, console=console)
     _, theirs = other.communicate(timeout=300)
     assert other.returncode == 0, theirs
     assert sorted(run.data.params["reduction"] for run in runs("job")) == ["0.5", "0.55", "0.6"]

@@ -14,7 +14,7 @@ from support.refusals import refusal
 import kvlab
 from kvlab import papers, tasks
 from kvlab.lib import workspace
-from kvlab.workbench.experiments import content
+from kvlab.workbench.experiments import content_key
 
 
 def keep(name: str, budget: int) -> list[int]:
@@ -123,12 +123,12 @@ def test_a_task_is_found_and_one_with_a_taken_name_is_refusal(bare):
 
 def test_a_job_is_run_again_once_the_code_of_the_workspace_has_changed(bare):
     (bare / "toy.ipynb").write_text('{"cells": []}')
-    keys = [content.key(bare / "toy.ipynb", {})]
+    keys = [content_key.key(bare / "toy.ipynb", {})]
     path = policy(bare, "mine.py", "mine")
-    keys.append(content.key(bare / "toy.ipynb", {}))
+    keys.append(content_key.key(bare / "toy.ipynb", {}))
     path.write_text(path.read_text() + "\n# another line\n")
-    keys.append(content.key(bare / "toy.ipynb", {}))
-    assert len(set(keys)) == 3 and keys[2] == content.key(bare / "toy.ipynb", {})
+    keys.append(content_key.key(bare / "toy.ipynb", {}))
+    assert len(set(keys)) == 3 and keys[2] == content_key.key(bare / "toy.ipynb", {})
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_a_new_task_runs_only_jobs_again_that_can_reach_it(bare, source, policy_
     (bare / "toy.ipynb").write_text(json.dumps({"cells": [cell]}))
     path = policy(bare, "mine.py", "mine")
     path.write_text(f"{path.read_text()}\n# {policy_text}\n")
-    before = content.key(bare / "toy.ipynb", parameters)
+    before = content_key.key(bare / "toy.ipynb", parameters)
     (bare / "tasks").mkdir()
     (bare / "tasks" / "riddles.py").write_text("# a task\n")
-    assert (content.key(bare / "toy.ipynb", parameters) != before) is again
+    assert (content_key.key(bare / "toy.ipynb", parameters) != before) is again
 
 
 def test_without_a_working_directory_kvlabs_own_are_still_there(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from support.live_runs import generate, left_padded, prompt
 
 import kvlab
 from kvlab.errors import KvlabError
-from kvlab.methods.base import Budget, Policy
+from kvlab.methods._base.policy import Budget, Policy
 
 
 class Curious(Policy):

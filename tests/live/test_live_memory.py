@@ -9,7 +9,7 @@ import kvlab
 from kvlab.core import attention
 from kvlab.live import passes
 from kvlab.live.gather import gather
-from kvlab.live.memory import Memory
+from kvlab.live.shared_findings import Memory
 from tests.support.live_runs import SMALL, small
 from tests.support.tensors import sets
 

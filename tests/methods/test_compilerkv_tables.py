@@ -14,7 +14,7 @@ from support.tensors import exact
 
 import kvlab
 from kvlab.errors import KvlabError
-from kvlab.methods.lookup import DecisionTables
+from kvlab.methods._base.lookup import DecisionTables
 
 
 def random_weights(layers, heads, seed=0):

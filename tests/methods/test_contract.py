@@ -12,7 +12,7 @@ from support.replaying import PROMPT, tensors, trace
 import kvlab
 from kvlab.core.ranking import top_positions
 from kvlab.methods import Budget, Prompt
-from kvlab.methods.contract import CHECKS
+from kvlab.methods._base.contract import CHECKS
 
 
 class Best(kvlab.Policy):

@@ -14,7 +14,7 @@ from support.tensors import exact, layer, sets, with_attention
 
 import kvlab
 from kvlab.errors import KvlabError
-from kvlab.methods.clock import decode
+from kvlab.methods._base.clock import decode
 
 CASES = [
     ("scissorhands", dict(budget=24)),

@@ -13,7 +13,7 @@ import kvlab
 from kvlab.core import hookable
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
-from kvlab.methods.repeating import FIRST, LATER, Repetition
+from kvlab.methods._base.repeating import FIRST, LATER, Repetition
 
 LENGTH, CHUNK = 60, 25
 

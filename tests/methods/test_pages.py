@@ -20,7 +20,7 @@ from support.tensors import layer, sets
 
 import kvlab
 from kvlab.core.store import LayerStore
-from kvlab.methods import pages
+from kvlab.methods._base import pages
 
 
 def finished(policy, tensors, prompt):

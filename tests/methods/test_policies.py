@@ -184,7 +184,7 @@ def test_unknown_policy_offers_the_nearest():
 MINE = """
 from typing import ClassVar
 
-from kvlab.methods.base import Budget, Policy
+from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods.snapkv import SnapKV
 
 

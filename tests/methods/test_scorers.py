@@ -13,7 +13,7 @@ from support.tensors import exact, layer, sets, shaken
 
 import kvlab
 from kvlab.errors import KvlabError
-from kvlab.methods.base import Policy
+from kvlab.methods._base.policy import Policy
 
 PLAIN = [
     ("knorm", {}),

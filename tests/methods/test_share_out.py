@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import oracles
 
-from kvlab.methods.budgets import share_out
+from kvlab.methods._base.budgets import share_out
 
 
 def around(weights, total, ceiling, floor):

@@ -6,7 +6,7 @@ import pytest
 from support.refusals import refusal
 
 from kvlab import papers
-from kvlab.papers import shelf
+from kvlab.papers import registry
 
 PAPER = """name: {name}
 label: Mine
@@ -29,9 +29,9 @@ def write(folder, file: str, name: str, more: str = "") -> None:
 
 
 def test_claims_of_the_workspace_stand_after_kvlabs_own_and_alone_in_its_ledger(bare):
-    assert papers.of_project() == papers.papers() == shelf.shipped()
+    assert papers.of_project() == papers.papers() == registry.shipped()
     write(bare, "mine.yaml", "mine")
-    assert [paper.name for paper in papers.papers()] == [paper.name for paper in shelf.shipped()] + ["mine"]
+    assert [paper.name for paper in papers.papers()] == [paper.name for paper in registry.shipped()] + ["mine"]
     assert [paper.name for paper in papers.of_project()] == ["mine"]
     assert [claim.id for claim in papers.claims(experiment="try")] == ["mine.gain"]
 
@@ -50,7 +50,7 @@ def test_a_paper_with_the_name_of_kvlabs_own_is_refused_unless_it_says_that_it_r
     assert str(bare / "papers" / "dapq.yaml") in said and "replaces: true" in said
     write(bare, "dapq.yaml", "dapq", "replaces: true\n")
     assert [claim.id for claim in papers.claims(paper="dapq")] == ["dapq.gain"]
-    assert len(papers.papers()) == len(shelf.shipped())
+    assert len(papers.papers()) == len(registry.shipped())
 
 
 def test_a_figure_of_the_workspace_is_read_and_takes_no_name_of_kvlabs(bare):

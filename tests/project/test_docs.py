@@ -23,7 +23,7 @@ import kvlab
 from kvlab import cli, papers
 from kvlab.inputs import models
 from kvlab.inputs.models import loading
-from kvlab.workbench.report import kept
+from kvlab.workbench.report import snapshots
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Made by `kvlab pages`.
@@ -84,7 +84,7 @@ def test_disagreements_explain_everything_that_fails(page):
     starts = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
     failing = [
         line.claim
-        for line in kept.read(ROOT / "docs" / "ledger" / "smollm2-135m.csv")
+        for line in snapshots.read(ROOT / "docs" / "ledger" / "smollm2-135m.csv")
         if line.claim.paper == page.stem and line.verdict.verdict == "fails"
     ]
     told = {claim.fact for claim in failing if claim.id in named or claim.id.startswith(starts or "?")}

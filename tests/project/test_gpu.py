@@ -22,7 +22,7 @@ from kvlab.inputs import models
 from kvlab.instruments.probes import QuerySimilarity
 from kvlab.live.gather import gather
 from kvlab.methods import registry
-from kvlab.methods.lookup import DecisionTables
+from kvlab.methods._base.lookup import DecisionTables
 from kvlab.traces import shared
 
 NAMES = sorted(registry())

@@ -14,7 +14,7 @@ from support.tensors import exact, layer, sets
 import kvlab
 from kvlab.core.layout import WHOLE, Layout
 from kvlab.instruments.probes import QuerySimilarity
-from kvlab.methods.lookup import HeadScores
+from kvlab.methods._base.lookup import HeadScores
 
 STEPS = 5
 

@@ -13,8 +13,8 @@ from support.live_runs import prompt, small
 import kvlab
 from kvlab.inputs import models
 from kvlab.methods import registry
-from kvlab.replays.reading import alike
-from kvlab.replays.single import Replay
+from kvlab.replays.replay import Replay
+from kvlab.replays.step_reads import alike
 
 NAMES = sorted(registry())
 BUDGETS = (34, 47, 59, 64)

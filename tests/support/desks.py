@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvlab.workbench.jobs import places
+from kvlab.workbench.jobs import executors
 
 
 class Desk:
@@ -19,7 +19,7 @@ class Desk:
     def start(self, spec, folder, environment):
         Path(spec["output"]).write_text(json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
         self.work(spec["parameters"], folder)
-        (folder / places.RESULT).write_text(json.dumps({"ok": True, "error": None, "html": None, "died": False}))
+        (folder / executors.RESULT).write_text(json.dumps({"ok": True, "error": None, "html": None, "died": False}))
         return self
 
     def code(self):

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from kvlab.workbench.figures import plots
+from kvlab.render.figures import plots
 
 
 class Curve(NamedTuple):

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 
-from kvlab.workbench.explorer.look import Spot
+from kvlab.render.explorer.query_view import Spot
 from support import oracles
 from support.replaying import HEADS, KV_HEADS, LAYERS, PROMPT, STEPS, tensors
 from support.tensors import exact

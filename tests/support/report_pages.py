@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from kvlab import papers
 from kvlab.workbench.report import ledger
 from kvlab.workbench.report.ledger import Entry
-from kvlab.workbench.report.origins import Origin
+from kvlab.workbench.report.provenance import Origin
 
 CLAIM = "zsmerge.figure4.reduction_20"
 

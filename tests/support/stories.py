@@ -72,7 +72,7 @@ def called(trees: Iterable[ast.AST], through: str) -> set[str]:
             node = given.pop()
             call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
             module = modules.get(ast.unparse(node.func.value), "") if call else ""
-            if module.startswith("kvlab.analyses"):
+            if module.startswith(("kvlab.analyses", "kvlab.render.stories")):
                 found.add(f"{module}.{node.func.attr}")  # what it is given tells nothing itself
             else:
                 given += ast.iter_child_nodes(node)

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from kvlab.workbench.jobs import places, processes
+from kvlab.workbench.jobs import executors, processes
 from support.projects import cell, notebook
 
 LONG = 800  # seconds, on a machine with much else to do
@@ -19,7 +19,7 @@ import gc, json, logging, os, pathlib, random, resource, sys, warnings
 import ipywidgets, matplotlib, matplotlib.pyplot as plt, mlflow, numpy, pandas, psutil, seaborn, torch
 import tqdm.auto, transformers
 import kvlab
-from kvlab.workbench.figures import plots
+from kvlab.render.figures import plots
 shell = get_ipython()
 found = {
     "names": sorted(set(dir()) - {"found", "shell"}),
@@ -75,7 +75,7 @@ class Begun:
             "notebook": str(folder / "job.ipynb"),
             "output": str(folder / "out.ipynb"),
             "parameters": {},
-            "result": str(folder / places.RESULT),
+            "result": str(folder / executors.RESULT),
             "cwd": str(folder),
             "limit": None,
             "more": True,
@@ -90,7 +90,7 @@ class Begun:
         while (code := self.task.code()) is None:
             assert time.monotonic() < deadline, "it does not end"
             time.sleep(0.02)
-        note = self.folder / places.RESULT
+        note = self.folder / executors.RESULT
         return code, json.loads(note.read_text()) if note.exists() else None
 
     def look(self):

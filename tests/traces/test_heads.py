@@ -17,8 +17,8 @@ import kvlab
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
 from kvlab.inputs.models import MODELS
-from kvlab.methods import lookup
-from kvlab.methods.lookup import HeadScores
+from kvlab.methods._base import lookup
+from kvlab.methods._base.lookup import HeadScores
 from kvlab.traces import retrieval_heads
 from kvlab.traces.retrieval_heads import measure, needle_shares
 

@@ -18,7 +18,7 @@ import kvlab
 from kvlab.bench import memory
 from kvlab.errors import KvlabError
 from kvlab.inputs import models
-from kvlab.traces import draft, passes, shared
+from kvlab.traces import file_draft, passes, shared
 
 PROMPT, STEPS, WINDOW = 45, 5, 9
 ASKED = dict(accumulate=True, policies=["dapq", "kvzip", "criticalkv"])
@@ -113,8 +113,8 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_runs(tiny, tmp_p
 def test_a_full_disk_is_told_before_anything_runs(tiny, tmp_path, monkeypatch):
     """Writing to mapped memory that has no place on the disk would end the process."""
     monkeypatch.setattr(passes, "forward", no_run)
-    usage = draft.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(draft.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    usage = file_draft.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(file_draft.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with one_sentence(r"cannot write into .*: the trace takes 0\.0 GB, which are not free"):
         kvlab.capture(tiny(), sequence(PROMPT), into=tmp_path / "a.trace")
 

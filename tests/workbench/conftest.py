@@ -1,4 +1,4 @@
-"""What tests of figures, of sweeps and of servers that come and go share."""
+"""What tests of sweeps and of servers that come and go share."""
 
 from __future__ import annotations
 
@@ -6,21 +6,9 @@ import io
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-import matplotlib.pyplot as plt
 import pytest
 from rich.console import Console
-
-from kvlab.workbench.figures import plots
-
-
-@pytest.fixture
-def headless():
-    """The notebooks' style, drawn on no screen; figures are closed at the end."""
-    with plt.rc_context():
-        plt.switch_backend("agg")
-        plots.style()
-        yield
-        plt.close("all")
+from support.headless import headless  # noqa: F401 - a fixture
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from support.runs import job
 from support.toy_claims import claim
 
 from kvlab.papers import judge
-from kvlab.workbench.report import growth, ledger
+from kvlab.workbench.report import ledger, model_trends
 from kvlab.workbench.report import page as report
 
 HOLDS, DIRECTION, OPEN, FAILS = (0.6, 0.7), (0.1, 0.3), (-0.1, 0.3), (-0.3, -0.1)
@@ -114,5 +114,5 @@ def test_a_number_of_another_unit_is_on_no_axis_with_ours(comparable, drawn):
     size = {} if comparable else {"size": {"kind": "not_compared", "because": "units"}}
     (entry,) = entries(HOLDS, **size)
     assert (report.scale(entry)["paper"] is not None) is drawn
-    row = growth.Row(entry.claim, [entry])
-    assert (growth.paper_value(row.claim) is not None) is drawn
+    row = model_trends.Row(entry.claim, [entry])
+    assert (model_trends.paper_value(row.claim) is not None) is drawn

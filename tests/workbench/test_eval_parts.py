@@ -12,8 +12,8 @@ from support.paths import ROOT
 from support.spread import students
 
 from kvlab.evaluation import Answer, decline, summary
-from kvlab.workbench.figures import evaluation, turning
-from kvlab.workbench.report import answered, boards, kept, page
+from kvlab.render.figures import evaluation, turns
+from kvlab.workbench.report import page, snapshots, task_means, task_scores
 
 
 def answers(mode, kind, by_policy):
@@ -118,7 +118,7 @@ def test_questions_over_one_context_are_one_repetition():
 def test_the_figure_has_a_panel_for_each_mode_moment_and_budget():
     asked = [*FOUND, *(replace(answer, key=f"p{answer.key}", compress_at="prompt") for answer in FOUND)]
     more = [replace(answer, key=f"m{answer.key}", budget=96) for answer in asked if answer.policy != "full"]
-    figure = turning.scores([*asked, *more])
+    figure = turns.scores([*asked, *more])
     titles = [ax.get_title("left") for ax in figure.axes]
     assert titles[:4] == [
         "chat: the first question read",
@@ -133,7 +133,7 @@ def test_the_figure_has_a_panel_for_each_mode_moment_and_budget():
     lines = {bars.get_label(): bars.lines[0].get_ydata().tolist() for bars in figure.axes[0].containers}
     assert lines == {"snapkv": [1.0, 0.25]}
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full cache", "snapkv"]
-    assert turning.scores([replace(answer, marks={}) for answer in FOUND]) is None
+    assert turns.scores([replace(answer, marks={}) for answer in FOUND]) is None
 
 
 @pytest.mark.usefixtures("headless")
@@ -152,18 +152,18 @@ def test_the_figure_has_the_same_answers_of_another_moment_too():
         replace(other[0], key="b", signature="m|t|p|compress at prompt|v2"),
         replace(other[0], key="c", example="another"),
     ]
-    assert turning.both_moments(FOUND, [*FOUND, *other, *strangers]) == [*FOUND, *other]
+    assert turns.both_moments(FOUND, [*FOUND, *other, *strangers]) == [*FOUND, *other]
 
 
 def test_turns_and_modes_are_kept_and_shown(tmp_path):
     """In lines of their own, which do not change the table over all answers."""
-    path = answered.keep(tmp_path, FOUND, "a machine")
-    lines = boards.read(path)
+    path = task_means.keep(tmp_path, FOUND, "a machine")
+    lines = task_scores.read(path)
     found = {(line["policy"], line["mode"], line["turn"]): float(line["score"]) for line in lines}
     assert len(found) == len(lines) == 2 * (1 + 2 + 4)
     assert found["snapkv", "", ""] == pytest.approx(0.5625)
     assert found["snapkv", "chat", ""] == pytest.approx(0.625) and found["snapkv", "chat", "2"] == 0.25
-    (board,) = boards.boards(tmp_path)
+    (board,) = task_scores.boards(tmp_path)
     assert board.full.score == 100 and board.n == 8
     assert [(system, cells[0].score) for system, cells in board.rows] == [("snapkv", pytest.approx(56.25))]
     chat, requests = board.by_turn
@@ -172,8 +172,8 @@ def test_turns_and_modes_are_kept_and_shown(tmp_path):
         ("full", [100, 100]),
         ("snapkv at 64", [100, 25]),
     ]
-    assert answered.keep(tmp_path, FOUND, "a machine").read_bytes() == path.read_bytes()
-    judged = kept.kept(ROOT / "docs" / "ledger", "smollm2-135m")
+    assert task_means.keep(tmp_path, FOUND, "a machine").read_bytes() == path.read_bytes()
+    judged = snapshots.kept(ROOT / "docs" / "ledger", "smollm2-135m")
     shown = page.render(judged, scores=[replace(board, model="smollm2-135m")])["report.html"]
     text = " ".join(re.sub(r"<[^>]+>", " ", shown[shown.index('id="scores"') :]).split())
     assert "By turn: chat Policy 1 2 full 100" in text and "By turn: requests" in text
@@ -195,8 +195,8 @@ def test_settings_of_one_policy_stand_apart_and_what_it_went_without_is_said(tmp
         for answer in FOUND
         if answer.policy != "full"
     ]
-    answered.keep(tmp_path, found, "a machine")
-    (board,) = boards.boards(tmp_path)
+    task_means.keep(tmp_path, found, "a machine")
+    (board,) = task_scores.boards(tmp_path)
     assert sorted(system for system, _ in board.rows) == sorted(variants.values()) and board.policies == 3
     assert board.prompts == "1,000 and 2,000 tokens, document sotu/1962"
 
@@ -209,15 +209,15 @@ def test_a_policy_with_fewer_answers_says_so_and_is_not_ranked_among_the_others(
         if answer.policy == "snapkv" and answer.scores["score"] == 1.0
     ]
     found = [replace(answer, marks={}) for answer in [*easy, *FOUND]]
-    answered.keep(tmp_path, found, "a machine")
-    (board,) = boards.boards(tmp_path)
+    task_means.keep(tmp_path, found, "a machine")
+    (board,) = task_scores.boards(tmp_path)
     assert [(name, round(cells[0].score)) for name, cells in board.rows] == [
         ("snapkv", 56),
         ("tova, 2 of 8 answers", 100),
     ]
     assert (board.full.score, board.n, board.fewer) == (100, 8, {"tova, 2 of 8 answers": "tova"})
     text = page.render(
-        kept.kept(ROOT / "docs" / "ledger", "smollm2-135m"), scores=[replace(board, model="smollm2-135m")]
+        snapshots.kept(ROOT / "docs" / "ledger", "smollm2-135m"), scores=[replace(board, model="smollm2-135m")]
     )["report.html"]
     assert "2 policies, 8 answers each, but for 1 with fewer; the full cache has 100" in text
 
@@ -227,20 +227,20 @@ def test_a_policy_with_fewer_answers_says_so_and_is_not_ranked_among_the_others(
 )
 def test_lengths_that_cannot_be_read_are_left_out(tmp_path, settings):
     found = [replace(answer, signature=f"m|{settings}|snapkv(budget=64)|compress at context|v") for answer in FOUND]
-    answered.keep(tmp_path, found, "a machine")
-    assert [board.prompts for board in boards.boards(tmp_path)] == [""]
+    task_means.keep(tmp_path, found, "a machine")
+    assert [board.prompts for board in task_scores.boards(tmp_path)] == [""]
 
 
 @pytest.mark.parametrize("place", ["/data/of/mine/bench", "/bench", "/data/bench/", r"C:\\data\\bench"])
 def test_where_a_folder_lay_is_not_kept(tmp_path, place):
     signature = f"m|t(seed=0, folder='{place}', tasks=('a', 'b'))|p|compress at context|v"
-    path = answered.keep(tmp_path, [replace(answer, signature=signature) for answer in FOUND], "a machine")
-    assert {line["settings"] for line in boards.read(path)} == {"t(seed=0, folder='bench', tasks=('a', 'b'))"}
+    path = task_means.keep(tmp_path, [replace(answer, signature=signature) for answer in FOUND], "a machine")
+    assert {line["settings"] for line in task_scores.read(path)} == {"t(seed=0, folder='bench', tasks=('a', 'b'))"}
 
 
 def test_what_was_kept_before_there_were_turns_is_read_and_goes_on(tmp_path):
     """The form of the file: its columns, in their order, of which the two latest may be missing."""
-    path = answered.keep(tmp_path, [replace(answer, marks={}) for answer in FOUND], "a machine")
+    path = task_means.keep(tmp_path, [replace(answer, marks={}) for answer in FOUND], "a machine")
     head, *rest = path.read_text().splitlines()
     assert head == (
         "model,task,settings,kind,policy,budget,storage,parameters,compress_at,mode,turn,n,score,low,high,difference,"
@@ -248,16 +248,16 @@ def test_what_was_kept_before_there_were_turns_is_read_and_goes_on(tmp_path):
     )
     frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
     frame.drop(columns=["mode", "turn"]).to_csv(path, index=False)
-    (board,) = boards.boards(tmp_path)
+    (board,) = task_scores.boards(tmp_path)
     assert board.by_turn == [] and len(board.rows) == 1
-    assert answered.keep(tmp_path, [replace(answer, marks={}) for answer in FOUND], "a machine") == path
+    assert task_means.keep(tmp_path, [replace(answer, marks={}) for answer in FOUND], "a machine") == path
     assert path.read_text().splitlines() == [head, *rest], "the same lines, none twice"
     for shipped in (ROOT / "docs" / "ledger" / "tasks").glob("*.csv"):
-        assert boards.read(shipped)
+        assert task_scores.read(shipped)
 
 
 def test_budgets_are_columns_in_their_order_and_what_takes_none_comes_last():
-    found = [board.budgets for board in boards.boards(ROOT / "docs" / "ledger")]
+    found = [board.budgets for board in task_scores.boards(ROOT / "docs" / "ledger")]
     assert any(len(budgets) > 2 and "" in budgets for budgets in found)
     for budgets in found:
         numbers = [float(budget) for budget in budgets if budget]

@@ -179,17 +179,40 @@ def test_the_key_follows_what_could_change_the_numbers(project, monkeypatch):
     assert experiments.jobs(NAME, overrides=named)[0].key != first
 
     second = experiments.jobs(NAME)[0].key
-    monkeypatch.setattr(experiments.content.project, "code_hash", lambda: "other code")
+    monkeypatch.setattr(experiments.content_key.project, "code_hash", lambda: "other code")
     assert experiments.jobs(NAME)[0].key != second
+
+
+MEASURES = "from kvlab.analyses import first_look\nfound = first_look.measure(seed)\nrun.log(found.metrics)"
+
+
+@pytest.mark.parametrize(
+    ("other", "moves"),
+    [
+        ("run.figure('loss', draw.loss(found))\nrun.tell('loss', story.loss(found))", False),
+        ("from kvlab.render.figures import plots as p\n# a comment", False),
+        ("run.figure('other', draw.loss(found, title='Loss'))", False),
+        ("found = first_look.measure(seed + 1)", True),
+        ("run.log({'x': 1})", True),
+        ("run.figure('loss', draw.loss(found := 3))", True),
+        ("%time measure()", True),
+    ],
+)
+def test_the_key_leaves_out_what_a_notebook_only_shows(project, other, moves):
+    def key(*cells):
+        notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), *map(cell, cells))
+        return experiments.jobs(NAME)[0].key
+
+    assert (key(MEASURES, other) != key(MEASURES)) == moves
 
 
 def test_the_key_follows_tables_that_come_with_kvlab_for_the_model(tmp_path, monkeypatch):
     """Learnt for a model that ran with neutral ones, they call for another run; those of another model do not."""
     notebook(tmp_path / "one.ipynb", cell("model = 'mine'\ntables = 'auto'", "parameters"))
-    content, package = experiments.content, tmp_path / "kvlab"
+    content, package = experiments.content_key, tmp_path / "kvlab"
     shipped = package / "methods" / "tables"
     shipped.mkdir(parents=True)
-    monkeypatch.setattr(content, "__file__", str(package / "workbench" / "experiments" / "content.py"))
+    monkeypatch.setattr(content, "__file__", str(package / "workbench" / "experiments" / "content_key.py"))
 
     def key(**changes):
         return content.key(tmp_path / "one.ipynb", {"model": "mine", "tables": "auto"} | changes)
@@ -207,10 +230,10 @@ def test_the_key_follows_tables_that_come_with_kvlab_for_the_model(tmp_path, mon
 def test_the_key_follows_the_tables_of_every_budget(tmp_path, monkeypatch):
     """And not those of a model whose name begins alike."""
     notebook(tmp_path / "one.ipynb", cell("model = 'mine'\nalone = 'auto'", "parameters"))
-    content, package = experiments.content, tmp_path / "kvlab"
+    content, package = experiments.content_key, tmp_path / "kvlab"
     shipped = package / "methods" / "alone"
     shipped.mkdir(parents=True)
-    monkeypatch.setattr(content, "__file__", str(package / "workbench" / "experiments" / "content.py"))
+    monkeypatch.setattr(content, "__file__", str(package / "workbench" / "experiments" / "content_key.py"))
 
     def key(alone="auto"):
         return content.key(tmp_path / "one.ipynb", {"model": "mine", "alone": alone})

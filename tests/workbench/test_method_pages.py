@@ -20,7 +20,7 @@ from kvlab.analyses import portraits
 from kvlab.analyses.portraits import Portrait, Settings
 from kvlab.errors import KvlabError
 from kvlab.methods import Policy, registry
-from kvlab.replays.single import Replay
+from kvlab.replays.replay import Replay
 from kvlab.traces import shared
 from kvlab.workbench import method_pages
 from kvlab.workbench.method_pages import Found, Told

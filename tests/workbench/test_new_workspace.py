@@ -21,7 +21,7 @@ from support.refusals import refusal
 
 import kvlab
 from kvlab import papers, tasks
-from kvlab.papers import shelf
+from kvlab.papers import registry
 from kvlab.workbench import experiments
 from kvlab.workbench.experiments import notebooks
 from kvlab.workbench.workspace import KINDS, add, making, new, rendering
@@ -130,19 +130,19 @@ def test_the_examples_tests_pass_from_outside_the_folder(made):
     assert "10 passed" in pytest_passes(made.parent, "my-lab/tests")
 
 
-@pytest.mark.parametrize("paper", [paper.name for paper in shelf.shipped()])
+@pytest.mark.parametrize("paper", [paper.name for paper in registry.shipped()])
 def test_a_copy_of_a_paper_passes_its_tests(paper, tmp_path, monkeypatch):
     """Each of its experiments has jobs in both profiles, and each of its claims an experiment that is there."""
     monkeypatch.delenv("KVLAB_ROOT", raising=False)
     folder = new(tmp_path / "copy", paper)
-    (known,) = [one for one in shelf.shipped() if one.name == paper]
+    (known,) = [one for one in registry.shipped() if one.name == paper]
     experiments_of = {claim.experiment for claim in known.claims if claim.experiment}
     assert pytest_passes(folder, "tests").startswith(f"{2 * len(experiments_of) + len(known.claims)} passed")
 
 
 def test_a_copy_of_a_paper_is_that_paper(tmp_path, monkeypatch):
     monkeypatch.delenv("KVLAB_ROOT", raising=False)
-    (known,) = [paper for paper in shelf.shipped() if paper.name == "dapq"]
+    (known,) = [paper for paper in registry.shipped() if paper.name == "dapq"]
     folder = new(tmp_path / "my-dapq", "dapq")
     monkeypatch.chdir(folder)
     assert set(experiments.names()) == {claim.experiment for claim in known.claims if claim.experiment}

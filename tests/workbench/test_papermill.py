@@ -21,8 +21,8 @@ from traitlets.config import Config
 from kvlab.errors import KvlabError
 from kvlab.workbench import experiments
 from kvlab.workbench.experiments import notebooks
-from kvlab.workbench.experiments.given import parameters, typed
-from kvlab.workbench.jobs import driver
+from kvlab.workbench.experiments.notebook_parameters import parameters, typed
+from kvlab.workbench.jobs import launch
 from kvlab.workbench.store import database
 
 WHOLE = "00_quickstart"  # run to its end, too
@@ -226,7 +226,7 @@ def test_a_run_that_fails_is_failed_and_the_driver_agrees(project):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(PYTHONPATH=str(ROOT)))
     assert done.returncode != 0 and "the roof is on fire" in done.stderr
-    (driven,) = driver.run(EXPERIMENT, overrides={"boom": True})
+    (driven,) = launch.run(EXPERIMENT, overrides={"boom": True})
     client = database.client()
     found = client.search_runs(
         [client.get_experiment_by_name(EXPERIMENT).experiment_id],

@@ -10,7 +10,7 @@ from support.projects import experiment
 
 from kvlab.errors import KvlabError
 from kvlab.workbench import experiments
-from kvlab.workbench.jobs import driver, progress
+from kvlab.workbench.jobs import launch, progress
 from kvlab.workbench.jobs.progress import Progress
 
 
@@ -109,9 +109,9 @@ def test_long_jobs_begin_first(project, monkeypatch):
     for name, seconds in (("a", 10), ("b", None), ("c", 90), ("d", 30)):
         experiment(project, name, profiles={"quick": {"seconds": seconds} if seconds else {}})
     begun = []
-    monkeypatch.setattr(driver.Sweep, "_begin", lambda self, number: begun.append(self.queue[number].experiment))
+    monkeypatch.setattr(launch.Sweep, "_begin", lambda self, number: begun.append(self.queue[number].experiment))
     console = Console(file=io.StringIO(), width=100)
-    driver.run(["a", "b", "c", "d"], workers=2, console=console)
+    launch.run(["a", "b", "c", "d"], workers=2, console=console)
     assert begun == ["c", "b", "d", "a"]  # b is taken for the mean of the others
     assert "4 jobs, 2 at once, about 1 min 30 s" in console.file.getvalue()
 

@@ -9,7 +9,7 @@ import pytest
 from support.report_pages import CLAIM, judged_on, opened
 
 from kvlab import papers
-from kvlab.papers.conditions import NotCompared
+from kvlab.papers.tests import NotCompared
 from kvlab.workbench.report import page as report
 from kvlab.workbench.report.evidence import told_of
 from kvlab.workbench.store.signatures import documents

@@ -14,10 +14,10 @@ from support.runs import job
 
 from kvlab import papers
 from kvlab.errors import KvlabError
-from kvlab.workbench.report import kept, ledger
+from kvlab.workbench.report import ledger, snapshots
 from kvlab.workbench.report import page as report
 from kvlab.workbench.report.evidence import evidence
-from kvlab.workbench.report.origins import Origin
+from kvlab.workbench.report.provenance import Origin
 from kvlab.workbench.store import database, tracking
 
 KEPT = ROOT / "docs" / "ledger"
@@ -45,16 +45,16 @@ def two_kept(project, tmp_path, nowhere, monkeypatch):
     run.tell("curve", ["It rises <fast>, by 3."])
     run.finish()
     folder = tmp_path / "kept"
-    kept.keep(folder)
+    snapshots.keep(folder)
     in_store = report.ledger()
     monkeypatch.chdir(nowhere)
     return folder, in_store
 
 
 def test_kvlabs_own_ledgers_have_a_name(nowhere, tmp_path):
-    assert kept.place(Path("kept")) == KEPT and kept.place(KEPT) == KEPT and kept.place(None) is None
+    assert snapshots.place(Path("kept")) == KEPT and snapshots.place(KEPT) == KEPT and snapshots.place(None) is None
     (nowhere / "kept").mkdir()
-    assert kept.place(Path("kept")) == Path("kept"), "a folder goes before the name"
+    assert snapshots.place(Path("kept")) == Path("kept"), "a folder goes before the name"
 
 
 def test_the_report_of_kept_ledgers_is_that_of_their_store(two_kept, nowhere, capsys):
@@ -84,11 +84,11 @@ def test_the_report_of_kept_ledgers_is_that_of_their_store(two_kept, nowhere, ca
 
 def test_models_and_profiles_narrow_what_is_kept(two_kept, nowhere, capsys):
     folder, _ = two_kept
-    assert {entry.model for entry in kept.kept(folder)} == {"small", "large"}
-    assert [entry.model for entry in kept.kept(folder, "large@1") if entry.measured] == ["large"]
+    assert {entry.model for entry in snapshots.kept(folder)} == {"small", "large"}
+    assert [entry.model for entry in snapshots.kept(folder, "large@1") if entry.measured] == ["large"]
     for narrow in ({"model": "none"}, {"profile": "full"}):
         with pytest.raises(KvlabError, match=r"it has: large \(quick profile\), small \(quick profile\)"):
-            kept.kept(folder, **narrow)
+            snapshots.kept(folder, **narrow)
     assert "holds no kept ledger; `kvlab report --keep" in complaint(capsys, "report", "--from", "none")
     assert "not at once" in complaint(capsys, "report", "--from", str(folder), "--keep", "x", code=2)
 
@@ -102,7 +102,7 @@ def test_kept_runs_of_two_commits_stand_apart():
 
 
 def test_the_ledger_of_this_project_has_a_report(nowhere):
-    page = report.save(kept.kept(KEPT), nowhere / "page")
+    page = report.save(snapshots.kept(KEPT), nowhere / "page")
     text = page.read_text()
     for claim in papers.claims():
         assert text.count(f'id="{slug(claim.id)}"') == 1

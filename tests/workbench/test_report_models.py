@@ -14,7 +14,7 @@ from kvlab import papers
 from kvlab.inputs import models as known
 from kvlab.workbench.report import ledger
 from kvlab.workbench.report import page as report
-from kvlab.workbench.report.subjects import Subject, in_words, remarks, subjects
+from kvlab.workbench.report.ledger_models import Subject, in_words, remarks, subjects
 
 SMALL, LARGE = {"model": "small", "parameters": 135_000_000}, {"model": "large", "parameters": 8_000_000_000}
 

@@ -12,9 +12,9 @@ from support.runs import job
 
 from kvlab import papers
 from kvlab.errors import KvlabError
-from kvlab.workbench.report import ledger, runs, told
+from kvlab.workbench.report import ledger, ledger_stories, runs
 from kvlab.workbench.report import page as report
-from kvlab.workbench.store import artifacts, database, earlier, tracking
+from kvlab.workbench.store import artifacts, database, run_index, tracking
 
 METRICS = ["m", "n", "m/low", "m/high"]
 MODELS = ["toy@0", "other", "it's"]
@@ -38,13 +38,13 @@ def logged(metrics: dict[str, float], model: str, profile: str = "quick", **fiel
 
 def questions(monkeypatch) -> list[str]:
     """The queries that reach the store from now on."""
-    asked, search = [], earlier._found
+    asked, search = [], run_index._found
 
     def counted(connection, experiment, query, page_size):
         asked.append(query)
         return search(connection, experiment, query, page_size)
 
-    monkeypatch.setattr(earlier, "_found", counted)
+    monkeypatch.setattr(run_index, "_found", counted)
     return asked
 
 
@@ -107,7 +107,7 @@ def test_values_of_a_tag_are_found_however_they_are_spelt(project):
 def test_a_job_whose_code_was_edited_is_passed_over(project):
     kept = logged({"m": 0.5}, "toy@0")
     for _ in range(3):
-        logged({"m": 0.7}, "toy@0", **{"kvlab.key": earlier.EDITED})
+        logged({"m": 0.7}, "toy@0", **{"kvlab.key": run_index.EDITED})
     best = runs.Runs(database.client(), runs.newest([EXPERIMENT], "model")[EXPERIMENT]["toy@0"]).measuring(claim())
     assert best is not None and best.info.run_id == kept
 
@@ -136,7 +136,7 @@ def test_files_of_a_run_are_found_wherever_the_project_lies(project, monkeypatch
     monkeypatch.setattr("mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore.get_run", again)
     shown = [(path.name, path.exists()) for path in artifacts.files(database.client(), run, "figures", ".png")]
     assert shown == [("error_curves.png", True)]
-    assert told.stories(database.client(), run) == {"error_curves": "It merges."}
+    assert ledger_stories.stories(database.client(), run) == {"error_curves": "It merges."}
     assert not list(artifacts.files(database.client(), run, "nothing", ".png"))
 
 
@@ -147,7 +147,7 @@ def test_a_job_of_its_own_kind_or_an_ordinary_one_stands_for_a_job(project):
     assert number is not None
 
     def found(kind: str) -> str | None:
-        run = earlier.done(database.client(), number, "k", kind)
+        run = run_index.done(database.client(), number, "k", kind)
         return run and run.info.run_id
 
     assert (found("cell"), found("job")) == (cell, None)

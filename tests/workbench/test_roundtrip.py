@@ -18,7 +18,7 @@ from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, no
 from support.runs import ARTIFACTS, artifacts, runs
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import driver
+from kvlab.workbench.jobs import launch
 from kvlab.workbench.jobs.sweep import TRIES
 from kvlab.workbench.report import page as report
 from kvlab.workbench.store import database
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.roundtrip
 
 def test_a_sweep_is_logged_skipped_and_reported(project, console):
     experiment(project, grid={"reduction": [0.55, 0.62]})
-    first = driver.run(EXPERIMENT, workers=2, console=console)
+    first = launch.run(EXPERIMENT, workers=2, console=console)
     assert [result.state for result in first] == ["finished", "finished"], console.file.getvalue()
 
     (parent,), children = runs("sweep"), runs("job")
@@ -50,12 +50,12 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):
     assert not re.search(r'(src|href)="(https?:|")', page) and "0.62" in page
     assert list((project / "mlruns" / "work").iterdir()) == []
 
-    again = driver.run(EXPERIMENT, workers=2, console=console)
+    again = launch.run(EXPERIMENT, workers=2, console=console)
     assert [(result.state, result.run_id) for result in again] == [("done earlier", result.run_id) for result in first]
     assert len(runs("job")) == 2 and len(runs("sweep")) == 1
     assert f"done earlier: run {first[0].run_id}" in console.file.getvalue()
 
-    (fresh,) = driver.run(EXPERIMENT, overrides={"reduction": 0.62}, fresh=True, console=console)
+    (fresh,) = launch.run(EXPERIMENT, overrides={"reduction": 0.62}, fresh=True, console=console)
     assert fresh.state == "finished" and fresh.run_id not in by_id
 
     entry = report.ledger().set_index("id").loc["zsmerge.figure4.reduction_20"]
@@ -64,7 +64,7 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):
 
 def test_a_failing_job_keeps_its_copy_and_stops_nobody(project, console, capsys):
     experiment(project, grid={"boom": [True, False]})
-    failed, finished = driver.run(EXPERIMENT, workers=1, console=console)
+    failed, finished = launch.run(EXPERIMENT, workers=1, console=console)
     assert (failed.state, finished.state) == ("failed", "finished")
     assert failed.error == "ValueError in cell 4: the roof is on fire"
     copy = json.loads(failed.copy.read_text())
@@ -93,7 +93,7 @@ def test_dead_kernels_and_slow_notebooks_fail(project, console):
     )
     experiment(project, parameters={"how": "die"}, timeout=120)
     experiment(project, "slow", parameters={"how": "sleep"}, timeout=8)
-    dead, slow = driver.run([EXPERIMENT, "slow"], workers=2, console=console)
+    dead, slow = launch.run([EXPERIMENT, "slow"], workers=2, console=console)
     assert (dead.state, slow.state) == ("failed", "failed")
     assert "DeadKernelError" in dead.error and slow.error == "took longer than its limit of 8 s"
     assert dead.error.endswith(f"(tried {TRIES} times)")
@@ -128,16 +128,16 @@ def test_nothing_starts_if_one_experiment_is_wrong(project, console):
     experiment(project, "another", parameters={"sede": 1})
     before = (project / "mlruns" / "mlflow.db").read_bytes()
     with pytest.raises(KvlabError, match="did you mean 'seed'"):
-        driver.run([EXPERIMENT, "another"], console=console)
+        launch.run([EXPERIMENT, "another"], console=console)
     with pytest.raises(KvlabError, match="1 or more"):
-        driver.run(EXPERIMENT, workers=0, console=console)
+        launch.run(EXPERIMENT, workers=0, console=console)
     assert (project / "mlruns" / "mlflow.db").read_bytes() == before
 
 
 def test_tables_read_back_and_plain_progress(project, console):
     notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(CHECK))
     experiment(project)
-    (result,) = driver.run(EXPERIMENT, console=console)
+    (result,) = launch.run(EXPERIMENT, console=console)
     said = console.file.getvalue()
     assert f"[1/1] {EXPERIMENT} (quick): running" in said and "finished in" in said
     assert isinstance(report.ledger(), pandas.DataFrame) and result.copy is None
@@ -145,7 +145,7 @@ def test_tables_read_back_and_plain_progress(project, console):
 
 def test_a_trial_takes_no_profiles_place(project, console, capsys):
     experiment(project, parameters={"reduction": 0.62})
-    (trial,) = driver.run(EXPERIMENT, overrides={"reduction": 0.1}, console=console)
+    (trial,) = launch.run(EXPERIMENT, overrides={"reduction": 0.1}, console=console)
     assert trial.job.kind == "trial" and len(runs("trial")) == 1
     code, _, said = call(capsys, "report")
     assert code == 1 and "only trials have finished" in said
@@ -158,11 +158,11 @@ def test_a_trial_takes_no_profiles_place(project, console, capsys):
             report.ledger(profile="quick").run_id.loc[lambda ids: ids != ""].unique().tolist(),
         )
 
-    (own,) = driver.run(EXPERIMENT, console=console)
+    (own,) = launch.run(EXPERIMENT, console=console)
     assert own.state == "finished" and stands() == (own.run_id, 0.62, [own.run_id])
-    (later,) = driver.run(EXPERIMENT, overrides={"reduction": 0.2}, console=console)
+    (later,) = launch.run(EXPERIMENT, overrides={"reduction": 0.2}, console=console)
     assert later.state == "finished" and stands() == (own.run_id, 0.62, [own.run_id])
-    (same,) = driver.run(EXPERIMENT, overrides={"reduction": 0.62}, console=console)
+    (same,) = launch.run(EXPERIMENT, overrides={"reduction": 0.62}, console=console)
     assert (same.state, same.run_id, same.job.kind) == ("done earlier", own.run_id, "job")
     code, said, _ = call(capsys, "report")
     assert code == 0 and f"left out, since their parameters are not those of a profile: {EXPERIMENT}" in said

@@ -19,12 +19,12 @@ from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.workbench import experiments
-from kvlab.workbench.jobs import cells, driver, places
-from kvlab.workbench.jobs.cells import ANY, Cell
-from kvlab.workbench.report import cells as judging
+from kvlab.workbench.jobs import executors, launch, stability_cells
+from kvlab.workbench.jobs.stability_cells import ANY, Cell
 from kvlab.workbench.report import ledger, stability
 from kvlab.workbench.report import page as report
-from kvlab.workbench.store import database, earlier, tracking
+from kvlab.workbench.report import stability_jobs as judging
+from kvlab.workbench.store import database, run_index, tracking
 
 DECLARED = 'seed = 0\ndocuments = ["mixed/8"]\nboom = False\n'
 VALUES = {(0, "mixed/8"): 0.6, (0, "mixed/8b"): 0.2, (1, "mixed/8"): 0.61, (1, "mixed/8b"): -0.6}
@@ -68,20 +68,20 @@ def place(monkeypatch):
                 return super().start(spec, folder, environment)
             except KvlabError as error:
                 said = {"ok": False, "error": str(error), "html": None, "died": False}
-                (folder / places.RESULT).write_text(json.dumps(said))
+                (folder / executors.RESULT).write_text(json.dumps(said))
                 return self
 
-    monkeypatch.setattr(driver, "Here", lambda workers: Mended(work, 1))
+    monkeypatch.setattr(launch, "Here", lambda workers: Mended(work, 1))
     return broken
 
 
 def measured(seeds=(0, 1), documents=("mixed/8", "mixed/8b"), **options):
     quiet = Console(file=io.StringIO())
-    return cells.run([EXPERIMENT], seeds=seeds, documents=documents, console=quiet, **options)
+    return stability_cells.run([EXPERIMENT], seeds=seeds, documents=documents, console=quiet, **options)
 
 
 def ordinary(**overrides):
-    return driver.run(EXPERIMENT, overrides=overrides, console=Console(file=io.StringIO()))
+    return launch.run(EXPERIMENT, overrides=overrides, console=Console(file=io.StringIO()))
 
 
 def states(found):
@@ -103,14 +103,16 @@ def states(found):
 )
 def test_only_what_a_notebook_reads_is_varied(project, uses, wanted):
     drawn(project, uses)
-    planned = list(cells.plan(experiments.load(EXPERIMENT), "quick", [], [0, 1, 1], ["a", "b"]))
+    planned = list(stability_cells.plan(experiments.load(EXPERIMENT), "quick", [], [0, 1, 1], ["a", "b"]))
     assert [(one.seed, one.documents) for one, _ in planned] == wanted
 
 
 def test_a_notebook_without_these_parameters_runs_once_for_each_model(project):
     notebook(project / "notebooks" / "toy.ipynb", cell("model = 'random:a'", "parameters"), cell("seed = model"))
     experiment(project)
-    planned = list(cells.plan(experiments.load(EXPERIMENT), "quick", ["random:b", "random:c"], [0, 1], ["a", "b"]))
+    planned = list(
+        stability_cells.plan(experiments.load(EXPERIMENT), "quick", ["random:b", "random:c"], [0, 1], ["a", "b"])
+    )
     assert [one for one, _ in planned] == [Cell(EXPERIMENT, name, ANY, ANY) for name in ("random:b", "random:c")]
     assert [job.kind for _, job in planned] == [experiments.ORDINARY] * 2
 
@@ -119,10 +121,12 @@ def test_the_experiments_are_those_that_measure_a_quoted_finding_in_the_profile(
     by_id = {claim.id: claim for claim in papers.claims()}
     full = next(claim for claim in by_id.values() if claim.profile == "full" and claim.experiment != EXPERIMENT)
     monkeypatch.setattr(papers, "quoted", lambda: [by_id[CLAIM], by_id[TIGHT], full])
-    assert cells.wanted("quick") == [EXPERIMENT] and cells.wanted("full") == sorted({EXPERIMENT, full.experiment})
+    assert stability_cells.wanted("quick") == [EXPERIMENT] and stability_cells.wanted("full") == sorted(
+        {EXPERIMENT, full.experiment}
+    )
     monkeypatch.setattr(papers, "quoted", list)
     with pytest.raises(KvlabError, match="no finding is quoted"):
-        cells.wanted()
+        stability_cells.wanted()
 
 
 def test_the_cell_of_the_ordinary_parameters_is_the_ordinary_run(toy, place):
@@ -204,14 +208,14 @@ def test_a_cell_whose_job_failed_is_left_out(toy, place):
 def test_a_cell_during_which_the_code_was_edited_is_left_out(toy, place):
     found = measured()
     edited = found[Cell(EXPERIMENT, "", "0", "mixed/8b")][0].run_id
-    database.client().set_tag(edited, "kvlab.key", earlier.EDITED)
+    database.client().set_tag(edited, "kvlab.key", run_index.EDITED)
     assert ("0", "mixed/8b") not in {(line["seed"], line["documents"]) for line in judging.judged(found, "quick")}
 
 
 def test_of_the_jobs_of_a_grid_the_one_that_measured_the_claim_is_judged(toy, place):
     """A later job of the cell that lacks the number does not take it away."""
     ids = [job(0.6), job(0.1, metric="another")]
-    results = [driver.Result(None, "finished", run_id) for run_id in ids]  # type: ignore[arg-type]
+    results = [launch.Result(None, "finished", run_id) for run_id in ids]  # type: ignore[arg-type]
     (line,) = judging.judged({Cell(EXPERIMENT, "", "0", ANY): results}, "quick")
     assert line["verdict"] == "holds" and line["documents"] == ANY
 

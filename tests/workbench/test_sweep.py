@@ -22,9 +22,9 @@ from support.projects import CHECK, EXPERIMENT, PARAMETERS, cell, experiment, no
 from support.runs import runs
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.jobs import driver, places, running, stopping, worker
+from kvlab.workbench.jobs import executors, interrupts, launch, running_job, worker
 from kvlab.workbench.jobs.progress import Progress, Screen
-from kvlab.workbench.store import database, earlier, patience, tracking
+from kvlab.workbench.store import database, retries, run_index, tracking
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def sweep(project, monkeypatch):
     """Run the experiment with jobs that only call a function; returns how they ended, and what a log says."""
 
     def run(work=lambda parameters, folder: None, names=EXPERIMENT, **options):
-        monkeypatch.setattr(driver, "Here", lambda workers: Desk(work, workers))
+        monkeypatch.setattr(launch, "Here", lambda workers: Desk(work, workers))
         said = io.StringIO()
-        return driver.run(names, console=Console(file=said, width=300), **options), said.getvalue()
+        return launch.run(names, console=Console(file=said, width=300), **options), said.getvalue()
 
     return run
 
@@ -58,10 +58,10 @@ def test_a_notebook_edited_during_a_sweep_runs_under_the_key_of_what_it_is_then(
 
     first, said = sweep(edit_during_the_second, workers=1)
     assert states(first) == ["finished"] * 3
-    mixed = {run.info.run_id for run in runs("job") if run.data.tags["kvlab.key"] == earlier.EDITED}
+    mixed = {run.info.run_id for run in runs("job") if run.data.tags["kvlab.key"] == run_index.EDITED}
     assert mixed == {first[1].run_id}
     client = database.client()
-    counted = earlier.finished(client, client.get_experiment_by_name(EXPERIMENT).experiment_id)
+    counted = run_index.finished(client, client.get_experiment_by_name(EXPERIMENT).experiment_id)
     assert {run.info.run_id for run in counted} == {first[0].run_id, first[2].run_id}
     assert said.count("edited since the sweep began") == 1 and said.count("edited while it ran") == 1
     (project / "notebooks" / "toy.ipynb").write_text(before)
@@ -86,9 +86,9 @@ def test_a_job_is_expected_to_take_as_long_as_the_last_one_on_its_model(project)
         )
         run.finish()
     names = ["small", "large", "new", "a 'quoted' one"]
-    queue = list(driver._jobs([driver.experiments.load(EXPERIMENT)], "quick", {}, names))
+    queue = list(launch._jobs([launch.experiments.load(EXPERIMENT)], "quick", {}, names))
     ids = {EXPERIMENT: database.experiment_id(database.client(), EXPERIMENT)}
-    sweep = driver.Sweep(
+    sweep = launch.Sweep(
         database.client(), queue, ids, {EXPERIMENT: ""}, Desk(None), False, Console(file=io.StringIO())
     )
     sweep._look_back()
@@ -126,7 +126,7 @@ def test_experiments_with_the_same_notebook_have_runs_of_their_own(sweep, projec
     experiment(project, parameters={"seed": 0})
     sweep(workers=1)
     experiment(project, "another", parameters={"seed": 0})
-    both = driver.run([EXPERIMENT, "another"], workers=1, console=Console(file=io.StringIO(), width=200))
+    both = launch.run([EXPERIMENT, "another"], workers=1, console=Console(file=io.StringIO(), width=200))
     assert states(both) == ["done earlier", "finished"]
 
 
@@ -159,7 +159,7 @@ def test_files_are_on_the_disk_before_a_run_counts_as_finished(sweep, project, m
     assert [run.info.status for run in runs("job")] == ["FINISHED"]
 
 
-@pytest.mark.parametrize("asked", stopping.ASKING)
+@pytest.mark.parametrize("asked", interrupts.ASKING)
 def test_signals_stop_a_sweep_between_jobs(sweep, project, asked):
     """A closed terminal hangs up twice, and a sweep that is ending has to end all the same."""
     experiment(project, grid={"reduction": [0.5, 0.6]})
@@ -175,11 +175,11 @@ def test_signals_stop_a_sweep_between_jobs(sweep, project, asked):
 
 
 def test_what_waits_hears_a_signal():
-    flag = patience.Flag()
+    flag = retries.Flag()
     threading.Timer(0.1, flag.set).start()
     begun = time.monotonic()
     assert flag.wait(60) and flag.is_set() and time.monotonic() - begun < 30
-    assert not patience.Flag().wait(0.01)
+    assert not retries.Flag().wait(0.01)
 
 
 def test_who_ignores_a_signal_goes_on(sweep, project):
@@ -206,9 +206,9 @@ def test_a_half_written_notebook_says_nothing_yet(tmp_path):
     path = tmp_path / "toy.ipynb"
     whole = json.dumps({"cells": [cell("'×'")]}, ensure_ascii=False).encode()
     path.write_bytes(whole[: whole.index("×".encode()) + 1])
-    assert running.cells_done(path) == ""
+    assert running_job.cells_done(path) == ""
     path.write_bytes(whole)
-    assert running.cells_done(path) == "cell 1 of 1"
+    assert running_job.cells_done(path) == "cell 1 of 1"
 
 
 # ---------------------------------------------------------------- leavings
@@ -222,14 +222,14 @@ def test_what_the_dead_left_on_the_disk_is_cleared_and_what_lives_is_left(projec
         for kind in ("interactive", "interactive")
     )
     ended.finish("FAILED")
-    held = earlier.take("b", "0")
+    held = run_index.take("b", "0")
     for name in (ended.id, running.id, "0" * 32):
-        (earlier.work() / name).mkdir()
-    (earlier.work() / ".a-0.lock").touch()
-    earlier.tidy(client, ids)
-    assert {path.name for path in earlier.work().iterdir()} == {running.id, "0" * 32, ".b-0.lock"}
-    assert earlier.take("b", "0") is None
-    earlier.release(held)
+        (run_index.work() / name).mkdir()
+    (run_index.work() / ".a-0.lock").touch()
+    run_index.tidy(client, ids)
+    assert {path.name for path in run_index.work().iterdir()} == {running.id, "0" * 32, ".b-0.lock"}
+    assert run_index.take("b", "0") is None
+    run_index.release(held)
 
 
 def test_a_run_whose_job_is_locked_lives_whatever_the_clock_says(project):
@@ -240,11 +240,11 @@ def test_a_run_whose_job_is_locked_lives_whatever_the_clock_says(project):
         client, EXPERIMENT, {}, {"kvlab.kind": "job", "kvlab.key": key, "kvlab.pid": 1, "kvlab.pid_started": 0}, "far"
     )
     ids = {EXPERIMENT: database.experiment_id(client, EXPERIMENT)}
-    held = earlier.take(EXPERIMENT, key)
-    earlier.tidy(client, ids)
+    held = run_index.take(EXPERIMENT, key)
+    run_index.tidy(client, ids)
     assert client.get_run(run.id).info.status == "RUNNING"
-    earlier.release(held)
-    earlier.tidy(client, ids)
+    run_index.release(held)
+    run_index.tidy(client, ids)
     assert client.get_run(run.id).info.status == "KILLED"
 
 
@@ -256,7 +256,7 @@ def spec(folder, **changes):
         "notebook": str(folder / "notebooks" / "toy.ipynb"),
         "output": str(folder / "out.ipynb"),
         "parameters": {},
-        "result": str(folder / places.RESULT),
+        "result": str(folder / executors.RESULT),
         "cwd": str(folder),
         "limit": None,
         "parent": os.getpid(),
@@ -318,11 +318,11 @@ def test_a_scheduler_that_goes_away_is_one_sentence_and_burns_no_tries(tmp_path)
 
             return (lambda: True) if name == "done" else fail
 
-    remote = places.Remote(Lost(), tmp_path)
+    remote = executors.Remote(Lost(), tmp_path)
     with pytest.raises(KvlabError, match="Dask scheduler went away"):
         remote.code()
     remote.stop()
-    cluster = object.__new__(places.Cluster)
+    cluster = object.__new__(executors.Cluster)
     cluster.client, cluster.shares = Lost(), {"here": 1}
     (tmp_path / "toy.ipynb").write_text("{}")
     with pytest.raises(KvlabError, match="Dask scheduler went away"):
@@ -330,8 +330,8 @@ def test_a_scheduler_that_goes_away_is_one_sentence_and_burns_no_tries(tmp_path)
 
 
 def test_a_worker_whose_code_was_changed_does_not_begin(tmp_path):
-    code, left = places.work({"notebook": "toy.ipynb", "code": "other"}, b"{}", {}, {}, 1)
-    assert code == 1 and "another version of kvlab's code" in json.loads(left[places.RESULT])["error"]
+    code, left = executors.work({"notebook": "toy.ipynb", "code": "other"}, b"{}", {}, {}, 1)
+    assert code == 1 and "another version of kvlab's code" in json.loads(left[executors.RESULT])["error"]
 
 
 @pytest.mark.parametrize(
@@ -340,6 +340,6 @@ def test_a_worker_whose_code_was_changed_does_not_begin(tmp_path):
 )
 def test_a_containers_quota_counts(tmp_path, monkeypatch, text, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(places, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(executors, "QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text(text)
-    assert places.cores() == expected
+    assert executors.cores() == expected

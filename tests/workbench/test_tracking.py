@@ -21,7 +21,7 @@ from support.refusals import one_sentence
 
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
-from kvlab.workbench.store import database, earlier, signatures, tracking
+from kvlab.workbench.store import database, run_index, signatures, tracking
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ assert is_telemetry_disabled() and os.environ["DO_NOT_TRACK"] == "true"
 """
 
 
-@pytest.mark.parametrize("module", ["store.tracking", "jobs.worker", "jobs.places", "jobs.driver", "mlflow_app"])
+@pytest.mark.parametrize("module", ["store.tracking", "jobs.worker", "jobs.executors", "jobs.launch", "mlflow_app"])
 def test_telemetry_is_off_before_mlflow_is_imported(module):
     """Of the notebook, the job's process, the cluster's worker, the driver and the server."""
     code = SENT.format(first=f"import kvlab.workbench.{module}")
@@ -260,7 +260,7 @@ def test_runs_of_a_dead_driver_are_killed_and_others_left(project):
     )
     left_over = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "job"}, "left over")
     by_hand = tracking.create_run(client, EXPERIMENT, {}, {"kvlab.kind": "interactive"}, "by hand")
-    earlier.tidy(client, {EXPERIMENT: database.experiment_id(client, EXPERIMENT)})
+    run_index.tidy(client, {EXPERIMENT: database.experiment_id(client, EXPERIMENT)})
     assert [fetched(run).info.status for run in (gone, elsewhere, alive, left_over, by_hand)] == [
         "KILLED",
         "RUNNING",

@@ -11,7 +11,7 @@ from support.commands import call
 from support.projects import EXPERIMENT, experiment
 
 from kvlab.workbench import experiments, ui
-from kvlab.workbench.jobs import driver
+from kvlab.workbench.jobs import launch
 from kvlab.workbench.store import database
 
 
@@ -57,8 +57,8 @@ def test_several_experiments_have_one_table(number, project, health):
 def test_run_and_reproduce_end_with_the_link(number, project, health, capsys, monkeypatch, fails):
     ui.note().write_text(health.uri)
     (job,) = experiments.jobs(EXPERIMENT)
-    ended = driver.Result(job, "failed" if fails else "finished", "1", error="the roof is on fire" if fails else "")
-    monkeypatch.setattr(driver, "run", lambda *_, **__: [ended])
+    ended = launch.Result(job, "failed" if fails else "finished", "1", error="the roof is on fire" if fails else "")
+    monkeypatch.setattr(launch, "run", lambda *_, **__: [ended])
     for command in (("run", EXPERIMENT), ("reproduce",)):
         code, said, _ = call(capsys, *command)
         assert code == int(fails)

@@ -24,8 +24,8 @@ from kvlab.core import attention, hooks
 from kvlab.core.adapter import StoreCache, twin
 from kvlab.core.store import LayerStore
 from kvlab.inputs import corpus
-from kvlab.lib import bars
-from kvlab.methods.lookup import DecisionTables
+from kvlab.lib import progress_bars
+from kvlab.methods._base.lookup import DecisionTables
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
@@ -154,7 +154,7 @@ def held_out(
     with ExitStack() as opened:
         prefills = [
             opened.enter_context(prefilled(lm, context, settings))
-            for context in bars.each(contexts, "prefill", "window")
+            for context in progress_bars.each(contexts, "prefill", "window")
         ]
         kept = [
             {name: prefill.kept(neutral(settings).using(variant)) for name, variant in tables.items()}
@@ -164,7 +164,7 @@ def held_out(
             for prefill, sets in zip(prefills, kept, strict=True):
                 sets[name] = prefill.kept(policy)
         pairs = list(zip(prefills, kept, strict=True))
-        for prefill, sets in bars.each(pairs, "held out", "window"):
+        for prefill, sets in progress_bars.each(pairs, "held out", "window"):
             rows += _of_window(prefill, sets)
     return _compared(pd.DataFrame(rows))
 

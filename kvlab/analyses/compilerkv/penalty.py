@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvlab.analyses.findings import Findings
 from kvlab.compile import Samples, Settings, evidence, learning
-from kvlab.compile.alone import Alone, Tried
+from kvlab.compile.marginal import Alone, Tried
 
 THRESHOLD, NEUTRAL = "penalty/{log}/threshold/{penalty:g}", "penalty/{log}/neutral/{penalty:g}"
 PENALTIES = (0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)

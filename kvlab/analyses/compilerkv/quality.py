@@ -29,10 +29,10 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.texts import plain_name
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
+from kvlab.methods._base.lookup import DecisionTables
 from kvlab.methods.compilerkv import CompilerKV
-from kvlab.methods.lookup import DecisionTables
 from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -130,7 +130,7 @@ def sweep(traces: Sequence[Trace], settings: Sequence[tuple[str, Policy]]) -> pd
     return pd.concat(
         [
             _by_head(trace, method).assign(document=trace.document, method=name, budget=getattr(method, "budget", None))
-            for trace, name, method in bars.each(jobs, "budgets", "replay")
+            for trace, name, method in progress_bars.each(jobs, "budgets", "replay")
         ],
         ignore_index=True,
     )

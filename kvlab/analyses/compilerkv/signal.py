@@ -18,7 +18,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.compile import Samples, Settings, learning
 from kvlab.compile.contexts import cells
 from kvlab.errors import KvlabError
-from kvlab.methods.lookup import SHIPPED_TABLES, DecisionTables
+from kvlab.methods._base.lookup import SHIPPED_TABLES, DecisionTables
 
 P, F = "signal/{question}/p", "signal/{question}/f"
 QUESTIONS = {

@@ -10,7 +10,7 @@ from scipy import stats
 
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
-from kvlab.methods.lookup import DecisionTables
+from kvlab.methods._base.lookup import DecisionTables
 
 MIDDLE = (12 / 31, 20 / 31)
 """Relative depths of the layers that appendix B.3 calls middle: L12 to L20 of 32."""

@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvlab.analyses.compilerkv.variants import Inspected
 from kvlab.analyses.findings import Findings
-from kvlab.compile.alone import Planner
+from kvlab.compile.marginal import Planner
 from kvlab.methods.compilerkv import CompilerKV
 from kvlab.traces.trace import Trace
 

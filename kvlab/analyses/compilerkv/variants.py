@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvlab.core import ranking
 from kvlab.methods import Policy, Prompt, policy
+from kvlab.methods._base.lookup import DecisionTables
 from kvlab.methods.compilerkv import CompilerKV
-from kvlab.methods.lookup import DecisionTables
 
 
 class Inspected(CompilerKV):

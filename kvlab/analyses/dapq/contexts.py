@@ -10,7 +10,7 @@ import pandas as pd
 from kvlab.analyses.dapq import position
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
@@ -65,7 +65,7 @@ def over_lengths(
         raise KvlabError("contexts are compared with each other, so give two context lengths at least")
     curves, cells = [], []
     jobs = [(document, tokens) for document in documents for tokens in ordered]
-    for number, (document, tokens) in enumerate(bars.each(jobs, "contexts", "prompt")):
+    for number, (document, tokens) in enumerate(progress_bars.each(jobs, "contexts", "prompt")):
         (trace,) = position.of_length(lm, [document], tokens, n)
         about = {"document": position.plain_name(trace), "context": position.context_name(tokens)}
         curve = position.figure_2b(lm, [trace], parts, n)

@@ -20,7 +20,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.texts import without_span
 from kvlab.core import attention, hookable, ranking
 from kvlab.instruments import measures
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.intervals import interval
 from kvlab.replays.reference import reference
 from kvlab.traces.passes import prefilled, pseudo_queries
@@ -96,7 +96,7 @@ def similarity(lm: LM, traces: Sequence[Trace], n: int = 32, seed: int = 0) -> F
         which the right position with random tokens is worth more than the true tokens at L - n.
     """
     rows = []
-    for number, trace in enumerate(bars.each(traces, "controls", "doc")):
+    for number, trace in enumerate(progress_bars.each(traces, "controls", "doc")):
         length = trace.prompt_length
         contents = tokens(lm, trace, n, seed + number) | {"sentence": nonsense(lm, n)}
         starts: dict[str, int] = dict(zip(PLACES, (length, length - n, 0), strict=True))
@@ -262,7 +262,7 @@ def recall(lm: LM, traces: Sequence[Trace], n: int = 32, budget: int = 256, seed
         1 to 3, and `control/recall/window`.
     """
     rows = []
-    for number, trace in enumerate(bars.each(traces, "controls", "doc")):
+    for number, trace in enumerate(progress_bars.each(traces, "controls", "doc")):
         contents, length = tokens(lm, trace, n, seed + number), trace.prompt_length
         starts = {"right": length, "back": length - n}
         kinds = ("true", "last", "random")

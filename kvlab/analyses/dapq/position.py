@@ -21,7 +21,7 @@ from kvlab.core.adapter import StoreCache
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.instruments import measures
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.intervals import summarise
 from kvlab.traces import shared
 from kvlab.traces.passes import prefilled, pseudo_queries
@@ -122,7 +122,7 @@ def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
         documents.
     """
     rows = []
-    for trace in bars.each(traces, "table 1", "doc"):
+    for trace in progress_bars.each(traces, "table 1", "doc"):
         true, different = response(trace, n), nonsense(lm, n)
         right, wrong = torch.arange(n) + trace.prompt_length, torch.arange(n)
         cosines = similarities(
@@ -197,7 +197,7 @@ def figure_2a(
     """
     vocabulary = hookable.text_config(lm.model).vocab_size
     rows, jobs = [], 5 * trials * len(traces)
-    with bars.counting(jobs, "figure 2a", "trial") as bar:
+    with progress_bars.counting(jobs, "figure 2a", "trial") as bar:
         for number, trace in enumerate(traces):
             generator = torch.Generator().manual_seed(seed + number)
             wanted = _random_conditions(trace, trials, n, near, vocabulary, generator)
@@ -266,7 +266,7 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
         KvlabError: two traces of one document whose lengths have the same name.
     """
     rows, even = [], {}
-    for trace in bars.each(traces, "figure 2b", "context"):
+    for trace in progress_bars.each(traces, "figure 2b", "context"):
         length, context, text = trace.prompt_length, context_name(trace.prompt_length), plain_name(trace)
         if (text, context) in even:
             raise KvlabError(f"{text} is there twice with about {context} tokens; contexts need lengths further apart")

@@ -19,7 +19,7 @@ from kvlab.analyses.dapq.recall import with_pseudo
 from kvlab.analyses.findings import Findings
 from kvlab.core import attention
 from kvlab.errors import KvlabError
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.intervals import summarise
 from kvlab.methods.dapq import DapQ
 from kvlab.replays.reference import reference
@@ -113,7 +113,7 @@ def figure_6a(
         `content/position_less_spread/recall/b128`. Larger is better everywhere: for mass lost the signs are turned.
     """
     rows, usual, elsewhere = [], USUAL | {"window": n}, f"F4L{n - 4} at 0"
-    for number, trace in enumerate(bars.each(traces, "figure 6a", "doc")):
+    for number, trace in enumerate(progress_bars.each(traces, "figure 6a", "doc")):
         wanted = contents(n, firsts, range(seed + draws * number, seed + draws * (number + 1)))
         own = with_pseudo(lm, trace, [asked(parameters) for variants in wanted.values() for parameters in variants])
         away = with_pseudo(lm, trace, [asked(usual)], start=0)
@@ -191,7 +191,7 @@ def figure_6b(
         `length/best/recall/r32`: the best length on average, by responses of 32 tokens.
     """
     rows = []
-    for trace in bars.each(traces, "figure 6b", "doc"):
+    for trace in progress_bars.each(traces, "figure 6b", "doc"):
         options = {n: {"content": "first_last", "first": round(share * n), "window": n} for n in lengths}
         own = with_pseudo(lm, trace, [asked(parameters) for parameters in options.values()])
         kept = {n: asked(parameters, budget).prefill(own.prompt) for n, parameters in options.items()}
@@ -229,7 +229,7 @@ def mutual(
         lost, too), and `mutual/loss_grows/recall`, the same at the longest window less that at the shortest.
     """
     rows = []
-    for trace in bars.each(traces, "mutual attention", "doc"):
+    for trace in progress_bars.each(traces, "mutual attention", "doc"):
         options = {n: {"content": "first_last", "first": round(share * n), "window": n} for n in lengths}
         asking = [asked(given | {"softmax": over}) for given in options.values() for over in SOFTMAXES]
         own = with_pseudo(lm, trace, asking)

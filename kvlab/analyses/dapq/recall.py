@@ -14,12 +14,12 @@ from torch import Tensor
 from kvlab.analyses.dapq.position import ids_of
 from kvlab.analyses.findings import Findings
 from kvlab.core import ranking
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
-from kvlab.methods.base import Kernel, top_and_last
+from kvlab.methods._base.needs import NOTHING
+from kvlab.methods._base.policy import Kernel, top_and_last
+from kvlab.methods._base.prompt import Prompt
 from kvlab.methods.dapq import DapQ
-from kvlab.methods.needs import NOTHING
-from kvlab.methods.prompt import Prompt
 from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.reference import reference
 from kvlab.traces.passes import prefilled, pseudo_queries_by_key, repeat_scores
@@ -115,7 +115,7 @@ def same_pooling(
         document.
     """
     rows = []
-    for number, trace in enumerate(bars.each(traces, "same pooling", "doc")):
+    for number, trace in enumerate(progress_bars.each(traces, "same pooling", "doc")):
         random = {"content": "vocabulary", "window": window, "seed": seed + number}
         own = with_pseudo(lm, trace, [DapQ(budget=1.0, **random)])
         for b in budgets:
@@ -162,7 +162,7 @@ def figure_3(
     if window not in windows:
         settings.append((window, budget))
     rows = []
-    for number, trace in enumerate(bars.each(traces, "figure 3", "doc")):
+    for number, trace in enumerate(progress_bars.each(traces, "figure 3", "doc")):
         seeds = [seed + contents * number + i for i in range(contents)]
         random = {
             (w, s): DapQ(budget=1.0, content="vocabulary", window=w, seed=s) for w in {*windows, window} for s in seeds

@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.morphkv.windows import along_steps, gain
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.methods import policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -57,7 +57,7 @@ def section_3_3(traces: Iterable[Trace], window: int, capacity: int) -> Findings
         `groups/gain/mass_lost/own_sets`; with intervals over documents.
     """
     frames = []
-    for trace in bars.each(traces, "section 3.3", "doc"):
+    for trace in progress_bars.each(traces, "section 3.3", "doc"):
         for variant, parameters in VARIANTS.items():
             result = Replay(
                 ungrouped(trace) if variant == OWN else trace,

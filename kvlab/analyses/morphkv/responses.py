@@ -21,7 +21,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.morphkv.windows import MEASURES, along_steps, slope
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.intervals import summarise
 from kvlab.live import gather
 from kvlab.live import session as live_session
@@ -107,7 +107,7 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         a method's window leaves it to choose (of MorphKV and the three SnapKVs, in the last document).
     """
     frames, choices = [], {}
-    for trace in bars.each(traces, "small budgets", "doc"):
+    for trace in progress_bars.each(traces, "small budgets", "doc"):
         for share in shares:
             methods = at_budget(trace, share, window)
             # The paper's SnapKV keeps fewer entries for each head: its recall is of the same top.
@@ -188,7 +188,7 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
         `earlier/h2o`, that policy's less MorphKV's.
     """
     frames, early = [], []
-    for trace in bars.each(traces, "long responses", "doc"):
+    for trace in progress_bars.each(traces, "long responses", "doc"):
         for name, method in (writing(budget, window) | rivals(budget)).items():
             result = Replay(trace, method)
             early.append({"document": trace.document, "policy": name, "share": early_share(result)})
@@ -340,7 +340,7 @@ def _under_each(
     # Policies that act at every step take their steps together; the others need no single steps.
     acting = [name for name, method in policies.items() if method.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
-    for names in bars.each(parts, "inside the model", "part"):
+    for names in progress_bars.each(parts, "inside the model", "part"):
         decoded = _decoded(
             lm, fed, {name: policies[name] for name in names}, prefilled, look and partial(look, documents)
         )
@@ -386,7 +386,7 @@ def _decoded(
                     sizes = zip(before, growth, strict=True)
                     yield logits[:, :, step], [(size + more * (step + 1)) / len(ids) for size, more in sizes]
             return
-        for step, token in enumerate(bars.each(fed.unbind(1), "inside the model", "token"), 1):
+        for step, token in enumerate(progress_bars.each(fed.unbind(1), "inside the model", "token"), 1):
             logits = lm.model(token[:, None], past_key_values=past, logits_to_keep=1).logits[:, -1]
             if look is not None:
                 look(step, by_name)

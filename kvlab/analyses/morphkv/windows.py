@@ -20,7 +20,7 @@ from kvlab.core import attention
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.methods import policy
 from kvlab.replays.run import Replay
 from kvlab.traces import shared
@@ -65,7 +65,7 @@ def window_ablation(
     """
     settings = [(f, w, c) for c in capacities for f in fusions for w in windows if w < c]
     frames = []
-    for trace in bars.each(traces, "window ablation", "doc"):
+    for trace in progress_bars.each(traces, "window ablation", "doc"):
         known = trace.queries.shape[2] - trace.steps
         if known < min(max(windows), trace.prompt_length):
             raise KvlabError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvlab.analyses.findings import Findings
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
 from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.reference import reference
@@ -189,7 +189,7 @@ def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, hea
         raise KvlabError("token budgets are about decoding, and a trace has no response; capture it with new_tokens=32")
     tried = compressions(traces) if wanted is None else wanted
     rows, by_layer = [], []
-    for trace, c in bars.each([(trace, c) for trace in traces for c in tried], "figure 4", "budget"):
+    for trace, c in progress_bars.each([(trace, c) for trace in traces for c in tried], "figure 4", "budget"):
         budget = budget_at(trace, c)
         for method, contender in contenders(trace, budget, heads).items():
             result = Replay(trace, contender, k=budget)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -83,7 +83,7 @@ def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Fi
     full = Replay(trace, policy("full")).summary
     rows = []
     jobs = [(method, budget) for method in METHODS for budget in budgets]
-    for method, budget in bars.each(jobs, "table 1", "replay"):
+    for method, budget in progress_bars.each(jobs, "table 1", "replay"):
         c = trace.length / budget
         contender = _of_the_table(method, budget, trace)
         sizes = (

@@ -29,7 +29,7 @@ from kvlab.analyses.rocketkv.budgets import (
     values_of,
 )
 from kvlab.errors import KvlabError
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.intervals import argmin, argmin_difference
 from kvlab.methods import Policy, policy
 from kvlab.methods.rocketkv import RocketKV
@@ -114,7 +114,7 @@ def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = Non
     rows, tried = [], stages(traces) if wanted is None else wanted
     jobs = [(trace, c) for trace in traces for c in tried]
     shared, blind = {}, {}
-    for trace, c in bars.each(jobs, "stages", "budget"):
+    for trace, c in progress_bars.each(jobs, "stages", "budget"):
         budget = budget_at(trace, c)
         snapkv = snapkv_as_compared(trace, budget)
         if snapkv is not None:
@@ -229,7 +229,7 @@ def kernels(
     """
     rows, cuts = [], lengths(traces, steps) if wanted is None else wanted
     jobs = [(trace, n) for trace in traces for n in cuts]
-    for trace, n in bars.each(jobs, "kernels", "prompt"):
+    for trace, n in progress_bars.each(jobs, "kernels", "prompt"):
         cut = truncated(trace, n, steps)
         for size in sizes:
             own = Replay(cut, policy("rocketkv", budget=budget_at(cut, compression), kernel=size)).summary
@@ -304,7 +304,7 @@ def splits(
     """
     rows = []
     jobs = [(trace, c) for trace in traces for c in (compressions(traces)[1:] if wanted is None else wanted)]
-    for trace, c in bars.each(jobs, "splits", "budget"):
+    for trace, c in progress_bars.each(jobs, "splits", "budget"):
         budget = budget_at(trace, c)
         tried = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
         tried += [(PUBLISHED, math.nan, RocketKV(budget=budget, split="adaptive"))]
@@ -338,7 +338,7 @@ def pages_against_dimensions(
     """
     rows = []
     jobs = [(trace, c) for trace in traces for c in wanted]
-    for trace, c in bars.each(jobs, "pages", "budget"):
+    for trace, c in progress_bars.each(jobs, "pages", "budget"):
         for e in exponents:
             contender = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
             own = Replay(trace, contender).summary

@@ -9,7 +9,7 @@ import pandas as pd
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.rocketkv.budgets import LOSSES, RIVALS, best_rival, budget_at, compressions, contenders
 from kvlab.analyses.rocketkv.design import truncated
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
 
@@ -32,7 +32,7 @@ def leads(traces: Sequence[Trace], heads: str | None = None, steps: int = 32, ti
         is best on average at that length, less RocketKV's) and `lead/output_error/longer_less_shorter`, paired.
     """
     rows = []
-    for trace in bars.each(traces, "lengths", "doc"):
+    for trace in progress_bars.each(traces, "lengths", "doc"):
         whole = trace.prompt_length - steps
         cut = {"longer": truncated(trace, whole, steps), "shorter": truncated(trace, whole // times, steps)}
         budget = budget_at(cut["longer"], compressions([cut["longer"]])[-1])

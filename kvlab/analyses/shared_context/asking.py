@@ -24,10 +24,10 @@ from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
 from kvlab.evaluation.answering import session_of
 from kvlab.evaluation.conversing import asked, next_turn
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
+from kvlab.live.decode_batch import batches
 from kvlab.live.gather import gather
 from kvlab.live.session import Session
-from kvlab.live.together import batches
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 from kvlab.tasks.base import Example
@@ -84,7 +84,7 @@ def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> 
                 f"{policy.name} acts at every decoding step, and answers are fed at once here; leave it out"
             )
     every, rows = [Full(), *(policy for policy in policies if policy.name != "full")], []
-    with bars.counting(len(examples), "contexts", "context") as bar:
+    with progress_bars.counting(len(examples), "contexts", "context") as bar:
         for example in examples:
             context = _Context(lm, example, every)
             for way, answered in _WAYS.items():

@@ -26,7 +26,7 @@ from kvlab.bench import clock, memory, meters, timing
 from kvlab.core.adapter import twin
 from kvlab.core.hookable import text_config
 from kvlab.errors import KvlabError
-from kvlab.lib import bars, devices
+from kvlab.lib import devices, progress_bars
 from kvlab.live.gather import gather
 from kvlab.live.session import compress
 from kvlab.methods import Policy, policy
@@ -137,7 +137,7 @@ def decoding(
     _check(lm, lengths, batches, steps, repeats)
     settings = [(length, 1) for length in sorted(lengths)] + [(min(lengths), n) for n in sorted(set(batches) - {1})]
     rows: list[dict[str, Any]] = []
-    bar = bars.counting(len(settings), "decoding", "setting")
+    bar = progress_bars.counting(len(settings), "decoding", "setting")
     with bar, _measuring(lm, chosen):
         for length, batch in settings:
             taking_part = {
@@ -207,7 +207,7 @@ def first_tokens(lm: LM, chosen: dict[str, Policy | None], lengths: Sequence[int
     rows = []
     jobs = [(length, turn, name) for length in sorted(lengths) for turn, name in clock.rounds(list(chosen), repeats)]
     with _measuring(lm, chosen):
-        for length, turn, name in bars.each(jobs, "to first token", "run"):
+        for length, turn, name in progress_bars.each(jobs, "to first token", "run"):
             ids, _ = meters.prompt(lm, length)
             memory.tidy()
             try:
@@ -254,7 +254,7 @@ def peaks(lm: LM, model: str, budget: float, length: int, repeats: int) -> pd.Da
     chosen = contenders(PEAKS, budget)
     turns = clock.rounds(list(chosen), repeats if devices.counts_peak(lm.device) else 0)
     rows = []
-    for turn, name in bars.each(turns, "peak memory", "run"):
+    for turn, name in progress_bars.each(turns, "peak memory", "run"):
         try:
             peak = timing.peak_bytes(lm, timing.Subject(model), timing.Contender(chosen[name]), length, 1, 1)
         except torch.OutOfMemoryError:

@@ -15,7 +15,7 @@ from kvlab.analyses.tasks.contenders import by_name
 from kvlab.analyses.tasks.examples import Item
 from kvlab.analyses.tasks.variants import FilledCompilerKV
 from kvlab.methods import Policy
-from kvlab.methods.lookup import DecisionTables
+from kvlab.methods._base.lookup import DecisionTables
 from kvlab.tasks import Example
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from torch.nn import functional as F
 from kvlab import evaluation
 from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
+from kvlab.live.decode_batch import batches
 from kvlab.live.gather import gather
-from kvlab.live.memory import Memory
 from kvlab.live.session import Session, compress
-from kvlab.live.together import batches
+from kvlab.live.shared_findings import Memory
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 
@@ -179,7 +179,7 @@ def measure(
     rows = []
     total = sum(len(items) for items, _ in plan)
     with (
-        bars.counting(total, "tasks", "example") as bar,
+        progress_bars.counting(total, "tasks", "example") as bar,
         nullcontext() if path is None else Path(path).open("a", encoding="utf-8") as file,
         warnings.catch_warnings(),
     ):

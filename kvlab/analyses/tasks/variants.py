@@ -14,10 +14,10 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.methods import Policy
-from kvlab.methods.base import Kernel
+from kvlab.methods._base.policy import Kernel
+from kvlab.methods._base.prompt import Prompt
 from kvlab.methods.compilerkv import CompilerKV
 from kvlab.methods.dapq import DapQ
-from kvlab.methods.prompt import Prompt
 from kvlab.methods.quest import Quest
 from kvlab.methods.snapkv import SnapKV
 from kvlab.methods.sparq import SparQ

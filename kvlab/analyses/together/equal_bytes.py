@@ -21,7 +21,7 @@ from kvlab.analyses.tasks.contenders import contenders
 from kvlab.analyses.tasks.examples import needle_grid
 from kvlab.analyses.texts import DOCUMENTS
 from kvlab.errors import KvlabError
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.intervals import summarise
 from kvlab.methods import Policy, policy, registry
 from kvlab.replays.run import Replay
@@ -72,7 +72,7 @@ def measure(
     every = contenders(budgets, heads, tables, names, pad="budget")
     rows = []
     with (
-        bars.counting(len(traces) * len(every), "replay", "policy") as bar,
+        progress_bars.counting(len(traces) * len(every), "replay", "policy") as bar,
         warnings.catch_warnings(),
     ):
         # compilerkv and duoattention say at every replay that they run without tables or head scores.

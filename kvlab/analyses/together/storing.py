@@ -27,11 +27,11 @@ from kvlab.analyses.together.served import forms
 from kvlab.core import hookable
 from kvlab.core.storage import AS_IS, Storage
 from kvlab.errors import KvlabError
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
+from kvlab.live.decode_batch import batches
 from kvlab.live.gather import gather
-from kvlab.live.memory import Memory, Repeated, scores_of
 from kvlab.live.session import compress
-from kvlab.live.together import batches
+from kvlab.live.shared_findings import Memory, Repeated, scores_of
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 from kvlab.replays.run import Replay
@@ -114,7 +114,7 @@ def measure(lm: LM, traces: Sequence[Trace], found: Sequence[System], items: Seq
     """
     rows: list[dict[str, Any]] = []
     total = (2 * len(traces) + len(items)) * len(found)
-    with bars.counting(total, "storages", "system") as bar, warnings.catch_warnings():
+    with progress_bars.counting(total, "storages", "system") as bar, warnings.catch_warnings():
         # compilerkv and duoattention say at every replay that they run without tables or head scores.
         warnings.simplefilter("ignore", UserWarning)
         for trace in traces:

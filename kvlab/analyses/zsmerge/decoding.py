@@ -13,7 +13,7 @@ import pandas as pd
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.zsmerge.merging import DEFINITIONS, errors_by_layer
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -53,7 +53,7 @@ def merging_while_decoding(traces: Iterable[Trace], budget: int, residual: int) 
         choice's); with intervals over documents.
     """
     rows = []
-    for trace in bars.each(traces, "merging while decoding", "doc"):
+    for trace in progress_bars.each(traces, "merging while decoding", "doc"):
         for variant, zsmerge in variants(budget, residual).items():
             result = Replay(trace, zsmerge)
             for part in range(PARTS):

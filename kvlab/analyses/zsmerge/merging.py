@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from kvlab.analyses import telling
 from kvlab.analyses.findings import Findings
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
 from kvlab.traces.trace import Trace
@@ -79,7 +78,7 @@ def figure_4(
     """
     rows = []
     jobs = [(trace, ratio) for trace in traces for ratio in ratios]
-    for trace, ratio in bars.each(jobs, "figure 4", "ratio"):
+    for trace, ratio in progress_bars.each(jobs, "figure 4", "ratio"):
         policies = variants(ratio)
         if ratio not in without_bias:
             policies.pop("merge_alpha0")
@@ -152,18 +151,6 @@ def template(plain: Sequence[Trace], templated: Sequence[Trace], ratio: float = 
     findings = Findings(pd.concat([table for table, _ in sides.values()], ignore_index=True))
     findings.add_difference(TEMPLATE, sides["with"][1], sides["without"][1], ratio=ratio)
     return findings
-
-
-def template_in_words(findings: Findings, ratio: float = 0.2) -> list[str]:
-    """What `template` found, in sentences."""
-    row = findings.row(TEMPLATE, ratio=ratio)
-    change = telling.side(row, "more", "less", "not measurably more or less")
-    return [
-        f"With the chat template merging removes {change} of eviction's error at {ratio:.0%} of the cache: "
-        f"the share changes by {telling.number(row)}.",
-        "The paper's scores start from a prompt's last queries, some of which are then the template's own tokens.",
-        "Next: a response that outgrows the cache, where scores are renewed at every step.",
-    ]
 
 
 def reduction_by_layer(findings: Findings) -> pd.DataFrame:

@@ -10,7 +10,7 @@ import pandas as pd
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.zsmerge.merging import CHOICES
 from kvlab.errors import KvlabError
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.intervals import argmin, summarise
 from kvlab.methods import Policy, policy
 from kvlab.replays.run import Replay
@@ -83,7 +83,7 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
         for value in sorted({*values, RECOMMENDED[parameter]})
     ]
     measured: dict[tuple[int, Policy], dict[str, float]] = {}
-    for trace, parameter, value in bars.each(jobs, "figure 5", "setting"):
+    for trace, parameter, value in progress_bars.each(jobs, "figure 5", "setting"):
         zsmerge = policy("zsmerge", budget=ratio, **{**RECOMMENDED, parameter: value})
         if (id(trace), zsmerge) not in measured:
             result = Replay(trace, zsmerge)
@@ -111,7 +111,7 @@ def open_choices(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
     policies = {"none": {}, "residual": {"residual": 0}} | CHOICES
     rows = []
     jobs = [(trace, choice) for trace in traces for choice in policies]
-    for trace, choice in bars.each(jobs, "open choices", "setting"):
+    for trace, choice in progress_bars.each(jobs, "open choices", "setting"):
         result = Replay(trace, policy("zsmerge", budget=ratio, **{**RECOMMENDED, **policies[choice]}))
         rows.append({"document": trace.document, "choice": choice, "error": float(result.output_error.mean())})
     findings = Findings(pd.DataFrame(rows))

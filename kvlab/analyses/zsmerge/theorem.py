@@ -12,7 +12,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.core import attention
 from kvlab.core.store import LayerStore
 from kvlab.methods import Policy, policy
-from kvlab.methods.clock import decode
+from kvlab.methods._base.clock import decode
 from kvlab.traces.trace import Trace
 
 VIOLATIONS = "{moment}/violations"

@@ -12,10 +12,10 @@ import torch
 from kvlab.core import hookable
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs, wheels
-from kvlab.inputs.models import cached, gguf_file, sources, splitting, weights
+from kvlab.inputs.models import cached, gguf_file, pretokenizers, sources, weights
 from kvlab.inputs.models.catalogue import DEFAULT, MODELS
 from kvlab.inputs.models.folder import known_depth, quietly, says_something, weight_files
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.files import first_line
 
 if TYPE_CHECKING:
@@ -142,15 +142,15 @@ def _convert(file: gguf_file.GGUF, skeleton: PreTrainedModel, folder: Path, name
 def _fill(file: gguf_file.GGUF, skeleton: PreTrainedModel, folder: Path, name: str, progress: bool) -> None:
     config, ending = skeleton.config, skeleton.generation_config
     if gguf_file.TOKENS in file.metadata:
-        tokenizer = splitting.read(file.path, file.metadata)
+        tokenizer = pretokenizers.read(file.path, file.metadata)
         if says_something(tokenizer):
             tokenizer.model_max_length = config.get_text_config().max_position_embeddings
             tokenizer.save_pretrained(folder)
-            ending.eos_token_id = splitting.ends(tokenizer, file.metadata)  # pyright: ignore
+            ending.eos_token_id = pretokenizers.ends(tokenizer, file.metadata)  # pyright: ignore
         del tokenizer  # a large vocabulary takes as much memory as a small model
     ending.save_pretrained(folder)
     shown = None if progress else False
-    with bars.counting(file.parameters, f"converting {name}", "weight", shown, unit_scale=True) as bar:
+    with progress_bars.counting(file.parameters, f"converting {name}", "weight", shown, unit_scale=True) as bar:
         config.dtype = weights.convert(file, skeleton, folder, bar)
     config.architectures = [type(skeleton).__name__]
     config.save_pretrained(folder)

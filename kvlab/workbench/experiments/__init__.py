@@ -13,7 +13,7 @@ from kvlab.workbench.experiments.experiment import (
     names,
     run_name,
 )
-from kvlab.workbench.experiments.values import checked, plain, read
+from kvlab.workbench.experiments.parameter_values import checked, plain, read
 
 __all__ = [
     "CELL",

@@ -26,12 +26,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs
-from kvlab.lib import yamls
+from kvlab.lib import yaml_loader
 from kvlab.lib.unknown_keys import first_problem, unknown_key
 from kvlab.workbench import project
-from kvlab.workbench.experiments import content
+from kvlab.workbench.experiments import content_key
 from kvlab.workbench.experiments.notebooks import parameters_of
-from kvlab.workbench.experiments.values import checked, read, short
+from kvlab.workbench.experiments.parameter_values import checked, read, short
 
 MOST = 10_000  # jobs of an experiment
 ORDINARY, CELL, TRIAL = "job", "cell", "trial"
@@ -116,7 +116,7 @@ def load(name: str) -> Experiment:
     if name not in names():
         raise KvlabError(nearest(name, names(), "experiment"))
     path = project.root() / "experiments" / f"{name}.yaml"
-    raw, lines = yamls.load(path)
+    raw, lines = yaml_loader.load(path)
     if not isinstance(raw, dict):
         keys = ", ".join(key for key in Experiment.model_fields if key != "name")
         raise KvlabError(f"{path.name} must be a mapping with the keys {keys}")
@@ -238,7 +238,7 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
                 profile,
                 experiment.path,
                 parameters,
-                content.key(experiment.path, parameters),
+                content_key.key(experiment.path, parameters),
                 changes.timeout or experiment.timeout,
                 changes.seconds,
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib.files import expanded
-from kvlab.workbench.experiments import content
+from kvlab.workbench.experiments import content_key
 
 
 def prepare(parameters: Iterable[Mapping[str, Any]]) -> None:
@@ -44,7 +44,7 @@ def _model(name: str) -> None:
 
             pull(name)
     elif path.suffix == ".gguf" and path.is_file():
-        if content.model_folder(name) is None:
+        if content_key.model_folder(name) is None:
             from kvlab.inputs.models.conversion import converted
 
             converted(path, remembered_sha256([path]))

@@ -48,6 +48,44 @@ def code(path: Path) -> list[str]:
     return [source(cell) for cell in cells(path) if cell.get("cell_type") == "code"]
 
 
+SHOWING = ("figure", "tell")
+"""Methods of a run that only show what was found."""
+RENDERING = ("kvlab.render",)
+"""Packages whose functions only show what was found."""
+
+
+def measuring_code(path: Path) -> list[str]:
+    """The sources of the code cells, in order, without what only shows results: comments, layout, imports of
+    `kvlab.render`, and statements that are a call of `run.figure` or `run.tell`.
+
+    A cell that is not plain Python, as with magics, stays as it is.
+    """
+    return [text for cell in code(path) if (text := _measuring(cell))]
+
+
+def _measuring(text: str) -> str:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return text
+    tree.body = [statement for statement in tree.body if not _only_shows(statement)]
+    return ast.unparse(tree)
+
+
+def _only_shows(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.ImportFrom):
+        return any(f"{statement.module}.".startswith(f"{name}.") for name in RENDERING)
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in SHOWING
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "run"
+        and not any(isinstance(node, ast.NamedExpr) for node in ast.walk(call))
+    )
+
+
 def parameters_of(path: Path) -> dict[str, Any]:
     """Name -> default of the one cell tagged `parameters`; None where the default is not a plain literal.
 

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import project
-from kvlab.workbench.experiments import ORDINARY, Job, content
-from kvlab.workbench.jobs import places
-from kvlab.workbench.jobs.places import LOG, RESULT, Place
+from kvlab.workbench.experiments import ORDINARY, Job, content_key
+from kvlab.workbench.jobs import executors
+from kvlab.workbench.jobs.executors import LOG, RESULT, Place
+from kvlab.workbench.jobs.interrupts import asked_to_stop
 from kvlab.workbench.jobs.progress import Progress
-from kvlab.workbench.jobs.running import Result, Running, cells_done, keep_copy, last_words
-from kvlab.workbench.jobs.stopping import asked_to_stop
-from kvlab.workbench.store import database, earlier, tracking
+from kvlab.workbench.jobs.running_job import Result, Running, cells_done, keep_copy, last_words
+from kvlab.workbench.store import database, run_index, tracking
 
 if TYPE_CHECKING:
     from filelock import FileLock
     from rich.console import Console
 
-    from kvlab.workbench.store.patience import Patient
+    from kvlab.workbench.store.retries import Patient
 
 POLL = 0.05  # seconds between looks at the running processes
 DESERTED = 20.0  # seconds without any worker before that is told
@@ -160,7 +160,7 @@ class Sweep:
         """
         kinds: dict[tuple[str, str, str], float | None] = {_kind(job): job.seconds for job in self.queue}
         for (experiment, profile, model), job_seconds in kinds.items():
-            if last := earlier.newest(self.client, self.ids[experiment], model or None, profile=profile):
+            if last := run_index.newest(self.client, self.ids[experiment], model or None, profile=profile):
                 kinds[experiment, profile, model] = float(last.data.tags.get("kvlab.seconds", 0)) or job_seconds
         done = {} if self.fresh else {name: self._done(name) for name in self.ids}
         for number, job in enumerate(self.queue):
@@ -175,13 +175,13 @@ class Sweep:
         wanted = {(job.key, job.kind) for job in self.queue if job.experiment == name}
         if len(wanted) > FEW:
             return self._done_with_this_code(name, {kind for _, kind in wanted})
-        runs = {one: earlier.done(self.client, self.ids[name], *one) for one in wanted}
+        runs = {one: run_index.done(self.client, self.ids[name], *one) for one in wanted}
         return {one: run.info.run_id for one, run in runs.items() if run}
 
     def _done_with_this_code(self, name: str, kinds: Collection[str]) -> dict[tuple[str, str], str]:
         found: dict[tuple[str, str], str] = {}
         for kind in sorted({*kinds, ORDINARY}, key=lambda kind: kind != ORDINARY):
-            for run in earlier.finished(self.client, self.ids[name], kind=kind, code=project.code_hash()[:16]):
+            for run in run_index.finished(self.client, self.ids[name], kind=kind, code=project.code_hash()[:16]):
                 for stands_for in kinds if kind == ORDINARY else (kind,):
                     found.setdefault((run.data.tags.get("kvlab.key", ""), stands_for), run.info.run_id)
         return found
@@ -201,7 +201,7 @@ class Sweep:
             if number in self.elsewhere and not look_again:
                 continue
             job = self.queue[number]
-            if not (lock := earlier.take(job.experiment, job.key)):
+            if not (lock := run_index.take(job.experiment, job.key)):
                 self._leave_to_others(number)
                 continue
             self.locks[number] = lock
@@ -210,7 +210,7 @@ class Sweep:
                 continue
             self.waiting.remove(number)
             # Another sweep may have finished it since ours began.
-            if not self.fresh and (run := earlier.done(self.client, self.ids[job.experiment], job.key, job.kind)):
+            if not self.fresh and (run := run_index.done(self.client, self.ids[job.experiment], job.key, job.kind)):
                 self._is_done(number, run.info.run_id)
                 self._release(number)
             else:
@@ -223,7 +223,7 @@ class Sweep:
         """
         job = self.queue[number]
         try:
-            key = content.key_now(job.notebook, job.parameters)
+            key = content_key.key_now(job.notebook, job.parameters)
         except (KvlabError, OSError) as error:
             self.waiting.remove(number)
             self.results[number] = Result(job, "failed", "", error=str(error))
@@ -242,7 +242,7 @@ class Sweep:
 
     def _release(self, number: int) -> None:
         if lock := self.locks.pop(number, None):
-            earlier.release(lock)
+            run_index.release(lock)
 
     def _begin(self, number: int) -> None:
         job = self.queue[number]
@@ -263,14 +263,14 @@ class Sweep:
         try:
             self.running.append(self._launch(number, job, run))
         except BaseException:
-            shutil.rmtree(earlier.work() / run.id, ignore_errors=True)
+            shutil.rmtree(run_index.work() / run.id, ignore_errors=True)
             with contextlib.suppress(KvlabError):  # a second error would hide the first
                 run.finish("KILLED")
             raise
         self.progress.set(number, "running")
 
     def _launch(self, number: int, job: Job, run: tracking.Run) -> Running:
-        folder = earlier.work() / run.id
+        folder = run_index.work() / run.id
         folder.mkdir(parents=True, exist_ok=True)
         spec = {
             "notebook": str(job.notebook),
@@ -311,7 +311,7 @@ class Sweep:
         elapsed = time.monotonic() - running.begun
         if running.job.timeout and not self.place.limits and elapsed > running.job.timeout:
             running.task.stop()
-            places.note_late(running.folder, running.job.timeout)
+            executors.note_late(running.folder, running.job.timeout)
             return True
         if elapsed - running.glanced > GLANCE:
             running.glanced = elapsed
@@ -334,7 +334,7 @@ class Sweep:
         elif _is_key(running.job):
             self._close(running, "finished", "")
         else:
-            running.run.tag("kvlab.key", earlier.EDITED)
+            running.run.tag("kvlab.key", run_index.EDITED)
             self._close(running, "finished", "edited while it ran, so it will be run again next time")
 
     def _died(self, running: Running, why: str) -> None:
@@ -387,11 +387,11 @@ def _kind(job: Job) -> tuple[str, str, str]:
 
 def _is_key(job: Job) -> bool:
     try:
-        return content.key_now(job.notebook, job.parameters) == job.key
+        return content_key.key_now(job.notebook, job.parameters) == job.key
     except (KvlabError, OSError):
         return False
 
 
 def _model_tags(parameters: Mapping[str, Any]) -> dict[str, str]:
-    sha256 = content.model_hash(str(parameters.get("model", "")))
+    sha256 = content_key.model_hash(str(parameters.get("model", "")))
     return {"model_sha256": sha256} if sha256 else {}

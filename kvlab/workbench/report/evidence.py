@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvlab.analyses.telling import plural
 from kvlab.errors import KvlabError
-from kvlab.workbench.report import told
+from kvlab.render.phrases import plural
+from kvlab.workbench.report import ledger_stories
 from kvlab.workbench.report.ledger import Entry, measuring
-from kvlab.workbench.report.origins import Origin, thoroughness
-from kvlab.workbench.report.told import stories
+from kvlab.workbench.report.ledger_stories import stories
+from kvlab.workbench.report.provenance import Origin, thoroughness
 from kvlab.workbench.store import artifacts, database
 from kvlab.workbench.store.signatures import documents
 from kvlab.workbench.store.tracking import file_name
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
     from PIL.Image import Image
 
-    from kvlab.workbench.store.patience import Patient
+    from kvlab.workbench.store.retries import Patient
 
 WIDEST, THUMB = 1600, 300  # pixels of an embedded figure, and of its small copy beside a claim
 UI = "http://127.0.0.1:5000"  # where `make lab` and `mlflow server` answer
@@ -98,7 +98,7 @@ def _add_others(shown: dict[str, Evidence]) -> None:
     """Add the runs and the kept stories of experiments that no claim rests on, of the same models and profiles."""
     measured = [entry for item in shown.values() if item.run for entry in item.entries]
     models, profiles = ({entry.model for entry in measured}, {entry.profile for entry in measured})
-    for experiment, run in told.beside(models, profiles):
+    for experiment, run in ledger_stories.beside(models, profiles):
         number, profile = run.info.run_id, run.data.tags.get("kvlab.profile", "")
         shown[number] = Evidence(number[:8], experiment, profile, signature(run), run)
     kept = {(item.kept.file, item.profile) for item in shown.values() if item.kept and item.kept.file}
@@ -106,7 +106,7 @@ def _add_others(shown: dict[str, Evidence]) -> None:
     for file in sorted({file for file, _ in kept}):
         lines = [
             line
-            for line in told.read(file.parent, file.stem)
+            for line in ledger_stories.read(file.parent, file.stem)
             if line["experiment"] not in claimed and (file, line["profile"]) in kept
         ]
         # The most thorough one of each comes last, and stands.
@@ -114,7 +114,7 @@ def _add_others(shown: dict[str, Evidence]) -> None:
         for line in {line["experiment"]: line for line in lines}.values():
             about = line["experiment"], line["profile"], line["signature"]
             name = _hashed((line["model"], *about, line["commit"]))
-            shown[name] = Evidence(name[:8], *about, kept=told.origin(line, file))
+            shown[name] = Evidence(name[:8], *about, kept=ledger_stories.origin(line, file))
 
 
 def source(entry: Entry) -> str:
@@ -138,7 +138,7 @@ def _add_kept_stories(shown: Sequence[Evidence]) -> None:
     profile.
     """
     for file in {item.kept.file for item in shown if item.kept and item.kept.file}:
-        for line in told.read(file.parent, file.stem):
+        for line in ledger_stories.read(file.parent, file.stem):
             mine = [item for item in shown if (item.experiment, item.profile) == (line["experiment"], line["profile"])]
             if mine:
                 mine.sort(key=lambda item: (item.signature != line["signature"], _commit(item) != line["commit"]))

@@ -11,9 +11,9 @@ from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.workbench import project
 from kvlab.workbench.report import runs
-from kvlab.workbench.report.mistakes import mistakes
-from kvlab.workbench.report.origins import Origin, seconds
-from kvlab.workbench.report.subjects import Subject, subjects
+from kvlab.workbench.report.claim_mistakes import mistakes
+from kvlab.workbench.report.ledger_models import Subject, subjects
+from kvlab.workbench.report.provenance import Origin, seconds
 from kvlab.workbench.store import database
 
 if TYPE_CHECKING:

@@ -16,10 +16,7 @@ from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.lib.files import replacing
 from kvlab.workbench import project
-from kvlab.workbench.report import growth, stability
-from kvlab.workbench.report.across import across
-from kvlab.workbench.report.boards import Board
-from kvlab.workbench.report.digest import digest
+from kvlab.workbench.report import model_trends, stability
 from kvlab.workbench.report.evidence import (
     UI,
     Evidence,
@@ -47,10 +44,13 @@ from kvlab.workbench.report.ledger import (
     refuse,
 )
 from kvlab.workbench.report.ledger import names as ledger_names
-from kvlab.workbench.report.moments import moments
-from kvlab.workbench.report.scales import scale
+from kvlab.workbench.report.ledger_models import Subject, remarks, subjects
+from kvlab.workbench.report.model_agreement import across
+from kvlab.workbench.report.paper_summary import digest
+from kvlab.workbench.report.question_timing import moments
 from kvlab.workbench.report.stability import Stability
-from kvlab.workbench.report.subjects import Subject, remarks, subjects
+from kvlab.workbench.report.task_scores import Board
+from kvlab.workbench.report.value_axis import scale
 
 __all__ = [
     "entries",
@@ -199,10 +199,10 @@ def _page(
         undefined=jinja2.StrictUndefined,
     )
     environment.filters.update(number=number, slug=slug)
-    rows = growth.rows(judged, order)
+    rows = model_trends.rows(judged, order)
     on_models = ledger_names([subject.name for subject in order])
     mine = [one for one in steady if ledger_names(one.model) & on_models]
-    farthest = growth.reach(rows)
+    farthest = model_trends.reach(rows)
     totals = {name: Tally.of(mine) for name, mine in by_model(judged).items()}
     environment.globals.update(
         marks=MARKS,
@@ -215,9 +215,9 @@ def _page(
         told_of=told_of,
         scale=scale,
         remarks=remarks,
-        growth=growth,
+        growth=model_trends,
         steadiness=stability.of_entries(mine),
-        plot=lambda row: growth.plot(row, order, farthest),
+        plot=lambda row: model_trends.plot(row, order, farthest),
     )
     return environment.get_template("page.html.j2").render(
         generator=GENERATOR,
@@ -235,7 +235,7 @@ def _page(
         totals=totals,
         total=next(iter(totals.values())),
         claims=len(rows),
-        trends=growth.trends(rows),
+        trends=model_trends.trends(rows),
         flipping=stability.sentences(mine),
         texts=_texts(judged),
         sizes=across(judged, order),
@@ -250,7 +250,7 @@ def _page(
 def _section(
     paper: papers.Paper,
     judged: Sequence[Entry],
-    rows: Sequence[growth.Row],
+    rows: Sequence[model_trends.Row],
     order: Sequence[Subject],
     shown: Mapping[str, Evidence],
 ) -> dict[str, Any]:

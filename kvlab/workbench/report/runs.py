@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from kvlab.workbench.experiments import TRIAL
-from kvlab.workbench.store import database, earlier
+from kvlab.workbench.store import database, run_index
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
     from kvlab import papers
-    from kvlab.workbench.store.patience import Patient
+    from kvlab.workbench.store.retries import Patient
 
 
 class Runs:
@@ -36,7 +36,7 @@ class Runs:
             return self.newest
         if metrics not in self._asked:
             experiment, model = self.newest.info.experiment_id, self.newest.data.tags.get("model", "")
-            found = earlier.finished(self._connection, experiment, 1, model, metrics=metrics, **self._tags)
+            found = run_index.finished(self._connection, experiment, 1, model, metrics=metrics, **self._tags)
             self._asked[metrics] = next(found, None)
         return self._asked[metrics]
 
@@ -59,7 +59,7 @@ def trials(experiments: Collection[str]) -> list[Run]:
         return []
     connection = database.client()
     ids = [number for name in sorted(experiments) if (number := experiment_id(connection, name))]
-    return [run for number in ids if (run := earlier.newest(connection, number, kind=TRIAL))]
+    return [run for number in ids if (run := run_index.newest(connection, number, kind=TRIAL))]
 
 
 def newest(experiments: Collection[str], tag: str, **tags: str) -> dict[str, dict[str, Run]]:
@@ -68,5 +68,5 @@ def newest(experiments: Collection[str], tag: str, **tags: str) -> dict[str, dic
         return {}
     connection = database.client()
     ids = {name: number for name in experiments if (number := experiment_id(connection, name))}
-    found = {name: earlier.newest_of_each(connection, number, tag, **tags) for name, number in ids.items()}
+    found = {name: run_index.newest_of_each(connection, number, tag, **tags) for name, number in ids.items()}
     return {name: every for name, every in found.items() if every}

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from kvlab.analyses.telling import plural
+from kvlab.render.phrases import plural
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from kvlab.workbench.store.patience import Patient
+    from kvlab.workbench.store.retries import Patient
 
 
 def left(connection: Patient, run_id: str) -> list[str]:

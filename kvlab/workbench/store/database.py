@@ -16,7 +16,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib.addresses import without_password
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import experiments, project
-from kvlab.workbench.store.patience import Patient
+from kvlab.workbench.store.retries import Patient
 
 SQLITE = "sqlite:///"
 KIND = "mlflow.experimentKind"

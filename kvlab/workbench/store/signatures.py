@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlab.errors import KvlabError
 from kvlab.workbench import project
-from kvlab.workbench.experiments import content
+from kvlab.workbench.experiments import content_key
 
 IDENTITY = ("model", "document", "documents", "seed")  # parameters that have their own place in a signature
 
@@ -19,7 +19,7 @@ def signature(experiment: str, parameters: Mapping[str, Any]) -> str:
     settings = ", ".join(f"{name}={value!r}" for name, value in others.items())
     model, documents = parameters.get("model"), parameters.get("documents", parameters.get("document"))
     parts = [
-        _signed(model, content.model_hash(model)) if isinstance(model, str) else "no model",
+        _signed(model, content_key.model_hash(model)) if isinstance(model, str) else "no model",
         _documents(documents),
         f"{experiment}({settings})",
         str(parameters.get("seed", 0)),

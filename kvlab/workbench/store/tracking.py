@@ -21,7 +21,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib import workspace
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import experiments, project
-from kvlab.workbench.experiments.given import parameters as read_parameters
+from kvlab.workbench.experiments.notebook_parameters import parameters as read_parameters
 from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.store.database import client, ensure_store, experiment_id, store_uri
 from kvlab.workbench.store.signatures import signature
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kvlab.inputs.models import LM
     from kvlab.instruments.records import Records
-    from kvlab.workbench.store.patience import Patient
+    from kvlab.workbench.store.retries import Patient
 
 __all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri"]
 

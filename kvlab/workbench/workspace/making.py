@@ -19,7 +19,7 @@ from urllib.request import url2pathname
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import workspace
 from kvlab.lib.files import allowed, expanded, why
-from kvlab.papers import shelf
+from kvlab.papers import registry
 from kvlab.workbench import project
 from kvlab.workbench.workspace.rendering import render, templates
 
@@ -53,7 +53,7 @@ def new(folder: str | Path, paper: str | None = None, with_wheel: bool = False) 
         raise KvlabError(
             f"{target} would lie in the workspace {around}; make it outside, or add to that one (kvlab add)"
         )
-    known = [known.name for known in shelf.shipped()]
+    known = [known.name for known in registry.shipped()]
     if paper is not None and paper not in known:
         raise KvlabError(nearest(paper, known, "paper"))
     try:
@@ -94,7 +94,7 @@ def _fill(folder: Path, paper: str | None, with_wheel: bool) -> None:
 
 def _copy(folder: Path, paper: str) -> list[str]:
     """Copy what kvlab has of a paper; returns the names of its experiments."""
-    (known,) = [known for known in shelf.shipped() if known.name == paper]
+    (known,) = [known for known in registry.shipped() if known.name == paper]
     names = sorted({claim.experiment for claim in known.claims if claim.experiment})
     shipped = _shipped()
     for name in names:
@@ -103,12 +103,12 @@ def _copy(folder: Path, paper: str) -> list[str]:
         notebook = re.search(r"^notebook: (\S+)$", text, re.MULTILINE)
         assert notebook, f"{name}.yaml names no notebook"
         shutil.copyfile(shipped / notebook[1], folder / notebook[1])
-    claims = (shelf.folder() / f"{paper}.yaml").read_text(encoding="utf-8")
+    claims = (registry.folder() / f"{paper}.yaml").read_text(encoding="utf-8")
     marked = re.sub(
         r"^name: .*$", r"\g<0>\nreplaces: true      # kvlab's own claims of this paper", claims, count=1, flags=re.M
     )
     (folder / "papers" / f"{paper}.yaml").write_text(marked, encoding="utf-8")
-    for path in sorted((shelf.folder() / "figures").glob(f"{paper}_*.csv")):
+    for path in sorted((registry.folder() / "figures").glob(f"{paper}_*.csv")):
         shutil.copyfile(path, folder / "papers" / "figures" / path.name)
     return names
 

@@ -1,0 +1,101 @@
+"""What was measured once for a model and comes with kvlab: DuoAttention's head scores and CompilerKV's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvlab.core.geometry import geometry
+from kvlab.errors import KvlabError
+from kvlab.methods import Policy
+from kvlab.methods._base.lookup import SHIPPED_ALONE, DecisionTables, HeadScores, Measured
+from kvlab.methods.compilerkv import CompilerKV
+from kvlab.methods.duoattention import DuoAttention
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+
+AUTO = "auto"
+"""Stands for what comes with kvlab for the very model that is looked at."""
+
+
+def head_scores(lm: LM, heads: str | None = AUTO) -> str | None:
+    """What duoattention takes as `heads`: for "auto" those that come with kvlab for this model, or None if none do.
+
+    A name, a file and None stay as they are; an empty text is None, too.
+    """
+    return _chosen(lm, HeadScores, heads)
+
+
+def tables(lm: LM, tables: str | None = AUTO) -> str | None:
+    """What compilerkv takes as `tables`, likewise; None are neutral ones."""
+    return _chosen(lm, DecisionTables, tables)
+
+
+def alone(lm: LM, files: str | Sequence[str] = AUTO) -> dict[int, DecisionTables]:
+    """CompilerKV's tables that were learnt one head at a time, by the budget that each was learnt for.
+
+    Args:
+        files: what `kvlab compile --alone` wrote, one for each budget; for "auto" those that come with kvlab for this
+            model; an empty text or list stands for none.
+
+    Raises:
+        KvlabError: a file that does not say for which budget it was learnt, or two for one budget.
+    """
+    if files == AUTO:
+        chosen: list = DecisionTables.shipped_in(SHIPPED_ALONE, *_about(lm))
+    else:
+        chosen = [files] if isinstance(files, str) and files else list(files)
+    found: dict[int, DecisionTables] = {}
+    for file in chosen:
+        learnt = DecisionTables.load(file)
+        about = learnt.model_extra or {}
+        if about.get("learnt") != "alone" or not isinstance(about.get("budget"), int) or learnt.heads is None:
+            raise KvlabError(
+                f"{file} holds no weights learnt one head at a time; `kvlab compile --alone` makes such files"
+            )
+        if about["budget"] in found:
+            raise KvlabError(f"two files of weights for {about['budget']} entries; give one for each budget")
+        found[about["budget"]] = learnt
+    return found
+
+
+def with_measured(lm: LM, policy: Policy) -> Policy:
+    """The policy with what comes with kvlab for this model, where it was given nothing of its own: compilerkv its
+    tables, duoattention its head scores. All others as they are.
+    """
+    if isinstance(policy, CompilerKV) and policy.tables is None and policy.tables_in_use.neutral:
+        return policy.replace(tables=tables(lm))
+    if isinstance(policy, DuoAttention) and policy.heads is None:
+        return policy.replace(heads=head_scores(lm))
+    return policy
+
+
+def _chosen(lm: LM, kind: type[Measured], wanted: str | None) -> str | None:
+    if wanted != AUTO:
+        return wanted or None
+    return kind.shipped_for(*_about(lm))
+
+
+def _about(lm: LM) -> tuple[str, str, int, int]:
+    """What files are found by; tables and head scores have a row for each layer that policies compress."""
+    return lm.name, lm.sha256, len(lm.layout.compressed), geometry(lm.model.config).heads
+
+
+def heads_in_words(heads: str | None) -> str:
+    """For a notebook's reader: which head scores DuoAttention has."""
+    none = "none come with kvlab for this model, so that the first heads are its retrieval heads"
+    return f"DuoAttention's head scores: {f'those of {heads}' if heads else none}"
+
+
+def tables_in_words(tables: str | None) -> str:
+    """For a notebook's reader: which tables CompilerKV has."""
+    none = "neutral, since none come with kvlab for this model"
+    return f"CompilerKV's tables: {f'those of {tables}' if tables else none}"
+
+
+def alone_in_words(alone: Mapping[int, DecisionTables]) -> str:
+    """For a notebook's reader: which weights CompilerKV's filled sets have."""
+    if not alone:
+        return "Its filled sets: with these tables' weights, since none learnt one head at a time were given"
+    return f"Its filled sets: with weights learnt one head at a time, at {', '.join(map(str, sorted(alone)))} entries"

@@ -1,0 +1,256 @@
+"""One KV head, or one threshold, at a time: what each does to its own layer, measured on captured prompts.
+
+Section 4.3 credits a head with its marginal contribution, "applying an action while holding others constant". Joint
+trials find it as a small difference of likelihoods among the changes of all heads at once. But attention is averaged
+over the model before any weight (eq. 6), so that a layer's set depends on that layer's weights and threshold alone, and
+what a change does to it can be told without the others: on a trace, by the attention of the response that the layer
+loses. This needs one run of the model for each prompt, and the prompts may have the format and length of those that the
+tables are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+import numpy as np
+import torch
+from pydantic import Field, FiniteFloat, model_validator
+from torch import Tensor
+
+from kvlab.compile import log
+from kvlab.compile.contexts import checked
+from kvlab.compile.log import Journal
+from kvlab.compile.settings import Acting
+from kvlab.compile.trials import with_thresholds
+from kvlab.core import attention
+from kvlab.core.store import EMPTY
+from kvlab.errors import KvlabError
+from kvlab.inputs.corpus import Document
+from kvlab.methods import Prompt
+from kvlab.methods._base.lookup import DecisionTables
+from kvlab.methods.compilerkv import CompilerKV
+from kvlab.traces.run import capture
+
+if TYPE_CHECKING:
+    from kvlab.compile.compiler import Advance
+    from kvlab.inputs.models import LM
+    from kvlab.traces.trace import Trace
+
+
+class Alone(Acting):
+    """What is tried alone, and how tables follow from it.
+
+    Attributes:
+        budgets: entries for each layer and KV head; a table is learnt for each.
+        lengths: tokens of the prompts, taken in turn.
+        new_tokens: greedy tokens whose attention makes the reward.
+        weights: actions on a head; holds the neutral 1.
+        thresholds: actions on a layer's threshold, relative to its largest score; holds the neutral 0.
+        penalty: lambda, the share of attention that a deviation from the budget by one whole budget costs (eq. 14).
+        bins: of entropy and of perplexity, with equally many contexts in each.
+        level: an action other than the neutral one is taken where its gain is clear: at this false discovery rate
+            among all states and actions of a table (Benjamini and Hochberg).
+        support: contexts that a cell of risk needs to have thresholds of its own; others take the nearest such cell's.
+        window, utility_window, kernel: the policy's.
+        seed: for the places of prompts in their documents.
+    """
+
+    called: ClassVar[str] = "setting"
+
+    budgets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (64, 128, 256)
+    lengths: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)] = (1200, 2000)
+    new_tokens: Annotated[int, Field(ge=1)] = 32
+    weights: tuple[Annotated[FiniteFloat, Field(ge=0)], ...] = (0.25, 0.5, 1.0, 2.0)
+    thresholds: tuple[Annotated[FiniteFloat, Field(ge=0, le=1)], ...] = (0.0, 0.0025, 0.005, 0.01, 0.02)
+    penalty: Annotated[FiniteFloat, Field(ge=0)] = 0.01
+    bins: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = (3, 2)
+    level: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    support: Annotated[int, Field(ge=2)] = 3
+    window: Annotated[int, Field(ge=1)] = 64
+    utility_window: Annotated[int, Field(ge=1)] = 32
+    kernel: Annotated[int, Field(ge=1)] = 1
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if min(self.lengths) <= max(self.budgets):
+            raise ValueError(
+                f"a prompt of {min(self.lengths)} tokens fits the budget of {max(self.budgets)}: nothing to learn"
+            )
+        return self
+
+    def policy(self, budget: int) -> CompilerKV:
+        """The policy without tables."""
+        return CompilerKV(budget=budget, window=self.window, utility_window=self.utility_window, kernel=self.kernel)
+
+
+class Planner(CompilerKV):
+    """CompilerKV that asks for the perplexity, too, while it has no thresholds, and plans without a word of them."""
+
+    name: ClassVar[str] = "planner"
+
+    @property
+    def reads_perplexity(self) -> int:
+        return self.window
+
+    def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
+        return surveys.mean(0).expand_as(surveys)
+
+    def planned(self, prompt: Prompt) -> Prompt:
+        """The prompt with its plan; it must hold all layers of the model."""
+        return prompt.with_plan(self.plan(self.survey(prompt)[:, None], prompt)[:, 0])
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What every action alone does in every context, at one budget.
+
+    Attributes:
+        heads: `[contexts, layers x kv_heads, weights]`, the share of the response's attention that the head's layer
+            loses, less that with all weights neutral.
+        risk: `[contexts, layers, thresholds]`, likewise for the layer's threshold.
+        retained: int `[contexts, layers, thresholds]`, candidates that reach it.
+        names, entropy, perplexity: of the contexts.
+    """
+
+    heads: np.ndarray
+    risk: np.ndarray
+    retained: np.ndarray
+    names: list[str]
+    entropy: np.ndarray
+    perplexity: np.ndarray
+
+    @classmethod
+    def of(cls, lines: Sequence[dict[str, Any]], budget: int) -> Tried:
+        """From the journal's lines."""
+        parts = [line["budgets"][str(budget)] for line in lines]
+        heads, risk, retained = (np.array([part[name] for part in parts]) for name in ("heads", "risk", "retained"))
+        entropy, perplexity = (np.array([line[name] for line in lines]) for name in ("entropy", "perplexity"))
+        return cls(heads, risk, retained, [line["context"] for line in lines], entropy, perplexity)
+
+
+def attended(trace: Trace) -> Tensor:
+    """Attention of the response to the prompt, averaged over its tokens and each layer's query heads, float64
+    `[layers, prompt]`.
+    """
+    visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
+    rows = []
+    for layer in range(trace.n_layers):
+        queries, keys = trace.response_queries[layer], trace.keys[layer]
+        shares = attention.weights(queries, keys, trace.softmax.row(layer), visible)
+        rows.append(shares[..., : trace.prompt_length].mean((0, 1)).cpu().double())
+    return torch.stack(rows)
+
+
+@torch.inference_mode()
+def tried(trace: Trace, settings: Alone) -> dict[str, Any]:
+    """Every action alone on one trace: entropy, perplexity, and for each budget what `Tried` holds of a context.
+
+    Raises:
+        KvlabError: a budget that the whole prompt fits.
+    """
+    if max(settings.budgets) >= trace.prompt_length:
+        raise KvlabError(
+            f"a prompt of {trace.prompt_length} tokens fits a budget of {max(settings.budgets)}: nothing is turned "
+            "away, and nothing can be learnt"
+        )
+    planner = Planner(**{name: getattr(settings, name) for name in ("window", "utility_window", "kernel")}, budget=1)
+    planned, shares = planner.planned(trace.prompt), attended(trace)
+    entropy, perplexity = (float(value[0]) for value in planner.risk(planned))
+    budgets = {str(budget): _at_budget(planned, shares, settings, budget) for budget in settings.budgets}
+    return {"entropy": round(entropy, 6), "perplexity": round(perplexity, 6), "budgets": budgets}
+
+
+def _at_budget(planned: Prompt, shares: Tensor, settings: Alone, budget: int) -> dict[str, Any]:
+    neutral, layers, kv_heads = settings.policy(budget), planned.rows, planned.kv_heads
+    group = planned.queries.shape[1] // kv_heads
+
+    def lost(policy: CompilerKV) -> Tensor:
+        # The heads of a layer share one set; its layers decide apart, so that one call tries a change in all of them.
+        kept = policy.prefill(planned)[:, 0].cpu()
+        return shares.sum(-1) - shares.gather(1, kept.clamp_min(0)).masked_fill(kept == EMPTY, 0).sum(-1)
+
+    base = lost(neutral)
+    heads = torch.zeros(layers, kv_heads, len(settings.weights), dtype=torch.float64)
+    for head in range(kv_heads):
+        for action, weight in enumerate(settings.weights):
+            if action != settings.at_rest("heads"):
+                row = [weight if place == head else 1.0 for place in range(kv_heads)]
+                tables = DecisionTables(heads=[[w for w in row for _ in range(group)]] * layers, risk=None)
+                heads[:, head, action] = lost(neutral.using(tables)) - base
+    risk, retained = [], []
+    for threshold in settings.thresholds:
+        gated = with_thresholds(neutral, [threshold] * layers)
+        # The perplexity decides nothing where every cell has the same threshold.
+        risk.append(lost(gated) - base)
+        retained.append(gated.candidates(planned).cpu())
+    return {
+        "heads": _rounded(heads.flatten(0, 1)),
+        "risk": _rounded(torch.stack(risk, -1)),
+        "retained": torch.stack(retained, -1).tolist(),
+    }
+
+
+def _rounded(losses: Tensor) -> list[Any]:
+    return losses.double().numpy().round(7).tolist()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result of `measure`: the lines of the journal, one for each context, and what they were made with.
+
+    Attributes:
+        documents: signatures of the texts that the prompts came from.
+    """
+
+    lm: LM
+    settings: Alone
+    lines: list[dict[str, Any]]
+    documents: list[str]
+
+    def tried(self, budget: int) -> Tried:
+        """What every action did, at one of the budgets."""
+        if budget not in self.settings.budgets:
+            raise KvlabError(
+                f"nothing was tried at {budget} entries, only at {', '.join(map(str, self.settings.budgets))}"
+            )
+        return Tried.of(self.lines, budget)
+
+
+def measure(
+    lm: LM,
+    settings: Alone,
+    prompts: Sequence[Document],
+    journal: str | Path | None = None,
+    advance: Advance = lambda *_: None,
+) -> Measured:
+    """Try every action alone on every prompt.
+
+    Args:
+        prompts: in the format and of the length of those that the tables are for, each named like the document that it
+            came from (`sotu/1867[0:1200]`). Texts that kvlab evaluates on are refused.
+        journal: a JSONL file that keeps what was measured; with it a run that was cut off goes on where it stopped.
+        advance: called with a label, the prompts done so far, and how many there are.
+
+    Raises:
+        KvlabError: no prompts, prompts that overlap with evaluations or fit a budget, a journal that is damaged or that
+            another process writes, or a model without tokenizer.
+    """
+    lm.require_tokenizer("nothing can be learnt from texts")
+    checked(prompts)
+    names = ("budgets", "new_tokens", "weights", "thresholds", "window", "utility_window", "kernel")
+    about = [lm.sha256, str(lm.dtype), lm.device.type, [getattr(settings, name) for name in names]]
+    lines = []
+    with Journal.open(journal) as kept:
+        for number, prompt in enumerate(prompts):
+            name = log.key("alone", about, prompt.signature)
+            line = kept.get(name)
+            if line is None:
+                trace = capture(lm, prompt, settings.new_tokens, settings.window, pseudo=(), progress=False)
+                line = kept.add(name, {"kind": "alone", "context": prompt.signature, **tried(trace, settings)})
+            lines.append(line)
+            advance("one head at a time", number + 1, len(prompts))
+    return Measured(lm, settings, lines, [prompt.signature for prompt in prompts])

@@ -1,0 +1,190 @@
+"""What the verbs of a policy must give: checked after each call of a verb that a user has written, so that a mistake is
+one sentence and not a wrong number. kvlab's own policies give the same; its tests check them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from kvlab.core.slots import EMPTY, described, fault
+from kvlab.core.store import LayerStore
+from kvlab.errors import KvlabError
+
+if TYPE_CHECKING:
+    from kvlab.methods._base.prompt import Prompt
+
+
+class Checked(Protocol):
+    """What the checks must know of a policy."""
+
+    name: ClassVar[str]
+
+    @property
+    def decides(self) -> bool:
+        """Whether it chooses what it keeps of a prompt."""
+        ...
+
+    @property
+    def asked(self) -> int | float | None: ...
+
+    @property
+    def minimum(self) -> int: ...
+
+    def entries(self, prompt_length: int) -> int: ...
+
+    def raised(self, prompt_length: int) -> bool: ...
+
+
+def checked(verb: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb of a class, with a check of what it gives."""
+    check = CHECKS[verb]
+
+    @wraps(function)
+    def call(self: Checked, *args: Any, **named: Any) -> Any:
+        if verb in GUARDED:
+            store = args[0] if args else named["store"]
+            before, store.guard = store.guard, f"{_name(self)}: {verb}"
+            try:
+                return function(self, *args, **named)
+            finally:
+                store.guard = before
+        given = function(self, *args, **named)
+        check(self, verb, given, *args, *named.values())
+        return given
+
+    return call
+
+
+def check_spent(policy: Checked, stores: Sequence[LayerStore]) -> None:
+    """Raise KvlabError where a policy that chooses has left more than its budget in the stores of all layers, on
+    average over layers and KV heads.
+    """
+    if not policy.decides:
+        return
+    counts = [count for store in stores for count in store.counts.flatten().tolist()]
+    if not any(store.ragged or store.length < store.seen for store in stores):
+        return  # a policy may keep the whole prompt, and evict or select later
+    spent(policy, counts, [store.budget for store in stores for _ in range(store.rows * store.kv_heads)])
+
+
+def spent(policy: Checked, counts: Sequence[int], budgets: Sequence[int]) -> None:
+    """Raise KvlabError where a policy that chooses has kept more than its budget, on average over layers and heads.
+
+    Args:
+        counts: entries that each layer and KV head keeps.
+        budgets: entries that each of them may keep.
+    """
+    kept, paid, n = sum(counts), sum(budgets), len(budgets)
+    if kept > paid:
+        raise KvlabError(
+            f"{_name(policy)}: choose kept {kept / n:.4g} entries for each layer and KV head on average, more than the "
+            f"budget of {paid / n:.4g}"
+        )
+
+
+def warned_of_raised(policies: Iterable[Checked], prompt_length: int) -> bool:
+    """Warn once where policies at one fraction of a prompt come to different entries, since some need more; whether it
+    did.
+    """
+    by_fraction: dict[int | float | None, list[Checked]] = {}
+    for policy in policies:
+        by_fraction.setdefault(policy.asked, []).append(policy)
+    for asked, several in by_fraction.items():
+        raised = [policy for policy in several if policy.raised(prompt_length)]
+        if raised and len({policy.entries(prompt_length) for policy in several}) > 1:
+            known = ", ".join(dict.fromkeys(f"{_name(p)} {p.entries(prompt_length)}" for p in several))
+            warnings.warn(
+                f"at budget {asked:g} of {prompt_length} tokens policies differ in entries ({known}), since "
+                f"{_name(raised[0])} needs at least {raised[0].minimum}; compare them at a larger budget",
+                stacklevel=3,
+            )
+            return True
+    return False
+
+
+def _name(policy: Checked) -> str:
+    return policy.name or type(policy).__name__
+
+
+def _refuse(policy: Checked, verb: str, given: object, right: str, why: str = "") -> None:
+    raise KvlabError(f"{_name(policy)}: {verb} gave {described(given)}{why}; it gives {right}")
+
+
+def _sets(policy: Checked, prompt: Prompt) -> int:
+    return prompt.heads if getattr(policy, "sets", "group") == "head" else prompt.kv_heads
+
+
+def _scores(policy: Checked, verb: str, given: Any, prompt: Prompt, budget: int | None = None) -> None:
+    right = "a number for each token, float [rows, kv_heads, length]"
+    shape = (prompt.rows, _sets(policy, prompt), prompt.length)
+    if not isinstance(given, Tensor) or given.dtype is torch.bool or given.is_complex():
+        _refuse(policy, verb, given, f"{right} = {list(shape)}")
+    if given.shape != shape:
+        by_head = given.shape == (prompt.rows, prompt.heads, prompt.length)
+        hint = ": sum over a group by attention.sum_over_group(scores, prompt.kv_heads)" if by_head else ""
+        _refuse(policy, verb, given, f"{right} = {list(shape)}{hint}")
+    if bool(given.isnan().any()):
+        _refuse(policy, verb, given, f"{right}, and infinity for what always stays", " with NaN")
+
+
+def _positions(policy: Checked, verb: str, given: Any, prompt: Prompt, budget: int | None = None) -> None:
+    budget = policy.entries(prompt.length) if budget is None else budget
+    right = f"positions, int64 [rows, kv_heads, <= {budget}]"
+    shape = prompt.rows, _sets(policy, prompt)
+    _check_slots(policy, verb, given, right, shape, prompt.length)
+
+
+def _slots(policy: Checked, verb: str, given: Any, store: LayerStore, *_: Any) -> None:
+    if given is None:
+        return
+    bounded = policy.asked is not None and store.length > store.budget
+    right = f"slots, int64 [rows, kv_heads, <= {store.budget if bounded else store.length}], or None for all"
+    _check_slots(policy, verb, given, right, (store.rows, store.kv_heads), store.length)
+    if bounded and int((given != EMPTY).sum()) > store.rows * store.kv_heads * store.budget:
+        _refuse(policy, verb, given, right)
+
+
+def _check_slots(policy: Checked, verb: str, given: Any, right: str, shape: tuple[int, int], length: int) -> None:
+    right += ", ascending, -1 at the end where a head has fewer"
+    fits = isinstance(given, Tensor) and given.dtype is torch.int64 and given.dim() == 3
+    if not fits or given.shape[:2] != shape or not given.shape[2]:
+        _refuse(policy, verb, given, right.replace("rows, kv_heads", f"{shape[0]}, {shape[1]}"))
+    if wrong := fault(given, length):
+        _refuse(policy, verb, given, right, f" with {wrong}")
+
+
+def _survey(policy: Checked, verb: str, given: Any, prompt: Prompt, *_: Any) -> None:
+    _check_rows(policy, verb, given, "numbers for each row, [rows, ...]", (prompt.rows,))
+
+
+def _plan(policy: Checked, verb: str, given: Any, surveys: Tensor, *_: Any) -> None:
+    _check_rows(policy, verb, given, "numbers for each layer and sequence, [n_layers, batch, ...]", surveys.shape[:2])
+
+
+def _check_rows(policy: Checked, verb: str, given: Any, right: str, first: tuple[int, ...]) -> None:
+    if not isinstance(given, Tensor) or given.shape[: len(first)] != first:
+        _refuse(policy, verb, given, f"{right}, here [{', '.join(map(str, first))}, ...]")
+    if bool(given.isnan().any()):
+        _refuse(policy, verb, given, right, " with NaN")
+
+
+def _nothing(*_: Any) -> None:
+    """What these verbs do to a store is checked there."""
+
+
+GUARDED = ("compress", "settle", "step")
+CHECKS: dict[str, Callable[..., None]] = {
+    "scores": _scores,
+    "importance": _scores,
+    "choose": _positions,
+    "prefill": _positions,
+    "select": _slots,
+    "survey": _survey,
+    "plan": _plan,
+} | dict.fromkeys(GUARDED, _nothing)

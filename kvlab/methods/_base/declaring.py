@@ -1,0 +1,61 @@
+"""How the class of a policy is made of what its author writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic._internal._model_construction import ModelMetaclass
+
+from kvlab.errors import KvlabError
+from kvlab.methods._base.contract import CHECKS, checked
+
+
+class Declaring(ModelMetaclass):
+    """Takes a plain class attribute (`observes = 32`) for a property of a policy, and has the verbs of classes outside
+    kvlab checked. `dir` and `help` leave out what is pydantic's.
+    """
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **how: Any) -> type:
+        annotations = namespace.get("__annotations__", {})
+        for key in [*namespace, *annotations]:
+            if not isinstance(_inherited(bases, key), property) or "ClassVar" in str(annotations.get(key, "")):
+                continue
+            if key not in namespace:
+                raise KvlabError(f"{name}: {key} is no parameter; say what it is, as in `{key} = 32`")
+            annotations.pop(key, None)
+            if not hasattr(namespace[key], "__get__"):
+                namespace[key] = property(_constant(namespace[key]))
+        # kvlab's own methods are checked by its tests, so that their steps cost nothing more.
+        if not namespace.get("__module__", "").startswith("kvlab."):
+            for verb in CHECKS.keys() & namespace.keys():
+                namespace[verb] = checked(verb, namespace[verb])
+        return super().__new__(mcs, name, bases, namespace, **how)
+
+    def __dir__(cls) -> list[str]:
+        hidden = {key for key in dir(BaseModel) if key != "__init__"}
+        return [
+            key for key in super().__dir__() if key not in hidden and (not key.startswith("_") or key == "__init__")
+        ]
+
+
+def _inherited(bases: tuple[type, ...], key: str) -> object:
+    return next((vars(cls)[key] for base in bases for cls in base.__mro__ if key in vars(cls)), None)
+
+
+def _constant(value: object) -> Callable[[object], object]:
+    return lambda self: value
+
+
+def number_meant(given: object) -> int | float | None:
+    """The number that a text, or a whole number written as a float, stands for."""
+    try:
+        number = float(given) if isinstance(given, str | float) else math.nan
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return None
+    whole = number.is_integer() and "." not in str(given).removesuffix(".0")
+    return int(number) if whole else number if isinstance(given, str) else None

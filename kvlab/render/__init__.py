@@ -1,0 +1,1 @@
+"""Figures, sentences and pages, made from findings. Nothing here can change a number or a content key."""

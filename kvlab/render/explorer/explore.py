@@ -1,0 +1,86 @@
+"""`kvlab.explore(trace)`: sliders over policy, budget, layer, head and step, and what the query there lost.
+
+Where widgets do not run (a code host, a static export) the same picture is shown without sliders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvlab.errors import KvlabError, whole
+from kvlab.methods import Policy, policies, unknown
+from kvlab.render.explorer import choices
+from kvlab.render.explorer.explorer import Explorer
+from kvlab.render.explorer.query_view import Spot
+from kvlab.render.explorer.texts import texts
+from kvlab.traces.as_trace import opened
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
+    from kvlab.traces.trace import Trace
+
+LEFT, RIGHT = "snapkv", "dapq"
+
+
+def explore(
+    trace: Trace | str | Path,
+    left: str | Policy = LEFT,
+    right: str | Policy = RIGHT,
+    *,
+    budgets: Sequence[int] | None = None,
+    budget: int | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    step: int | None = None,
+    lm: LM | None = None,
+) -> Explorer:
+    """Explore a trace by hand in JupyterLab: two policies side by side, one query, and what it lost.
+
+    Args:
+        trace: with a response; or the path of one that was saved.
+        left, right: two policies, by name or as objects (also policies of the user, or two variants of the same).
+        budgets: the stops of the budget slider; by default powers of two below the prompt's length, and the budgets of
+            policies given as objects.
+        budget: the budget to begin with; by default that of a policy given as an object, else the middle stop.
+        layer, head, step: the query to begin with (step from 1); by default the worst under `left`
+            (`Explorer.worst`).
+        lm: its tokenizer shows the text; by default that of the model which the trace names.
+
+    Raises:
+        KvlabError: a trace without a response, a policy that needs more than this trace holds, two policies that differ
+            only in their budgets, or a place outside the trace.
+    """
+    trace = opened(trace)
+    if not trace.steps:
+        raise KvlabError("there is no query to look at: this trace has no response; capture it with new_tokens=32")
+    for choice in (left, right):
+        if isinstance(choice, str) and choice not in policies():
+            raise KvlabError(unknown(choice))
+    if choices.label(left) == choices.label(right) and choices.given(left, trace) != choices.given(right, trace):
+        raise KvlabError(
+            f"both sides are {choices.label(left)}, and the slider gives both the same budget: choose two "
+            "policies that differ in something else"
+        )
+    stops = (
+        choices.default_budgets(trace, left, right)
+        if budgets is None
+        else sorted({whole("a budget", b) for b in budgets})
+    )
+    if budget is not None:
+        stops = sorted({*stops, whole("a budget", budget)})
+    if not stops or min(stops) < 1:
+        raise KvlabError(f"budgets must be whole numbers of entries from 1 on, and are {stops}")
+    likely = (budget, choices.given(left, trace), choices.given(right, trace), stops[len(stops) // 2])
+    begin = next(int(stop) for stop in likely if stop in stops)
+    explorer = Explorer(trace, left, right, stops, begin, Spot(0, 0, 1), texts(trace, lm))
+    first = explorer.worst()
+    explorer.place = choices.checked(
+        trace,
+        layer=first.layer if layer is None else layer,
+        head=first.head if head is None else head,
+        step=first.step if step is None else step,
+    )
+    explorer.replay(explorer.chosen[1], explorer.budget)
+    return explorer

@@ -1,0 +1,238 @@
+"""Figures of every policy at equal bytes: Pareto fronts, rows of dots, a table for readers, and needles."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.transforms import blended_transform_factory
+
+from kvlab.analyses.together import equal_bytes
+from kvlab.render.figures import plots
+from kvlab.render.figures.many_policies import (
+    FAINT,
+    FAMILY_COLOURS,
+    INK,
+    colour,
+    dot,
+    in_row,
+    named_rows,
+    plain_ticks,
+    spread_out,
+)
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas.io.formats.style import Styler
+
+    from kvlab.analyses.findings import Findings
+
+FRONT = {"color": INK, "linewidth": 0.9, "linestyle": (0, (4, 2))}
+MEASURES = {
+    "output_error": "output error",
+    "mass_lost": "mass lost",
+    "step_recall": "step recall",
+    "recall": "recall",
+    "window_recall": "window recall",
+}
+LABELS = {"output_error": "relative error of the attention output", "mass_lost": "attention mass lost"}
+TITLES = {"output_error": "Who is nearest to the full cache?", "mass_lost": "Who misses least of the attention?"}
+
+
+def pareto(measured: pandas.DataFrame, side: str) -> Figure:
+    """Error against bytes: a curve for each policy, its name beside its last point, the Pareto front ringed and named.
+
+    Both axes are logarithmic, so the full cache, which loses nothing, is drawn as a line at its bytes.
+
+    measured: from `equal_bytes.measure`; side: "read" or "stored" bytes.
+    """
+    figure, ax = plt.subplots(figsize=(10.2, 6.6))
+    points = equal_bytes.points(measured, side, "output_error")
+    full, drawn = points.query("policy == 'full'"), points.query("policy != 'full' and value > 0")
+    on_front = set(drawn.query("front")["policy"])
+    for name, part in drawn.groupby("policy", sort=False):
+        loud = name in on_front
+        ax.plot(
+            part["bytes"] / 2**20,
+            part["value"],
+            color=colour(str(name)),
+            marker="o",
+            markersize=4,
+            linewidth=2 if loud else 1.2,
+            alpha=1 if loud else 0.75,
+            zorder=3,
+        )
+    best = drawn.query("front").sort_values("bytes")
+    ax.step(best["bytes"] / 2**20, best["value"], where="post", zorder=4, **FRONT)
+    ax.scatter(best["bytes"] / 2**20, best["value"], s=75, facecolor="none", edgecolor=INK, linewidth=1.3, zorder=5)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    when = {"read": "read at a step", "stored": "stored after a step"}[side]
+    ax.set_xlabel(f"keys, values and metadata {when}, MiB")
+    ax.set_ylabel(LABELS["output_error"])
+    ax.set_title(f"Error against {side} bytes")
+    for size in full["bytes"] / 2**20:
+        ax.axvline(size, color=FAINT, linewidth=1, linestyle=":")
+        ax.annotate(
+            "full cache",
+            (size, 1),
+            xycoords=blended_transform_factory(ax.transData, ax.transAxes),
+            xytext=(-3, -4),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="top",
+            fontsize=9,
+            color=FAINT,
+        )
+    _mebibyte_ticks(ax)
+    _names_at_the_side(ax, drawn)
+    _families(ax, drawn["policy"])
+    return figure
+
+
+def _mebibyte_ticks(ax: Axes) -> None:
+    ticks = [
+        t
+        for t in (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000, 10000)
+        if ax.get_xlim()[0] <= t <= ax.get_xlim()[1]
+    ]
+    ax.set_xticks(ticks, [f"{t:,}" for t in ticks])
+    ax.minorticks_off()
+    ax.set_yticks(*plain_ticks(*ax.get_ylim()))
+
+
+def _names_at_the_side(ax: Axes, drawn: pandas.DataFrame) -> None:
+    """Each policy's name to the right of the axes, joined to its last point by a thin line."""
+    last = drawn.sort_values("budget").groupby("policy", sort=False).tail(1)
+    front = set(drawn.query("front")["policy"])
+    low, high = ax.get_ylim()
+    ends = (np.log(last["value"].to_numpy()) - np.log(low)) / (np.log(high) - np.log(low))
+    places = spread_out(ends.tolist(), 0.042, 0.0, 1.0)
+    for row, place in zip(last.to_dict("records"), places, strict=True):
+        tint = colour(row["policy"])
+        line = {"arrowstyle": "-", "color": tint, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
+        ax.annotate(
+            row["policy"],
+            (row["bytes"] / 2**20, row["value"]),
+            xycoords="data",
+            xytext=(1.035, place),
+            textcoords="axes fraction",
+            fontsize=9.5,
+            va="center",
+            ha="left",
+            color=tint,
+            fontweight="bold" if row["policy"] in front else "normal",
+            annotation_clip=False,
+            arrowprops=line,
+        )
+
+
+def _families(ax: Axes, policies: Iterable[str]) -> None:
+    colours = {equal_bytes.family(name): colour(name) for name in policies}
+    handles = [
+        Line2D([], [], color=colours[label], linewidth=2.5, label=label)
+        for label in (*FAMILY_COLOURS, *sorted(colours.keys() - FAMILY_COLOURS.keys()))
+        if label in colours
+    ]
+    ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none"}
+    handles.append(Line2D([], [], label="Pareto front (bold names)", **FRONT, **ring))
+    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=2, fontsize=9.5)
+
+
+def at_equal_bytes(measured: pandas.DataFrame, shares: Mapping[str, float], measure: str = "output_error") -> Figure:
+    """A panel for each kind of bytes: the policies' dots at equal bytes, the best at the top.
+
+    A policy that does not reach these bytes is listed below the others, with a dash and the reason.
+
+    measured: from `equal_bytes.measure`; shares: shares of the full cache, for "stored" and "read".
+    """
+    full = measured["full_bytes"].to_numpy().mean() / 2**20
+    tables = {
+        f"equal {side} bytes: {share * full:.1f} MiB, {share:.1%} of the full cache": equal_bytes.summary(
+            equal_bytes.at_equal(measured, side, share), by=measure
+        )
+        for side, share in shares.items()
+    }
+    count = max(len(table) for table in tables.values())
+    size = 6.6 * len(tables), 0.8 + 0.29 * count
+    figure, grid = plt.subplots(1, len(tables), figsize=size, squeeze=False, sharex=True)
+    for ax, (heading, table) in zip(grid.flat, tables.items(), strict=True):
+        rows = table.to_dict("records")
+        for place, row in enumerate(rows):
+            if row["reason"]:
+                # Why a policy has no value, where its dot would stand.
+                in_row(ax, place, f"–  {row['reason']}", fontsize=9.5, color=FAINT, style="italic")
+            else:
+                interval = row[f"{measure}_low"], row[f"{measure}_high"]
+                dot(ax, place, row[measure], interval, colour(row["policy"]), "{:.3f}")
+        policies = [row["policy"] for row in rows]
+        named_rows(ax, policies, [colour(name) for name in policies], count=count)
+        ax.set_xscale("log")
+        ax.margins(x=0.16)
+        ax.set_xlabel(LABELS[measure])
+        ax.set_title(heading, fontsize=11)
+    low, high = grid.flat[0].get_xlim()
+    grid.flat[0].set_xticks(*plain_ticks(low, high))
+    grid.flat[0].minorticks_off()
+    figure.suptitle(TITLES[measure], x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+    return figure
+
+
+def measures_table(table: pandas.DataFrame, *, caption: str) -> Styler:
+    """`equal_bytes.summary` as a table to read: means with intervals over documents, the best in bold."""
+    import pandas as pd
+
+    rows = table.to_dict("records")
+    shown = pd.DataFrame({"policy": table["policy"]})
+    shown["rank"] = [_with_interval(row, "rank", "{:.1f}") for row in rows]
+    for measure, name in MEASURES.items():
+        shown[name] = [_with_interval(row, measure, "{:.3f}") for row in rows]
+    shown["why not"] = table["reason"]
+    values = table.rename(columns=MEASURES).filter(list(MEASURES.values()))
+    lowest = [MEASURES[measure] for measure in equal_bytes.BETTER_LOW]
+    best = values.max().where(~values.columns.isin(lowest), values.min())
+    bold = (values == best).replace({True: "font-weight: bold", False: ""})
+    tint = [f"color: {colour(row['policy'])}; font-weight: bold" for row in rows]
+    return (
+        shown.style.apply(lambda _: bold, axis=None, subset=list(MEASURES.values()))
+        .apply(lambda _: tint, subset=["policy"])
+        .hide(axis="index")
+        .set_caption(caption)
+        .set_uuid(f"together-{zlib.crc32(caption.encode())}")
+        .set_properties(subset=["rank", *MEASURES.values()], **{"text-align": "right", "white-space": "nowrap"})
+        .set_properties(subset=["policy", "why not"], **{"text-align": "left", "white-space": "nowrap"})
+        .set_properties(subset=["why not"], **{"color": FAINT, "font-style": "italic"})
+        .set_table_styles(
+            [
+                {
+                    "selector": "caption",
+                    "props": "text-align: left; font-weight: bold; padding: 0 0 6px 4px; font-size: 110%",
+                },
+                {"selector": "td, th", "props": "padding: 2px 9px; vertical-align: baseline"},
+            ]
+        )
+    )
+
+
+def _with_interval(row: Mapping[str, Any], name: str, form: str) -> str:
+    if row[name] != row[name]:
+        return "–"
+    return f"{form.format(row[name])} ({form.format(row[f'{name}_low'])}–{form.format(row[f'{name}_high'])})"
+
+
+def needles(findings: Findings, budget: float) -> Figure:
+    """A panel for each policy; those that find most come first.
+
+    findings: of `equal_bytes.needles`, at this budget.
+    """
+    means = findings.frame(equal_bytes.NEEDLE).sort_values("value", ascending=False, kind="stable")
+    title = f"Needles at a budget of {budget:g}: share of digits right, after the first"
+    panels = plots.needle_heatmap(findings.table, policies=means["policy"].tolist(), columns=5, title=title)
+    return plots.figure_of(panels[0])

@@ -1,0 +1,107 @@
+"""Scores of several questions over one context, turn by turn: whether they decline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import PercentFormatter
+
+from kvlab.core.storage import AS_IS
+from kvlab.evaluation import Answer, by_turn, summary
+from kvlab.evaluation.planning import FULL
+from kvlab.render.figures import plots
+from kvlab.render.figures.many_policies import FAINT, at, whisker_lengths
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOMENTS = {"prompt": "the first question read", "context": "no question read"}
+KNOWN = {("prompt", "requests"): "each question read"}
+"""What has been read when a cache is compressed, by its moment; of a moment and a mode where that is something else."""
+ASIDE = 0.06
+WITH_WHISKERS = len(plots.COLOURS)
+"""So many curves are told apart with their intervals; of more the means alone are drawn."""
+
+
+def scores(answers: Sequence[Answer]) -> Figure | None:
+    """The mean score over the turn, with 95 % intervals over contexts: a row of panels for each budget, a column for
+    each mode and moment of compression, the full cache in grey. None where there are no turns.
+    """
+    columns: dict[tuple[str, str], pandas.DataFrame] = {}
+    for moment in sorted({answer.compress_at for answer in answers}, reverse=True):
+        for mode, part in by_turn([answer for answer in answers if answer.compress_at == moment]).items():
+            columns[moment, mode] = _named(summary(part, "turn"))
+    if not columns:
+        return None
+    with plt.rc_context():
+        plots.style()
+        return _drawn(columns)
+
+
+def both_moments(answers: Sequence[Answer], beside: Sequence[Answer]) -> list[Answer]:
+    """These answers, and those of `beside` that differ from them in the moment of compression alone."""
+    keys, known = {answer.key for answer in answers}, {_but_for_the_moment(answer) for answer in answers}
+    return [*answers, *(a for a in beside if a.key not in keys and _but_for_the_moment(a) in known)]
+
+
+def _but_for_the_moment(answer: Answer) -> tuple[str, str]:
+    return answer.signature.replace(f"|compress at {answer.compress_at}|", "|"), answer.example
+
+
+def _drawn(columns: Mapping[tuple[str, str], pandas.DataFrame]) -> Figure:
+    frames = list(columns.values())
+    budgets: list[float | None] = sorted({b for frame in frames for b in frame["budget"].dropna()})
+    names = list(dict.fromkeys(name for frame in frames for name in frame["name"] if name != FULL))
+    if not budgets or any(frame.loc[frame["name"] != FULL, "budget"].isna().any() for frame in frames):
+        budgets.append(None)
+    figure, grid = plt.subplots(
+        len(budgets), len(columns), figsize=(0.8 + 3.5 * len(columns), 0.7 + 2.9 * len(budgets)), squeeze=False,
+        sharex=True, sharey=True,
+    )  # fmt: skip
+    for axes, budget in zip(grid, budgets, strict=True):
+        for ax, ((moment, mode), frame) in zip(axes, columns.items(), strict=True):
+            here = frame["budget"].isna() if budget is None else frame["budget"] == budget
+            _panel(ax, at(frame, name=FULL), frame.loc[here & (frame["name"] != FULL)], names)
+            read = KNOWN.get((moment, mode), MOMENTS[moment])
+            ax.set_title(f"{mode}: {read}".removeprefix(": "), fontsize="medium")
+        axes[0].set_ylabel("score" if budget is None else f"score, budget {budget:g}")
+        axes[0].yaxis.set_major_formatter(PercentFormatter(1))
+        axes[0].set_ylim(-0.04, 1.04)
+    for ax in grid[-1]:
+        ax.set_xlabel("question")
+        ax.set_xticks(sorted({turn for frame in frames for turn in frame["turn"]}))
+    lines = {line.get_label(): line for ax in grid.flat for line in ax.get_legend_handles_labels()[0]}
+    wanted = [label for label in ("full cache", *names) if label in lines]
+    figure.legend([lines[label] for label in wanted], wanted, loc="outside lower center", ncols=min(6, len(wanted)))
+    return figure
+
+
+def _named(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """With the policy and its storage in the column `name`, and the score in `value`."""
+    plain = frame["storage"] == AS_IS.name
+    names = frame["policy"].where(plain, frame["policy"] + ", " + frame["storage"])
+    return frame.assign(name=names, value=frame["score"])
+
+
+def _panel(ax: Axes, full: pandas.DataFrame, part: pandas.DataFrame, names: Sequence[str]) -> None:
+    full = full.sort_values("turn")
+    ax.fill_between(full["turn"], full["low"], full["high"], color=FAINT, alpha=0.15, linewidth=0)
+    ax.plot(full["turn"], full["value"], color=FAINT, linestyle=":", label="full cache")
+    for number, name in enumerate(names):
+        mine = at(part, name=name).sort_values("turn")
+        if mine.empty:
+            continue
+        ax.errorbar(
+            mine["turn"] + ASIDE * (number - (len(names) - 1) / 2) * (len(names) <= WITH_WHISKERS),
+            mine["value"],
+            yerr=whisker_lengths(mine) if len(names) <= WITH_WHISKERS else None,
+            marker="o",
+            color=plots.COLOURS[number % len(plots.COLOURS)],
+            label=name,
+            elinewidth=1.2,
+            capsize=2.5,
+        )

@@ -1,0 +1,251 @@
+"""ZSMerge's figures: the findings of its analyses, beside the paper's printed values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+
+from kvlab import papers
+from kvlab.analyses.zsmerge import decoding, merging, sensitivity
+from kvlab.render.figures import plots
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from kvlab.analyses.findings import Findings
+
+BUDGET = "cache budget, share of the prompt"
+VARIANTS = {
+    "evict": "eviction (no residual slots)",
+    "merge": "residual merging",
+    "merge_alpha0": "residual merging, alpha = 0",
+    "similarity": "filled by similarity (eq. 6)",
+    "displaces": "the newcomer displaces",
+    "plain": "scores by eq. 2",
+}
+DECODED = {"merge": "residual merging", "plain": "scores by eq. 2", "displaces": "the newcomer displaces"}
+DECODED |= {"alpha0": "alpha = 0"}
+DEFINITIONS = {"error": "each head", "squared_error": "each head, squared", "layer_error": "whole layers"}
+MEASURES = {"error": "error of the output", "mass_lost": "attention mass lost"}
+
+
+def figure_4(findings: Findings) -> Figure:
+    """Figure 4: the errors of eviction and of merging by cache ratio, and the share of the error that merging removes.
+
+    findings: of `merging.figure_4`.
+    """
+    printed = papers.figure("zsmerge", "figure4")
+    figure, (errors, gains) = plt.subplots(1, 2, figsize=(12, 4.4))
+    plots.estimates(
+        findings.frame(merging.ERROR),
+        x="ratio",
+        hue="variant",
+        log=True,
+        names=VARIANTS,
+        xlabel=BUDGET,
+        ylabel="relative error of the attention output",
+        title="Figure 4: eviction against merging",
+        ax=errors,
+    )
+    plots.paper_points(
+        errors,
+        [*printed["ratio"], *printed["ratio"]],
+        [*printed["error_evict"], *printed["error_merge"]],
+        "paper, eviction and merging at 50 %",
+    )
+    errors.legend(fontsize=9, **plots.BELOW)
+    plots.estimates(
+        findings.frame(merging.REDUCTION),
+        x="ratio",
+        xlabel=BUDGET,
+        ylabel="share of eviction's error removed",
+        title="What merging gains",
+        ax=gains,
+    )
+    gains.lines[0].set_label("of the error")
+    others = {
+        "of the squared error": merging.REDUCTION_SQUARED,
+        "of the error of whole layers": merging.REDUCTION_LAYER,
+    }
+    for colour, marker, (label, effect) in zip(plots.COLOURS[1:], "s^", others.items(), strict=False):
+        reduced = findings.frame(effect)
+        gains.plot(reduced["ratio"], reduced["value"], color=colour, marker=marker, linestyle=":", label=label)
+    chosen = findings.frame(merging.REDUCTION_OF_CHOICE)
+    for colour, (choice, part) in zip(plots.COLOURS[3:], chosen.groupby("choice", sort=False), strict=False):
+        gains.errorbar(
+            part["ratio"], part["value"], yerr=plots.spread(part), color=colour, fmt="x", label=VARIANTS[str(choice)]
+        )
+    gains.plot(printed["ratio"], printed["reduction"], color=plots.PAPER, linestyle="--", linewidth=1.2)
+    plots.paper_points(gains, list(printed["ratio"]), list(printed["reduction"]), "paper (LLaMA-2-7B)")
+    gains.axhline(0, color=plots.EDGE, linewidth=1)
+    gains.legend(fontsize=9, **plots.BELOW)
+    return figure
+
+
+def by_layer(findings: Findings) -> Figure:
+    """The change of eviction's error by merging in each layer, by cache ratio; findings: of `merging.figure_4`."""
+    figure, ax = plt.subplots(figsize=(8, 6.4))
+    plots.heatmap(
+        -merging.reduction_by_layer(findings),
+        xlabel=BUDGET,
+        ylabel="layer",
+        unit="change of the error against eviction",
+        title="Merging against eviction, by layer",
+        diverging=True,
+        ax=ax,
+    )
+    return figure
+
+
+def while_decoding(findings: Findings) -> Figure:
+    """Merging step by step along a long response: by three definitions of the error, and by quarters of the response.
+
+    findings: of `decoding.merging_while_decoding`.
+    """
+    figure, (kinds, parts) = plt.subplots(1, 2, figsize=(12.5, 4.2), width_ratios=[1.3, 1])
+    rows = findings.frame(decoding.REDUCTION)
+    for number, (definition, label) in enumerate(DEFINITIONS.items()):
+        part = rows.loc[rows["definition"] == definition].set_index("variant").loc[list(DECODED)]
+        places = [place + (number - 1) * 0.22 for place in range(len(part))]
+        percent = 100 * part[["value", "low", "high"]]
+        kinds.errorbar(
+            places,
+            percent["value"],
+            yerr=plots.spread(percent),
+            color=plots.COLOURS[number],
+            fmt="o",
+            capsize=3,
+            label=label,
+        )
+    kinds.axhline(0, color=plots.INK, linewidth=1)
+    kinds.set_xticks(range(len(DECODED)), list(DECODED.values()), rotation=12)
+    kinds.set(ylabel="of eviction's error removed (%)", title="whole response")
+    kinds.legend(title="error of", fontsize=9)
+    quarters = findings.frame(decoding.REDUCTION_OF_PART)
+    percent = 100 * quarters.filter(["value", "low", "high"])
+    parts.errorbar(
+        quarters["part"], percent["value"], yerr=plots.spread(percent), color=plots.COLOURS[0], fmt="o-", capsize=3
+    )
+    parts.axhline(0, color=plots.INK, linewidth=1)
+    parts.set_xticks(range(1, decoding.PARTS + 1))
+    parts.set(xlabel="quarter of the response", ylabel="of eviction's error removed (%)", title="residual merging")
+    return figure
+
+
+def open_choices(findings: Findings) -> Figure:
+    """What the paper leaves open: the change of the error over that by switching merging off.
+
+    findings: of `sensitivity.open_choices`.
+    """
+    figure, ax = plt.subplots(figsize=(7.5, 2.8))
+    rows = findings.frame(sensitivity.CHOICE_OVER_MERGING)
+    ax.errorbar(
+        rows["value"],
+        range(len(rows)),
+        xerr=[rows["value"] - rows["low"], rows["high"] - rows["value"]],
+        color=plots.COLOURS[0],
+        fmt="o",
+        capsize=3,
+    )
+    ax.axvline(1, color=plots.PAPER, linestyle="--", label="as much as merging itself")
+    ax.set_yticks(range(len(rows)), [VARIANTS[choice] for choice in rows["choice"]])
+    ax.set(xlabel="change of the error / gain from merging", ylim=(len(rows) - 0.5, -0.5))
+    ax.legend()
+    return figure
+
+
+def tables_2_and_3(over_snapkv: Findings, summaries: Findings) -> Figure:
+    """Table 3's differences from SnapKV, cell by cell, and table 2's gains over H2O with the range that is stated.
+
+    over_snapkv: of `printed.over_snapkv`; summaries: of `printed.summaries`.
+    """
+    figure, (scores, gains) = plt.subplots(1, 2, figsize=(12.5, 4))
+    third = over_snapkv.table.query("table == 'table3'").sort_values("gain")
+    shades = [plots.COLOURS[0] if gain > 0 else plots.PAPER for gain in third["gain"]]
+    scores.bar(range(len(third)), third["gain"], color=shades, zorder=2)
+    scores.axhline(0, color=plots.INK, linewidth=1)
+    scores.set(
+        xlabel="kinds of tasks, models and sizes",
+        ylabel="ZSMerge less SnapKV (points)",
+        title="table 3: above SnapKV (blue), or not",
+    )
+    over_h2o = summaries.table.query("method == 'h2o'")
+    for marker, (model, part) in zip("osD", over_h2o.groupby("model"), strict=False):
+        gains.plot(100 * part["budget"], 100 * part["relative"], marker, color=plots.COLOURS[0], label=model, alpha=0.8)
+    (low, high) = papers.figure("zsmerge", "headline")[["low", "high"]].iloc[0]
+    gains.axhspan(100 * low, 100 * high, color=plots.PAPER, alpha=0.5, label="stated in section 5")
+    gains.set(xlabel="budget (% of the prompt)", ylabel="ROUGE over H2O's (%)", title="table 2: gains over eviction")
+    gains.set_yscale("symlog", linthresh=10)
+    gains.legend()
+    return figure
+
+
+def figure_5(findings: Findings) -> Figure:
+    """Figure 5: a panel for each swept hyper-parameter, and how flat the curves are where the paper calls them stable.
+
+    findings: of `sensitivity.figure_5`.
+    """
+    printed = papers.figure("zsmerge", "figure5")
+    changes = sensitivity.changes(findings)
+    swept = changes["parameter"].unique()
+    figure, grid = plt.subplots(2, 3, figsize=(14, 7.6))
+    *panels, last = grid.flat
+    for ax, parameter in zip(panels, swept, strict=False):
+        ours, paper = (table.loc[table["parameter"] == parameter] for table in (changes, printed))
+        _sweep(ax, parameter, ours, paper)
+    for ax in panels[len(swept) :]:
+        ax.set_visible(False)
+    labelled = {label: line for ax in panels for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower left", ncols=3)
+    _flatness(last, findings, printed)
+    return figure
+
+
+def _sweep(ax: Axes, parameter: str, changes: pandas.DataFrame, printed: pandas.DataFrame) -> None:
+    """Curves over one parameter, in per cent; behind them the printed loss for a value or a range."""
+    plots.lines(
+        changes.assign(**{column: 100 * changes[column] for column in ("mean", "low", "high")}),
+        x="value",
+        y="mean",
+        hue="measure",
+        low="low",
+        high="high",
+        names=MEASURES,
+        xlabel=sensitivity.SYMBOLS[parameter],
+        ylabel="worse than recommended (%)",
+        title=parameter,
+        ax=ax,
+    )
+    ax.legend().remove()
+    logarithmic = parameter == "window"
+    if logarithmic:
+        windows = sorted(changes["value"].unique())
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(windows, [f"{window:g}" for window in windows])
+    left, right = ax.get_xlim()
+    thin = 0.008 * (right - left)
+    for first, final, lowest, highest in zip(
+        *(printed[c] for c in ("first", "last", "lowest", "highest")), strict=True
+    ):
+        ends = (first, final) if logarithmic else (first - thin, final + thin)
+        ax.fill_between(
+            ends, -100 * highest, -100 * lowest, color=plots.PAPER, alpha=0.55, zorder=1, label="paper, ROUGE lost"
+        )
+    ax.axvline(sensitivity.RECOMMENDED[parameter], color=plots.EDGE, linestyle=":", linewidth=1.2)
+    ax.set_xlim(left, right)
+
+
+def _flatness(ax: Axes, findings: Findings, printed: pandas.DataFrame) -> None:
+    ours, intervals = plots.by_key(findings.frame(sensitivity.SPREAD_OVER_MERGING), "parameter")
+    plots.paper_beside_ours(
+        sensitivity.paper_yardstick(printed),
+        ours,
+        intervals,
+        ylabel="spread / gain from merging",
+        title="spread within the stable range",
+        ax=ax,
+    )
+    ax.axhline(1, color=plots.EDGE, linewidth=1)

@@ -1,0 +1,1 @@
+"""Sentences about what an analysis found, one file for each paper; every number in them comes from findings."""

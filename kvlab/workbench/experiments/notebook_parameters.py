@@ -1,0 +1,59 @@
+"""The parameters of a running notebook, read from its own parameters cell in the kernel.
+
+papermill's `-p` passes a list or a mapping as the text from the command line; here it becomes a list or a mapping.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import MutableMapping
+from typing import Any
+
+from kvlab.errors import KvlabError
+from kvlab.workbench.experiments import experiment as experiments
+from kvlab.workbench.experiments import notebooks, parameter_values
+
+
+def parameters(experiment: str | None = None) -> dict[str, Any]:
+    """The parameters of the calling notebook, with their present values.
+
+    Where the kernel keeps no history (nbval runs cells so), the parameters cell is read from the file of the
+    `experiment`'s notebook.
+
+    The parameters cell is the first cell with nothing but plain values, among those that ran since the last run was
+    started in this kernel; papermill runs it before the cell with the values from its command line. A list or a mapping
+    that came as text (JSON, with commas, or its only entry, as for `kvlab run -p`) is replaced in the notebook's
+    namespace by the list or mapping itself.
+
+    Raises:
+        KvlabError: called outside a notebook, no such cell ran, or a value does not have the type of the cell's.
+    """
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None:
+        raise KvlabError("outside a notebook the parameters must be given: tracking.start(NAME, {...})")
+    declared, wanted = None, True
+    for source in shell.user_ns["In"][:-1]:
+        if "tracking.start(" in source:
+            wanted = True
+        elif wanted and (assigned := notebooks.plain_values(source)):
+            declared, wanted = assigned, False
+    if declared is None and experiment is not None and experiment in experiments.names():
+        declared = notebooks.parameters_of(experiments.load(experiment).path)
+        declared = declared if set(declared) <= set(shell.user_ns) else None
+    if declared is None:
+        raise KvlabError("no parameters cell has run: run the notebook from its first cell")
+    return typed(shell.user_ns, declared)
+
+
+def typed(namespace: MutableMapping[str, Any], declared: dict[str, Any]) -> dict[str, Any]:
+    """The values of the declared parameters in `namespace`; those that came as text are also replaced there.
+
+    Raises:
+        KvlabError: a value does not have the type of the declared one.
+    """
+    for name, default in declared.items():
+        value = namespace[name]
+        if isinstance(default, (list, dict)) and isinstance(value, (str, int, float)):
+            value = parameter_values.read(str(value), default)
+        namespace[name] = parameter_values.checked(name, value, default, "this notebook")
+    return {name: namespace[name] for name in declared}

@@ -1,0 +1,209 @@
+"""What a paper claims and what its ledger says to it, in at most five sentences, computed from the verdicts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvlab import papers
+from kvlab.render.phrases import listed, plural
+from kvlab.workbench.report import model_trends
+from kvlab.workbench.report.ledger import HOLDING, UNTESTED, WEAKEST, Entry, Tally, by_model, number, turns_by_either
+from kvlab.workbench.report.ledger_models import Subject
+
+NAMED = 3  # findings that a sentence names; the others are counted
+OPEN = (papers.UNMEASURED, UNTESTED)
+
+
+Standing = tuple[str, dict[str, str]]
+"""A finding's name, and on each model that measured it what it stands as."""
+
+
+def standings(of_paper: Iterable[Entry]) -> list[Standing]:
+    """Every finding, those with a name of their own first; the others are called by their place in the paper.
+
+    On each model a finding stands as the weakest of its claims does.
+    """
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    names: dict[tuple[str, str], str] = {}
+    for entry in of_paper:
+        if entry.group == "findings":
+            names[entry.claim.fact] = entry.claim.finding or entry.claim.where
+            of_models = found.setdefault(entry.claim.fact, {})
+            if entry.state not in OPEN:
+                of_models.setdefault(entry.model, []).append(entry.state)
+    return [
+        (names[fact], {model: min(states, key=WEAKEST.index) for model, states in found[fact].items()})
+        for fact in sorted(found, key=lambda fact: names[fact] != fact[1])
+    ]
+
+
+def by_either(of_paper: Sequence[Entry]) -> list[tuple[str, dict[str, str], dict[str, str]]]:
+    """Every finding with what it stands as on each model, as in `standings`, and then again by the profile that all of
+    them have: what is told to turn between models must do so by both (`turns_by_either`).
+    """
+    alike = standings(entry.compared for entry in of_paper)
+    return [(*shown, same) for shown, (_, same) in zip(standings(of_paper), alike, strict=True)]
+
+
+def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") -> list[str]:
+    """The sentences on one paper, at most five; those with nothing to say are left out.
+
+    What it claims; how many findings stand where; which hold and which fail on every model, with those that fewer
+    models measured, two at least, and are alike on them; which turn between models (on one model: stay undecided);
+    how ours lie beside the printed numbers, and which way that goes with the model's size.
+
+    Args:
+        of_paper: the entries of one paper, on all models.
+        order: the models, the smallest first; none where nothing was measured.
+        says: what the paper claims, in one sentence.
+    """
+    either = by_either(of_paper)
+    found = [(name, shown) for name, shown, _ in either]
+    measured = [standing for standing in found if standing[1]]
+    turning = [name for name, shown, alike in either if turns_by_either(shown, alike)]
+    sentences = [
+        says,
+        *(
+            [
+                _counts(of_paper, order),
+                _everywhere(measured, order),
+                _open(measured, turning, order),
+                _printed(of_paper, order),
+            ]
+            if measured
+            else [_unmeasured(len(found))]
+        ),
+    ]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _unmeasured(count: int) -> str:
+    if not count:
+        return "It has no findings."
+    if count == 1:
+        return "Its only finding has not been measured yet."
+    return f"None of its {count} findings has been measured yet."
+
+
+def _counts(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
+    tallies = {model: Tally.of(mine).findings for model, mine in by_model(of_paper).items()}
+    total = sum(next(iter(tallies.values())).values())
+    told = []
+    for subject in order:
+        counted = tallies[subject.name]
+        parts = [f"{counted[state]} {_verb(state, counted[state])}" for state in papers.VERDICTS[:-1] if counted[state]]
+        told.append(f"on {subject.label} {listed(parts) or 'none has been measured'}")
+    return f"Of its {total} {plural(total, 'finding')}, {'; '.join(told)}."
+
+
+def _verb(state: str, count: int) -> str:
+    one = {papers.HOLDS: "holds", papers.DIRECTION: "holds in direction only", papers.FAILS: "fails"}
+    words = one.get(state, "is undecided")
+    return words if count == 1 else words.replace("holds", "hold").replace("fails", "fail").replace("is ", "are ")
+
+
+def _everywhere(measured: Iterable[Standing], order: Sequence[Subject]) -> str:
+    """Which findings hold, and which fail, wherever they were measured."""
+    found = list(measured)
+    parts = [_alike(found, verb, wanted, order) for verb, wanted in (("holds", HOLDING), ("fails", (papers.FAILS,)))]
+    return _sentence("; ".join(part for part in parts if part))
+
+
+def _alike(measured: Iterable[Standing], verb: str, wanted: Sequence[str], order: Sequence[Subject]) -> str:
+    """Which stand so on every model. One that a single of several models measured says nothing of models."""
+    alike = [(name, mine) for name, mine in measured if set(mine.values()) <= set(wanted)]
+    at_least = ", at least in direction" if wanted is HOLDING else ""
+    everywhere = [name for name, mine in alike if len(mine) == len(order)]
+    where = f" on {_all_of(len(order))}" if len(order) > 1 else ""
+    told = [f"what {verb}{where}{at_least}: {_some(everywhere)}"] if everywhere else []
+    fewer = [f"{name} (on {listed(_labels(mine, order))})" for name, mine in alike if 1 < len(mine) < len(order)]
+    if fewer:
+        told.append(f"what {verb} on each of the fewer models that measured it{at_least}: {_some(fewer)}")
+    return "; ".join(told)
+
+
+def _labels(mine: Iterable[str], order: Sequence[Subject]) -> list[str]:
+    measured = set(mine)
+    return [subject.label for subject in order if subject.name in measured]
+
+
+def _all_of(models: int) -> str:
+    """ "both models", "all four models"."""
+    words = {3: "three", 4: "four", 5: "five", 6: "six"}
+    return "both models" if models == 2 else f"all {words.get(models, models)} models"
+
+
+def _open(measured: Iterable[Standing], turning: Sequence[str], order: Sequence[Subject]) -> str:
+    """Which hold on one model and fail on another, or else which are undecided; of one model, which stay undecided."""
+    if len(order) == 1:
+        return _sentence(_alike(measured, "stays undecided", (papers.UNDECIDED,), order))
+    if turning:
+        return f"What holds on some models and fails on others: {_some(turning)}."
+    undecided = [name for name, mine in measured if len(mine) > 1 and papers.UNDECIDED in mine.values()]
+    if not undecided:
+        return ""
+    return f"None is told to hold on one model and to fail on another; undecided on one at least: {_some(undecided)}."
+
+
+def _sentence(told: str) -> str:
+    return f"{told[0].upper()}{told[1:]}." if told else ""
+
+
+def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
+    """How ours lie beside the printed numbers of the same unit, on the largest model, and where that goes with size."""
+    largest = order[-1]
+    pairs = [
+        (entry, paper, value)
+        for entry in of_paper
+        if entry.model == largest.name and entry.group == "findings"
+        if (paper := model_trends.paper_value(entry.claim)) is not None and (value := entry.verdict.value) is not None
+    ]
+    if not pairs:
+        return f"No number of {largest.label} has the unit of a printed one."
+    inside = sum(_covers(entry, paper) for entry, paper, _ in pairs)
+    if len(pairs) == 1:
+        numbers = f"the only printed number that ours can be compared with {'lies' if inside else 'does not lie'}"
+    else:
+        lie = "lies" if inside < 2 else "lie"
+        numbers = f"{inside or 'none'} of {len(pairs)} printed numbers that ours can be compared with {lie}"
+    text = f"On {largest.label} {numbers} inside our interval{_closest(pairs)}"
+    ways = model_trends.trends(model_trends.rows(of_paper, order))
+    if not ways:
+        return f"{text}."
+    told = [f"{ways[way]} {said[ways[way] != 1]}" for way, said in model_trends.SAID.items() if ways[way]]
+    total = ways.total()
+    return f"{text}; of {total} {plural(total, 'finding')} with such a number, as models grow, {listed(told)}."
+
+
+def _closest(pairs: Sequence[tuple[Entry, float, float]]) -> str:
+    """The number that lies closest to the paper's, of those that do not fail if there are any.
+
+    From a printed 0 no share tells how far away a number is, so that such pairs are left out.
+    """
+    known = [pair for pair in pairs if pair[1]]
+    standing = [pair for pair in known if pair[0].state != papers.FAILS]
+    if not known:
+        return ""
+    entry, paper, value = min(standing or known, key=lambda pair: _apart_by(pair[1], pair[2]))
+    which = "the closest that does not fail" if 0 < len(standing) < len(known) else "the closest"
+    remark = "" if entry.state in HOLDING else f", which {_verb(entry.state, 1)}"
+    return f"; {which} is {number(paper)} ({entry.claim.where}), {number(value)} here{remark}"
+
+
+def _covers(entry: Entry, paper: float) -> bool:
+    low, high = entry.verdict.low, entry.verdict.high
+    return low is not None and high is not None and low <= paper <= high
+
+
+def _apart_by(paper: float, value: float) -> float:
+    """The distance as a share of the larger of the two."""
+    return abs(paper - value) / max(abs(paper), abs(value))
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first names, and how many more there are; of several findings at one place, how many."""
+    counted = Counter(names)
+    told = [name if count == 1 else f"{name} ({count} findings)" for name, count in counted.items()][:NAMED]
+    more = counted.total() - sum(count for _, count in list(counted.items())[:NAMED])
+    return "; ".join(told) + (f"; and {more} more" if more else "")

@@ -1,0 +1,83 @@
+"""Figures of every policy at equal bytes."""
+
+from __future__ import annotations
+
+import re
+
+import pandas as pd
+import pytest
+from support import drawing
+from support.equal_bytes import FEW, table
+from support.spread import students
+
+from kvlab.analyses.findings import Findings
+from kvlab.analyses.together import equal_bytes
+from kvlab.render.figures import many_policies
+from kvlab.render.figures import together as draw
+
+pytestmark = pytest.mark.usefixtures("headless")
+
+SHARES = {"stored": 0.2, "read": 0.2}
+
+
+def test_a_front_names_each_policy_and_rings_what_nothing_beats():
+    figure = draw.pareto(FEW, "read")
+    (ax,) = figure.axes
+    assert {"keeps", "selects", "small"} <= set(drawing.texts(ax)) and drawing.titles(figure) == [
+        "Error against read bytes"
+    ]
+    points = equal_bytes.points(FEW, "read", "output_error")
+    ringed = sorted(ax.collections[0].get_offsets().tolist())
+    best = points.query("front")
+    assert ringed == sorted([size / 2**20, value] for size, value in zip(best["bytes"], best["value"], strict=True))
+    assert {text.get_text() for text in ax.texts if text.get_fontweight() == "bold"} == set(best["policy"])
+
+
+def test_the_full_cache_is_a_line_at_its_bytes():
+    figure = draw.pareto(table(full={"a": [(50, 40, 0.0)]}, snapkv={"a": [(5, 5, 0.4), (20, 20, 0.2)]}), "stored")
+    (ax,) = figure.axes
+    assert "full cache" in drawing.texts(ax) and [50, 50] in [list(line.get_xdata()) for line in ax.lines]
+    assert many_policies.colour("snapkv") in {line.get_color() for line in ax.lines}
+
+
+def test_rows_at_equal_bytes_stand_best_first_or_say_why_not():
+    figure = draw.at_equal_bytes(FEW, SHARES)
+    left, right = figure.axes
+    assert {"–  stores at least 100 MiB", "–  stores at most 5 MiB", "0.400"} <= set(drawing.texts(left))
+    assert drawing.ticks(right, "y") == ["selects", "keeps", "small"]
+    assert drawing.titles(figure) == [
+        f"equal {side} bytes: 20.0 MiB, 20.0% of the full cache" for side in ("stored", "read")
+    ]
+    assert left.get_xlabel() == "relative error of the attention output"
+    assert draw.at_equal_bytes(FEW, SHARES, "mass_lost").axes[0].get_xlabel() == "attention mass lost"
+
+
+def test_the_table_for_readers_says_why_not_and_marks_the_best():
+    stored = equal_bytes.summary(equal_bytes.at_equal(FEW, "stored", 0.2))
+    html = draw.measures_table(stored, caption="At equal stored bytes").to_html()
+    low, high = students((0.3, 0.5))
+    assert (
+        f"0.400 ({low:.3f}–{high:.3f})" in html
+        and "stores at least 100 MiB" in html
+        and "At equal stored bytes" in html
+    )
+    assert html.count("–</td>") >= 12  # two policies without any of the six numbers
+    read = equal_bytes.summary(equal_bytes.at_equal(FEW, "read", 0.2))
+    html = draw.measures_table(read, caption="x").to_html()
+    bold = "".join(cells for cells, style in re.findall(r"([^{}]+){([^}]*)}", html) if "font-weight: bold" in style)
+    assert re.search(r"row0_col2\b", bold) and not re.search(r"row1_col2\b", bold)  # the smallest output error
+
+
+def test_needles_have_a_panel_for_each_policy_the_best_first():
+    scores = {"h2o": [0.25, 0.5], "full": [1.0, 0.75], "snapkv": [0.5, 0.5]}
+    rows = [
+        {"policy": policy, "budget": None if policy == "full" else 128, "length": 320, "depth": depth, "score": score}
+        for policy, both in scores.items()
+        for depth, score in zip((0.1, 0.9), both, strict=True)
+    ]
+    findings = Findings(pd.DataFrame(rows))
+    for policy, both in scores.items():
+        findings.add(equal_bytes.NEEDLE, both, policy=policy)
+    figure = draw.needles(findings, 128)
+    assert drawing.titles(figure) == ["full: 0.88", "snapkv, 128: 0.50", "h2o, 128: 0.38"]
+    assert figure.get_suptitle() == "Needles at a budget of 128: share of digits right, after the first"

@@ -1,0 +1,128 @@
+"""Findings across models: what holds on every one, what only on larger or smaller ones, and what stays open."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.paths import ROOT
+from support.toy_claims import claim
+
+from kvlab import papers
+from kvlab.workbench.report import model_agreement, model_trends, snapshots, stability
+from kvlab.workbench.report.ledger import Entry
+from kvlab.workbench.report.ledger_models import Subject, subjects
+from kvlab.workbench.report.provenance import Origin
+
+SIZES = [Subject("small", 10**8), Subject("middle", 10**9), Subject("large", 10**10)]
+
+
+def stands(*states: str) -> list[Entry]:
+    """One finding as it stands on each of the models, the smallest first; without a state it was not measured."""
+    return [
+        Entry(
+            claim(paper="dapq", finding="toy's finding"),
+            papers.Verdict(verdict=state, value=0.5, why=""),
+            None,
+            size.name,
+            Origin(),
+        )
+        for size, state in zip(SIZES, states, strict=False)
+        if state
+    ]
+
+
+@pytest.mark.parametrize(
+    ("states", "kind"),
+    [
+        (("holds", "holds in direction only"), model_agreement.EVERY),
+        (("fails", "holds"), model_agreement.LARGER),
+        (("fails", "undecided", "holds in direction only"), model_agreement.LARGER),
+        (("fails", "fails", "holds"), model_agreement.LARGER),
+        (("holds", "holds", "fails"), model_agreement.SMALLER),
+        (("holds", "fails", "holds"), model_agreement.MIXED),
+        (("fails", "fails"), model_agreement.NONE),
+        (("fails", "undecided"), model_agreement.OPEN),
+        (("undecided", "undecided", "holds"), model_agreement.OPEN),
+        (("", "holds", "holds"), model_agreement.EVERY),
+    ],
+)
+def test_how_a_finding_stands_across_models(states, kind):
+    found = model_agreement.across(stands(*states), SIZES)
+    assert [name for name, mine in found.items() if mine] == [kind]
+
+
+def test_a_finding_of_one_model_says_nothing_across_models():
+    assert not any(model_agreement.across(stands("holds", "not measured"), SIZES).values())
+
+
+def test_a_finding_says_where_it_stands_how_if_models_differ():
+    (same,) = model_agreement.across(stands("holds", "holds"), SIZES)[model_agreement.EVERY]
+    (grows,) = model_agreement.across(stands("fails", "holds"), SIZES)[model_agreement.LARGER]
+    assert str(same).endswith(": toy's finding (measured on small and middle)")
+    (whole,) = model_agreement.across(stands("fails", "fails", "fails"), SIZES)[model_agreement.NONE]
+    assert str(whole).endswith(": toy's finding")
+    assert str(grows).endswith(": toy's finding (small: fails, middle: holds)")
+
+
+@pytest.mark.parametrize(
+    ("shown", "alike", "kind"),
+    [
+        (("fails", "holds"), ("fails", "holds"), model_agreement.LARGER),
+        (("fails", "holds"), ("undecided", "holds"), model_agreement.OPEN),
+        (("fails", "holds"), ("holds", "holds"), model_agreement.OPEN),
+        (("fails", "holds"), ("holds", "fails"), model_agreement.OPEN),
+        (("holds", "fails", "holds"), ("holds", "fails", "fails"), model_agreement.MIXED),
+        (("holds", "fails", "holds"), ("holds in direction only", "fails", "undecided"), model_agreement.MIXED),
+        (("holds", "holds"), ("fails", "holds"), model_agreement.EVERY),
+    ],
+)
+def test_it_turns_only_where_it_does_by_the_same_profile_too(shown, alike, kind):
+    judged = stands(*shown)
+    for entry, other in zip(judged, stands(*alike), strict=True):
+        entry.alike = other
+    assert [*model_agreement.across(judged, SIZES)] == [kind]
+
+
+def test_the_page_on_disagreements_counts_what_is_kept():
+    judged = snapshots.kept(ROOT / "docs" / "ledger")
+    found = model_agreement.across(judged, subjects(judged))
+    page = (ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8")
+    text = " ".join(page.split())
+    numbers = [len(found.get(kind, ())) for kind in model_agreement.KINDS if kind != model_agreement.OPEN]
+    told = re.search(
+        r"Of (\d+) findings that two of them measured at least, (\d+) hold on every model, at least in direction; "
+        r"(\d+) hold on larger ones and fail on smaller ones, (\d+) the other way round, (\d+) in no order of size; "
+        r"(\d+) fail on every model\. The other (\d+) are undecided on one of them at least, or turn only where one "
+        r"model was asked more than another; (\d+) of them are undecided on gemma",
+        text,
+    )
+    left = found.get(model_agreement.OPEN, ())
+    on_gemma = sum(finding.stands.get("gemma-3-270m") == papers.UNDECIDED for finding in left)
+    expected = [sum(map(len, found.values())), *numbers, len(left), on_gemma]
+    assert told and [int(number) for number in told.groups()] == expected
+    assert {subject.label for subject in subjects(judged)} == set(re.findall(r"^\* `([^`]+)`: ", page, re.M))
+
+
+def test_the_page_on_disagreements_counts_where_effects_go():
+    judged = snapshots.kept(ROOT / "docs" / "ledger")
+    found = model_trends.trends(model_trends.rows(judged, subjects(judged)))
+    text = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
+    told = re.search(
+        r"Of (\d+) findings with a number in the paper that ours can be set beside, (\d+) comes? nearer to it as "
+        r"models grow, (\d+) moves? away, (\d+) changes? in no order of size, and (\d+) do(?:es)? not change clearly",
+        text,
+    )
+    expected = [found[way] for way in (model_trends.TOWARDS, model_trends.AWAY, model_trends.MIXED, model_trends.LEVEL)]
+    assert told and [int(number) for number in told.groups()] == [found.total(), *expected]
+
+
+def test_the_page_on_disagreements_counts_what_flips():
+    """What `kvlab stability` kept of the default model: how many findings flip, and how many verdicts."""
+    mine = [one for one in stability.read(ROOT / "docs" / "ledger") if one.model.startswith("smollm2-135m")]
+    text = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
+    told = re.search(r"of (\d+) quoted findings (\d+) flips?\W.*?(\d+) of (\d+) verdicts", text)
+    flips = [one for one in mine if one.flips]
+    others = [one for each in mine for one in each.others]
+    expected = [len(mine), len(flips), sum(len(one.flips) for one in mine), len(others)]
+    assert told and [int(number) for number in told.groups()] == expected

@@ -1,0 +1,229 @@
+"""Ledgers that are kept as data: what is written is what is read, and README shows what is kept."""
+
+from __future__ import annotations
+
+import re
+
+import pandas
+import pytest
+from support.paths import ROOT
+from support.report_pages import CLAIM
+from support.runs import job
+
+from kvlab.errors import KvlabError
+from kvlab.workbench.report import page as report
+from kvlab.workbench.report import snapshots
+from kvlab.workbench.report.ledger import STATES, Tally, by_paper, entries
+
+KEPT = ROOT / "docs" / "ledger"
+
+
+def test_a_kept_ledger_reads_as_the_store_does(project, tmp_path):
+    run_id = job(0.6)
+    path = snapshots.keep(tmp_path / "ledger")[0].path
+    line = pandas.read_csv(path).set_index("claim").loc[CLAIM]
+    assert line["verdict"] == report.ledger().set_index("id").loc[CLAIM]["verdict"] and line["seconds"] >= 0
+    assert run_id not in path.read_text()
+    fresh, again = entries(), snapshots.read(path)
+    assert [entry.claim.id for entry in again] == [entry.claim.id for entry in fresh]
+    for ours, theirs in zip(again, fresh, strict=True):
+        assert ours.verdict.verdict == theirs.verdict.verdict and ours.verdict.why == theirs.verdict.why
+        assert ours.verdict.value == (None if theirs.verdict.value is None else pytest.approx(theirs.verdict.value))
+    assert Tally.of(again) == Tally.of(fresh)
+
+
+def test_nothing_measured_is_nothing_kept(project, tmp_path):
+    with pytest.raises(KvlabError, match="no experiment has finished yet"):
+        snapshots.keep(tmp_path / "ledger")
+    assert not (tmp_path / "ledger").exists()
+
+
+def test_a_file_that_is_no_kept_ledger_is_refused_in_a_sentence(project, tmp_path):
+    job(0.6)
+    path = snapshots.keep(tmp_path)[0].path
+    whole = path.read_text()
+    path.write_text(whole.replace("verdict", "judgement", 1))
+    with pytest.raises(KvlabError, match="is no kept ledger: it has no column 'verdict'"):
+        snapshots.read(path)
+    path.write_text(whole.replace(CLAIM, f"{CLAIM}_x"))
+    with pytest.raises(KvlabError, match=rf"did you mean '{re.escape(CLAIM)}'"):
+        snapshots.read(path)
+    path.write_text(whole.replace(",0.6,0.5,", ",much,0.5,"))
+    with pytest.raises(KvlabError, match=f"'{re.escape(CLAIM)}' has no readable numbers"):
+        snapshots.read(path)
+    with pytest.raises(KvlabError, match="has no readable numbers"):
+        snapshots.keep(tmp_path)
+    assert ",much,0.5," in path.read_text(), "what cannot be read is not written over"
+    with pytest.raises(KvlabError, match="cannot read the kept ledger"):
+        snapshots.read(tmp_path / "none.csv")
+
+
+def test_the_readme_counts_what_is_kept():
+    """The table of findings and the numbers of checks and of recomputed claims, on the default model."""
+    judged = snapshots.read(KEPT / "smollm2-135m.csv")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for label, mine in by_paper(judged).items():
+        counted = Tally.of(mine).findings
+        shown = re.search(rf"^\| {label} \| ([\d |]+) \|$", text, re.MULTILINE)
+        assert shown, label
+        assert [int(cell) for cell in shown[1].split("|")] == [counted[state] for state in STATES], label
+    tally = Tally.of(judged)
+    flat = " ".join(text.split())
+    assert f"{tally.met('checks')} checks" in flat and f"{tally.met('recomputed')} recomputed claims" in flat
+    assert {entry.model.split("@")[0] for entry in judged if entry.model} == {"smollm2-135m"}
+    measured = [entry.profile for entry in judged if entry.measured]
+    assert f"{measured.count('full')} of {len(measured)} measured claims by the full profile" in flat
+    assert set(measured) == {"full"}
+    of_profile = {
+        name: {
+            entry.claim.id: entry.state for entry in snapshots.read(KEPT / "smollm2-135m.csv", name) if entry.measured
+        }
+        for name in ("full", "quick")
+    }
+    full, quick = of_profile["full"], of_profile["quick"]
+    both = [(state, quick[name]) for name, state in full.items() if name in quick]
+    assert (
+        f"Of the {len(both)} claims that both profiles have measured {sum(one != other for one, other in both)} have"
+        in flat
+    )
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-coder-0.5b", "gemma-3-270m", "qwen2.5-coder-1.5b"])
+def test_the_readme_tells_of_the_other_models(model):
+    counted = Tally.of(snapshots.read(KEPT / f"{model}.csv")).findings
+    flat = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    told = "{} findings hold, {} in direction only, {} fail, {} are undecided and {} not measured"
+    states = ("holds", "holds in direction only", "fails", "undecided", "not measured")
+    assert f"`docs/ledger/{model}.csv`" in flat and told.format(*map(counted.get, states)) in flat
+
+
+NUMBERS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+
+
+def in_words(count: int) -> str:
+    return {20: "twenty"}.get(count) or NUMBERS[count]
+
+
+def test_what_the_full_profile_decides_is_counted_on_the_page_and_in_the_readme():
+    read = {
+        name: {entry.claim.id: entry for entry in snapshots.read(KEPT / "smollm2-135m.csv", name) if entry.measured}
+        for name in ("full", "quick")
+    }
+    both = [(read["quick"][name], entry) for name, entry in read["full"].items() if name in read["quick"]]
+    changed = [(quick.state, entry) for quick, entry in both if quick.state != entry.state]
+    decided = [entry for before, entry in changed if before == "undecided"]
+    against = [entry for entry in decided if entry.state == "fails"]
+    opened = [before for before, entry in changed if entry.state == "undecided"]
+    page = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    of_paper = {name: [entry for entry in against if entry.claim.paper == name] for name in ("dapq", "compilerkv")}
+    ours = [entry for entry in of_paper["dapq"] if entry.claim.kind == "question"]
+    assert (
+        f"Of the {len(both)} claims that both have measured {len(changed)} have another verdict in the full one. "
+        f"{in_words(len(decided)).capitalize()} are decided, {in_words(len(decided) - len(against))} for the paper and "
+        f"{in_words(len(against))} against it: {in_words(len(of_paper['dapq']))} of DapQ's, among them "
+        f"{in_words(len(ours))} questions of ours, {in_words(len(of_paper['compilerkv']))} of CompilerKV's"
+    ) in page
+    held = [before for before in opened if before.startswith("holds")]
+    assert f"{in_words(len(opened)).capitalize()} become undecided, {in_words(len(held))} of which had held" in page
+    assert f"{len(decided)} are decided there, {len(against)} of them against the paper, {len(opened)} become" in readme
+    turned = [entry.group for before, entry in changed if before == "fails" and entry.state.startswith("holds")]
+    assert turned == ["timings"] and "No finding turned from failing to holding, and one timing did" in page
+
+
+@pytest.mark.parametrize(
+    ("before", "words"), [("holds in direction only", "Five things that held"), ("fails", "Six that had failed")]
+)
+def test_what_twenty_documents_leave_open_on_the_half_billion_model_is_counted(before, words):
+    read = {name: snapshots.read(KEPT / f"{HALF}.csv", name) for name in ("full", "quick")}
+    full = {entry.claim.id: entry.state for entry in read["full"] if entry.measured}
+    opened = [entry for entry in read["quick"] if entry.state == before and full.get(entry.claim.id) == "undecided"]
+    page = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
+    assert words.split()[0] == in_words(len(opened)).capitalize() and f"{words} " in page
+
+
+DAPQ_NEEDLE, DAPQ_UNPOOLED = "dapq.abstract.task_needle", "dapq.section3_3.task_same_pooling_needle"
+ALL_NEEDLES = "({low:.0f} to {high:.0f} % of them), and both"
+FACT_STORED = "morphkv.section6_2.early_fact_stored"
+OVER_SNAPKV = "compilerkv.table1.task_filled_over_snapkv"
+FILLED_H2O, WIDE_POOLING = "compilerkv.table1.filled_over_h2o", "rocketkv.section3_3.wide_pooling"
+SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "gemma-3-270m"
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "claim", "model", "profile", "unit"),
+    [
+        (
+            "",
+            "{value:.1f} % more of the attention than H2O's on SmolLM2 ({low:.1f} to {high:.1f})",
+            FILLED_H2O,
+            SMOLLM2,
+            "full",
+            100,
+        ),
+        ("", "as much as H2O's on Qwen 0.5B ({low:.1f} to {high:.1f})", FILLED_H2O, HALF, "full", 100),
+        ("", "{less:.1f} % less on the 0.5B", FILLED_H2O, HALF, "quick", 100),
+        ("", "{less:.1f} on the 1.5B", FILLED_H2O, LARGEST, "quick", 100),
+        ("", "{less:.1f} on gemma", FILLED_H2O, GEMMA, "quick", 100),
+        (
+            "",
+            "it is even ({value:.3f}, {low:.3f} to {high:.3f})",
+            "dapq.figure6a.ends_beat_random",
+            LARGEST,
+            "quick",
+            1,
+        ),
+        ("", "{value:.2f} of the recall ({low:.2f} to {high:.2f}", "dapq.figure6a.position_decides", HALF, "full", 1),
+        ("", "had said the opposite ({value:.2f})", "dapq.figure6a.position_decides", HALF, "quick", 1),
+        ("", "it is by {value:.4f} nats", "rocketkv.figure8.task_needle_hybrid", LARGEST, "quick", 1),
+        ("/rocketkv", "{value:.3f} on gemma", WIDE_POOLING, GEMMA, "quick", 1),
+        ("/rocketkv", "{value:.3f} ({low:.3f} to {high:.3f}) on the 0.5B", WIDE_POOLING, HALF, "full", 1),
+        ("/rocketkv", "{value:.3f} on the 1.5B", WIDE_POOLING, LARGEST, "quick", 1),
+        ("/rocketkv", ALL_NEEDLES, "rocketkv.figure4.task_needle_c32", HALF, "full", 100),
+        ("/rocketkv", ALL_NEEDLES, "rocketkv.figure4.task_needle_c64", HALF, "full", 100),
+        ("/dapq", "{value:.1f} nats a token, {low:.1f} to {high:.1f}", "dapq.table3.task_over_snapkv", HALF, "full", 1),
+        (
+            "/dapq",
+            "{value:.0f} % of the digits come out right ({low:.0f} to {high:.0f})",
+            DAPQ_NEEDLE,
+            HALF,
+            "full",
+            100,
+        ),
+        ("/dapq", "{value:.1f} nats a token, {low:.1f} to {high:.1f}", DAPQ_UNPOOLED, HALF, "full", 1),
+        (
+            "/morphkv",
+            "on SmolLM2 (by {less:.1f} % of them, {least:.1f} to {most:.1f})",
+            FACT_STORED,
+            SMOLLM2,
+            "full",
+            100,
+        ),
+        ("/morphkv", "and the 0.5B (by {less:.1f}, {least:.1f} to {most:.1f})", FACT_STORED, HALF, "full", 100),
+        ("", "fails on SmolLM2 ({value:.0f} %)", DAPQ_NEEDLE, SMOLLM2, "full", 100),
+        ("", "undecided on the 0.5B ({value:.0f} %)", DAPQ_NEEDLE, HALF, "full", 100),
+        (
+            "/compilerkv",
+            "on SmolLM2 (by {less:.1f} nats a token, {least:.1f} to {most:.1f})",
+            OVER_SNAPKV,
+            SMOLLM2,
+            "full",
+            1,
+        ),
+        ("/compilerkv", "0.5B (by {less:.1f}, {least:.1f} to {most:.1f}; ", OVER_SNAPKV, HALF, "full", 1),
+        (
+            "/compilerkv",
+            "{value:.0f} % ({low:.0f} to {high:.0f}; ",
+            "compilerkv.figure3.task_filled_needle",
+            HALF,
+            "full",
+            100,
+        ),
+    ],
+)
+def test_the_pages_on_disagreements_quote_what_is_kept(page, words, claim, model, profile, unit):
+    (entry,) = (one for one in snapshots.read(KEPT / f"{model}.csv", profile) if one.claim.id == claim)
+    numbers = {name: unit * getattr(entry.verdict, name) for name in ("value", "low", "high")}
+    text = " ".join((ROOT / "docs" / f"disagreements{page}.md").read_text(encoding="utf-8").split())
+    turned = {name: -numbers[of] for name, of in (("less", "value"), ("least", "high"), ("most", "low"))}
+    assert words.format(**numbers, **turned) in text
