@@ -9,6 +9,7 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods import dimensions, pages
 from kvlab.methods.base import Budget, Policy
 from kvlab.methods.dimensions import affordable, largest_dimensions, logits, partial_queries, room, shares
@@ -41,6 +42,7 @@ class SparQ(Policy):
     summary: ClassVar[str] = "reads the top entries by the query's largest dimensions, stores all and a key copy"
     family: ClassVar[str] = "stores all, reads a selection"
     kind: ClassVar[str] = "selection"
+    paper: ClassVar[Paper | None] = PAPERS["sparq"]
 
     budget: Budget
     rank: Annotated[int, Field(ge=1)] | None = None
