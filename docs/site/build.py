@@ -44,7 +44,7 @@ NAMES = {
     "What a policy sees": [
         *("methods.prompt.Prompt", "core.store.LayerStore", "methods.clock.Step", "methods.needs.Needs"),
         *("methods.repeating.Repetition", "methods.repeating.Part", "methods.prompt.Asks"),
-        *("methods.base.Budget", "core.ranking.top_positions"),
+        *("methods.base.Budget", "methods.Paper", "core.ranking.top_positions"),
     ],
     "Tasks, and what they are made of": [
         *("tasks.task", "tasks.tasks", "tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"),

@@ -1,4 +1,4 @@
-"""DuoAttention (Xiao et al., 2025): retrieval heads keep everything, streaming heads sinks and recent tokens."""
+"""DuoAttention (Xiao et al., 2024): retrieval heads keep everything, streaming heads sinks and recent tokens."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""SparQ attention (Ribar et al., 2024): finds the entries to read by a few dimensions of the query."""
+"""SparQ attention (Ribar et al., 2023): finds the entries to read by a few dimensions of the query."""
 
 from typing import Annotated, ClassVar
 

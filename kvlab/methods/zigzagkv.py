@@ -1,4 +1,4 @@
-"""ZigZagKV (Zhong et al., 2025): SnapKV with budgets that follow how widely each layer attends."""
+"""ZigZagKV (Zhong et al., 2024): SnapKV with budgets that follow how widely each layer attends."""
 
 from typing import Annotated, ClassVar
 

@@ -179,7 +179,7 @@ class Paper(BaseModel):
 
     @property
     def source(self) -> references.Paper | None:
-        """Authors, year and addresses, as the policy of this name has them; None for a paper that kvlab does not know."""
+        """Authors, year and addresses, as in `references.PAPERS`; None for a paper that kvlab does not know."""
         known = references.PAPERS.get(self.name)
         return known if known and known.title == self.title else None
 

@@ -114,7 +114,7 @@ def page(name: str, found: Found) -> str:
     parts = [
         f"# {name}",
         f"Paper: {told.paper}." if told.paper != "Not from a paper" else f"{told.paper}.",
-        *_sources(method.paper),
+        *sources(method.paper),
         told.idea,
         _table("| parameter | default | |", parameters) if parameters else "It has no parameters.",
         *([f"Here it is measured with {others}."] if others else []),
@@ -137,7 +137,7 @@ def page(name: str, found: Found) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _sources(paper: Paper | None) -> list[str]:
+def sources(paper: Paper | None) -> list[str]:
     """The paragraph that links a paper and its authors' code; none without a paper."""
     if paper is None:
         return []
