@@ -24,8 +24,8 @@ from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Scaling
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError
+from kvlab.lib import references
 from kvlab.lib.parameters import Parameters
-from kvlab.lib.references import Paper
 from kvlab.methods import contract
 from kvlab.methods.declaring import Declaring, number_meant
 from kvlab.methods.needs import NOTHING, Needs
@@ -75,7 +75,7 @@ class Policy(Parameters, metaclass=Declaring):
     """What kind of method it is, in a few words: policies of one family share a colour in figures."""
     kind: ClassVar[str] = "other"
     """What it decides, one of `KINDS`: lists put policies of one kind together."""
-    paper: ClassVar[Paper | None] = None
+    paper: ClassVar[references.Paper | None] = None
     """The paper that proposes the method. A subclass with a `name` of its own does not inherit it. None for `full` and
     `random`, which no paper proposes, and for `exact_topk`, a bound that several papers compare with.
     """
