@@ -93,6 +93,8 @@ def list_(
         typer.echo(f"There are no {kind} yet.")
     elif kind == "models":
         _print_list([{"name": row["name"], "summary": _about(row)} for row in rows])
+    elif kind == "policies":
+        _print_list([{**row, "cited": _cited(row["paper"])} for row in rows])
     else:
         _print_list(rows)
 
@@ -104,13 +106,22 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True, style="bold")
+    cites = any("cited" in entry for entry in rows)
+    if cites:
+        table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
     for entry, before in zip(rows, [{}, *rows], strict=False):
         if entry.get("group") != before.get("group"):
-            table.add_row(Text(entry["group"], style="dim"), "")
+            table.add_row(Text(entry["group"], style="dim"))
         paper = f"[{entry['where']}] " if "where" in entry else ""
-        table.add_row(Text(entry["name"]), Text(paper + entry["summary"]))
+        cited = [Text(entry["cited"])] if cites else []
+        table.add_row(Text(entry["name"]), *cited, Text(paper + entry["summary"]))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
+
+
+def _cited(paper: dict[str, Any] | None) -> str:
+    """The year and the arXiv id of a policy's paper; empty without one."""
+    return f"{paper['year']} {paper['arxiv'] or ''}".rstrip() if paper else ""
 
 
 def _about(model: dict[str, Any]) -> str:

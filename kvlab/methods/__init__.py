@@ -15,10 +15,11 @@ from typing import Any
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import workspace
+from kvlab.lib.references import Paper
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
 
-__all__ = ["Budget", "Policy", "Prompt", "installed", "policies", "policy", "registry"]
+__all__ = ["Budget", "Paper", "Policy", "Prompt", "installed", "policies", "policy", "registry"]
 
 GROUP = "kvlab.policies"
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import AroundScorer
 
@@ -31,6 +32,7 @@ class AdaKV(AroundScorer):
     summary: ClassVar[str] = "another's scores, the heads of a layer competing for one budget"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
     kind: ClassVar[str] = "allocation"
+    paper: ClassVar[Paper | None] = PAPERS["adakv"]
 
     floor: Annotated[float, Field(ge=0, le=1)] = 0.2
 

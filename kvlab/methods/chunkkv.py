@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import AroundScorer
 
@@ -33,6 +34,7 @@ class ChunkKV(AroundScorer):
     summary: ClassVar[str] = "another's scores, whole chunks of neighbouring tokens"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
+    paper: ClassVar[Paper | None] = PAPERS["chunkkv"]
 
     chunk: Annotated[int, Field(ge=1)] = 20
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.errors import KvlabError
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.lookup import DecisionTables
 from kvlab.methods._base.policy import Budget, Kernel, Policy
 from kvlab.methods._base.prompt import Prompt
@@ -54,6 +55,7 @@ class CompilerKV(Policy):
     summary: ClassVar[str] = "weighted utility, gated by the prompt's risk, from tables learnt offline"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "allocation"
+    paper: ClassVar[Paper | None] = PAPERS["compilerkv"]
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 64

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.projecting import projected_norms
 from kvlab.methods._base.prompt import Prompt
@@ -17,10 +18,10 @@ class CriticalKV(AroundScorer):
     """Spends a part of the budget by another's scores, the rest by these times the size of the projected values;
     prefill only.
 
-    "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective" (Feng et al. 2025), algorithm
-    1: the first part goes to the tokens that score highest; of the others those stay whose (score + epsilon) x |W_o
-    v|_1 is largest, W_o the output projection of the layer, which bounds how far the attention output moves without
-    them. Every generated token is kept besides. Cost: what the scorer costs, and one product of all values with W_o.
+    CriticalKV (Feng et al. 2025, version 1), algorithm 1: the first part goes to the tokens that score highest; of the
+    others those stay whose (score + epsilon) x |W_o v|_1 is largest, W_o the output projection of the layer, which
+    bounds how far the attention output moves without them. Every generated token is kept besides. Cost: what the scorer
+    costs, and one product of all values with W_o.
 
     Choices: the norm is averaged over a GQA group, as in kvpress. What the scorer always keeps stays, and is counted in
     the first part. Scores are raised by the lowest where that is below zero (the paper's are attention weights), since
@@ -37,6 +38,7 @@ class CriticalKV(AroundScorer):
     summary: ClassVar[str] = "another's scores, then weighed by the size of projected values"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
+    paper: ClassVar[Paper | None] = PAPERS["criticalkv"]
 
     first: Annotated[float, Field(ge=0, le=1)] = 0.5
     epsilon: Annotated[float, Field(ge=0)] = 1e-4

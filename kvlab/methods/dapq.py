@@ -11,6 +11,7 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.needs import NOTHING, Needs
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
@@ -46,6 +47,7 @@ class DapQ(Policy):
     summary: ClassVar[str] = "attention of pseudo-queries at the response's positions"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
+    paper: ClassVar[Paper | None] = PAPERS["dapq"]
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32

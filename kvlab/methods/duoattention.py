@@ -1,4 +1,4 @@
-"""DuoAttention (Xiao et al., 2025): retrieval heads keep everything, streaming heads sinks and recent tokens."""
+"""DuoAttention (Xiao et al., 2024): retrieval heads keep everything, streaming heads sinks and recent tokens."""
 
 import os
 import warnings
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.lookup import HeadScores
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
@@ -40,6 +41,7 @@ class DuoAttention(Policy):
     summary: ClassVar[str] = "retrieval heads keep everything, streaming heads sinks and recent tokens"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
     kind: ClassVar[str] = "allocation"
+    paper: ClassVar[Paper | None] = PAPERS["duoattention"]
 
     by_position: ClassVar[bool] = True
     weighs: ClassVar[bool] = False

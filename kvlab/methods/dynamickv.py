@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.budgets import share_out
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods.snapkv import SnapKV
@@ -35,6 +36,7 @@ class DynamicKV(SnapKV):
     summary: ClassVar[str] = "SnapKV with budgets by where the top scores of all layers fall"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "allocation"
+    paper: ClassVar[Paper | None] = PAPERS["dynamickv"]
 
     reach: Annotated[int | float, Field(ge=1)] = 10.0
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvlab.core import attention
 from kvlab.core.rotation import Rotation
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Scorer
@@ -40,6 +41,7 @@ class ExpectedAttention(Scorer):
     summary: ClassVar[str] = "prompt tokens that future queries can be expected to attend to"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
+    paper: ClassVar[Paper | None] = PAPERS["expected_attention"]
 
     future: Annotated[int, Field(ge=1)] = 512
     sinks: Annotated[int, Field(ge=0)] = 4

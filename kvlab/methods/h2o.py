@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.eviction import evict_lowest, part
 from kvlab.methods._base.policy import Budget, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
@@ -32,6 +33,7 @@ class H2O(Policy):
     summary: ClassVar[str] = "most accumulated attention and recent tokens, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
     kind: ClassVar[str] = "decoding"
+    paper: ClassVar[Paper | None] = PAPERS["h2o"]
 
     budget: Budget
     heavy: Annotated[float, Field(gt=0, lt=1)] = 0.5

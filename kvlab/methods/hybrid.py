@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base import dimensions, pages
 from kvlab.methods._base.dimensions import affordable, largest_dimensions, logits, partial_queries, room, shares
 from kvlab.methods._base.policy import Budget, Policy
@@ -40,6 +41,7 @@ class Hybrid(Policy):
     summary: ClassVar[str] = "reads the top entries by a few dimensions of page minima and maxima, stores all"
     family: ClassVar[str] = "stores all, reads a selection"
     kind: ClassVar[str] = "selection"
+    paper: ClassVar[Paper | None] = PAPERS["rocketkv"]
 
     budget: Budget
     page: Annotated[int, Field(ge=1)] | None = None

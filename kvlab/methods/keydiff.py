@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.slots import pick
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Scorer
 
@@ -33,6 +34,7 @@ class KeyDiff(Scorer):
     summary: ClassVar[str] = "prompt tokens whose keys differ most from the mean key"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
+    paper: ClassVar[Paper | None] = PAPERS["keydiff"]
 
     block: Annotated[int, Field(ge=1)] | None = None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.eviction import evict_lowest, part
 from kvlab.methods._base.policy import Budget, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
@@ -44,6 +45,7 @@ class Keyformer(Policy):
     summary: ClassVar[str] = "accumulated attention with Gumbel noise and recent tokens, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
     kind: ClassVar[str] = "decoding"
+    paper: ClassVar[Paper | None] = PAPERS["keyformer"]
 
     budget: Budget
     recent: Annotated[float, Field(gt=0, lt=1)] = 0.5

@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Scorer
 
@@ -27,6 +28,7 @@ class KNorm(Scorer):
     summary: ClassVar[str] = "prompt tokens whose keys have a small norm"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
+    paper: ClassVar[Paper | None] = PAPERS["knorm"]
 
     def scores(self, prompt: Prompt) -> Tensor:
         return prompt.share(("knorm",), lambda: -attention.exact(prompt.keys).norm(dim=-1))

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
@@ -40,6 +41,7 @@ class KVzip(Policy):
     summary: ClassVar[str] = "what the model attends to when it repeats its prompt, over all layers and heads"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
     kind: ClassVar[str] = "allocation"
+    paper: ClassVar[Paper | None] = PAPERS["kvzip"]
 
     budget: Budget
     chunk: Annotated[int, Field(ge=1)] = 2000

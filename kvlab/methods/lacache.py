@@ -6,6 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
 
@@ -35,6 +36,7 @@ class LaCache(Policy):
     summary: ClassVar[str] = "sinks, recent tokens, and a ladder of spans over the layers"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
     kind: ClassVar[str] = "allocation"
+    paper: ClassVar[Paper | None] = PAPERS["lacache"]
 
     by_position: ClassVar[bool] = True
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import attention, ranking
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Scorer
 
@@ -35,6 +36,7 @@ class LagKV(Scorer):
     summary: ClassVar[str] = "sinks, latest tokens, and those that stand out from what follows them"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
+    paper: ClassVar[Paper | None] = PAPERS["lagkv"]
 
     sinks: Annotated[int, Field(ge=0)] = 4
     lag: Annotated[int, Field(ge=2)] = 128

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import attention
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Scorer
@@ -37,6 +38,7 @@ class Leverage(Scorer):
     summary: ClassVar[str] = "prompt tokens whose keys before RoPE stand out among the others"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
+    paper: ClassVar[Paper | None] = PAPERS["leverage"]
 
     sketch: Annotated[int, Field(ge=1)] = 48
     seed: int = 0

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base import profile
 from kvlab.methods._base.eviction import evict_lowest
 from kvlab.methods._base.policy import Budget, Policy
@@ -42,6 +43,7 @@ class MorphKV(Policy):
     summary: ClassVar[str] = "recent tokens and the older ones they attend to, constant size while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
     kind: ClassVar[str] = "decoding"
+    paper: ClassVar[Paper | None] = PAPERS["morphkv"]
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32

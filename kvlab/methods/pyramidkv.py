@@ -6,6 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.budgets import share_out
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods.snapkv import SnapKV
@@ -31,6 +32,7 @@ class PyramidKV(SnapKV):
     summary: ClassVar[str] = "SnapKV with budgets that fall linearly with the layer"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "allocation"
+    paper: ClassVar[Paper | None] = PAPERS["pyramidkv"]
 
     beta: Annotated[int | float, Field(ge=1)] = 20
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvlab.core import attention
 from kvlab.core.softmax import Scaling
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base import pages
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
@@ -40,6 +41,7 @@ class Quest(Policy):
     summary: ClassVar[str] = "reads the pages with the largest bound on their logits, stores all"
     family: ClassVar[str] = "stores all, reads a selection"
     kind: ClassVar[str] = "selection"
+    paper: ClassVar[Paper | None] = PAPERS["quest"]
 
     budget: Budget
     page: Annotated[int, Field(ge=1)] = 16

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base import profile
 from kvlab.methods._base.policy import Budget, Kernel, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
@@ -45,6 +46,7 @@ class RKV(Policy):
     summary: ClassVar[str] = "attention of the latest tokens less the redundancy of keys, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
     kind: ClassVar[str] = "decoding"
+    paper: ClassVar[Paper | None] = PAPERS["rkv"]
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 8

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvlab.core.softmax import Scaling
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods import hybrid
 from kvlab.methods._base.policy import Budget, Kernel, Policy
 from kvlab.methods._base.prompt import Prompt
@@ -40,6 +41,7 @@ class RocketKV(Policy):
     summary: ClassVar[str] = "coarse eviction of the prompt (snapkv_pp), then selection at each step (hybrid)"
     family: ClassVar[str] = "both: keeps some, reads some of those"
     kind: ClassVar[str] = "selection"
+    paper: ClassVar[Paper | None] = PAPERS["rocketkv"]
 
     budget: Budget
     split: Literal["even", "adaptive"] = "even"

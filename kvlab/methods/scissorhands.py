@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.eviction import evict_lowest, part
 from kvlab.methods._base.policy import Budget, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
@@ -38,6 +39,7 @@ class Scissorhands(Policy):
     summary: ClassVar[str] = "drops what was most often below average attention lately, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
     kind: ClassVar[str] = "decoding"
+    paper: ClassVar[Paper | None] = PAPERS["scissorhands"]
 
     budget: Budget
     recent: Annotated[float, Field(gt=0, lt=1)] = 0.5

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.policy import Budget, Kernel, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
 
@@ -36,6 +37,7 @@ class SnapKV(Policy):
     summary: ClassVar[str] = "pooled attention of an observation window at the prompt's end"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
+    paper: ClassVar[Paper | None] = PAPERS["snapkv"]
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.policy import Budget, Kernel, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
 
@@ -33,6 +34,7 @@ class SnapKVPlusPlus(Policy):
     summary: ClassVar[str] = "SnapKV per GQA group with wide max-pooling: RocketKV's first stage"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
+    paper: ClassVar[Paper | None] = PAPERS["rocketkv"]
 
     budget: Budget
     window: Annotated[int, Field(ge=1)] = 32

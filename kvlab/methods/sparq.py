@@ -1,4 +1,4 @@
-"""SparQ attention (Ribar et al., 2024): finds the entries to read by a few dimensions of the query."""
+"""SparQ attention (Ribar et al., 2023): finds the entries to read by a few dimensions of the query."""
 
 from typing import Annotated, ClassVar
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base import dimensions, pages
 from kvlab.methods._base.dimensions import affordable, largest_dimensions, logits, partial_queries, room, shares
 from kvlab.methods._base.policy import Budget, Policy
@@ -41,6 +42,7 @@ class SparQ(Policy):
     summary: ClassVar[str] = "reads the top entries by the query's largest dimensions, stores all and a key copy"
     family: ClassVar[str] = "stores all, reads a selection"
     kind: ClassVar[str] = "selection"
+    paper: ClassVar[Paper | None] = PAPERS["sparq"]
 
     budget: Budget
     rank: Annotated[int, Field(ge=1)] | None = None

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
 
@@ -29,6 +30,7 @@ class StreamingLLM(Policy):
     summary: ClassVar[str] = "attention sinks and the most recent tokens, rolling"
     family: ClassVar[str] = "recent tokens, or layers' and heads' shares"
     kind: ClassVar[str] = "decoding"
+    paper: ClassVar[Paper | None] = PAPERS["streamingllm"]
 
     by_position: ClassVar[bool] = True
     weighs: ClassVar[bool] = False

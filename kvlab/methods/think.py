@@ -10,6 +10,7 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.policy import Policy
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Around
@@ -48,6 +49,7 @@ class ThinK(Around):
     summary: ClassVar[str] = "drops key channels that the last queries weigh least, alone or around another method"
     family: ClassVar[str] = "drops channels of keys"
     kind: ClassVar[str] = "channels"
+    paper: ClassVar[Paper | None] = PAPERS["think"]
 
     ratio: Annotated[float, Field(ge=0, lt=1)] = 0.4
     window: Annotated[int, Field(ge=1)] = 32

@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.eviction import evict_lowest
 from kvlab.methods._base.policy import Budget
 from kvlab.methods._base.prompt import Prompt
@@ -29,6 +30,7 @@ class TOVA(Scorer):
     summary: ClassVar[str] = "what the latest token attends to, one set for a layer, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
     kind: ClassVar[str] = "decoding"
+    paper: ClassVar[Paper | None] = PAPERS["tova"]
 
     budget: Budget
 

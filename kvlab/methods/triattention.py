@@ -10,6 +10,7 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.core.rotation import mixed, paired
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
@@ -44,6 +45,7 @@ class TriAttention(Policy):
     summary: ClassVar[str] = "entries that queries around their centre would look back to, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
     kind: ClassVar[str] = "decoding"
+    paper: ClassVar[Paper | None] = PAPERS["triattention"]
     weighs: ClassVar[bool] = False
 
     budget: Budget

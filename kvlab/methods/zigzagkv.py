@@ -1,10 +1,11 @@
-"""ZigZagKV (Zhong et al., 2025): SnapKV with budgets that follow how widely each layer attends."""
+"""ZigZagKV (Zhong et al., 2024): SnapKV with budgets that follow how widely each layer attends."""
 
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.budgets import share_out
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods.snapkv import SnapKV
@@ -33,6 +34,7 @@ class ZigZagKV(SnapKV):
     summary: ClassVar[str] = "SnapKV with budgets by how many tokens hold 90 % of a layer's attention"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "allocation"
+    paper: ClassVar[Paper | None] = PAPERS["zigzagkv"]
 
     mass: Annotated[float, Field(gt=0, lt=1)] = 0.9
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1

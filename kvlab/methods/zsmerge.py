@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
+from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.eviction import last_of_lowest
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
@@ -50,6 +51,7 @@ class ZSMerge(Policy):
     summary: ClassVar[str] = "recent, high-contribution and merged entries, while decoding"
     family: ClassVar[str] = "evicts or merges while decoding"
     kind: ClassVar[str] = "merging"
+    paper: ClassVar[Paper | None] = PAPERS["zsmerge"]
 
     budget: Budget
     proximity: Annotated[float, Field(gt=0, lt=1)] = 0.5

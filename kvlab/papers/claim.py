@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvlab.errors import KvlabError, nearest
-from kvlab.lib import yaml_loader
+from kvlab.lib import references, yaml_loader
 from kvlab.lib.unknown_keys import first_problem, unknown_key
 from kvlab.papers.tests import Combination, Condition, Covers, NotCompared, PrintsAs, Within
 
@@ -157,6 +157,7 @@ class Paper(BaseModel):
     """A paper: its short name, title, and the claims taken from it.
 
     Attributes:
+        title: by default that of the paper that kvlab knows by this name.
         says: what the paper claims, in one sentence of ours.
         models: name -> number of parameters of those that the quoted numbers are of, the main one first.
         replaces: in a workspace, that the file stands in the place of kvlab's own of that name, as a copy to work on
@@ -175,6 +176,12 @@ class Paper(BaseModel):
     replaces: bool = False
     quoted: list[str] = Field(default_factory=list)
     claims: list[Claim]
+
+    @property
+    def source(self) -> references.Paper | None:
+        """Authors, year and addresses, as in `references.PAPERS`; None for a paper that kvlab does not know."""
+        known = references.PAPERS.get(self.name)
+        return known if known and known.title == self.title else None
 
     @model_validator(mode="after")
     def _mixes_no_kinds_in_a_finding(self) -> Paper:
@@ -222,7 +229,7 @@ class Verdict(BaseModel):
 
 def load_file(path: str | Path) -> Paper:
     """A paper's claims from a YAML file; `paper`, `experiment` and `lacking` of a claim default to those of the file,
-    and `model` to the first of its `models`.
+    `model` to the first of its `models`, and `title` to that of the paper that kvlab knows by its name.
 
     Raises KvlabError, in one sentence, for YAML that does not parse, unknown keys and missing tests.
     """
@@ -231,6 +238,9 @@ def load_file(path: str | Path) -> Paper:
     if not isinstance(raw, dict):
         raise KvlabError(f"{path.name}: a paper's file is a mapping with name, label, title and claims")
     defaults = {"paper": raw.get("name"), "experiment": raw.pop("experiment", None), "lacking": raw.pop("lacking", {})}
+    known = references.PAPERS.get(raw["name"]) if isinstance(raw.get("name"), str) else None
+    if known:
+        raw.setdefault("title", known.title)
     claimed = raw.get("claims") or []
     models = raw.get("models")
     if isinstance(models, dict):

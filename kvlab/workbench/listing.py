@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlab.inputs.models.cached import Held
+    from kvlab.lib.references import Paper
 
 
 def entries(name: str) -> list[dict[str, Any]]:
@@ -24,8 +26,15 @@ def _policies() -> list[dict[str, Any]]:
     from kvlab.methods import registry
     from kvlab.methods._base.policy import KINDS
 
-    found = [{"name": name, "summary": _first_line(cls), "group": cls.kind} for name, cls in registry().items()]
+    found = [
+        {"name": name, "summary": _first_line(cls), "group": cls.kind, "paper": _paper(cls.paper)}
+        for name, cls in registry().items()
+    ]
     return sorted(found, key=lambda entry: KINDS.index(entry["group"]) if entry["group"] in KINDS else len(KINDS))
+
+
+def _paper(paper: Paper | None) -> dict[str, Any] | None:
+    return None if paper is None else asdict(paper) | {"url": paper.url}
 
 
 def _storages() -> list[dict[str, Any]]:

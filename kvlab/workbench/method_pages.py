@@ -16,7 +16,7 @@ from kvlab.analyses import portraits
 from kvlab.analyses.portraits import COSTS, MEASURES, Portrait, Settings
 from kvlab.errors import KvlabError
 from kvlab.lib.files import replacing
-from kvlab.methods import Policy, has_budget, policies, registry, unknown
+from kvlab.methods import Paper, Policy, has_budget, policies, registry, unknown
 from kvlab.version import __version__
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ def page(name: str, found: Found) -> str:
     parts = [
         f"# {name}",
         f"Paper: {told.paper}." if told.paper != "Not from a paper" else f"{told.paper}.",
+        *sources(method.paper),
         told.idea,
         _table("| parameter | default | |", parameters) if parameters else "It has no parameters.",
         *([f"Here it is measured with {others}."] if others else []),
@@ -134,6 +135,14 @@ def page(name: str, found: Found) -> str:
         f"Made by `kvlab pages --only {name}{rounds}` with {found.model} and kvlab {__version__}.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def sources(paper: Paper | None) -> list[str]:
+    """The paragraph that links a paper and its authors' code; none without a paper."""
+    if paper is None:
+        return []
+    title = paper.title if paper.url is None else f"[{paper.title}]({paper.url}) (arXiv {paper.arxiv})"
+    return [f"{title}; [the authors' code]({paper.code})." if paper.code else f"{title}."]
 
 
 def _others(method: Policy) -> str:

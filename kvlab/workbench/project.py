@@ -44,6 +44,7 @@ PRESENTING = (
     "lib/durations.py",
     "lib/figures.py",
     "lib/progress_bars.py",
+    "lib/references.py",
     "lib/terminal.py",
 )
 SUFFIXES = {".py", ".csv"}  # what was measured once for a model (`.json`) counts by the parameter that names it

@@ -10,12 +10,13 @@ from pydantic import BaseModel
 from pydantic._internal._model_construction import ModelMetaclass
 
 from kvlab.errors import KvlabError
+from kvlab.lib.references import Paper
 from kvlab.methods._base.contract import CHECKS, checked
 
 
 class Declaring(ModelMetaclass):
     """Takes a plain class attribute (`observes = 32`) for a property of a policy, and has the verbs of classes outside
-    kvlab checked. `dir` and `help` leave out what is pydantic's.
+    kvlab checked. A class with a name has its own paper or none. `dir` and `help` leave out what is pydantic's.
     """
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **how: Any) -> type:
@@ -28,6 +29,11 @@ class Declaring(ModelMetaclass):
             annotations.pop(key, None)
             if not hasattr(namespace[key], "__get__"):
                 namespace[key] = property(_constant(namespace[key]))
+        if "name" in namespace:
+            # A method that is made of another one is not what that one's paper proposes.
+            paper = namespace.setdefault("paper", None)
+            if not isinstance(paper, Paper | None):
+                raise KvlabError(f"{name}: paper is {paper!r:.60}; it is kvlab.methods.Paper(...) or None")
         # kvlab's own methods are checked by its tests, so that their steps cost nothing more.
         if not namespace.get("__module__", "").startswith("kvlab."):
             for verb in CHECKS.keys() & namespace.keys():

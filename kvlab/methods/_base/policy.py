@@ -24,6 +24,7 @@ from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Scaling
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError
+from kvlab.lib import references
 from kvlab.lib.parameters import Parameters
 from kvlab.methods._base import contract
 from kvlab.methods._base.declaring import Declaring, number_meant
@@ -74,6 +75,10 @@ class Policy(Parameters, metaclass=Declaring):
     """What kind of method it is, in a few words: policies of one family share a colour in figures."""
     kind: ClassVar[str] = "other"
     """What it decides, one of `KINDS`: lists put policies of one kind together."""
+    paper: ClassVar[references.Paper | None] = None
+    """The paper that proposes the method. A subclass with a `name` of its own does not inherit it. None for `full` and
+    `random`, which no paper proposes, and for `exact_topk`, a bound that several papers compare with.
+    """
     by_position: ClassVar[bool] = False
     """Whether it keeps tokens by where they stand alone, so that its scores say nothing of what they hold."""
     weighs: ClassVar[bool] = True
