@@ -84,6 +84,7 @@ def run(
     results = launch.run(experiment, profile, given, jobs, fresh, cluster=cluster, models=chosen)
     try:
         finish(results)
+        _render([experiment], profile)
         _made(results)
         if any(result.job.kind == TRIAL for result in results):
             typer.echo(f"a trial: its parameters are not those of the {profile} profile, so the report leaves it out")
@@ -149,6 +150,7 @@ def reproduce(
     steady = stability.read()
     _say_maker()
     results = launch.run(names, profile, None, jobs, fresh, cluster=cluster, models=chosen)
+    _render(names, profile)
     ledger = report.entries()
     page = report.save(ledger, steady=steady)
     claims.show(ledger)
@@ -156,6 +158,47 @@ def reproduce(
     finish(results, quiet=True)
     if before is not None:
         _compare(before, report.entries(chosen, profile), page.parent)
+
+
+@app.command(
+    epilog="Examples:   kvlab render   |   kvlab render morphkv_window_ablation   |   "
+    "kvlab render --fresh --profile full"
+)
+def render(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[EXPERIMENT]...", help="Experiments (default: all).", show_default=False),
+    ] = None,
+    profile: Annotated[str | None, typer.Option("--profile", help="Only runs of this profile.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Also figures that today's code has drawn.")] = False,
+) -> None:
+    """Draw the figures of finished runs again, and write their sentences again, without measuring.
+
+    Needed after a change in a figure or a story. `kvlab run`, `reproduce` and `report` do it by themselves.
+    """
+    from kvlab.workbench import experiments
+
+    chosen = names or experiments.names()
+    for name in chosen:
+        experiments.load(name)  # refused before anything is drawn
+    made = _render(chosen, profile, fresh)
+    typer.echo(f"{made} {'run' if made == 1 else 'runs'} rendered" if made else "all figures are of today's code")
+
+
+def _render(names: list[str], profile: str | None = None, fresh: bool = False) -> int:
+    """Render the runs whose figures older code has drawn; returns how many."""
+    from kvlab.lib import progress_bars
+    from kvlab.workbench import rendering
+    from kvlab.workbench.store import database
+
+    if not database.exists():
+        return 0
+    found = rendering.stale(names, profile, fresh)
+    for run in progress_bars.each(found, "rendering", "run") if found else ():
+        rendered = rendering.render(database.client(), run)
+        for name, reason in rendered.left.items():
+            typer.echo(f"{run.data.tags['kvlab.experiment']}: {name} stays as it was: {reason}", err=True)
+    return len(found)
 
 
 @app.command(
@@ -197,6 +240,7 @@ def report(
     compare: Compare = None,
 ) -> None:
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
+    from kvlab.workbench import experiments
     from kvlab.workbench.report import page as ledger
     from kvlab.workbench.report import snapshots, stability, task_scores
     from kvlab.workbench.report.claim_mistakes import mistakes
@@ -216,6 +260,8 @@ def report(
     origin, compare = snapshots.place(origin), snapshots.place(compare)
     before = snapshots.every(compare, chosen) if compare else None
     ledger.check(out)  # refused before the store is read
+    if not origin:
+        _render(experiments.names(), profile)
     judged = snapshots.kept(origin, chosen, profile) if origin else ledger.measured(chosen, profile)
     if origin:
         page = ledger.save(judged, out, stability.read(origin), task_scores.boards(origin))

@@ -20,14 +20,17 @@ def save(figure: Figure, *paths: Path) -> None:
     """
     engine, dpi = figure.get_layout_engine(), figure.get_dpi()
     # With these settings no engine means none, and not the one that new figures get.
-    with rc_context({"figure.constrained_layout.use": False, "figure.autolayout": False}):
+    # The same figure is the same file: an SVG has no date, and its ids do not change from one drawing to the next.
+    fixed = {"figure.constrained_layout.use": False, "figure.autolayout": False, "svg.hashsalt": "kvlab"}
+    with rc_context(fixed):
         try:
             figure.set_dpi(DPI)
             figure.draw_without_rendering()
             shown = figure.get_tightbbox().padded(rcParams["savefig.pad_inches"])
             figure.set_layout_engine(None)
             for path in paths:
-                figure.savefig(path, dpi=DPI, bbox_inches=shown, facecolor="white")
+                undated = {"Date": None} if path.suffix == ".svg" else None
+                figure.savefig(path, dpi=DPI, bbox_inches=shown, facecolor="white", metadata=undated)
         finally:
             figure.set_dpi(dpi)
             figure.set_layout_engine(engine)

@@ -47,6 +47,7 @@ PRESENTING = (
     "lib/references.py",
     "lib/terminal.py",
 )
+SHOWING = ("papers", "render")
 SUFFIXES = {".py", ".csv"}  # what was measured once for a model (`.json`) counts by the parameter that names it
 
 
@@ -115,4 +116,15 @@ def code_hash() -> str:
     digest = hashlib.sha256()
     for path in measuring_files(package):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@functools.cache
+def showing_hash() -> str:
+    """sha256 over the files of the package that make figures and sentences from findings."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(file for part in SHOWING for file in (package / part).rglob("*")):
+        if path.suffix in {".py", ".csv", ".yaml"}:
+            digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

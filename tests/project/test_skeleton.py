@@ -30,7 +30,7 @@ LAYERS = (
 ).split()
 # ... and those of `workbench`.
 SHELVES = (
-    "project figures experiments store jobs method_pages report mlflow_app ui workspace doctor listing lab"
+    "project figures experiments store jobs method_pages report rendering mlflow_app ui workspace doctor listing lab"
 ).split()
 
 

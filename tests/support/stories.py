@@ -66,7 +66,7 @@ def called(trees: Iterable[ast.AST], through: str) -> set[str]:
             argument
             for node in nodes
             if isinstance(node, ast.Call) and through in ast.unparse(node.func).split(".")
-            for argument in node.args
+            for argument in (*node.args, *(each.value for each in node.keywords if each.arg == "text"))
         ]
         while given:
             node = given.pop()

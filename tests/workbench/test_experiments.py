@@ -192,6 +192,8 @@ MEASURES = "from kvlab.analyses import first_look\nfound = first_look.measure(se
         ("run.figure('loss', draw.loss(found))\nrun.tell('loss', story.loss(found))", False),
         ("from kvlab.render.figures import plots as p\n# a comment", False),
         ("run.figure('other', draw.loss(found, title='Loss'))", False),
+        ("run.record('loss', figure=draw.loss(found), text=story.loss(found))", False),
+        ("run.record('loss', found)", True),
         ("found = first_look.measure(seed + 1)", True),
         ("run.log({'x': 1})", True),
         ("run.figure('loss', draw.loss(found := 3))", True),

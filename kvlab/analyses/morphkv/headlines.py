@@ -176,6 +176,10 @@ def table_2() -> Findings:
     return findings
 
 
+NAMES = ("memory", "figure_2b", "choices_at_1_percent", "table_2", "table_7")
+"""Names of what `everything` returns, in its order."""
+
+
 def everything() -> list[Findings]:
     """All of them, in the order of the paper."""
     return [memory(), figure_2b(), choices_at_1_percent(), table_2(), table_7()]

@@ -67,6 +67,12 @@ def _shipped(kind: str, parameters: Mapping[str, Any]) -> str | None:
     return hashlib.sha256(b"".join(path.read_bytes() for path in found)).hexdigest() if found else None
 
 
+def showing(notebook: Path) -> str:
+    """A hash over the code that makes figures and sentences: the notebook's and `kvlab.render`'s."""
+    facts = [project.showing_hash(), notebooks.code(notebook)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
 def key_now(notebook: Path, parameters: Mapping[str, Any]) -> str:
     """`key` with the code read again: somebody may have edited it since the sweep began."""
     project.code_hash.cache_clear()

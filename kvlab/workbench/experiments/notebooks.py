@@ -50,13 +50,16 @@ def code(path: Path) -> list[str]:
 
 SHOWING = ("figure", "tell")
 """Methods of a run that only show what was found."""
+SHOWN = ("figure", "text")
+"""Arguments of `run.record` that only show what was found."""
 RENDERING = ("kvlab.render",)
 """Packages whose functions only show what was found."""
 
 
 def measuring_code(path: Path) -> list[str]:
     """The sources of the code cells, in order, without what only shows results: comments, layout, imports of
-    `kvlab.render`, and statements that are a call of `run.figure` or `run.tell`.
+    `kvlab.render`, statements that are a call of `run.figure` or `run.tell`, and the arguments `figure` and `text` of
+    `run.record`.
 
     A cell that is not plain Python, as with magics, stays as it is.
     """
@@ -68,6 +71,9 @@ def _measuring(text: str) -> str:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _method(node) == "record":
+            node.keywords = [each for each in node.keywords if each.arg not in SHOWN or _assigns(each)]
     tree.body = [statement for statement in tree.body if not _only_shows(statement)]
     return ast.unparse(tree)
 
@@ -76,14 +82,20 @@ def _only_shows(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.ImportFrom):
         return any(f"{statement.module}.".startswith(f"{name}.") for name in RENDERING)
     call = statement.value if isinstance(statement, ast.Expr) else None
-    return (
-        isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and call.func.attr in SHOWING
-        and isinstance(call.func.value, ast.Name)
-        and call.func.value.id == "run"
-        and not any(isinstance(node, ast.NamedExpr) for node in ast.walk(call))
-    )
+    if not isinstance(call, ast.Call) or _assigns(call):
+        return False
+    only_a_name = len(call.args) == 1 and not call.keywords
+    return _method(call) in SHOWING or (_method(call) == "record" and only_a_name)
+
+
+def _method(call: ast.Call) -> str:
+    """The name of the method of `run` that a call calls; empty for any other call."""
+    of_run = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "run"
+    return call.func.attr if of_run and isinstance(call.func, ast.Attribute) else ""
+
+
+def _assigns(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.NamedExpr) for each in ast.walk(node))
 
 
 def parameters_of(path: Path) -> dict[str, Any]:

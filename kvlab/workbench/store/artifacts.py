@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -64,3 +65,12 @@ def files(connection: Patient, run: Run, folder: str, suffix: str) -> Iterator[P
         if artifact.path.endswith(suffix) and not artifact.is_dir:
             with tempfile.TemporaryDirectory() as temporary:
                 yield Path(download(artifact.path, temporary))
+
+
+def fetch(connection: Patient, run: Run, folder: str, into: Path) -> list[str]:
+    """Copy all files that lie directly in a folder of a run's artifacts into another one; returns their names."""
+    names = []
+    for path in files(connection, run, folder, ""):
+        shutil.copy(path, into / path.name)
+        names.append(path.name)
+    return names

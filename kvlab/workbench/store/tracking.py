@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
@@ -21,6 +22,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib import workspace
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import experiments, project
+from kvlab.workbench.experiments import content_key
 from kvlab.workbench.experiments.notebook_parameters import parameters as read_parameters
 from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.store.database import client, ensure_store, experiment_id, store_uri
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas.io.formats.style import Styler
 
+    from kvlab.analyses.findings import Findings
     from kvlab.inputs.models import LM
     from kvlab.instruments.records import Records
     from kvlab.workbench.store.retries import Patient
@@ -44,6 +47,7 @@ LONGEST = 5000  # characters; MLflow cuts longer parameters without saying so
 SHOWN = 1000  # rows; the page of a run fetches them all
 STORY = "story"  # the folder of what the figures show, in sentences
 PARAMETERS = "parameters"  # the tag with the number of the model's weights
+RENDERED = "kvlab.render"  # the tag with the hash of the code that drew the run's figures
 NONE = "none"  # what a tag says where nothing was measured for a model
 LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
 NAME = re.compile(r"[\w\-. /]{1,240}")
@@ -67,6 +71,31 @@ def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
             raise KvlabError(f"cannot write an artifact: {why(error)}") from error
 
     return wrapped
+
+
+@dataclass
+class Shown:
+    """What a run shows under one name: figures/NAME.png and .svg, and story/NAME.md."""
+
+    name: str
+    figure: Figure | None = None
+    text: Sequence[str] = ()
+
+    @property
+    def paragraph(self) -> str:
+        """The sentences as one paragraph; empty ones are left out."""
+        return " ".join(sentence.strip() for sentence in self.text if sentence.strip())
+
+    @_one_sentence
+    def log(self, connection: Patient, run_id: str) -> None:
+        from kvlab.lib.figures import save
+
+        if self.figure is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                save(self.figure, *(Path(folder) / f"{file_name(self.name)}.{suffix}" for suffix in ("png", "svg")))
+                connection.log_artifacts(run_id, folder, "figures")
+        if self.paragraph:
+            connection.log_text(run_id, self.paragraph + "\n", f"{STORY}/{file_name(self.name)}.md")
 
 
 class Run:
@@ -149,15 +178,50 @@ class Run:
         self.log({f"{name}/{measure}": value for measure, value in records.means.items()})
 
     @_one_sentence
+    def record(
+        self,
+        name: str,
+        findings: Findings | pandas.DataFrame | None = None,
+        *,
+        figure: Figure | None = None,
+        text: Sequence[str] = (),
+    ) -> Markdown | None:
+        """Keep what an analysis found and what shows it: metrics with intervals, a table, a figure and sentences.
+
+        Args:
+            name: of tables/NAME.parquet, figures/NAME.png and story/NAME.md.
+            findings: their metrics are logged. They are saved whole, so that `kvlab render` can draw figures again
+                without measuring. A table alone has no metrics.
+            figure: a matplotlib figure.
+            text: sentences that are computed from the findings; empty ones are left out.
+
+        Returns:
+            The sentences as one paragraph, to display; None without sentences.
+        """
+        import pandas
+        from IPython.display import Markdown
+
+        from kvlab.workbench.store import findings_files
+
+        if findings is not None:
+            if isinstance(findings, pandas.DataFrame):
+                table = findings
+            else:
+                table = findings.table
+                self.log(findings.metrics, findings.intervals)
+            if len(table):
+                self.table(name, table)
+            with tempfile.TemporaryDirectory() as folder:
+                findings_files.write(findings, Path(folder), file_name(name))
+                self.client.log_artifacts(self.id, folder, findings_files.FOLDER)
+        shown = Shown(name, figure, text)
+        shown.log(self.client, self.id)
+        return Markdown(shown.paragraph) if shown.paragraph else None
+
     def figure(self, name: str, figure: Figure) -> None:
         """Keep a matplotlib figure as figures/NAME.png and .svg."""
-        from kvlab.lib.figures import save
+        self.record(name, figure=figure)
 
-        with tempfile.TemporaryDirectory() as folder:
-            save(figure, *(Path(folder) / f"{file_name(name)}.{suffix}" for suffix in ("png", "svg")))
-            self.client.log_artifacts(self.id, folder, "figures")
-
-    @_one_sentence
     def tell(self, figure: str, sentences: Sequence[str]) -> Markdown:
         """Keep what a figure shows, in sentences computed from its numbers, as story/FIGURE.md.
 
@@ -168,13 +232,10 @@ class Run:
         Returns:
             The sentences as one paragraph, to display.
         """
-        from IPython.display import Markdown
-
-        text = " ".join(sentence.strip() for sentence in sentences if sentence.strip())
-        if not text:
+        shown = self.record(figure, text=sentences)
+        if shown is None:
             raise KvlabError(f"there is no sentence to tell about the figure {figure!r}")
-        self.client.log_text(self.id, text + "\n", f"{STORY}/{file_name(figure)}.md")
-        return Markdown(text)
+        return shown
 
     @_one_sentence
     def json(self, name: str, value: object) -> None:
@@ -302,6 +363,8 @@ def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: 
     """
     given = dict(parameters) if parameters is not None else read_parameters(experiment)
     tags = {"signature": signature(experiment, given), **tags}
+    with contextlib.suppress(KvlabError):
+        tags[RENDERED] = content_key.showing(experiments.load(experiment).path)
     if run_id := os.environ.get("MLFLOW_RUN_ID"):
         run = Run(client(store_uri()), run_id, experiment, attached=True)
         for key, value in tags.items():

@@ -29,7 +29,7 @@ def test_every_story_that_a_notebook_tells_is_held_to_its_length():
         notebooks.append(ast.parse("\n".join("".join(cell["source"]) for cell in cells)))
     folders = (Path(__file__).parent, ROOT / "tests" / "analyses")
     tests = [ast.parse(path.read_text("utf-8")) for folder in folders for path in folder.glob("test_*.py")]
-    tell = called(notebooks, "tell")
+    tell = called(notebooks, "record")
     assert len(tell) > 60 and tell <= called(tests, "told")
 
 

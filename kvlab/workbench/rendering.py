@@ -1,0 +1,233 @@
+"""`kvlab render`: the figures and sentences of a finished run, made again from its findings without measuring.
+
+The notebook says how: statements such as `run.record("lead", found, figure=draw.lead(found), text=story.lead(found))`
+run again with the findings that the run saved. A figure whose notebook code needs a model stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import KvlabError
+from kvlab.lib.files import first_line
+from kvlab.workbench import experiments
+from kvlab.workbench.experiments import content_key, notebooks, parameter_values
+from kvlab.workbench.report import runs
+from kvlab.workbench.store import artifacts, findings_files
+from kvlab.workbench.store.tracking import RENDERED, Shown, file_name
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+    from kvlab.workbench.store.retries import Patient
+
+RUN = "run"  # what notebooks call their run
+PACKAGE = "kvlab"
+PROFILES = ("quick", "full", "gpu")
+
+
+@dataclass
+class Rendered:
+    """What was made again for one run: the names of its figures and texts, and why others stay as they are."""
+
+    run_id: str
+    made: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+class _Unsaved(Exception):
+    """A name that only a measurement can give."""
+
+
+class _Package:
+    """`kvlab` in a notebook that is rendered: its functions measure, and are not called."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Unsaved(f"it calls kvlab.{name}")
+
+
+@dataclass
+class _Later:
+    """A name's statement, executed when a figure first asks for it, with the names as they stood there."""
+
+    statement: ast.stmt
+    names: dict[str, Any]
+    scope: dict[str, Any] | None = None
+
+    def value(self, name: str) -> Any:
+        if self.scope is None:
+            scope = _resolved(self.statement, self.names)
+            exec(compile(ast.Module([self.statement], []), "<notebook>", "exec"), scope)
+            self.scope = scope
+        return self.scope[name]
+
+
+def is_current(run: Run) -> bool:
+    """Whether today's code has drawn the figures of a run, or they cannot be drawn again."""
+    path = experiments.load(run.data.tags.get("kvlab.experiment", "")).path
+    return run.data.tags.get(RENDERED) in (None, content_key.showing(path))
+
+
+def render(connection: Patient, run: Run) -> Rendered:
+    """Make the figures and sentences of a finished run again, and replace those that it holds.
+
+    Raises:
+        KvlabError: the run saved no findings, or its notebook is not here.
+    """
+    from matplotlib import pyplot, rc_context
+
+    experiment = experiments.load(run.data.tags.get("kvlab.experiment", ""))
+    rendered = Rendered(run.info.run_id)
+    with tempfile.TemporaryDirectory() as temporary, rc_context():
+        pyplot.switch_backend("agg")
+        folder = Path(temporary)
+        saved = set(artifacts.fetch(connection, run, findings_files.FOLDER, folder))
+        if not saved:
+            raise KvlabError(f"the run {run.info.run_id} saved no findings: run it again with --fresh")
+        for shown in _shown(experiment.path, run, folder, saved, rendered):
+            shown.log(connection, run.info.run_id)
+            rendered.made.append(shown.name)
+        pyplot.close("all")
+    connection.set_tag(run.info.run_id, RENDERED, content_key.showing(experiment.path))
+    return rendered
+
+
+def _shown(path: Path, run: Run, folder: Path, saved: set[str], rendered: Rendered) -> Iterator[Shown]:
+    names: dict[str, Any] = {PACKAGE: _Package()} | _parameters(path, run)
+    statements = list(_statements(path))
+    for number, statement in enumerate(statements):
+        calls = [call for node in ast.walk(statement) if (call := recorded(node)) is not None]
+        for call in calls:
+            _bind(call, names, folder, saved)
+            yield from _one(call, names, rendered)
+        if recorded(statement) is None:
+            _define(statement, names)
+            for call in _recorded_next(_stored(statement), statements[number + 1 :]):
+                _bind(call, names, folder, saved)
+
+
+def _statements(path: Path) -> Iterator[ast.stmt]:
+    for cell in notebooks.cells(path):
+        if cell.get("cell_type") == "code" and "parameters" not in cell.get("metadata", {}).get("tags", []):
+            with contextlib.suppress(SyntaxError, ValueError):
+                yield from ast.parse(notebooks.source(cell)).body
+
+
+def _recorded_next(names: set[str], statements: list[ast.stmt]) -> Iterator[ast.Call]:
+    """The calls that record these names before they are given another value."""
+    names = set(names)
+    for statement in statements:
+        call = recorded(statement)
+        found = call.args[1] if call is not None and len(call.args) > 1 else None
+        if call is not None and isinstance(found, ast.Name) and found.id in names:
+            yield call
+        names -= _stored(statement)
+        if not names:
+            return
+
+
+def _parameters(path: Path, run: Run) -> dict[str, Any]:
+    declared = notebooks.parameters_of(path)
+    given = {name: run.data.params[name] for name in declared if name in run.data.params}
+    return declared | {name: parameter_values.read(text, declared[name]) for name, text in given.items()}
+
+
+def recorded(statement: ast.AST) -> ast.Call | None:
+    """The call of `run.record` that a statement is, if the name in it is plain text."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or ast.unparse(call.func) != f"{RUN}.record" or not call.args:
+        return None
+    return call if isinstance(call.args[0], ast.Constant) else None
+
+
+def _bind(call: ast.Call, names: dict[str, Any], folder: Path, saved: set[str]) -> None:
+    """From here on the variable that a call records is what was saved under the call's name."""
+    name = ast.literal_eval(call.args[0])
+    found = call.args[1] if len(call.args) > 1 else None
+    if isinstance(found, ast.Name) and f"{file_name(name)}{findings_files.SUFFIX}" in saved:
+        names[found.id] = findings_files.read(folder, file_name(name))
+
+
+def _one(call: ast.Call, names: dict[str, Any], rendered: Rendered) -> Iterator[Shown]:
+    name = ast.literal_eval(call.args[0])
+    shown = Shown(name)
+    for keyword in call.keywords:
+        if keyword.arg not in ("figure", "text"):
+            continue
+        try:
+            value = eval(compile(ast.Expression(keyword.value), "<notebook>", "eval"), _resolved(keyword.value, names))
+        except _Unsaved as error:
+            rendered.left[name] = str(error)
+        except Exception as error:  # one figure's mistake is no reason to leave the others
+            rendered.left[name] = f"{type(error).__name__}: {first_line(error)}"
+        else:
+            setattr(shown, keyword.arg, value)
+    if shown.figure is not None or shown.text:
+        yield shown
+
+
+def _define(statement: ast.stmt, names: dict[str, Any]) -> None:
+    """Take over what a statement defines: imports at once, assignments when they are asked for."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        if not any(alias.name == PACKAGE for alias in statement.names):
+            scope: dict[str, Any] = {}
+            exec(compile(ast.Module([statement], []), "<notebook>", "exec"), scope)
+            names.update({name: value for name, value in scope.items() if name != "__builtins__"})
+        return
+    later = _Later(statement, dict(names))
+    stored = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    if isinstance(statement, ast.FunctionDef):
+        stored = {statement.name}
+    if RUN in stored or isinstance(statement, ast.Expr):
+        return
+    for name in stored:
+        if not isinstance(statement, ast.If) or name not in names:  # what a branch recorded stays
+            names[name] = later
+
+
+def _stored(statement: ast.stmt) -> set[str]:
+    """The names that a statement defines; none for one that starts the run."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return {statement.name}
+    nodes = ast.walk(statement) if not isinstance(statement, ast.Expr) else ()
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return set() if RUN in names else names
+
+
+def _resolved(node: ast.AST, names: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the names that a node reads. Raises _Unsaved for one that only a measurement gives."""
+    wanted = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    own = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    own |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+    scope: dict[str, Any] = {}
+    for name in wanted:
+        if name in names:
+            value = names[name]
+            scope[name] = value.value(name) if isinstance(value, _Later) else value
+        elif name not in own and not hasattr(builtins, name):
+            raise _Unsaved(f"it needs {name!r}, which the run did not save")
+    return scope
+
+
+def stale(names: list[str], profile: str | None = None, fresh: bool = False) -> list[Run]:
+    """The newest finished runs, one for each experiment, profile and model, whose figures older code has drawn.
+
+    Runs that saved no findings are left out.
+
+    Args:
+        names: of experiments.
+        profile: only runs of this one.
+        fresh: also runs whose figures are of today's code.
+    """
+    found = []
+    for each in [profile] if profile else PROFILES:
+        for models in runs.newest(names, "model", profile=each).values():
+            found += [run for run in models.values() if RENDERED in run.data.tags and (fresh or not is_current(run))]
+    return found
