@@ -98,6 +98,17 @@ class Shown:
             connection.log_text(run_id, self.paragraph + "\n", f"{STORY}/{file_name(self.name)}.md")
 
 
+def _display(figure: Figure) -> None:
+    """Show a figure in a notebook now, above the sentences that a cell may end with."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None and "inline" in os.environ.get("MPLBACKEND", "inline"):
+        from IPython.display import display
+        from matplotlib import pyplot
+
+        display(figure)
+        pyplot.close(figure)  # else the notebook would show it once more at the end of the cell
+
+
 class Run:
     """One MLflow run. `attached`: it belongs to a sweep, which sets the final status itself.
 
@@ -216,6 +227,8 @@ class Run:
                 self.client.log_artifacts(self.id, folder, findings_files.FOLDER)
         shown = Shown(name, figure, text)
         shown.log(self.client, self.id)
+        if figure is not None:
+            _display(figure)
         return Markdown(shown.paragraph) if shown.paragraph else None
 
     def figure(self, name: str, figure: Figure) -> None:
