@@ -21,8 +21,7 @@ def save(figure: Figure, *paths: Path) -> None:
     engine, dpi = figure.get_layout_engine(), figure.get_dpi()
     # With these settings no engine means none, and not the one that new figures get.
     # The same figure is the same file: an SVG has no date, and its ids do not change from one drawing to the next.
-    fixed = {"figure.constrained_layout.use": False, "figure.autolayout": False, "svg.hashsalt": "kvlab"}
-    with rc_context(fixed):
+    with rc_context({"figure.constrained_layout.use": False, "figure.autolayout": False, "svg.hashsalt": "kvlab"}):
         try:
             figure.set_dpi(DPI)
             figure.draw_without_rendering()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import graphlib
 import importlib.metadata
 import inspect
@@ -11,11 +10,12 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import yaml
+from support.changed import tests_of
+from support.imports import arrows, imports, sources
 from support.paths import ROOT
 
 import kvlab
@@ -47,22 +47,6 @@ EXTRAS = PROJECT["optional-dependencies"]
 DIRECT = {canonical(name) for name in PROJECT["dependencies"]} | {
     canonical(name) for extra in ("notebooks", "test", "docs", "lm-eval") for name in EXTRAS[extra]
 }
-
-
-def sources() -> list[Path]:
-    return sorted((ROOT / "kvlab").rglob("*.py"))
-
-
-def imports(path: Path) -> set[str]:
-    """The modules that a file imports, in full, wherever in the file."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} has a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
 
 
 def test_everything_is_pinned_to_one_version():
@@ -130,41 +114,6 @@ def test_without_the_extra_notebooks_only_sliders_are_missing():
     extra = {canonical(name) for name in EXTRAS["notebooks"]}
     users = {path.name for path in sources() if extra & {name.partition(".")[0] for name in imports(path)}}
     assert users == {"explorer.py"} and "ipykernel" in PROJECT["dependencies"]
-
-
-def module(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def behind(name: str, files: Collection[str]) -> str | None:
-    """The file of the package that a full name comes from; of a public name of `kvlab`, the file that it is made in."""
-    parts = name.split(".")
-    if parts[0] != "kvlab" or len(parts) == 1:
-        return None
-    if parts[1] == "__version__":
-        return "kvlab.version"
-    home = next((home for home, names in kvlab._HOMES.items() if parts[1] in names), None)
-    if home:
-        return f"kvlab.{home}"
-    return next(name for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in files)
-
-
-def arrows() -> dict[str, set[str]]:
-    """File -> the files that it imports from anywhere in it, also for a type checker alone; without `kvlab` itself."""
-    files = {module(path): path for path in sources()}
-    found = {}
-    for name, path in files.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        # After `import kvlab`, what is written as `kvlab.replay` comes from somewhere, too.
-        used = {
-            f"kvlab.{node.attr}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvlab"
-        }
-        found[name] = {file for imported in imports(path) | used if (file := behind(imported, files))} - {name}
-    del found["kvlab"]
-    return found
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -324,3 +273,13 @@ def test_an_old_python_is_told_in_one_sentence(tmp_path):
     assert done.returncode != 0
     assert done.stderr.startswith("kvlab needs Python 3.11 or newer")
     assert not (tmp_path / ".venv").exists()
+
+
+def test_a_change_brings_the_tests_that_can_see_it():
+    brought = tests_of(["kvlab/core/store.py"])
+    assert {"tests/core/test_cache.py", "tests/live/test_live.py"} <= brought
+    assert any(name.startswith("tests/replays/") for name in brought)
+    told = tests_of(["kvlab/render/phrases.py"])
+    assert "tests/render/stories/test_phrases.py" in told and not any(name.startswith("tests/core/") for name in told)
+    assert tests_of(["tests/core/test_cache.py"]) == {"tests/core/test_cache.py", "tests/project/test_skeleton.py"}
+    assert "tests/project" in tests_of(["docs/start.md"])

@@ -1,8 +1,8 @@
-"""`make check`: run the tests of what has changed since the last commit, but for those that take long.
+"""`make check`: run the tests that a change since the last commit can reach, but for those that take long.
 
-A changed file of `kvlab/FOLDER/` brings the tests of `tests/FOLDER/`, a changed test file itself, a changed notebook or
-experiment the tests that read notebooks without running them. Anything else brings the tests of the project's
-own files.
+A changed file of the package brings every test file that imports it, directly or through others; a changed test file
+itself; a changed notebook or experiment the tests that read notebooks without running them. Anything else, such as a
+page or a template, brings the tests of the project's own files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.imports import arrows, module, reached, sources, used_by
+from support.paths import ROOT
+
+ALWAYS = {"tests/project/test_skeleton.py"}
+NOTEBOOKS = "tests/workbench/test_notebooks.py"
 
 
 def changed() -> list[str]:
@@ -26,22 +32,39 @@ def changed() -> list[str]:
     return []
 
 
-def tests_of(path: str) -> str:
-    """The test folder or file that a file of the project belongs to."""
-    parts = Path(path).parts
-    if parts[0] == "tests" and Path(path).name.startswith("test_") and (ROOT / path).exists():
-        return path
-    folder = parts[1] if parts[0] == "kvlab" and len(parts) > 2 else "project"
-    if parts[0] in ("notebooks", "experiments"):
-        return "tests/workbench/test_notebooks.py"
-    return f"tests/{folder}" if (ROOT / "tests" / folder).is_dir() else "tests/project"
+def tests_of(files: list[str]) -> set[str]:
+    """The test files and folders that changed files call for."""
+    wanted, modules = set(ALWAYS), set()
+    for name in files:
+        path = Path(name)
+        if path.suffix == ".py" and path.parts[0] == "kvlab":
+            modules.add(module(ROOT / path))
+        elif path.suffix == ".py" and path.parts[:2] == ("tests", "support"):
+            wanted |= {str(test) for test in tests() if f"support.{path.stem}" in (ROOT / test).read_text("utf-8")}
+        elif path.parts[0] == "tests" and path.name.startswith("test_") and (ROOT / path).exists():
+            wanted.add(name)
+        elif path.parts[0] in ("notebooks", "experiments"):
+            wanted.add(NOTEBOOKS)
+        else:
+            wanted.add("tests/project")
+    if modules:
+        names = {module(path) for path in sources()}
+        moved = reached(modules, arrows())
+        wanted |= {str(test) for test in tests() if used_by(ROOT / test, names) & moved}
+        wanted.add("tests/project")
+    return {one for one in wanted if not any(one != other and one.startswith(f"{other}/") for other in wanted)}
+
+
+def tests() -> list[Path]:
+    """All test files, from the project's folder."""
+    return sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
 
 
 def main() -> int:
     files = changed()
-    wanted = sorted({tests_of(path) for path in files} | {"tests/project/test_skeleton.py"})
-    wanted = [path for path in wanted if not any(path != other and path.startswith(f"{other}/") for other in wanted)]
-    print(f"{len(files)} changed files: {' '.join(wanted)}")
+    wanted = sorted(tests_of(files))
+    shown = " ".join(wanted) if len(wanted) <= 8 else f"{' '.join(wanted[:8])} and {len(wanted) - 8} more"
+    print(f"{len(files)} changed files: {shown}")
     quick = ["-m", "not models and not long"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", *quick, *wanted], cwd=ROOT
