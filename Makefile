@@ -8,6 +8,15 @@ STAMP := .venv/.stamp
 # Sweeps run several processes side by side; one torch thread each is fastest on few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
+# As kvlab.lib.environment sets them in kvlab's own processes, for kernels that pytest and nbconvert start.
+ifndef OMP_WAIT_POLICY
+export GOMP_SPINCOUNT ?= 2000
+endif
+export ONEDNN_PRIMITIVE_CACHE_CAPACITY ?= 256
+export LRU_CACHE_CAPACITY ?= 256
+export MLFLOW_DISABLE_TELEMETRY ?= true
+export DO_NOT_TRACK ?= true
+
 .DEFAULT_GOAL := help
 .PHONY: help env pull reproduce lint check coverage docs wheel hooks test test-unit test-notebooks test-long test-all test-models browser notebooks lab clean
 

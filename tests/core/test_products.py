@@ -229,7 +229,9 @@ def test_a_steps_few_queries_against_all_keys(heads, r, n):
 
 
 MANY_LENGTHS = """
-import kvlab, torch
+from kvlab.lib import environment
+environment.configure()
+import torch
 from kvlab.core import products
 
 def own():
