@@ -19,7 +19,7 @@ from typer.main import get_command
 
 from kvlab.commands import experiments, learning, measuring, stability, stock, tasks, workspaces
 from kvlab.errors import KvlabError, nearest
-from kvlab.lib import environment
+from kvlab.lib import environment, extras
 from kvlab.lib.addresses import without_password
 
 HELP = """A laboratory for KV-cache compression: what a paper claims, measured again on a real model, offline.
@@ -75,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         _drop_output()  # the reader of a pipe is gone, as `head` is after ten lines
         code = 0
+    except ModuleNotFoundError as error:
+        _leave(extras.sentence(error.name) or _unforeseen(error), 1, debug)
     except Exception as error:
         if type(error).__name__ == "Abort":
             _leave("interrupted", 130, debug)

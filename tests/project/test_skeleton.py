@@ -45,7 +45,7 @@ def pins(lines) -> dict[str, str]:
 CONSTRAINTS = pins(line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
 EXTRAS = PROJECT["optional-dependencies"]
 DIRECT = {canonical(name) for name in PROJECT["dependencies"]} | {
-    canonical(name) for extra in ("notebooks", "test", "docs", "lm-eval") for name in EXTRAS[extra]
+    canonical(name) for extra in ("lab", "test", "docs", "lm-eval") for name in EXTRAS[extra]
 }
 
 
@@ -84,7 +84,7 @@ def test_conda_installs_the_very_same_pins():
         for part in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
         if isinstance(part, dict)
     ]
-    assert pip[:2] == ["-c constraints.txt", "-e .[notebooks,test,docs,lm-eval]"]
+    assert pip[:2] == ["-c constraints.txt", "-e .[lab,test,docs,lm-eval]"]
     assert pins(pip[2:]) == {name: CONSTRAINTS[name] for name in DIRECT}
 
 
@@ -111,8 +111,7 @@ def test_what_is_installed_is_what_is_pinned():
 
 def test_every_import_is_a_declared_dependency():
     known = {
-        canonical(name)
-        for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["cluster"], *EXTRAS["lm-eval"]]
+        canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["lab"], *EXTRAS["cluster"], *EXTRAS["lm-eval"]]
     }
     used = {(name.partition(".")[0], path.name) for path in sources() for name in imports(path)}
     undeclared = {
@@ -125,11 +124,12 @@ def test_every_import_is_a_declared_dependency():
     assert not undeclared
 
 
-def test_without_the_extra_notebooks_only_sliders_are_missing():
-    """`pip install kvlab` runs experiments, each of which is a notebook."""
-    extra = {canonical(name) for name in EXTRAS["notebooks"]}
-    users = {path.name for path in sources() if extra & {name.partition(".")[0] for name in imports(path)}}
-    assert users == {"explorer.py"} and "ipykernel" in PROJECT["dependencies"]
+def test_no_more_is_asked_for_than_is_imported():
+    used = {
+        canonical(DISTRIBUTIONS.get(top, top)) for p in sources() for name in imports(p) for top in [name.split(".")[0]]
+    }
+    declared = {canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["lab"]]}
+    assert declared - used == {"jupyterlab", "pyarrow"}  # `make lab` starts the one, pandas imports the other
 
 
 def module(path: Path) -> str:
@@ -307,8 +307,7 @@ def test_make_knows_its_targets(target):
     assert done.returncode == 0, done.stderr
     if target in ("reproduce", "test"):
         assert (
-            done.stdout.index("-c constraints.txt -e '.[notebooks,test,docs,lm-eval]'")
-            < done.stdout.index("kvlab pull")
+            done.stdout.index("-c constraints.txt -e '.[lab,test,docs,lm-eval]'") < done.stdout.index("kvlab pull")
             if "pip install" in done.stdout
             else "kvlab pull" in done.stdout
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlab.errors import KvlabError, nearest
-from kvlab.lib import bars
+from kvlab.lib import bars, extras
 from kvlab.methods import Policy, policies
 from kvlab.replays.run import Replay
 from kvlab.workbench.explorer import choices, painting, picture
@@ -198,6 +198,7 @@ class Explorer:
         return self._panel
 
     def _made_panel(self) -> Any:
+        extras.need("ipywidgets")
         import ipywidgets as widgets
 
         wide = widgets.Layout(width="312px")
