@@ -18,7 +18,7 @@ export MLFLOW_DISABLE_TELEMETRY ?= true
 export DO_NOT_TRACK ?= true
 
 .DEFAULT_GOAL := help
-.PHONY: help env pull reproduce lint check coverage docs wheel hooks test test-unit test-notebooks test-long test-all test-models browser notebooks lab clean
+.PHONY: help env pull reproduce lint check coverage docs wheel hooks test test-unit test-notebooks test-long test-all test-lowest test-models browser notebooks lab clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,16 @@ test-notebooks: pull
 	  -n $(JOBS) --dist loadfile --no-loadscope-reorder -p no:cacheprovider $$notebooks && \
 	$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider tests/after_notebooks.py
 
+# An environment of its own with the base dependencies alone: experiments need more, and newer.
+LOWEST := .venv-lowest/bin/python
+test-lowest:  ## the tests of policies, traces, replays and live runs with the lowest versions, in .venv-lowest
+	@test -x $(LOWEST) || $(PYTHON) -m venv .venv-lowest
+	@echo "installing the lowest versions into .venv-lowest (2 to 4 minutes the first time) ..."
+	@$(LOWEST) -m pip install -q --disable-pip-version-check -c constraints-lowest.txt -e . \
+	  hypothesis pytest pytest-timeout pytest-xdist
+	@$(ONE_THREAD) $(LOWEST) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not models and not long' \
+	  tests/core tests/methods tests/traces tests/replays tests/live
+
 test-models: $(STAMP)  ## the other models of the catalogue (2 GB to fetch, 5 GB on the disk), and the tests that need them
 	@$(BIN)/kvlab pull qwen2.5-coder-0.5b qwen2.5-coder-1.5b gemma-3-270m
 	@$(BIN)/python -m pytest -n 0 -m models tests
@@ -101,5 +111,5 @@ lab: $(STAMP)  ## JupyterLab on copies of the notebooks (in lab/), and the MLflo
 	@exec $(BIN)/python -m kvlab.workbench.lab --port $(PORT)
 
 clean:  ## remove the environment and what runs left behind, but not the store of runs
-	rm -rf .venv build dist report .pytest_cache .hypothesis
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	rm -rf .venv .venv-lowest build dist report .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -73,6 +73,21 @@ def test_everything_is_pinned_to_one_version():
     assert CONSTRAINTS["torch"] == "2.13.0"
 
 
+def test_the_lowest_versions_that_are_tested_are_those_that_are_asked_for():
+    lowest = pins((ROOT / "constraints-lowest.txt").read_text().splitlines())
+    bounds = {canonical(line): line.partition(">=")[2] for line in PROJECT["dependencies"]}
+    tools = {"hypothesis", "pytest", "pytest-timeout", "pytest-xdist"}
+    assert lowest.keys() == bounds.keys() | tools
+    assert {name: lowest[name].removesuffix(".0") for name in bounds} == {
+        name: bound.removesuffix(".0") for name, bound in bounds.items()
+    }
+
+    def parts(version: str) -> list[int]:
+        return [int(part) for part in version.split(".")]
+
+    assert not [name for name, version in lowest.items() if parts(version) > parts(CONSTRAINTS[name])]
+
+
 def test_a_wheel_is_built_with_what_the_environment_holds():
     built_with = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     assert pins(built_with) == {"hatchling": CONSTRAINTS["hatchling"]} and "hatchling" in EXTRAS["test"]
@@ -300,7 +315,8 @@ def test_ci_runs_every_test():
 
 
 @pytest.mark.parametrize(
-    "target", ["env", "reproduce", "test", "test-long", "browser", "docs", "wheel", "lab", "clean", "help"]
+    "target",
+    ["env", "reproduce", "test", "test-long", "test-lowest", "browser", "docs", "wheel", "lab", "clean", "help"],
 )
 def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)

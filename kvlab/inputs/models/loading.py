@@ -219,8 +219,9 @@ def _attention(config: PreTrainedConfig) -> str:
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    hookable.layers_of(skeleton)
-    return "sdpa" if skeleton._supports_sdpa else "eager"
+    # Older versions of transformers say that Gemma 2 supports the fused one, which drops its cap.
+    plain = all(hookable.softmax_of(module).plain for module in hookable.layers_of(skeleton))
+    return "sdpa" if skeleton._supports_sdpa and plain else "eager"
 
 
 def _from_hub(repository: str) -> Path:
