@@ -17,7 +17,10 @@ from transformers.utils.generic import ModelOutput
 
 from kvlab.errors import KvlabError
 from kvlab.inputs.models import LM
+from kvlab.lib import environment
 from kvlab.lib.files import replacing
+
+environment.configure()
 
 
 def prompt(lm: LM, tokens: int) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 The names below are imported when they are first used, so that `kvlab --help` does not wait for torch. None of them is
 also the name of a module, so `import kvlab.X` always gives the module X and `kvlab.replay` always the function.
+An import changes nothing in the process: commands and jobs set their variables themselves (`kvlab.lib.environment`).
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 from kvlab.version import __version__
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from kvlab.replays.run import replay
     from kvlab.traces.run import capture
     from kvlab.traces.trace import Trace
-
-# Beside other work torch's threads wait in vain for one that the system has put aside, spinning on a core that the
-# other could use: several times slower on two cores. With a short spin they sleep. The OpenMP library reads this as it
-# is loaded; what a user has set stays, and so does OMP_NUM_THREADS.
-if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "2000"
-
-# oneDNN, and torch's layer over it, keep their last kernels, half a megabyte each, and meet a new shape with each
-# length of a prompt. 256 are enough for the blocks of 8k tokens (`core/onednn.py`); beyond, making them anew costs a
-# tenth of the attention. Their own limits of 1024 would fill half a gigabyte.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
-os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
 
 __all__ = [
     "LM",

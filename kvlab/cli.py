@@ -19,6 +19,7 @@ from typer.main import get_command
 
 from kvlab.commands import experiments, learning, measuring, stability, stock, tasks, workspaces
 from kvlab.errors import KvlabError, nearest
+from kvlab.lib import environment, extras
 from kvlab.lib.addresses import without_password
 
 HELP = """A laboratory for KV-cache compression: what a paper claims, measured again on a real model, offline.
@@ -59,6 +60,7 @@ def _main(
 
 def main(arguments: list[str] | None = None) -> None:
     """The console script: a mistake becomes one sentence on stderr and a non-zero exit code, never a traceback."""
+    environment.configure()
     debug = os.environ.get("KVLAB_DEBUG") == "1"
     if sys.stdout is None:  # it was closed before the start
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -73,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         _drop_output()  # the reader of a pipe is gone, as `head` is after ten lines
         code = 0
+    except ModuleNotFoundError as error:
+        _leave(extras.sentence(error.name) or _unforeseen(error), 1, debug)
     except Exception as error:
         if type(error).__name__ == "Abort":
             _leave("interrupted", 130, debug)

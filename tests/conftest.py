@@ -16,7 +16,9 @@ from support.texts import FERRY
 
 import kvlab
 from kvlab.inputs import models
+from kvlab.lib import environment
 
+environment.configure()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers with several threads each fight over the cores and are many times slower.
     torch.set_num_threads(1)

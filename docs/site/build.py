@@ -35,16 +35,21 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 # What the public names take and give, what a policy or a task of one's own meets, and what else people import by name.
 NAMES = {
     "What these take and give": [
-        *("replays.single.Replay", "replays.results.Replays", "live.session.Session", "live.fidelity.Fidelity"),
+        *("replays.replay.Replay", "replays.results.Replays", "live.session.Session", "live.fidelity.Fidelity"),
         *("live.fidelity.Loops", "live.cache.LiveCache", "live.cache.Host", "inputs.corpus.Question"),
-        *("workbench.explorer.explorer.Explorer", "workbench.explorer.look.Spot", "workbench.explorer.look.Look"),
-        "workbench.store.patience.Patient",
+        *("render.explorer.explorer.Explorer", "render.explorer.query_view.Spot", "render.explorer.query_view.Look"),
+        "workbench.store.retries.Patient",
         *("core.layout.Layout", "core.storage.Storage", "core.softmax.Softmax", "core.rotation.Rotation"),
     ],
     "What a policy sees": [
-        *("methods.prompt.Prompt", "core.store.LayerStore", "methods.clock.Step", "methods.needs.Needs"),
-        *("methods.repeating.Repetition", "methods.repeating.Part", "methods.prompt.Asks"),
-        *("methods.base.Budget", "methods.Paper", "core.ranking.top_positions"),
+        *(
+            "methods._base.prompt.Prompt",
+            "core.store.LayerStore",
+            "methods._base.clock.Step",
+            "methods._base.needs.Needs",
+        ),
+        *("methods._base.repeating.Repetition", "methods._base.repeating.Part", "methods._base.prompt.Asks"),
+        *("methods._base.policy.Budget", "methods.Paper", "core.ranking.top_positions"),
     ],
     "Tasks, and what they are made of": [
         *("tasks.task", "tasks.tasks", "tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"),

@@ -10,6 +10,7 @@ import typer
 
 from kvlab.commands import claims, options
 from kvlab.errors import KvlabError
+from kvlab.lib import extras
 
 if TYPE_CHECKING:
     from kvlab.workbench.jobs.running_job import Result
@@ -73,6 +74,7 @@ def run(
     cluster: Cluster = None,
 ) -> None:
     """Run one experiment through papermill and log it to MLflow. Finished jobs are not run again."""
+    extras.need()
     from kvlab.workbench import ui
     from kvlab.workbench.experiments import TRIAL
     from kvlab.workbench.jobs import launch
@@ -136,6 +138,7 @@ def reproduce(
     compare: Compare = None,
 ) -> None:
     """Run all experiments, write the report and print the claims with their verdicts."""
+    extras.need()
     from kvlab.workbench import experiments
     from kvlab.workbench.jobs import launch
     from kvlab.workbench.report import page as report
@@ -240,6 +243,7 @@ def report(
     compare: Compare = None,
 ) -> None:
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
+    extras.need()
     from kvlab.workbench import experiments
     from kvlab.workbench.report import page as ledger
     from kvlab.workbench.report import snapshots, stability, task_scores

@@ -10,6 +10,7 @@ import typer
 
 from kvlab.commands import options, progress
 from kvlab.commands.options import Device, Dtype, Model
+from kvlab.lib import extras
 
 app = typer.Typer()
 
@@ -80,6 +81,7 @@ def compile_(
     dtype: Dtype = "auto",
 ) -> None:
     """Learn compilerkv's tables on calibration texts. The same command continues a run that was stopped."""
+    extras.need("pyarrow")
     options.check_out(out)
     from kvlab import compile as compiling
     from kvlab.inputs import corpus, models

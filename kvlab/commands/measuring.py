@@ -12,6 +12,7 @@ import typer
 
 from kvlab.commands import options, progress
 from kvlab.commands.options import Device, Dtype, Model, Storages
+from kvlab.lib import extras
 
 app = typer.Typer()
 
@@ -112,6 +113,7 @@ def pages(
 
     All is measured in this run (about eight minutes on two quiet cores); on a busy machine the costs mean little.
     """
+    extras.need("matplotlib", "seaborn", "PIL")
     from kvlab.analyses import portraits
     from kvlab.inputs import models
     from kvlab.workbench import method_pages

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlab.commands import claims, experiments, options
+from kvlab.lib import extras
 from kvlab.lib.files import located
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def stability(
     Runs the experiments that these findings need, once for each seed and set of documents. Finished jobs are not run
     again, and those of `kvlab reproduce` count; none of the others enters the report but as a mark.
     """
+    extras.need()
     from kvlab.workbench.jobs import stability_cells
     from kvlab.workbench.report import stability as steadiness
     from kvlab.workbench.report import stability_jobs as judging

@@ -12,6 +12,8 @@ import typer
 
 from kvlab.commands import options, progress
 from kvlab.commands.options import Device, Dtype, Model, Storages
+from kvlab.errors import KvlabError
+from kvlab.lib import extras
 
 if TYPE_CHECKING:
     from kvlab.evaluation.planning import CompressAt
@@ -69,13 +71,21 @@ def eval_(
             show_default=False,
         ),
     ] = None,
-    log: Annotated[bool, typer.Option("--log/--no-log", help="Log a run to MLflow.")] = True,
+    log: Annotated[
+        bool | None,
+        typer.Option(
+            "--log/--no-log", help="Log a run to MLflow (default: yes, where it is installed).", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Run tasks with policies and budgets on a live model. The same command continues a run that was stopped.
 
     Where kvlab brings what a policy wants to have measured on the model, compilerkv's tables and duoattention's head
     scores, it is used.
     """
+    without = extras.missing()
+    if without and log:
+        raise KvlabError(without)
     from rich.console import Console
 
     from kvlab import evaluation as evaluate
@@ -102,6 +112,9 @@ def eval_(
         raise typer.BadParameter("name at least one task")
     for wanted in plans:
         prompt_limits.check({**wanted.task.model_dump(), "model": model}, wanted.task.name)
+    log = not without if log is None else log
+    if without:
+        typer.echo(f"note: no figure is drawn and no run is logged: {without}", err=True)
     if log:
         database.ensure_store()  # refused before the answers are computed
     lm, answers = models.load(model, device, dtype), []
@@ -114,7 +127,7 @@ def eval_(
         typer.echo(path, err=True)
         stem = path.name.removesuffix(".jsonl")
         drawn = path.with_name(f"{stem}-{plan.task.name}.png" if out else f"{stem}.png")
-        if figure := evaluation.draw(made, drawn, evaluate.read(path)):
+        if not without and (figure := evaluation.draw(made, drawn, evaluate.read(path))):
             typer.echo(figure, err=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
     evaluation.show(evaluate.summary(answers), console)
@@ -144,8 +157,6 @@ def eval_(
 def lm_eval_(context: typer.Context) -> None:
     """Run the lm-evaluation-harness's own command, which then knows the model kvlab (the extra lm-eval)."""
     import importlib
-
-    from kvlab.errors import KvlabError
 
     try:
         importlib.import_module("kvlab.harness")

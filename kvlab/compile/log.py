@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlab.errors import KvlabError
+from kvlab.lib import extras
 from kvlab.lib.files import first_line, parsed, replacing, why
 from kvlab.methods._base.lookup import SHIPPED_TABLES
 
@@ -134,6 +135,7 @@ class Samples:
 
 def save(path: str | Path, phases: Mapping[str, list[dict[str, Any]]]) -> Path:
     """Write the lines of all phases as one table, a row for each joint action: parquet, a few bytes a row."""
+    extras.need("pyarrow")
     import pandas as pd
 
     rows = [
@@ -160,8 +162,9 @@ def load(path_or_name: str | Path) -> dict[str, Samples]:
     """The samples of each phase in a table that `save` wrote, or in the one that comes with kvlab for a model's name.
 
     Raises:
-        KvlabError: there is no such file, or it is not such a table.
+        KvlabError: there is no such file, it is not such a table, or pyarrow is not installed.
     """
+    extras.need("pyarrow")
     import pandas as pd
 
     shipped = {file.name: file for file in SHIPPED_TABLES.glob("*.parquet")}

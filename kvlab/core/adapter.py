@@ -49,9 +49,14 @@ class StoreLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length`'s name before transformers 5.14."""
+        return -1
+
     def crop(self, tokens_to_remove: int) -> None:
-        # transformers hands a negative number over; 0 crops nothing.
-        self.store.truncate(self.store.length - abs(tokens_to_remove))
+        # A negative number of tokens to remove; 0 crops nothing. Before transformers 5.16 also the length to keep.
+        length = self.store.length
+        self.store.truncate(min(tokens_to_remove, length) if tokens_to_remove > 0 else length + tokens_to_remove)
 
 
 class PassingLayer(StoreLayer):

@@ -144,20 +144,16 @@ def windows_of(model: nn.Module) -> dict[int, int]:
 
 def _sees(model: str, number: int, layer: Any, name: str) -> str:
     """What a layer looks at, given what transformers keeps for it and what its configuration calls it."""
-    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-
-    if type(layer) is DynamicLayer:
+    kept = type(layer).__name__  # older versions of transformers do not have all of these classes
+    if kept == "DynamicLayer":
         return WHOLE
-    if type(layer) is DynamicSlidingWindowLayer:
+    if kept == "DynamicSlidingWindowLayer":
         return f"a {'chunk' if name.startswith('chunk') else 'window'} of {layer.sliding_window} tokens"
-    if type(layer) is LinearAttentionLayer:
+    if kept == "LinearAttentionLayer":
         return "a convolution" if name == "conv" else "a linear state"
-    if type(layer) is DummyLayer and name in ("moe", "mlp"):
+    if kept == "DummyLayer" and name in ("moe", "mlp"):
         return "one token at a time"
-    if type(layer) is DummyLayer:
-        why = "attends to the keys and values of another layer"
-    else:
-        why = f"keeps a {type(layer).__name__}"
+    why = "attends to the keys and values of another layer" if kept == "DummyLayer" else f"keeps a {kept}"
     raise KvlabError(f"layer {number} of {model} {why}, which kvlab does not model; {KNOWN}")
 
 

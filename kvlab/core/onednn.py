@@ -76,13 +76,21 @@ class OneDNNLinear(torch.nn.Linear):
         return super().forward(input)
 
 
-def hasten(model: torch.nn.Module) -> None:
-    """Have oneDNN multiply in the linear layers of `model`, in place, where it is the faster (`wanted`).
+def hasten(model: torch.nn.Module, onednn: bool | None = None) -> None:
+    """Have oneDNN multiply in the linear layers of `model`, in place.
 
     Weights stay what and where they are, so that saving, moving and tying them work as before; but the layers' class is
-    another, which whoever looks for torch's own by type does not find. Raises KvlabError as `wanted` does.
+    another, which whoever looks for torch's own by type does not find.
+
+    Args:
+        onednn: True or False, whatever KVLAB_ONEDNN says; None asks `wanted`.
+
+    Raises:
+        KvlabError: as `wanted` does, and for True where torch has no oneDNN.
     """
-    if not wanted():
+    if onednn and not torch.backends.mkldnn.is_available():
+        raise KvlabError("onednn=True, but this torch was built without oneDNN; leave it out")
+    if not (wanted() if onednn is None else onednn):
         return
     for module in model.modules():
         # A subclass, such as one with quantised weights, multiplies in a way of its own; strided weights are slow.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvlab.errors import KvlabError
+from kvlab.lib import extras
 from kvlab.lib.files import replacing
 
 if TYPE_CHECKING:
@@ -76,7 +77,11 @@ class Records:
         return (row, layer) if self._rows_are == "sequence" else (0, row)
 
     def save(self, path: str | Path) -> Path:
-        """Write `table` as one parquet file, under its name only once it is whole."""
+        """Write `table` as one parquet file, under its name only once it is whole.
+
+        Raises KvlabError where pyarrow is not installed.
+        """
+        extras.need("pyarrow")
         path = Path(path)
         with replacing(path) as part:
             self.table.to_parquet(part, index=False)

@@ -15,7 +15,7 @@ def resolved(device: str | torch.device = "auto") -> torch.device:
     Raises:
         KvlabError: no device of that name, or none such on this machine.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
         return accelerator or CPU
     try:

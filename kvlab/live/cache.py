@@ -261,6 +261,7 @@ class LiveCache(DynamicCache):
         Raises:
             KvlabError: some of them were evicted or merged, or others were for their sake.
         """
+        tokens_to_remove = int(tokens_to_remove)  # a tensor, from older versions of transformers
         n = abs(tokens_to_remove)
         if tokens_to_remove > 0:
             raise KvlabError(f"crop takes the number of tokens to remove, negative: crop(-{n})")

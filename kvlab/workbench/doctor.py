@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
-from kvlab.lib import workspace
+from kvlab.lib import extras, workspace
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import project
 
@@ -70,7 +70,7 @@ def versions() -> Finding:
         file, mend = project.root() / "requirements.txt", "pip install -r requirements.txt"
     else:
         file = project.root() / "constraints.txt"
-        mend = "pip install -c constraints.txt -e '.[notebooks,test,docs,lm-eval]'"
+        mend = "pip install -c constraints.txt -e '.[lab,test,docs,lm-eval]'"
     if not file.exists():
         missing = _missing()
         return Finding(
@@ -178,6 +178,8 @@ def store() -> Finding:
     """The MLflow store: it answers, and a store that is a file may be written to."""
     from kvlab.workbench.store import database as mlflow_store
 
+    if told := extras.missing("mlflow", "sqlalchemy", "requests"):
+        return _without(told, "store")
     if not mlflow_store.exists():
         path = mlflow_store.database_path(mlflow_store.store_uri())
         assert path is not None, "only a file can be missing"
@@ -186,6 +188,12 @@ def store() -> Finding:
     connection = mlflow_store.client()
     runs = [experiment.name for experiment in connection.search_experiments()]
     return Finding("store", GOOD, f"{mlflow_store.shown_uri()}, {len(runs)} experiments")
+
+
+def _without(told: str, what: str) -> Finding:
+    """An extra that is missing: commands that do not need it work."""
+    missing, _, mend = told.partition(": ")
+    return Finding(what, REMARK, f"{missing}; only experiments and their report need it", mend)
 
 
 def _writable(folder: Path) -> None:
@@ -251,6 +259,8 @@ def gpu() -> Finding:
 
 def jupyter() -> Finding:
     """JupyterLab and the kernel that the notebooks name."""
+    if told := extras.missing("jupyter_client", "ipykernel", "jupyterlab"):
+        return _without(told, "jupyter")
     from jupyter_client.kernelspec import KernelSpecManager
 
     kernels = KernelSpecManager().find_kernel_specs()

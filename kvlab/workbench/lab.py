@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvlab.errors import KvlabError
+from kvlab.lib import environment, extras
 from kvlab.lib.addresses import without_password
 from kvlab.lib.files import parsed, replacing
 from kvlab.workbench import project, ui
@@ -99,6 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=ui.PORT)
     parser.add_argument("--in-place", action="store_true", help="open the notebooks themselves, not copies of them")
     given = parser.parse_args(arguments)
+    extras.need(*extras.EXTRAS[extras.LAB])
+    environment.configure()  # JupyterLab's kernels inherit it
     port, root, asked = given.port, project.root(), []
     opened = "notebooks" if given.in_place else f"{FOLDER}/00_quickstart.ipynb"
     for copy in [] if given.in_place else copies(root / "notebooks", root / FOLDER):

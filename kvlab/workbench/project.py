@@ -42,6 +42,7 @@ MEASURING = (
 PRESENTING = (
     "lib/addresses.py",
     "lib/durations.py",
+    "lib/extras.py",
     "lib/figures.py",
     "lib/progress_bars.py",
     "lib/references.py",

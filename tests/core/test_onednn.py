@@ -69,6 +69,24 @@ def test_a_loaded_model_says_the_same_whichever_library_multiplies(monkeypatch, 
     torch.testing.assert_close(logits["oneDNN"], logits["torch"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("name", ["random:smollm2-135m", "smollm2-135m"])
+def test_who_loads_a_model_chooses_whatever_the_switch_says(monkeypatch, switch, name):
+    monkeypatch.setenv(onednn.SWITCH, switch)
+    lm = kvlab.load(name, device="cpu", dtype="float32", onednn=False)
+    kinds = {type(module) for module in lm.model.modules() if isinstance(module, torch.nn.Linear)}
+    assert kinds == {torch.nn.Linear}
+    if name.startswith("random:"):
+        chosen = kvlab.load(name, device="cpu", dtype="float32", onednn=True)
+        assert onednn.libraries(chosen.model)["layers"] == "oneDNN"
+
+
+def test_a_torch_without_onednn_is_said(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with one_sentence("onednn=True, but this torch was built without oneDNN"):
+        kvlab.random_lm("tiny-llama-gqa", onednn=True)
+
+
 class Products(TorchDispatchMode):
     """The shapes of what is multiplied by a matrix as tall as `rows`."""
 
@@ -229,7 +247,9 @@ def test_a_steps_few_queries_against_all_keys(heads, r, n):
 
 
 MANY_LENGTHS = """
-import kvlab, torch
+from kvlab.lib import environment
+environment.configure()
+import torch
 from kvlab.core import onednn
 
 def own():

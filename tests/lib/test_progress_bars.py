@@ -175,10 +175,10 @@ def test_what_cannot_tell_how_far_it_is_tells_its_time(terminal, at_once):
     ],
 )
 def test_threads_wait_with_a_short_spin_unless_the_user_says_otherwise(own, spins):
-    """What torch's OpenMP library found when kvlab loaded it."""
+    """What torch's OpenMP library found when a process of kvlab's own loaded it."""
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    code = "import kvlab; kvlab.capture; import torch; print(torch.get_num_threads())"
+    code = "from kvlab.lib import environment as e; e.configure(); import torch; print(torch.get_num_threads())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment | own | {"OMP_DISPLAY_ENV": "verbose"},

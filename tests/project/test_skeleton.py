@@ -45,7 +45,7 @@ def pins(lines) -> dict[str, str]:
 CONSTRAINTS = pins(line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
 EXTRAS = PROJECT["optional-dependencies"]
 DIRECT = {canonical(name) for name in PROJECT["dependencies"]} | {
-    canonical(name) for extra in ("notebooks", "test", "docs", "lm-eval") for name in EXTRAS[extra]
+    canonical(name) for extra in ("lab", "test", "docs", "lm-eval") for name in EXTRAS[extra]
 }
 
 
@@ -55,6 +55,22 @@ def test_everything_is_pinned_to_one_version():
     assert len(CONSTRAINTS) == len(lines)
     assert CONSTRAINTS.keys() >= DIRECT
     assert CONSTRAINTS["torch"] == "2.13.0"
+
+
+def test_the_lowest_versions_that_are_tested_are_those_that_are_asked_for():
+    lowest = pins((ROOT / "constraints-lowest.txt").read_text().splitlines())
+    bounds = {canonical(line): line.partition(">=")[2] for line in PROJECT["dependencies"]}
+    tools = {"hypothesis", "pytest", "pytest-timeout", "pytest-xdist"}
+    assert lowest.keys() == bounds.keys() | tools
+    assert bounds.pop("torch") == "2.6"  # pip has no such build without CUDA on Linux
+    assert {name: lowest[name].removesuffix(".0") for name in bounds} == {
+        name: bound.removesuffix(".0") for name, bound in bounds.items()
+    }
+
+    def parts(version: str) -> list[int]:
+        return [int(part) for part in version.split(".")]
+
+    assert not [name for name, version in lowest.items() if parts(version) > parts(CONSTRAINTS[name])]
 
 
 def test_a_wheel_is_built_with_what_the_environment_holds():
@@ -68,7 +84,7 @@ def test_conda_installs_the_very_same_pins():
         for part in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
         if isinstance(part, dict)
     ]
-    assert pip[:2] == ["-c constraints.txt", "-e .[notebooks,test,docs,lm-eval]"]
+    assert pip[:2] == ["-c constraints.txt", "-e .[lab,test,docs,lm-eval]"]
     assert pins(pip[2:]) == {name: CONSTRAINTS[name] for name in DIRECT}
 
 
@@ -95,8 +111,7 @@ def test_what_is_installed_is_what_is_pinned():
 
 def test_every_import_is_a_declared_dependency():
     known = {
-        canonical(name)
-        for name in [*PROJECT["dependencies"], *EXTRAS["notebooks"], *EXTRAS["cluster"], *EXTRAS["lm-eval"]]
+        canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["lab"], *EXTRAS["cluster"], *EXTRAS["lm-eval"]]
     }
     used = {(name.partition(".")[0], path.name) for path in sources() for name in imports(path)}
     undeclared = {
@@ -109,11 +124,12 @@ def test_every_import_is_a_declared_dependency():
     assert not undeclared
 
 
-def test_without_the_extra_notebooks_only_sliders_are_missing():
-    """`pip install kvlab` runs experiments, each of which is a notebook."""
-    extra = {canonical(name) for name in EXTRAS["notebooks"]}
-    users = {path.name for path in sources() if extra & {name.partition(".")[0] for name in imports(path)}}
-    assert users == {"explorer.py"} and "ipykernel" in PROJECT["dependencies"]
+def test_no_more_is_asked_for_than_is_imported():
+    used = {
+        canonical(DISTRIBUTIONS.get(top, top)) for p in sources() for name in imports(p) for top in [name.split(".")[0]]
+    }
+    declared = {canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["lab"]]}
+    assert declared - used == {"jupyterlab", "pyarrow"}  # `make lab` starts the one, pandas imports the other
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -249,15 +265,15 @@ def test_ci_runs_every_test():
 
 
 @pytest.mark.parametrize(
-    "target", ["env", "reproduce", "test", "test-long", "browser", "docs", "wheel", "lab", "clean", "help"]
+    "target",
+    ["env", "reproduce", "test", "test-long", "test-lowest", "browser", "docs", "wheel", "lab", "clean", "help"],
 )
 def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     if target in ("reproduce", "test"):
         assert (
-            done.stdout.index("-c constraints.txt -e '.[notebooks,test,docs,lm-eval]'")
-            < done.stdout.index("kvlab pull")
+            done.stdout.index("-c constraints.txt -e '.[lab,test,docs,lm-eval]'") < done.stdout.index("kvlab pull")
             if "pip install" in done.stdout
             else "kvlab pull" in done.stdout
         )

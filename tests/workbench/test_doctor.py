@@ -107,6 +107,6 @@ def test_a_workspace_of_another_version_names_both_and_the_files_that_differ(mad
 
 
 def test_a_workspaces_pins_are_those_of_its_requirements(made):
-    (made / "requirements.txt").write_text("kvlab[notebooks,workspace]==0.0.9\n")
+    (made / "requirements.txt").write_text("kvlab[lab,workspace]==0.0.9\n")
     found = doctor.versions()
     assert "kvlab" in found.found and "pinned: 0.0.9" in found.found and "requirements.txt" in found.mend

@@ -66,7 +66,7 @@ def test_a_workspace_has_the_layout_of_a_project(made):
     assert papers.figure("streaming", "table1").perplexity.tolist() == [5158.07, 5.40, 5.60]
     assert kvlab.policies()[-1] == "ends"
     pins = (made / "requirements.txt").read_text().splitlines()[1:]
-    assert pins[0].startswith("kvlab[notebooks,workspace]") and not [pin for pin in pins[1:] if "+" in pin]
+    assert pins[0].startswith("kvlab[lab,workspace]") and not [pin for pin in pins[1:] if "+" in pin]
     assert {"nbval", "pytest", "ipykernel", "torch"} <= {pin.partition("==")[0] for pin in pins}
 
 
@@ -99,7 +99,7 @@ def test_kvlab_is_pinned_to_what_another_machine_finds_too(tmp_path, monkeypatch
     found = importlib.metadata.distribution
     monkeypatch.setattr(importlib.metadata, "distribution", lambda n: Installed() if n == "kvlab" else found(n))
     made = new(tmp_path / "lab")
-    assert (made / "requirements.txt").read_text().splitlines()[1] == f"kvlab[notebooks,workspace]{pin}"
+    assert (made / "requirements.txt").read_text().splitlines()[1] == f"kvlab[lab,workspace]{pin}"
 
 
 def test_python_files_and_notebooks_that_are_written_pass_ruff_and_nbformat(made):

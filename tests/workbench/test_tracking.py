@@ -183,17 +183,24 @@ SENT = """
 import os, sys
 {first}
 assert "mlflow" not in sys.modules
+{then}
 from mlflow.telemetry.utils import is_telemetry_disabled
 assert is_telemetry_disabled() and os.environ["DO_NOT_TRACK"] == "true"
 """
 
 
-@pytest.mark.parametrize("module", ["store.tracking", "jobs.worker", "jobs.executors", "jobs.launch", "mlflow_app"])
-def test_telemetry_is_off_before_mlflow_is_imported(module):
-    """Of the notebook, the job's process, the cluster's worker, the driver and the server."""
-    code = SENT.format(first=f"import kvlab.workbench.{module}")
-    if module == "mlflow_app":
-        code = code.replace('assert "mlflow" not in sys.modules\n', "")
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("from kvlab.workbench.store import tracking", "tracking.client()"),
+        ("from kvlab.workbench.jobs import executors", "executors.database.client()"),
+        ("from kvlab.workbench.jobs import launch", "launch.database.client()"),
+        ("from kvlab.lib import environment", "environment.configure()"),
+    ],
+    ids=["a notebook", "a cluster's worker", "the driver", "commands and jobs"],
+)
+def test_telemetry_is_off_before_mlflow_is_imported(first, then, project):
+    code = SENT.format(first=first, then=then)
     silent = {
         key: value for key, value in _environment().items() if key not in ("DO_NOT_TRACK", "CI", "PYTEST_CURRENT_TEST")
     }

@@ -98,7 +98,7 @@ def test_a_workspace_asks_for_the_wheel_that_it_was_made_with(bin, wheel, tmp_pa
     shell(bin, tmp_path, "kvlab new lab --with-wheel")
     lab = (tmp_path / "lab").rename(tmp_path / "moved")
     pin = (lab / "requirements.txt").read_text().splitlines()[1]
-    assert pin == f"./wheels/{wheel.name}[notebooks,workspace]"
+    assert pin == f"./wheels/{wheel.name}[lab,workspace]"
     asked = [
         "--python",
         str(bin / "python"),

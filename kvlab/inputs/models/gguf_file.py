@@ -48,9 +48,12 @@ class GGUF:
 
 def opened(path: Path) -> GGUF:
     """Read the header of a GGUF file. Raises whatever a damaged one makes of its readers."""
-    from transformers.integrations.gguf import read_gguf_metadata  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        from transformers.integrations.gguf import read_gguf_metadata  # pyright: ignore[reportPrivateImportUsage]
 
-    metadata, _ = read_gguf_metadata(str(path))
+        metadata, _ = read_gguf_metadata(str(path))
+    except ImportError:  # before transformers 5.18; gguf's own reader is slower
+        metadata = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
     return GGUF(path, metadata, {tensor.name: tensor for tensor in _WithoutLists(path).tensors})
 
 
@@ -79,9 +82,7 @@ def configuration(file: GGUF) -> PreTrainedConfig:
     Where it would read the vocabulary for that, it gets a file with the same metadata and tensors' names and nothing
     else. Its newer reader, which knows a few architectures, steps over lists by itself.
     """
-    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS  # pyright: ignore[reportPrivateImportUsage]
-
-    if file.architecture in GGUF_CONFIG_ARCHS:
+    if _has_newer_reader(file.architecture):
         return _read(file.path)
     own = f"{file.architecture}."
     told = {key: value for key, value in file.metadata.items() if key.startswith(own) or key.endswith("_token_id")}
@@ -100,6 +101,14 @@ def configuration(file: GGUF) -> PreTrainedConfig:
         writer.write_tensors_to_file()
         writer.close()
         return _read(header)
+
+
+def _has_newer_reader(architecture: str) -> bool:
+    try:
+        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS  # pyright: ignore[reportPrivateImportUsage]
+    except ImportError:  # before transformers 5.18
+        return False
+    return architecture in GGUF_CONFIG_ARCHS
 
 
 def _read(path: Path) -> PreTrainedConfig:

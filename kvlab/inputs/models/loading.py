@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kvlab.core import hookable, onednn
+from kvlab.core import hookable
+from kvlab.core.onednn import fold_rows, hasten
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs, shapes
 from kvlab.inputs.models.catalogue import DEFAULT, MODELS, RANDOM_PREFIX
@@ -33,12 +34,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype: str | torch.dtype = "auto") -> LM:
+def load(
+    name_or_path: str | os.PathLike = DEFAULT,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    *,
+    onednn: bool | None = None,
+) -> LM:
     """Load a model by name, local folder, .gguf file, hub id (org/name), or `random:SHAPE`.
 
     device="auto" takes a GPU where there is one; dtype="auto" is float32 on a CPU and the checkpoint's own type on a
-    GPU. A known model that is not there yet is pulled first. Raises KvlabError where nothing of that name can be had,
-    and for a model that kvlab cannot look into, before its weights are read.
+    GPU. A known model that is not there yet is pulled first. onednn=False leaves the model's linear layers as torch
+    made them; True has oneDNN multiply in the large ones, which are of another class then; None does so where it is
+    faster, unless KVLAB_ONEDNN says otherwise (`kvlab.core.onednn`). kvlab's own attention asks that variable alone.
+    Raises KvlabError where nothing of that name can be had, and for a model that kvlab cannot look into, before its
+    weights are read.
     """
     if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path).strip():
         raise KvlabError(
@@ -46,19 +56,19 @@ def load(name_or_path: str | os.PathLike = DEFAULT, device: str = "auto", dtype:
         )
     name = os.fspath(name_or_path)
     if name in MODELS:
-        return _from_folder(pull(name), name, device, dtype)
+        return _from_folder(pull(name), name, device, dtype, onednn)
     if name.startswith(RANDOM_PREFIX):
-        return random_lm(name.removeprefix(RANDOM_PREFIX), device=device, dtype=dtype)
+        return random_lm(name.removeprefix(RANDOM_PREFIX), device=device, dtype=dtype, onednn=onednn)
     path = expanded(name)
     if os.path.isdir(path):
-        return _from_folder(path, path.resolve().name, device, dtype)
+        return _from_folder(path, path.resolve().name, device, dtype, onednn)
     if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise KvlabError(f"{name} is a file, but not a .gguf file; give that, or a folder in Hugging Face's format")
         sha256 = remembered_sha256([path])
-        return _from_folder(converted(path, sha256), path.stem, device, dtype, sha256)
+        return _from_folder(converted(path, sha256), path.stem, device, dtype, onednn, sha256)
     if re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]*\w[\w.-]*", name) and not name.startswith(".") and path.suffix != ".gguf":
-        return _from_folder(_from_hub(name), name, device, dtype)
+        return _from_folder(_from_hub(name), name, device, dtype, onednn)
     if os.sep in name or path.suffix == ".gguf":
         raise KvlabError(f"there is no folder or GGUF file {name}; {_what_exists()}")
     raise KvlabError(f"{nearest(name, MODELS, 'model')} ({_what_exists()})")
@@ -82,6 +92,7 @@ def random_lm(
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
     tokenizer: str | PreTrainedTokenizerBase | None = None,
+    onednn: bool | None = None,
     **changes: object,
 ) -> LM:
     """A model of a known shape (`kvlab.inputs.shapes`) with random weights: for plumbing, tests and speed, not
@@ -89,8 +100,8 @@ def random_lm(
 
     The weights follow from `seed` (torch's global generator is left as it was). `layers` cuts the depth (None: as
     published); `tokenizer` is a tokenizer, or a model's name to borrow one from, in which case the vocabulary is at
-    least as large as it needs. `changes` are further arguments of the configuration. Raises KvlabError for an unknown
-    shape or a depth below 1.
+    least as large as it needs. `onednn` is as in `load`. `changes` are further arguments of the configuration. Raises
+    KvlabError for an unknown shape or a depth below 1.
     """
     from transformers import AutoModelForCausalLM
 
@@ -107,17 +118,30 @@ def random_lm(
         model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=attention)
     recipe = json.dumps([shape, config.num_hidden_layers, seed, str(kind), config.vocab_size, changes], default=str)
     name = RANDOM_PREFIX + shape + ("" if layers is None else f"/{layers}")
-    return _finish(model.to(place), tokenizer, name, hashlib.sha256(recipe.encode()).hexdigest())
+    return _finish(model.to(place), tokenizer, name, hashlib.sha256(recipe.encode()).hexdigest(), onednn)
 
 
-def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, sha256: str) -> LM:
+def _finish(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    name: str,
+    sha256: str,
+    onednn: bool | None,
+) -> LM:
     model.eval().requires_grad_(False)
-    onednn.hasten(model)
-    onednn.fold_rows(model.get_output_embeddings())
+    hasten(model, onednn)
+    fold_rows(model.get_output_embeddings())
     return LM(model, tokenizer, name, sha256)
 
 
-def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype, sha256: str | None = None) -> LM:
+def _from_folder(
+    folder: Path,
+    name: str,
+    device: str,
+    dtype: str | torch.dtype,
+    onednn: bool | None,
+    sha256: str | None = None,
+) -> LM:
     """The model in a folder. `sha256` of its weights, where it is known."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -161,7 +185,7 @@ def _from_folder(folder: Path, name: str, device: str, dtype: str | torch.dtype,
             f"size, such as {lacking[0]}"
         )
     # transformers wraps Module.to so that a checker sees no self.
-    lm = _finish(model.to(place), tokenizer, name, sha256)  # pyright: ignore[reportArgumentType]
+    lm = _finish(model.to(place), tokenizer, name, sha256, onednn)  # pyright: ignore[reportArgumentType]
     if min(lm.n_layers, lm.context_length) < 1:
         raise KvlabError(
             f"cannot load a model from {folder}: it has {lm.n_layers} layers and takes {lm.context_length} tokens"
@@ -196,8 +220,9 @@ def _attention(config: PreTrainedConfig) -> str:
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    hookable.layers_of(skeleton)
-    return "sdpa" if skeleton._supports_sdpa else "eager"
+    # Older versions of transformers say that Gemma 2 supports the fused one, which drops its cap.
+    plain = all(hookable.softmax_of(module).plain for module in hookable.layers_of(skeleton))
+    return "sdpa" if skeleton._supports_sdpa and plain else "eager"
 
 
 def _from_hub(repository: str) -> Path:

@@ -91,9 +91,7 @@ def _tensors(file: GGUF, skeleton: PreTrainedModel, bar: Any) -> Iterator[tuple[
         reading.NemotronTensorProcessor,
         reading.BloomTensorProcessor,
     )
-    from transformers.integrations.gguf import is_gguf_arch_supported  # pyright: ignore[reportPrivateImportUsage]
-
-    if kind not in one_by_one or is_gguf_arch_supported(file.architecture):
+    if kind not in one_by_one or _has_newer_reader(file.architecture):
         yield from _at_once(file, bar)
         return
     processor = kind(config=skeleton.config.to_dict())
@@ -102,6 +100,14 @@ def _tensors(file: GGUF, skeleton: PreTrainedModel, bar: Any) -> Iterator[tuple[
         if name in names:
             yield names[name], _tensor(tensor, processor)
         bar.update(int(tensor.n_elements))
+
+
+def _has_newer_reader(architecture: str) -> bool:
+    try:
+        from transformers.integrations.gguf import is_gguf_arch_supported  # pyright: ignore[reportPrivateImportUsage]
+    except ImportError:  # before transformers 5.18
+        return False
+    return is_gguf_arch_supported(architecture)
 
 
 def _names(file: GGUF, skeleton: PreTrainedModel) -> dict[str, str] | None:
@@ -163,15 +169,20 @@ def _at_once(file: GGUF, bar: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights as transformers' own reader loads them, all at once, in float32: for architectures whose tensors it
     joins or rearranges in ways of its own.
     """
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoModelForCausalLM
 
+    options = {}
+    with contextlib.suppress(ImportError):  # before transformers 5.18 weights are always dequantised
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
     # The GGUF reader draws a bar that knows no switch.
     with quietly(), contextlib.redirect_stderr(io.StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
             file.path.parent,
             gguf_file=file.path.name,
             dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
+            **options,
             local_files_only=True,
             trust_remote_code=False,
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlab.errors import KvlabError, nearest
-from kvlab.lib import progress_bars
+from kvlab.lib import extras, progress_bars
 from kvlab.methods import Policy, policies
 from kvlab.render.explorer import choices, query_html, token_html
 from kvlab.render.explorer.html_medium import LIVE, RED, SHEET
@@ -198,6 +198,7 @@ class Explorer:
         return self._panel
 
     def _made_panel(self) -> Any:
+        extras.need("ipywidgets")
         import ipywidgets as widgets
 
         wide = widgets.Layout(width="312px")

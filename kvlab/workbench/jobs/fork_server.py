@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvlab.lib import environment
+
 MODULES = (
     "ipykernel.kernelapp",
     "ipykernel.ipkernel",
@@ -251,6 +253,7 @@ class Exit:
 
 def main() -> int:
     """Serve; in a fork, run the job, or be its kernel."""
+    environment.configure()  # forks have it from the server
     leaving = Exit()
     server = Server(int(sys.argv[1]))
     # Nothing may be imported from the folder that the sweep was started in.

@@ -18,6 +18,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvlab.lib import environment
+
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
@@ -144,4 +146,5 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    environment.configure()
     sys.exit(main(sys.argv[1]))

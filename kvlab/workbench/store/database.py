@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from kvlab.errors import KvlabError
+from kvlab.lib import environment, extras
 from kvlab.lib.addresses import without_password
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import experiments, project
@@ -53,7 +54,12 @@ def artifact_location(experiment: str, uri: str) -> str | None:
 
 
 def quiet() -> None:
-    """Keep MLflow from printing advertisements and each step of a migration; to be called before it is imported."""
+    """Keep MLflow from sending telemetry, and from printing advertisements and each step of a migration.
+
+    To be called before it is imported. Raises KvlabError where it is not installed.
+    """
+    extras.need("mlflow", "sqlalchemy", "requests")
+    environment.without_telemetry()
     for name, value in {
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",

@@ -25,8 +25,8 @@ from kvlab.workbench.workspace.rendering import render, templates
 
 FOLDERS = ("notebooks", "experiments", "papers/figures", "policies", "tasks", "tests", "mlruns")
 EXAMPLE, WHEELS = "first_tokens", "wheels"
-EXTRAS = ("notebooks", "workspace")
-"""Those of kvlab's: what notebooks by hand and `make test` need besides."""
+EXTRAS = ("lab", "workspace")
+"""Those of kvlab's: what experiments and `make test` need besides."""
 
 
 def new(folder: str | Path, paper: str | None = None, with_wheel: bool = False) -> Path:
