@@ -111,7 +111,7 @@ def eval_(
     if not plans:
         raise typer.BadParameter("name at least one task")
     for wanted in plans:
-        prompt_limits.check({**wanted.task.model_dump(), "model": model}, wanted.task.name)
+        prompt_limits.check({"model": model, "lengths": getattr(wanted.task, "lengths", ())}, wanted.task.name)
     log = not without if log is None else log
     if without:
         typer.echo(f"note: no figure is drawn and no run is logged: {without}", err=True)

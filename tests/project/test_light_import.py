@@ -69,8 +69,8 @@ OWNERS = {
     "a command": "from kvlab import cli\ntry: cli.main(['list', 'storages'])\nexcept SystemExit: pass",
     "a job": "import runpy, sys\nsys.argv = ['worker', '/nowhere']\n"
     "try: runpy.run_module('kvlab.workbench.jobs.worker', run_name='__main__')\nexcept OSError: pass",
-    "the server of warm jobs": "from kvlab.workbench.jobs import forking\nforking.Server = None\n"
-    "try: forking.main()\nexcept TypeError: pass",
+    "the server of warm jobs": "from kvlab.workbench.jobs import fork_server\nfork_server.Server = None\n"
+    "try: fork_server.main()\nexcept TypeError: pass",
 }
 
 

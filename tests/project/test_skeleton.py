@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.changed import tests_of
+from support import changed
 from support.imports import arrows, imports, sources
 from support.paths import ROOT
 
@@ -292,10 +292,13 @@ def test_an_old_python_is_told_in_one_sentence(tmp_path):
 
 
 def test_a_change_brings_the_tests_that_can_see_it():
-    brought = tests_of(["kvlab/core/store.py"])
+    brought = changed.tests_of(["kvlab/core/store.py"])
     assert {"tests/core/test_cache.py", "tests/live/test_live.py"} <= brought
     assert any(name.startswith("tests/replays/") for name in brought)
-    told = tests_of(["kvlab/render/phrases.py"])
+    told = changed.tests_of(["kvlab/render/phrases.py"])
     assert "tests/render/stories/test_phrases.py" in told and not any(name.startswith("tests/core/") for name in told)
-    assert tests_of(["tests/core/test_cache.py"]) == {"tests/core/test_cache.py", "tests/project/test_skeleton.py"}
-    assert "tests/project" in tests_of(["docs/start.md"])
+    assert changed.tests_of(["tests/core/test_cache.py"]) == {
+        "tests/core/test_cache.py",
+        "tests/project/test_skeleton.py",
+    }
+    assert "tests/project" in changed.tests_of(["docs/start.md"])
