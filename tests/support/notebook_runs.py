@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import pandas
 import pytest
 
 import kvlab
 from kvlab.workbench.experiments import notebooks
-from kvlab.workbench.store import tracking
+from kvlab.workbench.store import findings_files, tracking
 
 
 @dataclass
@@ -45,6 +47,24 @@ class Recorded:
 
     def tell(self, figure: str, sentences: list[str]) -> None:
         assert any(sentences), figure
+
+    def record(self, name: str, findings: Any = None, *, figure: Any = None, text: Sequence[str] = ()) -> None:
+        """As `tracking.Run.record`; what is saved must come back as it was."""
+        if findings is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                findings_files.write(findings, Path(folder), "one")
+                again = findings_files.read(Path(folder), "one")
+            table = findings if isinstance(findings, pandas.DataFrame) else findings.table
+            pandas.testing.assert_frame_equal(getattr(again, "table", again), pandas.DataFrame(table))
+            if table is not findings:
+                assert again.rows == findings.rows, name
+                self.log(findings.metrics, findings.intervals)
+            if len(table):
+                self.table(name, table)
+        if figure is not None:
+            self.figure(name, figure)
+        if text:
+            self.tell(name, list(text))
 
     def tag(self, key: str, value: object) -> None:
         self.tags[key] = str(value)
