@@ -26,7 +26,7 @@ from kvlab.workbench.store.tracking import RENDERED, Shown, file_name
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from kvlab.workbench.store.retries import Patient
+    from kvlab.workbench.store.retries import RetryingClient
 
 RUN = "run"  # what notebooks call their run
 PACKAGE = "kvlab"
@@ -75,7 +75,7 @@ def is_current(run: Run) -> bool:
     return run.data.tags.get(RENDERED) in (None, content_key.showing(path))
 
 
-def render(connection: Patient, run: Run) -> Rendered:
+def render(connection: RetryingClient, run: Run) -> Rendered:
     """Make the figures and sentences of a finished run again, and replace those that it holds.
 
     Raises:

@@ -45,7 +45,7 @@ def test_a_call_is_sent_again_when_the_store_is_back(health, capsys, code):
     health.code = code
     sender = Sender(health, failures=1)
     back_after(health, 0.2)
-    assert retries.Patient(sender, database.silence).log_batch("run", metrics=[1]) == ("run", [1])
+    assert retries.RetryingClient(sender, database.silence).log_batch("run", metrics=[1]) == ("run", [1])
     assert sender.calls == 2
     said = capsys.readouterr().err
     assert "is away" in said and "at most 20 s" in said and "is back" in said
@@ -56,13 +56,13 @@ def test_what_the_store_refuses_is_not_sent_again(health, capsys, code):
     health.code = code
     sender = Sender(health, failures=1)
     with pytest.raises(MlflowException):
-        retries.Patient(sender, database.silence).log_batch("run")
+        retries.RetryingClient(sender, database.silence).log_batch("run")
     assert sender.calls == 1 and not capsys.readouterr().err
 
 
 def test_a_server_that_hangs_but_says_it_is_well_is_waited_for(health):
     sender = Sender(health, failures=3, cause=requests.Timeout("read timed out"))
-    assert retries.Patient(sender, database.silence).log_batch("run") == ("run", ())
+    assert retries.RetryingClient(sender, database.silence).log_batch("run") == ("run", ())
     assert sender.calls == 4
 
 
@@ -70,7 +70,7 @@ def test_patience_runs_out_once_and_not_for_every_call(health, monkeypatch):
     monkeypatch.setenv("KVLAB_PATIENCE", "0.5")
     health.code = 503
     sender = Sender(health, failures=10)
-    client = retries.Patient(sender, database.silence)
+    client = retries.RetryingClient(sender, database.silence)
     begun = time.monotonic()
     with pytest.raises(KvlabError, match="cannot be reached"):
         client.log_batch("run")
@@ -92,7 +92,7 @@ def test_patience_runs_out_once_and_not_for_every_call(health, monkeypatch):
 
 def test_whoever_gives_up_does_not_wait(health):
     health.code = 503
-    client = retries.Patient(Sender(health, failures=10), database.silence)
+    client = retries.RetryingClient(Sender(health, failures=10), database.silence)
     client.give_up.set()
     with pytest.raises(KvlabError, match="cannot be reached"):
         client.log_batch("run")
@@ -112,4 +112,4 @@ def test_a_locked_sqlite_store_is_waited_for(project):
 def test_patience_is_a_number_of_seconds(monkeypatch, wrong):
     monkeypatch.setenv("KVLAB_PATIENCE", wrong)
     with pytest.raises(KvlabError, match="KVLAB_PATIENCE must be a number of seconds"):
-        retries.patience()
+        retries.retry_seconds()

@@ -20,7 +20,7 @@ from kvlab.workbench.store import database, retries, run_index
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvlab.workbench.store.retries import Patient
+    from kvlab.workbench.store.retries import RetryingClient
 
 __all__ = ["Result", "Sweep", "go", "run"]
 
@@ -65,7 +65,7 @@ def go(
     """
     if workers is not None and workers < 1:
         raise KvlabError(f"the number of jobs at once must be 1 or more, not {workers}")
-    retries.patience()
+    retries.retry_seconds()
     queue = jobs()
     inputs.prepare([job.parameters for job in queue])
     for job in queue:
@@ -103,7 +103,7 @@ def _marked(planned: Sequence[Job], experiment: Experiment, overrides: Mapping[s
         yield replace(job, kind=TRIAL) if changed and job.key not in usual else job
 
 
-def _known(connection: Patient, names: Sequence[str]) -> dict[str, str]:
+def _known(connection: RetryingClient, names: Sequence[str]) -> dict[str, str]:
     """Name -> id of MLflow's experiments; makes those that are missing, and tidies up after processes that died."""
     from mlflow.exceptions import MlflowException
 

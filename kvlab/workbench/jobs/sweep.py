@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from filelock import FileLock
     from rich.console import Console
 
-    from kvlab.workbench.store.retries import Patient
+    from kvlab.workbench.store.retries import RetryingClient
 
 POLL = 0.05  # seconds between looks at the running processes
 DESERTED = 20.0  # seconds without any worker before that is told
@@ -50,7 +50,7 @@ class Sweep:
 
     def __init__(
         self,
-        connection: Patient,
+        connection: RetryingClient,
         queue: list[Job],
         ids: Mapping[str, str],
         descriptions: Mapping[str, str],

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
     from PIL.Image import Image
 
-    from kvlab.workbench.store.retries import Patient
+    from kvlab.workbench.store.retries import RetryingClient
 
 WIDEST, THUMB = 1600, 300  # pixels of an embedded figure, and of its small copy beside a claim
 UI = "http://127.0.0.1:5000"  # where `make lab` and `mlflow server` answer
@@ -163,7 +163,7 @@ def signature(run: Run) -> str:
     return " | ".join(part for part in parts if part)
 
 
-def _pictures(connection: Patient, run: Run) -> Iterable[Picture]:
+def _pictures(connection: RetryingClient, run: Run) -> Iterable[Picture]:
     from PIL import Image
 
     run_id = run.info.run_id

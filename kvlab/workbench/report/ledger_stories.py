@@ -18,7 +18,7 @@ from kvlab.workbench.store.tracking import STORY
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from kvlab.workbench.store.retries import Patient
+    from kvlab.workbench.store.retries import RetryingClient
 
 FOLDER = "stories"  # a folder of its own, so that every CSV beside it is a ledger
 LATER = ["machine", "seconds"]  # columns that older files lack
@@ -98,7 +98,7 @@ def beside(models: Collection[str], profiles: Iterable[str]) -> Iterator[tuple[s
             yield from ((name, run) for model, run in by_model.items() if model in models)
 
 
-def stories(connection: Patient, run: Run) -> dict[str, str]:
+def stories(connection: RetryingClient, run: Run) -> dict[str, str]:
     """Figure -> what the run told of it."""
     return {path.stem: read_text(path).strip() for path in artifacts.files(connection, run, STORY, ".md")}
 

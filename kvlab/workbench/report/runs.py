@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
     from kvlab import papers
-    from kvlab.workbench.store.retries import Patient
+    from kvlab.workbench.store.retries import RetryingClient
 
 
 class Runs:
@@ -21,7 +21,7 @@ class Runs:
     newest: the last of them, which answers for nearly all claims.
     """
 
-    def __init__(self, connection: Patient, newest: Run, **tags: str) -> None:
+    def __init__(self, connection: RetryingClient, newest: Run, **tags: str) -> None:
         self.newest = newest
         self._connection, self._tags = connection, tags
         self._asked: dict[frozenset[str], Run | None] = {}
@@ -47,7 +47,7 @@ def best(found: Iterable[Run], claim: papers.Claim) -> Run | None:
     return next((run for run in own if run.data.metrics.keys() >= claim.metrics), None) or next(iter(own), None)
 
 
-def experiment_id(connection: Patient, name: str) -> str | None:
+def experiment_id(connection: RetryingClient, name: str) -> str | None:
     """The id of MLflow's experiment `name`; None where there is none."""
     known = connection.get_experiment_by_name(name)
     return known.experiment_id if known else None

@@ -17,10 +17,10 @@ from kvlab.render.phrases import plural
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from kvlab.workbench.store.retries import Patient
+    from kvlab.workbench.store.retries import RetryingClient
 
 
-def left(connection: Patient, run_id: str) -> list[str]:
+def left(connection: RetryingClient, run_id: str) -> list[str]:
     """Lines that say where a job's executed notebook and figures are, and the verdicts of its claims.
 
     Empty where the store has lost the run since.
@@ -51,7 +51,7 @@ def _short(folder: Path) -> str:
     return str(folder.relative_to(Path.cwd())) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
-def files(connection: Patient, run: Run, folder: str, suffix: str) -> Iterator[Path]:
+def files(connection: RetryingClient, run: Run, folder: str, suffix: str) -> Iterator[Path]:
     """A copy of each file NAME+suffix that lies directly in a folder of a run's artifacts, sorted by name; each is
     there until the next is asked for.
     """
@@ -60,14 +60,14 @@ def files(connection: Patient, run: Run, folder: str, suffix: str) -> Iterator[P
     assert run.info.artifact_uri is not None, "every run that is stored has a place for its files"
     # By the run's id, the store would read the run again for each question, with its thousands of metrics.
     there = get_artifact_repository(run.info.artifact_uri, tracking_uri=connection.tracking_uri)
-    listed, download = connection.patiently(there.list_artifacts), connection.patiently(there.download_artifacts)
+    listed, download = connection.with_retries(there.list_artifacts), connection.with_retries(there.download_artifacts)
     for artifact in sorted(listed(folder), key=lambda each: each.path):
         if artifact.path.endswith(suffix) and not artifact.is_dir:
             with tempfile.TemporaryDirectory() as temporary:
                 yield Path(download(artifact.path, temporary))
 
 
-def fetch(connection: Patient, run: Run, folder: str, into: Path) -> list[str]:
+def fetch(connection: RetryingClient, run: Run, folder: str, into: Path) -> list[str]:
     """Copy all files that lie directly in a folder of a run's artifacts into another one; returns their names."""
     names = []
     for path in files(connection, run, folder, ""):

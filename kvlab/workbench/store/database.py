@@ -17,7 +17,7 @@ from kvlab.lib import environment, extras
 from kvlab.lib.addresses import without_password
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import experiments, project
-from kvlab.workbench.store.retries import Patient
+from kvlab.workbench.store.retries import RetryingClient
 
 SQLITE = "sqlite:///"
 KIND = "mlflow.experimentKind"
@@ -200,7 +200,7 @@ def ensure_store() -> str:
     return uri
 
 
-def client(uri: str | None = None) -> Patient:
+def client(uri: str | None = None) -> RetryingClient:
     """A client of the store, which is made ready first; of the store at `uri`, if that is known to be ready.
 
     Raises KvlabError where it cannot be reached.
@@ -209,10 +209,10 @@ def client(uri: str | None = None) -> Patient:
     uri = uri or ensure_store()
     from mlflow.tracking import MlflowClient
 
-    return Patient(MlflowClient(tracking_uri=uri), silence)
+    return RetryingClient(MlflowClient(tracking_uri=uri), silence)
 
 
-def write_through(connection: Patient, run_id: str) -> None:
+def write_through(connection: RetryingClient, run_id: str) -> None:
     """Write a run's artifacts from the system's memory to the disk, if they lie on this machine.
 
     The database does so by itself. Without this, a power cut could leave a finished run whose files are gone.
@@ -238,7 +238,7 @@ def exists() -> bool:
     return path is None or path.exists()
 
 
-def experiment_id(connection: Patient, name: str) -> str:
+def experiment_id(connection: RetryingClient, name: str) -> str:
     """The id of the MLflow experiment `name`, created with an artifact folder of its own if it is not there.
 
     Its tag KIND tells MLflow's UI to show a table of runs, and not the page of an application of a language model.

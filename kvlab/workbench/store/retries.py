@@ -17,7 +17,7 @@ from kvlab.lib.durations import duration
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-PATIENCE = 600.0  # seconds
+RETRY_SECONDS = 600.0  # seconds
 PAUSE = 2.0  # seconds between attempts to reach the store
 SLICE = 0.05  # seconds until a flag that was set is noticed
 
@@ -45,7 +45,7 @@ class Flag:
         return self._set
 
 
-class Patient:
+class RetryingClient:
     """An MlflowClient whose calls outlast an absence of the store of up to KVLAB_PATIENCE seconds (600 by default).
 
     A call that fails because the store is away is sent again. Almost nothing that kvlab logs is harmed by being sent
@@ -64,10 +64,10 @@ class Patient:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._client, name)
-        return self.patiently(attribute) if callable(attribute) else attribute
+        return self.with_retries(attribute) if callable(attribute) else attribute
 
-    def patiently(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, which asks the same store, with this client's patience."""
+    def with_retries(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, which asks the same store, sent again while the store is away."""
         from mlflow.exceptions import MlflowException
         from requests import RequestException
 
@@ -113,7 +113,7 @@ class Patient:
 
     @staticmethod
     def _begin_to_wait() -> float:
-        seconds = patience()
+        seconds = retry_seconds()
         if seconds:
             _tell(f"the MLflow store is away; logging waits for it, at most {duration(seconds)}")
         return time.monotonic() + seconds
@@ -148,14 +148,14 @@ def _tell(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def patience() -> float:
+def retry_seconds() -> float:
     """Seconds for which a store may be away (KVLAB_PATIENCE).
 
     Raises KvlabError where that is not a number from 0 on.
     """
     named = os.environ.get("KVLAB_PATIENCE", "").strip()
     try:
-        seconds = float(named or PATIENCE)
+        seconds = float(named or RETRY_SECONDS)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):

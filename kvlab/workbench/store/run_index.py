@@ -19,7 +19,7 @@ from kvlab.workbench.experiments import CELL, ORDINARY, TRIAL
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from kvlab.workbench.store.retries import Patient
+    from kvlab.workbench.store.retries import RetryingClient
 
 # Replaces the key of a job during which the code was edited: its numbers may come from both versions of the code.
 EDITED = "edited while it ran"
@@ -30,7 +30,7 @@ LEAST = "-1.7976931348623157e308"  # as MLflow stores minus infinity; it cannot 
 
 
 def finished(
-    connection: Patient,
+    connection: RetryingClient,
     experiment: str,
     page_size: int = PAGE,
     model: str | None = None,
@@ -59,7 +59,7 @@ def _finished(kind: str, tags: Mapping[str, str]) -> str:
     return FINISHED + "".join(f" and tags.`kvlab.{name}` = '{every[name]}'" for name in every)
 
 
-def _found(connection: Patient, experiment: str, query: str, page_size: int) -> Iterator[Run]:
+def _found(connection: RetryingClient, experiment: str, query: str, page_size: int) -> Iterator[Run]:
     """What a query finds, newest first, page by page; without jobs during which the code was edited."""
     token = None
     while True:
@@ -72,7 +72,7 @@ def _found(connection: Patient, experiment: str, query: str, page_size: int) -> 
             return
 
 
-def newest_of_each(connection: Patient, experiment: str, tag: str, **tags: str) -> dict[str, Run]:
+def newest_of_each(connection: RetryingClient, experiment: str, tag: str, **tags: str) -> dict[str, Run]:
     """Value of a tag -> the last finished job of an experiment (its id) that has it, of those with these tags of
     kvlab; "" where the last of all has no such tag. One question for each value, however many runs there are.
     """
@@ -91,13 +91,13 @@ def newest_of_each(connection: Patient, experiment: str, tag: str, **tags: str) 
 
 
 def newest(
-    connection: Patient, experiment: str, model: str | None = None, kind: str = ORDINARY, **tags: str
+    connection: RetryingClient, experiment: str, model: str | None = None, kind: str = ORDINARY, **tags: str
 ) -> Run | None:
     """The last finished job of an experiment (its id) on a model (any by default) with these tags of kvlab."""
     return next(finished(connection, experiment, page_size=1, model=model, kind=kind, **tags), None)
 
 
-def done(connection: Patient, experiment: str, key: str, kind: str) -> Run | None:
+def done(connection: RetryingClient, experiment: str, key: str, kind: str) -> Run | None:
     """The last finished job with this content key that stands for one of that kind: an ordinary one stands for a cell,
     too, and never a cell for an ordinary one, since the ledger would not read it."""
     found: dict[str, Run] = {}
@@ -149,7 +149,7 @@ def release(lock: FileLock) -> None:
 # ---------------------------------------------------------------- after processes that died
 
 
-def tidy(connection: Patient, experiments: Mapping[str, str]) -> None:
+def tidy(connection: RetryingClient, experiments: Mapping[str, str]) -> None:
     """Mark the runs as KILLED that a dead process on this host left RUNNING, and remove its files in `work()`.
 
     experiments: name -> id of those to look at.
@@ -181,7 +181,7 @@ def _is_left(run: Run) -> bool:
     return lock is not None
 
 
-def _has_ended(connection: Patient, run_id: str) -> bool:
+def _has_ended(connection: RetryingClient, run_id: str) -> bool:
     from mlflow.exceptions import MlflowException
 
     try:

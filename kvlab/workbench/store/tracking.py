@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvlab.analyses.findings import Findings
     from kvlab.inputs.models import LM
     from kvlab.instruments.records import Records
-    from kvlab.workbench.store.retries import Patient
+    from kvlab.workbench.store.retries import RetryingClient
 
 __all__ = ["Run", "client", "create_run", "ensure_store", "experiment_id", "start", "store_uri"]
 
@@ -87,7 +87,7 @@ class Shown:
         return " ".join(sentence.strip() for sentence in self.text if sentence.strip())
 
     @_one_sentence
-    def log(self, connection: Patient, run_id: str) -> None:
+    def log(self, connection: RetryingClient, run_id: str) -> None:
         from kvlab.lib.figures import save
 
         if self.figure is not None:
@@ -115,7 +115,7 @@ class Run:
     Also a context manager: the run ends FINISHED, or FAILED if the block raises.
     """
 
-    def __init__(self, connection: Patient, run_id: str, experiment: str, attached: bool = False) -> None:
+    def __init__(self, connection: RetryingClient, run_id: str, experiment: str, attached: bool = False) -> None:
         self.client, self.id, self.experiment, self.attached = connection, run_id, experiment, attached
         self.metrics: dict[str, float] = {}
         self.intervals: dict[str, tuple[float, float]] = {}
@@ -399,7 +399,7 @@ def _name(experiment: str, parameters: Mapping[str, Any]) -> str:
 
 @_one_sentence
 def create_run(
-    connection: Patient, experiment: str, parameters: Mapping[str, Any], tags: Mapping[str, object], name: str
+    connection: RetryingClient, experiment: str, parameters: Mapping[str, Any], tags: Mapping[str, object], name: str
 ) -> Run:
     """Open a run with its parameters and the tags that every run of kvlab carries."""
     from mlflow.entities import Param, RunTag
