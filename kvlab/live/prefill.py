@@ -127,25 +127,26 @@ class Prefill:
             return cache.likelihood.perplexity(min(n, store.seen - 1), group.rows)
 
         pseudo_tokens = None if ids is None else tokens_of(ids)
-        prompt = Prompt(
+        return Prompt(
             window,
             store.keys,
             store.values,
             store.layers,
             len(cache.compressed),
-            pseudo,
-            accumulated,
-            self._max_new_tokens,
-            layer.softmax,
-            perplexity,
-            self._projections(cache, index, len(store.keys)),
-            self._rotations(cache, index, number),
-            before,
-            repeated[index] if repeated else None,
-            once(cache.memory, ("shared", number, index, self._max_new_tokens, pseudo_tokens), dict),
-        )
-        prompt.lossy, prompt.seen, prompt.positions = group.lossy, store.seen, store.positions
-        return prompt.seen_by(self._policy)
+            pseudo=pseudo,
+            accumulated=accumulated,
+            max_new_tokens=self._max_new_tokens,
+            scaling=layer.softmax,
+            perplexity=perplexity,
+            projections=self._projections(cache, index, len(store.keys)),
+            rotations=self._rotations(cache, index, number),
+            pre_queries=before,
+            repeated=repeated[index] if repeated else None,
+            shared=once(cache.memory, ("shared", number, index, self._max_new_tokens, pseudo_tokens), dict),
+            positions=store.positions,
+            seen=store.seen,
+            lossy=group.lossy,
+        ).seen_by(self._policy)
 
     def _rotations(self, cache: LiveCache, index: int, number: int) -> list[Rotation | None] | None:
         """How one layer turns each sequence of a group, from where its tokens were placed; None unless asked for."""

@@ -321,10 +321,19 @@ class Policy(Parameters, metaclass=Declaring):
         if queries.shape[2] < need:
             raise KvlabError(f"{self.name} looks at the last {need} prompt queries and got {queries.shape[2]}")
         rows = keys.shape[0]
-        given = queries, keys, values, (layer,) * rows, n_layers, pseudo, accumulated, max_new_tokens
-        projections = None if projection is None else [projection] * rows
-        rotations = None if rotation is None else [rotation] * rows
-        prompt = Prompt(*given, projections=projections, rotations=rotations, pre_queries=pre_queries)
+        prompt = Prompt(
+            queries,
+            keys,
+            values,
+            (layer,) * rows,
+            n_layers,
+            pseudo=pseudo,
+            accumulated=accumulated,
+            max_new_tokens=max_new_tokens,
+            projections=None if projection is None else [projection] * rows,
+            rotations=None if rotation is None else [rotation] * rows,
+            pre_queries=pre_queries,
+        )
         kept = self.prefill(prompt.seen_by(self)).contiguous()
         if self.decides and n_layers == 1 and kept.shape[2] < prompt.length:
             paid = kept.shape[0] * kept.shape[1] * [self.entries(prompt.length)]

@@ -57,14 +57,14 @@ class Prompt:
         pre_queries: `[rows, heads, n, head_dim]`, of the last n prompt positions, before RoPE.
         repeated: `[rows, kv_heads, length]`, scores of passes that repeat the prompt, by the key of each repetition.
         shared: what `share` keeps, where the same prompt is shown to others too.
+        positions: original ones of the slots, `[rows, kv_heads, length]`; 0 .. length - 1 unless given.
+        seen: tokens of the sequence so far, the same in all layers; more than `length` if `lossy`.
+        lossy: whether an earlier turn of a chat evicted entries. Then these are the entries that it left and those that
+            came since, and slots are not positions.
 
     Attributes:
         plan: these rows' share of what the policy planned over all layers, `[rows, ...]`; None before, and for
             policies that plan nothing.
-        lossy: whether an earlier turn of a chat evicted entries. Then these are the entries that it left and those that
-            came since, and slots are not positions.
-        positions: original ones of the slots, `[rows, kv_heads, length]`.
-        seen: tokens of the sequence so far, the same in all layers; more than `length` if `lossy`.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Prompt:
         values: Tensor,
         layers: tuple[int, ...],
         n_layers: int,
+        *,
         pseudo: Tensor | Callable[[Asks], Tensor | None] | None = None,
         accumulated: Tensor | None = None,
         max_new_tokens: int = 0,
@@ -84,6 +85,9 @@ class Prompt:
         pre_queries: Tensor | None = None,
         repeated: Mapping[str, Tensor] | None = None,
         shared: dict[tuple, Tensor] | None = None,
+        positions: Tensor | None = None,
+        seen: int | None = None,
+        lossy: bool = False,
     ):
         self._queries, self.keys, self.values = queries, keys, values
         self._policy: Asks | None = None
@@ -93,9 +97,9 @@ class Prompt:
         self._repeated = repeated or {}
         self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).told
         self.plan: Tensor | None = None
-        self.lossy = False
-        self.positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-        self.seen = keys.shape[2]
+        every = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        self.positions = every if positions is None else positions
+        self.seen, self.lossy = keys.shape[2] if seen is None else seen, lossy
         self._shared: dict[tuple, Tensor] = {} if shared is None else shared
 
     def softmax(self, row: int) -> Softmax:
