@@ -120,7 +120,7 @@ class _Fresh(Probe):
         if store.merged:
             positions = store.positions.masked_fill(~ours | (store.fusion_counts <= 1), -1)
             self.merged = torch.stack([_marked(row, self.prompt) for row in positions])
-        if seen.policy.rewrites:
+        if seen.policy.needs.rewrites:
             held = (store.keys != 0) & ours[..., None]
             self.channels = (held.sum(2) / ours.sum(2)[..., None]).cpu()
 
@@ -157,7 +157,7 @@ def portrait(trace: Trace, method: Policy, document: str) -> Portrait:
     fresh = _Fresh(trace.prompt_length)
     replayed = Replay(trace, method, [fresh])
     stored = torch.stack([_marked(replayed.kept(layer), trace.prompt_length) for layer in trace.layers])
-    read = _reads(replayed) if method.acts_while_decoding else None
+    read = _reads(replayed) if method.needs.acts_while_decoding else None
     layers = tuple(trace.layers)
     return Portrait(method, document, replayed.budget, layers, stored, read, fresh.merged, fresh.channels)
 

@@ -97,7 +97,7 @@ class Replay:
         prompt = self._planned(trace.prompt.seen_by(self.policy))
         self.policy.compress(store, prompt)
         contract.check_spent(self.policy, [store])
-        if self.policy.decides and not self.policy.steps and not self.policy.fits(trace.prompt_length):
+        if self.policy.needs.chooses and not self.policy.needs.steps and not self.policy.fits(trace.prompt_length):
             entries = float(store.counts.float().mean())
             self.entries = int(entries) if entries.is_integer() else entries
         self._kept = store.positions.clone()
@@ -110,7 +110,7 @@ class Replay:
         if trace.steps == 0:
             # Without a response there is no gold set to recall.
             self.recall, self.window_recall = (torch.full_like(r, torch.nan) for r in (self.recall, self.window_recall))
-        if self.policy.acts_while_decoding or self.policy.rewrites or store.merged or self.probes:
+        if self.policy.needs.acts_while_decoding or self.policy.needs.rewrites or store.merged or self.probes:
             self._decode(store)
         else:
             self._follow(store)
@@ -119,7 +119,7 @@ class Replay:
 
     def _planned(self, prompt: Prompt) -> Prompt:
         """The prompt with what the policy plans for all layers together, where it does."""
-        if not self.policy.sees_all_layers or self.policy.fits(prompt.length):
+        if not self.policy.needs.surveys or self.policy.fits(prompt.length):
             return prompt
         plan = self.policy.plan(self.policy.survey(prompt)[:, None], prompt)
         return prompt.with_plan(plan[:, 0])
@@ -136,7 +136,7 @@ class Replay:
             self.read_bytes[step - 1] = store.bytes_of(slots) + self.policy.overhead_bytes(store)
             if self._as_recorded(store):
                 recorded.append(step - 1)
-                weighs = self.policy.weighs and self.policy.steps
+                weighs = self.policy.weighs and self.policy.needs.steps
                 weights = weigh(store, queries, slots, self.trace.softmax) if weighs else None
                 self.policy.step(store, weights)
             else:
@@ -149,7 +149,7 @@ class Replay:
 
     def _as_recorded(self, store: LayerStore) -> bool:
         """Whether what the model recorded tells all that a step attends to."""
-        plain = self.policy.attends_plainly and self.storage.exact and not store.merged
+        plain = self.policy.needs.attends_plainly and self.storage.exact and not store.merged
         return plain and not self.probes
 
     def _attend(self, store: LayerStore, queries: Tensor, slots: Tensor | None, step: int) -> None:

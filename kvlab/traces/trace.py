@@ -401,4 +401,5 @@ def _perplexity(nll: Tensor | None, prompt_length: int, n_layers: int, n: int) -
 
 def _pseudo_for(pseudo: Mapping[str, Tensor], policy: Asks) -> Tensor | None:
     given = pseudo.get(GIVEN)
-    return given if policy.pseudo_key is None else pseudo.get(policy.pseudo_key, given)
+    asked = policy.needs.pseudo
+    return given if asked is None else pseudo.get(asked.key, given)

@@ -338,7 +338,7 @@ def _under_each(
     values = torch.empty([len(labels) for labels in every], dtype=torch.float64)
     places = {name: place for place, name in enumerate(policies)}
     # Policies that act at every step take their steps together; the others need no single steps.
-    acting = [name for name, method in policies.items() if method.acts_while_decoding]
+    acting = [name for name, method in policies.items() if method.needs.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
     for names in progress_bars.each(parts, "inside the model", "part"):
         decoded = _decoded(
@@ -375,7 +375,7 @@ def _decoded(
     fed, shape = ids.repeat(len(together), 1), (len(together), len(ids))
     with live_session.compress(lm.model, "full", turns="leave") as joint:
         past = joint.join(sessions)
-        if not any(method.acts_while_decoding for method in together.values()):
+        if not any(method.needs.acts_while_decoding for method in together.values()):
             # A policy that does nothing after the prefill is fed many tokens at once, as turns that are stored whole.
             for turn in fed.split(TURN, 1):
                 before = [session.kv_bytes for session in sessions]

@@ -227,7 +227,9 @@ def _batches(found: Sequence[System]) -> Iterator[tuple[list[System], bool]]:
     """Batches of systems, each with whether nothing that they have stored changes while they decode."""
     for resting in (True, False):
         alike = [
-            system for system in found if resting == (system.form == PLAIN and not system.policy.acts_while_decoding)
+            system
+            for system in found
+            if resting == (system.form == PLAIN and not system.policy.needs.acts_while_decoding)
         ]
         yield from ((batch, resting) for batch in batches(alike))
 
