@@ -1,12 +1,10 @@
 """What a policy needs is one object, and a method around another policy asks for all that the other one asks for."""
 
 import copy
-import pickle
 from dataclasses import fields
 
 import pytest
 import torch
-from support.tensors import exact
 
 import kvlab
 from kvlab.core import ranking
@@ -104,10 +102,10 @@ def test_either_of_two_needs():
     assert (one | NOTHING) == one == (NOTHING | one) and (Needs(queries=None) | one).queries is None
 
 
-def test_copies_and_pickles_of_a_policy_need_the_same():
+def test_copies_of_a_policy_need_the_same():
     policy = kvlab.policy("dapq", budget=20, window=8)
     needs, ids = policy.needs, torch.arange(30)
-    for other in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
-        assert other == policy and other.needs == needs
-        assert exact(other.needs.pseudo.tokens(ids, 50, None)).tolist() == needs.pseudo.tokens(ids, 50, None).tolist()
+    other = copy.deepcopy(policy)
+    assert other == policy and other.needs == needs
+    assert other.needs.pseudo.tokens(ids, 50, None).equal(needs.pseudo.tokens(ids, 50, None))
     assert policy.replace(window=4).needs.pseudo != needs.pseudo
