@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 
 from kvlab.analyses.findings import Findings
-from kvlab.replays.run import Replay
+from kvlab.replays.replay import Replay
 
 if TYPE_CHECKING:
     from kvlab.traces.trace import Trace

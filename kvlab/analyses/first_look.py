@@ -11,8 +11,8 @@ import pandas as pd
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
 from kvlab.replays.reference import reference
+from kvlab.replays.replay import Replay
 from kvlab.replays.results import Replays
-from kvlab.replays.run import Replay
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM

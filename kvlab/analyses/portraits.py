@@ -24,6 +24,7 @@ from kvlab.instruments.records import Records
 from kvlab.lib import intervals, progress_bars
 from kvlab.methods import Policy, has_budget, policy
 from kvlab.replays.replay import Replay
+from kvlab.replays.run import replay
 from kvlab.traces import shared
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class _Fresh(Probe):
         if store.merged:
             positions = store.positions.masked_fill(~ours | (store.fusion_counts <= 1), -1)
             self.merged = torch.stack([_marked(row, self.prompt) for row in positions])
-        if seen.policy.rewrites:
+        if seen.policy.needs.rewrites:
             held = (store.keys != 0) & ours[..., None]
             self.channels = (held.sum(2) / ours.sum(2)[..., None]).cpu()
 
@@ -155,9 +156,9 @@ def traces(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -
 def portrait(trace: Trace, method: Policy, document: str) -> Portrait:
     """What a policy keeps of one trace, and what its decoding steps read."""
     fresh = _Fresh(trace.prompt_length)
-    replayed = Replay(trace, method, [fresh])
+    replayed = replay(trace, method, probes=[fresh])
     stored = torch.stack([_marked(replayed.kept(layer), trace.prompt_length) for layer in trace.layers])
-    read = _reads(replayed) if method.acts_while_decoding else None
+    read = _reads(replayed) if method.needs.acts_while_decoding else None
     layers = tuple(trace.layers)
     return Portrait(method, document, replayed.budget, layers, stored, read, fresh.merged, fresh.channels)
 
@@ -192,7 +193,7 @@ def qualities(
             method = chosen(lm, name, budget)
             summaries = []
             for trace in traces:
-                summaries.append(Replay(trace, method).summary)
+                summaries.append(replay(trace, method).summary)
                 advance(f"replaying {name}", REPLAYED)
             asked = budget if has_budget(name) else None
             for measure in MEASURES:

@@ -43,8 +43,8 @@ class Attending:
             self._remember(cache, layer, call)
             return self._accumulated(cache, store, call.queries, call.softmax, call.padding)
         if cache.ended and call.queries.shape[2] == 1:
-            if self._turns == "recompress" and policy.observes is not None:
-                layer.observed.add(call.queries, policy.observes)
+            if self._turns == "recompress" and policy.needs.queries is not None:
+                layer.observed.add(call.queries, policy.needs.queries)
             return self._each(cache, layer, call, self._step)
         if not cache.ended:
             self._remember(cache, layer, call)
@@ -53,7 +53,7 @@ class Attending:
     def _remember(self, cache: LiveCache, layer: LiveLayer, call: hooks.Call) -> None:
         """Keep of a chunk of the prompt what the policy will want to know of its queries."""
         needs = self._policy.needs
-        layer.observed.add(call.queries, self._policy.observes)
+        layer.observed.add(call.queries, needs.queries)
         if needs.pre_queries:
             assert call.pre_rope is not None, "queries before RoPE are asked for"
             layer.before_rope.add(call.pre_rope, None)
@@ -103,7 +103,7 @@ class Attending:
         """The output over all that is stored; what a policy wants of every prompt query's attention is added up in a
         column of the store's.
         """
-        if not self._policy.accumulates or cache.ended:
+        if not self._policy.needs.accumulated or cache.ended:
             return attention.attend(queries, store.keys, store.values, softmax, padding)
         if not store.compressed and store.length > queries.shape[2] and not store.has_column(ACCUMULATED):
             raise KvlabError(

@@ -252,7 +252,7 @@ class LiveCache(DynamicCache):
     def acting(self) -> list[Policy]:
         """The policies that do something at every step."""
         policies = [group.policy or self.policy for group in self.compressed[0].groups] or [self.policy]
-        return [policy for policy in policies if policy.acts_while_decoding]
+        return [policy for policy in policies if policy.needs.acts_while_decoding]
 
     @torch.inference_mode()
     def crop(self, tokens_to_remove: int) -> None:

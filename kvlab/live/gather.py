@@ -23,33 +23,7 @@ class Gather(Policy):
 
     name: ClassVar[str] = "gather"
 
-    looks_back: int | None = 0
-    sums_up: bool = False
-    reads: int = 0
     asks: InstanceOf[Needs] = NOTHING
-
-    @classmethod
-    def for_all(cls, policies: Sequence[Policy]) -> Gather:
-        """One that gathers what any of `policies` asks for."""
-        windows = [policy.observes for policy in policies if policy.observes is not None]
-        return cls(
-            looks_back=None if len(windows) < len(policies) else max(windows, default=0),
-            sums_up=any(policy.accumulates for policy in policies),
-            reads=max((policy.reads_perplexity for policy in policies), default=0),
-            asks=reduce(or_, (policy.needs for policy in policies), NOTHING),
-        )
-
-    @property
-    def observes(self) -> int | None:
-        return self.looks_back
-
-    @property
-    def accumulates(self) -> bool:
-        return self.sums_up
-
-    @property
-    def reads_perplexity(self) -> int:
-        return self.reads
 
     @property
     def needs(self) -> Needs:
@@ -67,4 +41,4 @@ def gather(model: nn.Module, policies: Sequence[Policy]) -> Session:
             past = session.branch(prefilled)          # go on from here as after a prefill of its own
     ```
     """
-    return compress(model, Gather.for_all(policies))
+    return compress(model, Gather(asks=reduce(or_, (policy.needs.inputs for policy in policies), NOTHING)))

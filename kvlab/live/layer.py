@@ -181,7 +181,7 @@ class LiveLayer(DynamicLayer):
                 f"leave the session, or {INSIDE}"
             )
         policy = self.groups[0].policy or cache.policy
-        if policy.acts_while_decoding:
+        if policy.needs.acts_while_decoding:
             raise KvlabError(f"{policy.name} acts at every step, so its cache is of no use outside; {INSIDE}")
         # Behind the first layer a pass has begun, and layers are not in step until it is over.
         layers = cache.compressed if self is cache.compressed[0] else [self]

@@ -69,10 +69,10 @@ class Prefill:
                     f"{policy.name} left sequences or heads with different numbers of entries, which cannot be "
                     "one prompt again; store later turns whole (turns='leave')"
                 )
-            ids = self._pseudo_tokens(cache, number) if judged and policy.pseudo_key else None
+            ids = self._pseudo_tokens(cache, number) if judged and policy.needs.pseudo else None
             pseudo = {} if ids is None else self._pseudo_queries(cache, number, ids)
             repeated = self._repeated(cache, number) if judged else []
-            planned = self._planned(cache, number, repeated) if policy.sees_all_layers and judged else []
+            planned = self._planned(cache, number, repeated) if policy.needs.surveys and judged else []
             for index, layer in enumerate(cache.compressed):
                 group = layer.groups[number]
                 # What a layer's prompt holds on to is freed before the next layer is compressed, unless it is shared.
@@ -87,7 +87,7 @@ class Prefill:
             contract.check_spent(policy, stores)
         for layer in cache.compressed:
             layer.before_rope.forget()
-            if self._turns == "leave" or policy.observes is None:
+            if self._turns == "leave" or policy.needs.queries is None:
                 layer.forget()
         cache.ended, cache.ended_at, cache.memory = True, cache.seen, None
 
@@ -127,25 +127,26 @@ class Prefill:
             return cache.likelihood.perplexity(min(n, store.seen - 1), group.rows)
 
         pseudo_tokens = None if ids is None else tokens_of(ids)
-        prompt = Prompt(
+        return Prompt(
             window,
             store.keys,
             store.values,
             store.layers,
             len(cache.compressed),
-            pseudo,
-            accumulated,
-            self._max_new_tokens,
-            layer.softmax,
-            perplexity,
-            self._projections(cache, index, len(store.keys)),
-            self._rotations(cache, index, number),
-            before,
-            repeated[index] if repeated else None,
-            once(cache.memory, ("shared", number, index, self._max_new_tokens, pseudo_tokens), dict),
-        )
-        prompt.lossy, prompt.seen, prompt.positions = group.lossy, store.seen, store.positions
-        return prompt.seen_by(self._policy)
+            pseudo=pseudo,
+            accumulated=accumulated,
+            max_new_tokens=self._max_new_tokens,
+            scaling=layer.softmax,
+            perplexity=perplexity,
+            projections=self._projections(cache, index, len(store.keys)),
+            rotations=self._rotations(cache, index, number),
+            pre_queries=before,
+            repeated=repeated[index] if repeated else None,
+            shared=once(cache.memory, ("shared", number, index, self._max_new_tokens, pseudo_tokens), dict),
+            positions=store.positions,
+            seen=store.seen,
+            lossy=group.lossy,
+        ).seen_by(self._policy)
 
     def _rotations(self, cache: LiveCache, index: int, number: int) -> list[Rotation | None] | None:
         """How one layer turns each sequence of a group, from where its tokens were placed; None unless asked for."""
@@ -175,15 +176,15 @@ class Prefill:
 
     def _judges(self, length: int) -> bool:
         """Whether the policy looks at a prompt of this length, or keeps it whole unseen."""
-        return self._policy.steps or not self._policy.fits(length)
+        return self._policy.needs.steps or not self._policy.fits(length)
 
     def _check_window(self, known: int, length: int) -> None:
         """Raise KvlabError where the policy looks at more of the last queries than are `known`."""
         policy = self._policy
-        need = length if policy.observes is None else min(policy.observes, length)
+        need = policy.needs.window(length)
         if known >= need or not self._judges(length):
             return
-        if policy.observes is None:
+        if policy.needs.queries is None:
             self._check_all(known, length)
         raise KvlabError(
             f"{policy.name} looks at the last {need} queries, and only {known} were fed inside the session after "
@@ -201,10 +202,12 @@ class Prefill:
 
     def _pseudo_tokens(self, cache: LiveCache, number: int) -> Tensor:
         """The ids of one group's pseudo-tokens, `[rows, m]`."""
+        pseudo = self._policy.needs.pseudo
+        assert pseudo is not None, "pseudo-tokens are asked for"
         prompts = passes.prompts(cache, number, f"{self._policy.name} makes pseudo-tokens")
         vocabulary = hookable.text_config(self._model).vocab_size
         encode = self._encode or _no_tokenizer
-        return torch.stack([self._policy.pseudo_tokens(row, vocabulary, encode) for row in prompts])
+        return torch.stack([pseudo.tokens(row, vocabulary, encode) for row in prompts])
 
     def _pseudo_queries(self, cache: LiveCache, number: int, ids: Tensor) -> dict[int, Tensor]:
         """Post-RoPE queries `[rows, heads, m, head_dim]` of pseudo-tokens `ids`, by place of the layer."""

@@ -81,8 +81,6 @@ class Session:
             hookable.required_projections(self.modules)
         storage.check(hookable.head_dim_of(model, self.modules[0]), hookable.device_of(model))
         self._window = hooks.shortest_window(model)
-        needs = policy.needs
-        self._places = needs.rotation or bool(needs.repetitions) or policy.pseudo_key is not None
         self._cache: LiveCache | None = None
         self._fed = 0
         self._last_logits: Tensor | None = None  # of a prompt, where drafts were fed with its end
@@ -162,13 +160,13 @@ class Session:
             self._reports.step_begins(cache)
         if tokens is not None:
             cache.ids.append(tokens)
-        if self._places:
+        if self.policy.needs.places:
             cache.note_positions(kwargs.get("position_ids"), self._fed, told.device)
-        if self.policy.reads_perplexity and "logits_to_keep" in self._arguments:
+        if self.policy.needs.perplexity and "logits_to_keep" in self._arguments:
             asked = kwargs.get("logits_to_keep", 0)
             self._told = tokens, asked
             if isinstance(asked, int) and asked:
-                kwargs["logits_to_keep"] = max(asked, self.policy.reads_perplexity + 1)
+                kwargs["logits_to_keep"] = max(asked, self.policy.needs.perplexity + 1)
         self._passing, cache.memory = True, None  # what was found out about the prompt holds no longer
         return (), kwargs
 
@@ -228,7 +226,7 @@ class Session:
     def _check_drafts(self) -> None:
         """Refuse drafted tokens where taking them back would not leave everything as it was."""
         why = None
-        if self.policy.acts_while_decoding:
+        if self.policy.needs.acts_while_decoding:
             why = f"{self.policy.name} cannot take tokens back, since it acts on every one that it is fed"
         elif self.storage.group > 1:
             why = f"{self.storage.name} rounds several tokens together and cannot take single ones back"
@@ -286,7 +284,7 @@ class Session:
             self._turn.release()
 
     def _note_likelihood(self, cache: LiveCache, output: Any) -> None:
-        most = self.policy.reads_perplexity
+        most = self.policy.needs.perplexity
         logits = getattr(output, "logits", None) if most else None
         if logits is None:
             return
@@ -383,7 +381,7 @@ class Session:
         groups = [group for layer in prefilled.compressed for group in layer.groups]
         if prefilled.ended or any(group.lossy or group.kept is not None for group in groups):
             raise KvlabError("this prompt has been compressed already; branch off before it ends")
-        self._cache = prefilled.branch(self, columns=[ACCUMULATED] if self.policy.accumulates else [])
+        self._cache = prefilled.branch(self, columns=[ACCUMULATED] if self.policy.needs.accumulated else [])
         return self._cache
 
     def join(self, sessions: Sequence[Session]) -> LiveCache:

@@ -58,7 +58,7 @@ class ThinK(Around):
     @cached_property
     def _inner(self) -> Policy:
         inner = self.scorer or Full()
-        if inner.acts_while_decoding or inner.sees_all_layers or getattr(inner, "sets", "group") == "head":
+        if inner.needs.acts_while_decoding or inner.needs.surveys or getattr(inner, "sets", "group") == "head":
             raise KvlabError(
                 f"{self.name}: {inner.name} does more than to choose which tokens of the prompt each KV head keeps; "
                 "take a policy that does this alone, such as 'snapkv' or 'keydiff'"
@@ -82,9 +82,8 @@ class ThinK(Around):
         return prompt_length <= self.window and self._inner.fits(prompt_length)
 
     @property
-    def observes(self) -> int | None:
-        looks = self._inner.observes
-        return None if looks is None else max(looks, self.window)
+    def observes(self) -> int:
+        return self.window
 
     def prefill(self, prompt: Prompt) -> Tensor:
         return self._inner.prefill(prompt)

@@ -16,6 +16,7 @@ from kvlab.instruments.probes import Probe, probe
 from kvlab.lib import progress_bars
 from kvlab.methods import Policy, has_budget, listed, policy
 from kvlab.methods._base.contract import warned_of_raised
+from kvlab.replays.engines import replay_one
 from kvlab.replays.replay import Replay
 from kvlab.replays.results import Replays
 from kvlab.traces.as_trace import opened
@@ -137,7 +138,7 @@ def replay(
             objects.append(policy(method))
     instruments = [probe(instrument) for instrument in listed(probes, "probes")]
     if single:
-        return Replay(traces[0], objects[0], instruments, forms[0], k)
+        return replay_one(traces[0], objects[0], instruments, forms[0], k)
 
     for t, form in product(traces, forms):
         form.check(t.keys.shape[-1], t.device)
@@ -146,5 +147,5 @@ def replay(
             break
     jobs = list(product(traces, objects, forms))
     return Replays(
-        Replay(t, p, instruments, form, k) for t, p, form in progress_bars.each(jobs, "replay", "policy", progress)
+        replay_one(t, p, instruments, form, k) for t, p, form in progress_bars.each(jobs, "replay", "policy", progress)
     )

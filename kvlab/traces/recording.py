@@ -20,8 +20,8 @@ from kvlab.errors import KvlabError, whole
 from kvlab.inputs.corpus import Document
 from kvlab.lib import progress_bars
 from kvlab.methods import Policy, has_budget, listed, policy
-from kvlab.methods._base.needs import NOTHING, Needs
-from kvlab.methods._base.repeating import Part, longest
+from kvlab.methods._base.needs import NOTHING
+from kvlab.methods._base.repeating import Part, Repetition, longest
 from kvlab.traces.passes import chunk_for
 from kvlab.traces.trace import Keep
 
@@ -68,8 +68,8 @@ class Recording:
         accumulate: whether the attention over all prompt queries is summed.
         likelihoods: of how many of the last prompt tokens.
         pseudo: token ids by the key that a policy asks for.
-        needs: what policies ask for besides.
-        repeats: what is fed to have the model repeat its prompt, by the key of each repetition.
+        projection: whether the output projections are recorded.
+        repeats: what is fed to have the model repeat its prompt, for each repetition.
         response: token ids to feed instead of the greedy ones; None for these.
         chunk: tokens of the prompt that are fed at once.
     """
@@ -81,8 +81,8 @@ class Recording:
     accumulate: bool
     likelihoods: int
     pseudo: dict[str, Tensor]
-    needs: Needs
-    repeats: dict[str, list[Part]]
+    projection: bool
+    repeats: dict[Repetition, list[Part]]
     response: Tensor | None
     chunk: int
 
@@ -116,11 +116,10 @@ def planned(
     if queries not in (None, "all"):
         raise KvlabError(f"queries={queries!r}: it is 'all' for every prompt query, or left out for the last `window`")
     served = [_roomy(method) for method in listed(policies)]
-    window = max([window, *(each.observes or 0 for each in served), *(each.reads_perplexity for each in served)])
     needs = reduce(or_, (each.needs for each in served), NOTHING)
-    every = needs.pre_queries or any(each.observes is None for each in served)
-    queries = "all" if every else queries
-    accumulate = accumulate or any(each.accumulates for each in served)
+    window = max(window, needs.queries or 0, needs.perplexity)
+    queries = "all" if needs.every_query else queries
+    accumulate = accumulate or needs.accumulated
     if needs.projection:
         hookable.required_projections(hookable.layers_of(lm.model))
     ids, document = prompt_ids(lm, text_or_ids, chat)
@@ -130,7 +129,7 @@ def planned(
         new_tokens = len(response)
     extra = pseudo_tokens(lm, ids, [*map(_roomy, listed(pseudo, "pseudo")), *served])
     encode = encoder(lm) if lm.tokenizer else None
-    repeats = {repetition.key: repetition.parts(ids, encode) for repetition in needs.repetitions}
+    repeats = {repetition: repetition.parts(ids, encode) for repetition in needs.repetitions}
     furthest = length + max([new_tokens, *map(len, extra.values()), *map(longest, repeats.values())])
     if furthest > lm.context_length:
         raise KvlabError(
@@ -146,12 +145,24 @@ def planned(
         )
     chunk = chunk_for(lm.model, length) if chunk is None else min(whole("chunk", chunk), length)
     window = length if queries == "all" else min(window, length)
-    known = min(window, length - 1, max([NLL_TOKENS, *(each.reads_perplexity for each in served)]))
-    return Recording(ids, document, new_tokens, window, accumulate, known, extra, needs, repeats, response, chunk)
+    known = min(window, length - 1, max(NLL_TOKENS, needs.perplexity))
+    return Recording(
+        ids=ids,
+        document=document,
+        new_tokens=new_tokens,
+        window=window,
+        accumulate=accumulate,
+        likelihoods=known,
+        pseudo=extra,
+        projection=needs.projection,
+        repeats=repeats,
+        response=response,
+        chunk=chunk,
+    )
 
 
 def pseudo_tokens(lm: LM, ids: Tensor, policies: Sequence[Policy]) -> dict[str, Tensor]:
-    """The tokens of the pseudo-queries that policies ask for, int64 `[m]` each, by the policy's `pseudo_key`.
+    """The tokens of the pseudo-queries that policies ask for, int64 `[m]` each, by their key.
 
     Args:
         ids: of the prompt, `[tokens]`.
@@ -160,8 +171,8 @@ def pseudo_tokens(lm: LM, ids: Tensor, policies: Sequence[Policy]) -> dict[str, 
         KvlabError: pseudo-tokens of a sentence for a model without a tokenizer.
     """
     vocabulary = hookable.text_config(lm.model).vocab_size
-    keys = ((method.pseudo_key, method) for method in policies)
-    return {key: method.pseudo_tokens(ids, vocabulary, encoder(lm)) for key, method in keys if key}
+    wanted = (method.needs.pseudo for method in policies)
+    return {pseudo.key: pseudo.tokens(ids, vocabulary, encoder(lm)) for pseudo in wanted if pseudo}
 
 
 def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Tensor, str]:

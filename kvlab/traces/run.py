@@ -130,7 +130,7 @@ def _in_file(lm: LM, plan: Recording, chat: str | bool, path: Path) -> Trace:
         if lm.device.type == "cpu":
             wanted = shapes(lm, plan)
             layers, head_dim = wanted["keys"][0][0], wanted["keys"][0][-1]
-            keys = [plan.document, *plan.pseudo, *plan.repeats]
+            keys = [plan.document, *plan.pseudo, *(each.key for each in plan.repeats)]
             room = 8192 + layers * (32 * head_dim + 256) + 128 * lm.n_layers + 12 * sum(map(len, keys))
             draft = Draft(temporary, wanted, room)
             made = _run(lm, plan, chat, draft.tensors)
@@ -148,8 +148,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
         logits, nll = prefill(lm, plan.ids, recorder.cache, plan.chunk, plan.likelihoods)
     recorder.prefilling = False
     pseudo = pseudo_queries_by_key(lm, recorder.cache, plan.pseudo, len(plan.ids))
-    asked = {repetition.key: repetition for repetition in plan.needs.repetitions}
-    repeated = {key: repeat_scores(lm, recorder.cache, asked[key], parts) for key, parts in plan.repeats.items()}
+    repeated = {each.key: repeat_scores(lm, recorder.cache, each, parts) for each, parts in plan.repeats.items()}
     fed = []
     with hooks.hooked(lm.model, recorder):
         for step in range(plan.new_tokens):
@@ -173,7 +172,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
         scaling=recorder.softmax.factor,
         softcap=recorder.softmax.softcap,
         sinks=recorder.sinks,
-        projections=torch.stack(hookable.required_projections(modules)) if plan.needs.projection else None,
+        projections=torch.stack(hookable.required_projections(modules)) if plan.projection else None,
         lent=lent,
         repeated=repeated,
         rotations=tuple(recorder.rotations[place] for place in range(recorder.layers)),

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from inspect import signature
@@ -23,7 +22,6 @@ from kvlab.inputs import packs
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
 from kvlab.lib.files import why
-from kvlab.methods._base.needs import Needs
 from kvlab.traces.recording import Options, Recording, check_keep, planned, several
 from kvlab.traces.run import capture, placed
 from kvlab.traces.trace import FORMAT, Trace
@@ -242,12 +240,10 @@ def _key(lm: LM, plan: Recording, chat: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Needs):
-        return asdict(value)
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {getattr(name, "key", name): _plain(each) for name, each in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -210,21 +210,22 @@ class Trace:
     @cached_property
     def prompt(self) -> Prompt:
         """The end of the prefill as policies see it, one row for each layer."""
+        pre, before = self.pre_queries, self.queries.shape[2] - self.steps
         return Prompt(
-            self.queries[:, :, : self.queries.shape[2] - self.steps],
+            self.queries[:, :, :before],
             self.prompt_keys,
             self.prompt_values,
             tuple(range(self.n_layers)),
             self.n_layers,
-            partial(_pseudo_for, self.pseudo),
-            self.accumulated,
-            self.steps,
-            self.softmax,
-            partial(_perplexity, self.nll, self.prompt_length, self.n_layers),
-            self.lent if self.projections is None else list(self.projections),
-            self.rotations,
-            None if self.pre_queries is None else self.pre_queries[:, :, : self.queries.shape[2] - self.steps],
-            self.repeated,
+            pseudo=partial(_pseudo_for, self.pseudo),
+            accumulated=self.accumulated,
+            max_new_tokens=self.steps,
+            scaling=self.softmax,
+            perplexity=partial(_perplexity, self.nll, self.prompt_length, self.n_layers),
+            projections=self.lent if self.projections is None else list(self.projections),
+            rotations=self.rotations,
+            pre_queries=None if pre is None else pre[:, :, :before],
+            repeated=self.repeated,
         )
 
     def named(self, name: str, head: int | None = None, step: int | None = None) -> Tensor:
@@ -400,4 +401,5 @@ def _perplexity(nll: Tensor | None, prompt_length: int, n_layers: int, n: int) -
 
 def _pseudo_for(pseudo: Mapping[str, Tensor], policy: Asks) -> Tensor | None:
     given = pseudo.get(GIVEN)
-    return given if policy.pseudo_key is None else pseudo.get(policy.pseudo_key, given)
+    asked = policy.needs.pseudo
+    return given if asked is None else pseudo.get(asked.key, given)

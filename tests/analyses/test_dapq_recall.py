@@ -17,6 +17,7 @@ import kvlab
 from kvlab.analyses.dapq import control, printed, recall
 from kvlab.analyses.findings import Findings
 from kvlab.methods import policy
+from kvlab.methods._base.needs import Needs, PseudoTokens
 from kvlab.workbench.experiments import jobs
 
 POLICIES = ("dapq", *recall.OTHERS)
@@ -73,7 +74,7 @@ def test_the_responses_own_tokens_recall_everything(small):
     lm, traces = small
     for trace in traces:
         true = trace.ids[trace.prompt_length :]
-        oracle = SimpleNamespace(pseudo_key="given", pseudo_tokens=lambda *_, true=true: true)
+        oracle = SimpleNamespace(needs=Needs(pseudo=PseudoTokens("given", lambda *_, true=true: true)))
         own = recall.with_pseudo(lm, trace, [oracle])
         torch.testing.assert_close(own.pseudo["given"], trace.response_queries, atol=1e-4, rtol=1e-4)
         assert recall.recalls(own, policy("dapq", budget=30, window=8))["recall"] > 0.99

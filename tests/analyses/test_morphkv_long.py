@@ -11,7 +11,7 @@ from support.spread import students
 import kvlab
 from kvlab.analyses.morphkv import facts, groups, responses, windows
 from kvlab.errors import KvlabError
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +81,14 @@ def test_gains_over_the_papers_aggregation_by_hand(cuts):
 
 
 def test_the_share_of_early_entries_by_a_loop(cuts):
-    result = Replay(cuts[0], kvlab.policy("h2o", budget=24))
+    result = replay(cuts[0], kvlab.policy("h2o", budget=24))
     shares = []
     for layer in range(2):
         for head in result.stored(layer, 100).tolist():
             stored = [position for position in head if position >= 0]
             shares.append(sum(position < 30 for position in stored) / len(stored))
     assert responses.early_share(result) == pytest.approx(np.mean(shares))
-    assert responses.early_share(Replay(cuts[0], kvlab.policy("full"))) == pytest.approx(0.25)
+    assert responses.early_share(replay(cuts[0], kvlab.policy("full"))) == pytest.approx(0.25)
 
 
 def test_rivals_lose_and_stay_as_large_as_morphkv(cuts):
@@ -97,8 +97,8 @@ def test_rivals_lose_and_stay_as_large_as_morphkv(cuts):
     lost = found.table.query("measure == 'mass_lost'").groupby("policy")["value"].mean()
     assert found.metrics["behind/mass_lost/keyformer"] == pytest.approx(lost["keyformer"] - lost["morphkv"], abs=1e-6)
     earlier = [
-        responses.early_share(Replay(t, kvlab.policy("h2o", budget=24)))
-        - responses.early_share(Replay(t, kvlab.policy("morphkv", budget=24, window=4)))
+        responses.early_share(replay(t, kvlab.policy("h2o", budget=24)))
+        - responses.early_share(replay(t, kvlab.policy("morphkv", budget=24, window=4)))
         for t in cuts
     ]
     assert found.metrics["earlier/h2o"] == pytest.approx(np.mean(earlier), abs=1e-6)

@@ -28,7 +28,7 @@ from kvlab.analyses.rocketkv import budgets, lengths, printed
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
 from kvlab.papers.verdict import judge
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 WANTED = (4, 8, 16, 32, 64)
@@ -94,7 +94,7 @@ def test_compressions_end_where_quest_reads_one_page(tokens, allowed):
     budget = budgets.budget_at(trace, allowed[-1])
     quest = budgets.contenders(trace, budget, None)["quest"]
     page = math.ceil(trace.length / (budget // 2))
-    assert Replay(trace, quest).kept(0, 1).shape[1] >= page - 2
+    assert replay(trace, quest).kept(0, 1).shape[1] >= page - 2
 
 
 def test_the_paper_s_smallest_budget_is_at_the_limit():
@@ -115,7 +115,7 @@ def test_quest_and_sparq_spend_the_budget_that_they_are_given(traces, compressio
     whole = trace.prompt_length + (trace.steps + 1) / 2
     for method in ("quest", "sparq"):
         contender = budgets.contenders(trace, budget, None)[method]
-        numbers = budgets.measured(Replay(trace, contender, k=budget))
+        numbers = budgets.measured(replay(trace, contender, k=budget))
         assert 0.9 < numbers["read"] * whole / budget <= 1.001, method
 
 
@@ -171,7 +171,7 @@ def test_exact_top_k_loses_what_lies_outside_the_groups_top(found, traces):
 def test_recall_and_mass_lost_of_what_was_read(found, traces, method):
     trace, budget = traces[2], budgets.budget_at(traces[2], 8)
     contender = budgets.contenders(trace, budget, None)[method]
-    result = Replay(trace, contender)
+    result = replay(trace, contender)
     recall, lost = [], []
     for i, h, t in every(trace):
         kept = result.kept(i, t)
@@ -182,18 +182,18 @@ def test_recall_and_mass_lost_of_what_was_read(found, traces, method):
     row = rows_of(found, method=method, compression=8).loc[trace.document]
     assert row["step_recall"] == pytest.approx(np.mean(recall), abs=1e-5)
     assert row["mass_lost"] == pytest.approx(np.mean(lost), abs=1e-5)
-    assert Replay(trace, contender, k=budget).step_recall.mean() == pytest.approx(np.mean(recall), abs=1e-5)
+    assert replay(trace, contender, k=budget).step_recall.mean() == pytest.approx(np.mean(recall), abs=1e-5)
 
 
 def test_what_is_stored_counts_apart_from_what_is_read(traces):
     trace = traces[0]
-    result = Replay(trace, policy("rocketkv", budget=57))
+    result = replay(trace, policy("rocketkv", budget=57))
     share = budgets.share_stored(result, 57)
     i, h, t = 1, 0, 5
     stored = {p for p in result.stored(i, t)[h].tolist() if p >= 0}
     assert share[i, h, t - 1] == pytest.approx(len(top_of_group(trace, i, h, t, 57) & stored) / 57)
-    assert bool((share >= Replay(trace, result.policy, k=57).step_recall).all())
-    everything = Replay(trace, policy("exact_topk", budget=57))
+    assert bool((share >= replay(trace, result.policy, k=57).step_recall).all())
+    everything = replay(trace, policy("exact_topk", budget=57))
     assert bool((budgets.share_stored(everything, 57) == 1).all())
 
 

@@ -15,7 +15,7 @@ from kvlab.analyses.rocketkv import common, design
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
 from kvlab.render.figures import rocketkv_design as draw
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 
@@ -92,7 +92,7 @@ def test_the_first_stage_leaves_the_root_of_the_compression(traces):
     found = design.first_stage(traces, [4, 16])
     assert set(found.table["budget"]) == {round(TOTAL / 2), round(TOTAL / 4)}
     errors = [
-        [Replay(trace, policy(name, budget=round(TOTAL / 4) - STEPS)).summary["output_error"] for trace in traces]
+        [replay(trace, policy(name, budget=round(TOTAL / 4) - STEPS)).summary["output_error"] for trace in traces]
         for name in ("snapkv", "snapkv_pp")
     ]
     gain = np.subtract(*errors)
@@ -152,7 +152,7 @@ def test_a_cut_needs_the_queries_of_all_tokens(traces):
 
 def test_kernels_run_on_the_cut_prompts(pooling, traces):
     cut = design.truncated(traces[1], 200, 8)
-    own = Replay(cut, policy("rocketkv", budget=52, kernel=21)).summary
+    own = replay(cut, policy("rocketkv", budget=52, kernel=21)).summary
     row = rows_of(pooling, length=200, kernel=21).loc[traces[1].document]
     assert row["output_error"] == pytest.approx(own["output_error"]) and row["mass_lost"] == own["mass_lost"]
     gain = (rows_of(pooling, length=850, kernel=7) - rows_of(pooling, length=850, kernel=63))["output_error"]
@@ -176,14 +176,14 @@ def test_the_best_kernel_is_that_of_the_mean_curve(pooling, traces):
 
 def test_a_split_is_rocketkv_hybrid_or_snapkv_pp(traces):
     trace = traces[0]
-    half, even = Replay(trace, design.SplitRocketKV(budget=57)), Replay(trace, policy("rocketkv", budget=57))
+    half, even = replay(trace, design.SplitRocketKV(budget=57)), replay(trace, policy("rocketkv", budget=57))
     assert torch.equal(half.stored(1, 4), even.stored(1, 4)) and half.summary == even.summary
-    none = Replay(trace, design.SplitRocketKV(budget=57, exponent=0.0))
-    alone = Replay(trace, policy("hybrid", budget=57))
+    none = replay(trace, design.SplitRocketKV(budget=57, exponent=0.0))
+    alone = replay(trace, policy("hybrid", budget=57))
     assert none.summary["output_error"] == pytest.approx(alone.summary["output_error"], rel=1e-5)
     assert torch.equal(none.kept(0, 3), alone.kept(0, 3))
-    whole = Replay(trace, design.SplitRocketKV(budget=57, exponent=1.0))
-    first = Replay(trace, policy("snapkv_pp", budget=57 - STEPS))
+    whole = replay(trace, design.SplitRocketKV(budget=57, exponent=1.0))
+    first = replay(trace, policy("snapkv_pp", budget=57 - STEPS))
     assert torch.equal(whole.kept(1, STEPS), first.kept(1, STEPS))
     assert whole.summary["mass_lost"] == pytest.approx(first.summary["mass_lost"], abs=1e-6)
 
@@ -211,11 +211,11 @@ def test_the_published_exponent_is_the_policy_s(traces):
 def test_pages_and_dimensions_cost_the_same(inside, traces):
     trace, row = traces[0], rows_of(inside, method="pages0.75").loc[traces[0].document]
     hybrid = policy("hybrid", budget=57, page=8)
-    result = Replay(trace, hybrid)
+    result = replay(trace, hybrid)
     assert row["output_error"] == pytest.approx(result.summary["output_error"])
     allowed = LAYERS * KV_HEADS * 57 * 2 * DIM * 4
     for page in (1, 2, 4, 8, 16):
-        loaded = Replay(trace, policy("hybrid", budget=57, page=page)).read_bytes
+        loaded = replay(trace, policy("hybrid", budget=57, page=page)).read_bytes
         assert bool((loaded <= allowed).all()) and float(loaded.mean()) > 0.85 * allowed, page
     assert set(inside.table["method"]) == {f"pages{e}" for e in ("0", "0.25", "0.5", "0.75", "1")}
 

@@ -64,8 +64,9 @@ def test_the_score_is_whether_greedy_decoding_says_the_answer(lm, needle, greedy
 def test_feeding_at_once_is_the_same_for_policies_that_rest_while_decoding(lm, needle, monkeypatch):
     resting = [(method, "prompt") for method in POLICIES[:2]]
     at_once = list(scores.passes(lm, needle, resting))
-    monkeypatch.setattr(type(POLICIES[0]), "acts_while_decoding", property(lambda self: True))
-    monkeypatch.setattr(type(POLICIES[1]), "acts_while_decoding", property(lambda self: True))
+    for method in POLICIES[:2]:
+        acting = replace(method.needs, selects=True)
+        monkeypatch.setattr(type(method), "needs", property(lambda self, acting=acting: acting))
     for together, stepwise in zip(at_once, scores.passes(lm, needle, resting), strict=True):
         assert together["nll"] == pytest.approx(stepwise["nll"], abs=1e-3)
 

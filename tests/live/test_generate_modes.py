@@ -70,7 +70,7 @@ def test_with_drafts_a_policy_says_what_it_says_without_or_refuses_them(drafting
     policy = small(name)
     with kvlab.compress(model, policy, turns=turns) as session:
         expected, kept = sequences(model, ids, 20), session.kept(0)
-        if policy.acts_while_decoding:
+        if policy.needs.acts_while_decoding:
             with pytest.raises(KvlabError, match=f"{name} cannot take tokens back.*assistant_model"):
                 sequences(model, ids, 20, **options)
             return

@@ -117,7 +117,7 @@ def test_new_entries_stand_where_the_sequence_is_and_not_where_the_store_is(tiny
         expected = full.keys[0, head, [where[slot] for slot in new]]
         if name != "zsmerge":  # which merges what it has no room for
             torch.testing.assert_close(store.keys[0, head, new], expected, atol=1e-5, rtol=1e-4)
-        assert one.acts_while_decoding or len(new) == STEPS
+        assert one.needs.acts_while_decoding or len(new) == STEPS
 
 
 def test_a_session_and_its_cache_go_when_nobody_holds_them(tiny):

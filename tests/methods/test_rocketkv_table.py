@@ -10,7 +10,7 @@ from support.tensors import layer
 from kvlab.analyses.rocketkv import common
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 PROMPT, STEPS, LAYERS, HEADS, DIM = 600, 40, 2, 2, 16
@@ -94,7 +94,7 @@ def test_rocketkv_stores_what_its_stages_say(table):
 def test_no_step_loads_more_than_its_budget_and_most_come_near(small):
     for method in ("quest", "sparq", "rocketkv"):
         for budget in BUDGETS:
-            loaded = Replay(small, policy(method, budget=budget)).read_bytes
+            loaded = replay(small, policy(method, budget=budget)).read_bytes
             allowed = LAYERS * HEADS * budget * ENTRY
             assert (loaded <= allowed).all(), (method, budget, (loaded / allowed).max())
             assert loaded.mean() >= 0.6 * allowed, (method, budget)

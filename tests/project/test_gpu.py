@@ -181,7 +181,7 @@ VARIANTS = [
 @pytest.mark.parametrize("name, parameters", VARIANTS, ids=lambda x: x if isinstance(x, str) else "")
 def test_a_replay_the_other_way(cpu, gpu, name, parameters):
     one = kvlab.policy(name, **parameters)
-    asked = dict(new_tokens=5, pseudo=[one] if one.pseudo_key else ())
+    asked = dict(new_tokens=5, pseudo=[one] if one.needs.pseudo else ())
     expected = kvlab.replay(kvlab.capture(cpu, prompt(50), **asked), one)
     with pretend_gpu.present():
         found = kvlab.replay(kvlab.capture(gpu, prompt(50), **asked), one)

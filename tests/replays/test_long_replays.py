@@ -93,7 +93,7 @@ def test_attention_that_is_not_kept_is_computed_a_few_steps_at_a_time(bounded, w
 
 def test_a_policy_that_keeps_everything_remembers_no_positions(random_traces):
     result = kvlab.replay(random_traces[0], kvlab.policy("quest", **SMALL["quest"]))
-    assert not any(isinstance(sets, torch.Tensor) for sets in result._stored)
+    assert not any(isinstance(sets, torch.Tensor) for sets in result.stored_sets)
     for step in (0, 1, 20):
         everything = torch.arange(random_traces[0].prompt_length + step).expand(random_traces[0].kv_heads, -1)
         assert torch.equal(result.stored(1, step), everything)

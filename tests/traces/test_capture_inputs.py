@@ -147,7 +147,7 @@ def test_a_trace_captured_for_a_policy_has_what_it_needs(tiny, name):
     one = kvlab.policy(name, budget=70) if has_budget(name) else kvlab.policy(name)
     trace = kvlab.capture(lm, torch.arange(3, 120), new_tokens=3, window=1, pseudo=(), policies=[one])
     assert 0 <= kvlab.replay(trace, one).summary["mass_lost"] < 1
-    assert (trace.accumulated is not None) == one.accumulates
-    assert (trace.queries.shape[2] == 117 + 3) == (one.observes is None or one.needs.pre_queries)
+    assert (trace.accumulated is not None) == one.needs.accumulated
+    assert (trace.queries.shape[2] == 117 + 3) == one.needs.every_query
     by_name = kvlab.capture(lm, torch.arange(3, 120), new_tokens=3, window=1, pseudo=(), policies=[name])
     assert kvlab.replay(by_name, one).kept(0).equal(kvlab.replay(trace, one).kept(0))

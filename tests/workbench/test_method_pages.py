@@ -20,7 +20,7 @@ from kvlab.analyses import portraits
 from kvlab.analyses.portraits import Portrait, Settings
 from kvlab.errors import KvlabError
 from kvlab.methods import Policy, registry
-from kvlab.replays.replay import Replay
+from kvlab.replays.run import replay
 from kvlab.traces import shared
 from kvlab.workbench import method_pages
 from kvlab.workbench.method_pages import Found, Told
@@ -53,7 +53,7 @@ def portrait(name: str, trace: kvlab.Trace, **given) -> Portrait:
 def test_what_is_stored_is_what_the_replay_keeps(random_traces):
     trace = random_traces[0]
     shown = portrait("adakv", trace, budget=60)
-    replayed = Replay(trace, kvlab.policy("adakv", budget=60))
+    replayed = replay(trace, kvlab.policy("adakv", budget=60))
     for place, layer in enumerate(trace.layers):
         for head, kept in enumerate(replayed.kept(layer)):
             assert shown.stored[place, head].nonzero()[:, 0].tolist() == kept[kept >= 0].tolist()

@@ -34,7 +34,8 @@ from kvlab.methods import Policy, policy
 from kvlab.methods._base.lookup import DecisionTables
 from kvlab.methods.compilerkv import CompilerKV
 from kvlab.methods.snapkv import SnapKV
-from kvlab.replays.run import Replay
+from kvlab.replays.replay import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 BUDGETS = (64, 128, 256, 512, 1024)
@@ -161,7 +162,7 @@ def replayed(trace: Trace, method: Policy) -> Replay:
     """A replay without the warning about neutral tables, which are intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="compilerkv runs with neutral tables")
-        return Replay(trace, method)
+        return replay(trace, method)
 
 
 def by_document(table: pd.DataFrame, measure: str) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.morphkv.windows import along_steps, gain
 from kvlab.lib import progress_bars
 from kvlab.methods import policy
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 MEAN = "groups/{measure}/{variant}"
@@ -59,7 +59,7 @@ def section_3_3(traces: Iterable[Trace], window: int, capacity: int) -> Findings
     frames = []
     for trace in progress_bars.each(traces, "section 3.3", "doc"):
         for variant, parameters in VARIANTS.items():
-            result = Replay(
+            result = replay(
                 ungrouped(trace) if variant == OWN else trace,
                 policy("morphkv", budget=capacity, window=window, **parameters),
             )

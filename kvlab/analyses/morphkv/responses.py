@@ -26,7 +26,8 @@ from kvlab.lib.intervals import summarise
 from kvlab.live import gather
 from kvlab.live import session as live_session
 from kvlab.methods import Policy, policy
-from kvlab.replays.run import Replay
+from kvlab.replays.replay import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
                 if isinstance(window_of, int):
                     choices[name, share] = method.entries(trace.prompt_length) - window_of
                 setting = {"document": trace.document, "share": share, "policy": name}
-                frames += [frame.assign(**setting) for frame in along_steps(Replay(trace, method, k=k))]
+                frames += [frame.assign(**setting) for frame in along_steps(replay(trace, method, k=k))]
     findings = Findings(pd.concat(frames, ignore_index=True))
     means = _counted(findings.table).groupby(["measure", "policy", "share", "document"]).value.mean()
     names = list(findings.table["policy"].unique())
@@ -190,7 +191,7 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
     frames, early = [], []
     for trace in progress_bars.each(traces, "long responses", "doc"):
         for name, method in (writing(budget, window) | rivals(budget)).items():
-            result = Replay(trace, method)
+            result = replay(trace, method)
             early.append({"document": trace.document, "policy": name, "share": early_share(result)})
             stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}
             parts = [*along_steps(result), pd.DataFrame(stored | {"value": result.stored_bytes.tolist()})]
@@ -338,7 +339,7 @@ def _under_each(
     values = torch.empty([len(labels) for labels in every], dtype=torch.float64)
     places = {name: place for place, name in enumerate(policies)}
     # Policies that act at every step take their steps together; the others need no single steps.
-    acting = [name for name, method in policies.items() if method.acts_while_decoding]
+    acting = [name for name, method in policies.items() if method.needs.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
     for names in progress_bars.each(parts, "inside the model", "part"):
         decoded = _decoded(
@@ -375,7 +376,7 @@ def _decoded(
     fed, shape = ids.repeat(len(together), 1), (len(together), len(ids))
     with live_session.compress(lm.model, "full", turns="leave") as joint:
         past = joint.join(sessions)
-        if not any(method.acts_while_decoding for method in together.values()):
+        if not any(method.needs.acts_while_decoding for method in together.values()):
             # A policy that does nothing after the prefill is fed many tokens at once, as turns that are stored whole.
             for turn in fed.split(TURN, 1):
                 before = [session.kv_bytes for session in sessions]

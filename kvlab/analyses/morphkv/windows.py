@@ -22,7 +22,8 @@ from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib import progress_bars
 from kvlab.methods import policy
-from kvlab.replays.run import Replay
+from kvlab.replays.replay import Replay
+from kvlab.replays.run import replay
 from kvlab.traces import shared
 from kvlab.traces.trace import Trace
 
@@ -72,7 +73,7 @@ def window_ablation(
                 f"a window of {max(windows)} needs as many prompt queries; capture with window={max(windows)}"
             )
         for fusion, window, capacity in settings:
-            result = Replay(trace, policy("morphkv", budget=capacity, window=window, fusion=fusion))
+            result = replay(trace, policy("morphkv", budget=capacity, window=window, fusion=fusion))
             setting = {"document": trace.document, "fusion": fusion, "window": window, "capacity": capacity}
             frames += [frame.assign(**setting) for frame in along_steps(result)]
     findings = Findings(pd.concat(frames, ignore_index=True))
@@ -300,7 +301,7 @@ def walk_through() -> Findings:
     trace = Trace.from_tensors(queries, keys, keys, prompt_length=3, scaling=1.0)
     morphkv = policy("morphkv", budget=3, window=2)
 
-    result = Replay(trace, morphkv)
+    result = replay(trace, morphkv)
     store = LayerStore(trace.prompt_keys, trace.prompt_values)
     morphkv.compress(store, trace.prompt)
     store.append(keys[:, :, 3:], keys[:, :, 3:])

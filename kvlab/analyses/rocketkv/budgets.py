@@ -18,7 +18,8 @@ from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
 from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.reference import reference
-from kvlab.replays.run import Replay
+from kvlab.replays.replay import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 LEAST = 4
@@ -192,7 +193,7 @@ def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, hea
     for trace, c in progress_bars.each([(trace, c) for trace in traces for c in tried], "figure 4", "budget"):
         budget = budget_at(trace, c)
         for method, contender in contenders(trace, budget, heads).items():
-            result = Replay(trace, contender, k=budget)
+            result = replay(trace, contender, k=budget)
             about = {"document": trace.document, "method": method, "compression": c, "budget": budget}
             rows.append(about | measured(result))
             if method == "rocketkv" and c == max(tried) and trace.n_layers > FIRST:

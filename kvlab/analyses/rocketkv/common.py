@@ -11,7 +11,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 METHODS = ("snapkv", "quest", "sparq", "rocketkv")
@@ -80,7 +80,7 @@ def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Fi
     """
     if not trace.steps:
         raise KvlabError("table 1 is about decoding, and this trace has no response; capture it with new_tokens=64")
-    full = Replay(trace, policy("full")).summary
+    full = replay(trace, policy("full")).summary
     rows = []
     jobs = [(method, budget) for method in METHODS for budget in budgets]
     for method, budget in progress_bars.each(jobs, "table 1", "replay"):
@@ -89,7 +89,7 @@ def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Fi
         sizes = (
             {"stored_bytes": math.nan, "read_bytes": math.nan}
             if contender is None
-            else Replay(trace, contender).summary
+            else replay(trace, contender).summary
         )
         storage, traffic = (sizes[name] / full[name] for name in ("stored_bytes", "read_bytes"))
         rows.append(

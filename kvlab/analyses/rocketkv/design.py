@@ -34,7 +34,7 @@ from kvlab.lib.intervals import argmin, argmin_difference
 from kvlab.methods import Policy, policy
 from kvlab.methods.rocketkv import RocketKV
 from kvlab.methods.snapkv import SnapKV
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 LADDER = {
@@ -120,7 +120,7 @@ def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = Non
         if snapkv is not None:
             shared[trace.document, c], blind[trace.document, c] = redundancy(trace, snapkv)
         for method, contender in ladder(trace, budget).items():
-            numbers = measured(Replay(trace, contender, k=budget))
+            numbers = measured(replay(trace, contender, k=budget))
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     if not shared:
         smallest = min(tried)
@@ -160,7 +160,7 @@ def first_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = None) 
         budget = budget_at(trace, math.sqrt(c))
         for method in FIRST_STAGE:
             contender = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
-            numbers = measured(Replay(trace, contender, k=budget))
+            numbers = measured(replay(trace, contender, k=budget))
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
     _gains(findings, [("snapkv_pp", "snapkv_gqa")], ALONE)
@@ -232,7 +232,7 @@ def kernels(
     for trace, n in progress_bars.each(jobs, "kernels", "prompt"):
         cut = truncated(trace, n, steps)
         for size in sizes:
-            own = Replay(cut, policy("rocketkv", budget=budget_at(cut, compression), kernel=size)).summary
+            own = replay(cut, policy("rocketkv", budget=budget_at(cut, compression), kernel=size)).summary
             rows.append({"document": trace.document, "length": n, "kernel": size} | {m: own[m] for m in QUALITY})
     findings = Findings(pd.DataFrame(rows))
     ends = {"shortest": cuts[0], "longest": cuts[-1]}
@@ -309,7 +309,7 @@ def splits(
         tried = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
         tried += [(PUBLISHED, math.nan, RocketKV(budget=budget, split="adaptive"))]
         for method, exponent, contender in tried:
-            result = Replay(trace, contender)
+            result = replay(trace, contender)
             numbers = {m: result.summary[m] for m in QUALITY}
             numbers["survived"] = float(share_stored(result, budget).mean())
             about = {"document": trace.document, "compression": c, "method": method, "exponent": exponent}
@@ -341,7 +341,7 @@ def pages_against_dimensions(
     for trace, c in progress_bars.each(jobs, "pages", "budget"):
         for e in exponents:
             contender = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
-            own = Replay(trace, contender).summary
+            own = replay(trace, contender).summary
             about = {"document": trace.document, "compression": c, "method": f"pages{e:g}", "exponent": e}
             rows.append(about | {m: own[m] for m in QUALITY})
     findings = Findings(pd.DataFrame(rows))

@@ -10,7 +10,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.rocketkv.budgets import LOSSES, RIVALS, best_rival, budget_at, compressions, contenders
 from kvlab.analyses.rocketkv.design import truncated
 from kvlab.lib import progress_bars
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 LEAD = "lead/{measure}/{end}"
@@ -40,7 +40,7 @@ def leads(traces: Sequence[Trace], heads: str | None = None, steps: int = 32, ti
             for method, contender in contenders(part, budget, heads).items():
                 if method not in ("rocketkv", *RIVALS):
                     continue
-                result = Replay(part, contender)
+                result = replay(part, contender)
                 numbers = {name: float(getattr(result, name).mean()) for name in LOSSES}
                 about = {"document": trace.document, "end": end, "length": part.prompt_length, "method": method}
                 rows.append(about | {"budget": budget} | numbers)

@@ -79,7 +79,7 @@ def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> 
         KvlabError: a policy that acts while decoding, for which feeding an answer at once is something else.
     """
     for policy in policies:
-        if policy.acts_while_decoding:
+        if policy.needs.acts_while_decoding:
             raise KvlabError(
                 f"{policy.name} acts at every decoding step, and answers are fed at once here; leave it out"
             )

@@ -153,7 +153,7 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
 def _batches(policies: Sequence[Policy]) -> Iterator[tuple[list[Policy], bool]]:
     """Batches of policies, each with whether its policies do nothing while decoding."""
     for resting in (True, False):
-        alike = [policy for policy in policies if policy.acts_while_decoding != resting]
+        alike = [policy for policy in policies if policy.needs.acts_while_decoding != resting]
         yield from ((batch, resting) for batch in batches(alike))
 
 

@@ -24,7 +24,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
 from kvlab.lib.intervals import summarise
 from kvlab.methods import Policy, policy, registry
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ def measure(
         warnings.simplefilter("ignore", UserWarning)
         for trace in traces:
             k = max(1, round(top * trace.prompt_length))
-            whole = Replay(trace, policy("full"), k=k).summary["stored_bytes"]
+            whole = replay(trace, policy("full"), k=k).summary["stored_bytes"]
             for contender in every:
                 rows.append(
                     {
                         "document": trace.document,
                         "policy": contender.name,
                         "budget": getattr(contender, "budget", None),
-                        **Replay(trace, contender, k=k).summary,
+                        **replay(trace, contender, k=k).summary,
                         "full_bytes": whole,
                     }
                 )

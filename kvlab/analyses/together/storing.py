@@ -34,7 +34,7 @@ from kvlab.live.session import compress
 from kvlab.live.shared_findings import Memory, Repeated, scores_of
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.recording import encoder
 from kvlab.traces.trace import Trace
 
@@ -143,7 +143,7 @@ def _counted(document: str, measured: Measured, bar: Any) -> list[dict[str, Any]
 
 def _errors(trace: Trace, found: Iterable[System]) -> Measured:
     for system in found:
-        means = Replay(trace, system.policy, storage=system.storage).summary
+        means = replay(trace, system.policy, storage=system.storage).summary
         yield system, "output_error", means["output_error"], means["stored_bytes"]
 
 
@@ -227,7 +227,9 @@ def _batches(found: Sequence[System]) -> Iterator[tuple[list[System], bool]]:
     """Batches of systems, each with whether nothing that they have stored changes while they decode."""
     for resting in (True, False):
         alike = [
-            system for system in found if resting == (system.form == PLAIN and not system.policy.acts_while_decoding)
+            system
+            for system in found
+            if resting == (system.form == PLAIN and not system.policy.needs.acts_while_decoding)
         ]
         yield from ((batch, resting) for batch in batches(alike))
 

@@ -15,7 +15,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.zsmerge.merging import DEFINITIONS, errors_by_layer
 from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 REDUCTION = "decoding/{definition}/{variant}"
@@ -55,7 +55,7 @@ def merging_while_decoding(traces: Iterable[Trace], budget: int, residual: int) 
     rows = []
     for trace in progress_bars.each(traces, "merging while decoding", "doc"):
         for variant, zsmerge in variants(budget, residual).items():
-            result = Replay(trace, zsmerge)
+            result = replay(trace, zsmerge)
             for part in range(PARTS):
                 steps = slice(part * trace.steps // PARTS, (part + 1) * trace.steps // PARTS)
                 means = pd.DataFrame(errors_by_layer(result, steps))[list(DEFINITIONS)].mean()

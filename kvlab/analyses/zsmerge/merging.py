@@ -9,7 +9,8 @@ import pandas as pd
 from kvlab.analyses.findings import Findings
 from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
-from kvlab.replays.run import Replay
+from kvlab.replays.replay import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 RATIOS = (0.02, 0.05, 0.10, 0.20, 0.30, 0.50, 0.80)
@@ -85,7 +86,7 @@ def figure_4(
         if ratio in choices:
             policies |= {name: policy("zsmerge", budget=ratio, **chosen) for name, chosen in CHOICES.items()}
         for variant, zsmerge in policies.items():
-            parts = errors_by_layer(Replay(trace, zsmerge))
+            parts = errors_by_layer(replay(trace, zsmerge))
             rows += [{"document": trace.document, "ratio": ratio, "variant": variant} | part for part in parts]
     findings = Findings(pd.DataFrame(rows))
     by_document = findings.table.pivot_table(index=["ratio", "document"], columns="variant", values="error")

@@ -13,7 +13,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
 from kvlab.lib.intervals import argmin, summarise
 from kvlab.methods import Policy, policy
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 from kvlab.traces.trace import Trace
 
 RECOMMENDED = {"proximity": 0.5, "residual": 0.02, "alpha": 1.0, "decay": 0.98, "window": 8}
@@ -86,7 +86,7 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
     for trace, parameter, value in progress_bars.each(jobs, "figure 5", "setting"):
         zsmerge = policy("zsmerge", budget=ratio, **{**RECOMMENDED, parameter: value})
         if (id(trace), zsmerge) not in measured:
-            result = Replay(trace, zsmerge)
+            result = replay(trace, zsmerge)
             measured[id(trace), zsmerge] = {
                 "error": float(result.output_error.mean()),
                 "mass_lost": float(result.mass_lost.mean()),
@@ -112,7 +112,7 @@ def open_choices(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
     rows = []
     jobs = [(trace, choice) for trace in traces for choice in policies]
     for trace, choice in progress_bars.each(jobs, "open choices", "setting"):
-        result = Replay(trace, policy("zsmerge", budget=ratio, **{**RECOMMENDED, **policies[choice]}))
+        result = replay(trace, policy("zsmerge", budget=ratio, **{**RECOMMENDED, **policies[choice]}))
         rows.append({"document": trace.document, "choice": choice, "error": float(result.output_error.mean())})
     findings = Findings(pd.DataFrame(rows))
     errors: Any = findings.table.pivot(index="document", columns="choice", values="error")

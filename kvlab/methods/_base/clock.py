@@ -85,7 +85,7 @@ def attend(
     Args: as `decode`; `slots` as `take` gives them.
     """
     softmax, bias = Softmax.of(scaling), policy.bias(store)
-    if weigh or not softmax.plain or (policy.weighs and policy.steps):
+    if weigh or not softmax.plain or (policy.weighs and policy.needs.steps):
         keys, values = (store.keys, store.values) if slots is None else store.taken(slots)
         weights = _weights(store, queries, keys, slots, bias, softmax)
         output = attention.output(weights, values).to(queries.dtype)

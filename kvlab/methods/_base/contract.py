@@ -17,6 +17,7 @@ from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
+    from kvlab.methods._base.needs import Needs
     from kvlab.methods._base.prompt import Prompt
 
 
@@ -26,9 +27,7 @@ class Checked(Protocol):
     name: ClassVar[str]
 
     @property
-    def decides(self) -> bool:
-        """Whether it chooses what it keeps of a prompt."""
-        ...
+    def needs(self) -> Needs: ...
 
     @property
     def asked(self) -> int | float | None: ...
@@ -65,7 +64,7 @@ def check_spent(policy: Checked, stores: Sequence[LayerStore]) -> None:
     """Raise KvlabError where a policy that chooses has left more than its budget in the stores of all layers, on
     average over layers and KV heads.
     """
-    if not policy.decides:
+    if not policy.needs.chooses:
         return
     counts = [count for store in stores for count in store.counts.flatten().tolist()]
     if not any(store.ragged or store.length < store.seen for store in stores):

@@ -12,6 +12,7 @@ from pydantic._internal._model_construction import ModelMetaclass
 from kvlab.errors import KvlabError
 from kvlab.lib.references import Paper
 from kvlab.methods._base.contract import CHECKS, checked
+from kvlab.methods._base.needs import Needs
 
 
 class Declaring(ModelMetaclass):
@@ -29,6 +30,8 @@ class Declaring(ModelMetaclass):
             annotations.pop(key, None)
             if not hasattr(namespace[key], "__get__"):
                 namespace[key] = property(_constant(namespace[key]))
+        if "needs" in namespace:
+            namespace["needs"] = _whole(namespace["needs"])
         if "name" in namespace:
             # A method that is made of another one is not what that one's paper proposes.
             paper = namespace.setdefault("paper", None)
@@ -53,6 +56,21 @@ def _inherited(bases: tuple[type, ...], key: str) -> object:
 
 def _constant(value: object) -> Callable[[object], object]:
     return lambda self: value
+
+
+def _whole(given: object) -> property:
+    """What the author of a class says of its needs, with what its other attributes and its verbs say of them."""
+    said: Callable[[Any], Any] = given.fget if isinstance(given, property) and given.fget else _constant(given)
+
+    def needs(policy: Any) -> Needs:
+        # Every step asks. A hidden name, since what is not hidden counts as a parameter.
+        known = vars(policy)
+        if "_needs" not in known:
+            known["_needs"] = said(policy) | policy.stated_needs
+        return known["_needs"]
+
+    needs.__doc__ = said.__doc__
+    return property(needs)
 
 
 def number_meant(given: object) -> int | float | None:

@@ -1,36 +1,89 @@
-"""What policies ask of a model besides the queries, keys and values of its layers."""
+"""What policies ask for, and what they do, so that callers look at one object and at no method of a class."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+
+from torch import Tensor
 
 from kvlab.methods._base.repeating import Repetition
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a policy asks for, each only recorded where somebody does.
+class PseudoTokens:
+    """Tokens that run after a prompt, whose queries a policy looks at.
 
     Attributes:
+        key: the name under which a trace keeps their queries.
+        tokens: their ids `[m]`, of a prompt's ids `[length]`, the number of token ids that there are, and a function
+            that gives the ids of a text.
+    """
+
+    key: str
+    tokens: Callable[[Tensor, int, Callable[[str], Tensor]], Tensor] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a policy asks for, each only recorded where somebody does, and what it does.
+
+    Attributes:
+        queries: how many of the last prompt queries it looks at (`Prompt.window`); None for all of them.
+        accumulated: the attention summed over all prompt queries (`Prompt.accumulated`).
+        perplexity: of how many of the last prompt tokens (`Prompt.perplexity`); 0 for none.
+        pseudo: pseudo-tokens (`Prompt.pseudo`).
         projection: the output projections of the layers (`Prompt.projection`).
         rotation: how each layer turns queries and keys by their positions (`Prompt.rotation`).
         pre_queries: the queries of the whole prompt before RoPE (`Prompt.pre_queries`).
         repetitions: scores of passes in which the model repeats its prompt (`Prompt.repeated`).
+        surveys: whether it must see all layers before it compresses any.
+        chooses: whether it chooses what stays of a prompt longer than its budget.
+        rewrites: whether the entries that it leaves are others than the model made.
+        selects: whether it says which entries a step reads.
+        biases, amends: whether it changes a step's logits, or its output.
+        steps: whether it does anything after a step has attended.
     """
 
+    queries: int | None = 0
+    accumulated: bool = False
+    perplexity: int = 0
+    pseudo: PseudoTokens | None = None
     projection: bool = False
     rotation: bool = False
     pre_queries: bool = False
     repetitions: tuple[Repetition, ...] = ()
+    surveys: bool = False
+    chooses: bool = False
+    rewrites: bool = False
+    selects: bool = False
+    biases: bool = False
+    amends: bool = False
+    steps: bool = False
 
     def __or__(self, other: Needs) -> Needs:
-        """What either of two asks for."""
-        return Needs(
-            self.projection or other.projection,
-            self.rotation or other.rotation,
-            self.pre_queries or other.pre_queries,
-            tuple(dict.fromkeys(self.repetitions + other.repetitions)),
-        )
+        """What either of two asks for or does."""
+        both = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
+        joined = {
+            "queries": None if None in both.pop("queries") else max(self.queries or 0, other.queries or 0),
+            "pseudo": self.pseudo or other.pseudo,
+            "repetitions": tuple(dict.fromkeys(self.repetitions + other.repetitions)),
+        }
+        return Needs(**{name: max(pair) for name, pair in both.items() if name not in joined}, **joined)
+
+    @property
+    def inputs(self) -> Needs:
+        """What it asks for alone: the needs of whoever uses its scores and does something else with them."""
+        return replace(self, **dict.fromkeys(DEEDS, False))
+
+    def window(self, length: int) -> int:
+        """How many queries it looks at of a prompt of `length` tokens."""
+        return length if self.queries is None else min(self.queries, length)
+
+    @property
+    def every_query(self) -> bool:
+        """Whether all queries of the prompt have to be kept."""
+        return self.queries is None or self.pre_queries
 
     @property
     def before_rope(self) -> bool:
@@ -42,5 +95,30 @@ class Needs:
         """Whether what the layers' projections are given has to be seen in passes on top of the prompt."""
         return any(repetition.plus for repetition in self.repetitions)
 
+    @property
+    def places(self) -> bool:
+        """Whether it matters where the prompt's tokens were placed."""
+        return self.rotation or bool(self.repetitions) or self.pseudo is not None
+
+    @property
+    def acts_while_decoding(self) -> bool:
+        """Whether it does anything after the prefill; if not, every generated token stays and is read."""
+        return self.selects or self.biases or self.amends or self.steps
+
+    @property
+    def attends_plainly(self) -> bool:
+        """Whether a step attends to the entries that it reads as the model would."""
+        return not (self.rewrites or self.biases or self.amends)
+
 
 NOTHING = Needs()
+DEEDS = {
+    "surveys": "survey",
+    "chooses": "choose",
+    "rewrites": "rewrite",
+    "selects": "select",
+    "biases": "bias",
+    "amends": "amend",
+    "steps": "step",
+}
+"""What a policy does, by the verb that it then writes."""

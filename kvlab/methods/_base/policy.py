@@ -28,7 +28,7 @@ from kvlab.lib import references
 from kvlab.lib.parameters import Parameters
 from kvlab.methods._base import contract
 from kvlab.methods._base.declaring import Declaring, number_meant
-from kvlab.methods._base.needs import NOTHING, Needs
+from kvlab.methods._base.needs import DEEDS, NOTHING, Needs, PseudoTokens
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.tensors import check_shapes
 
@@ -152,8 +152,24 @@ class Policy(Parameters, metaclass=Declaring):
 
     @property
     def needs(self) -> Needs:
-        """What it asks of the model besides queries, keys and values."""
+        """What it asks for and what it does. A class says here what it asks of the model besides; the rest follows from
+        its other attributes and from the verbs that it writes.
+        """
         return NOTHING
+
+    @property
+    def stated_needs(self) -> Needs:
+        """The needs that follow from the other attributes and the verbs."""
+        own, key = type(self), self.pseudo_key
+        does: dict[str, Any] = {deed: getattr(own, verb) is not getattr(Policy, verb) for deed, verb in DEEDS.items()}
+        does["steps"] = self.steps
+        return Needs(
+            queries=self.observes,
+            accumulated=self.accumulates,
+            perplexity=self.reads_perplexity,
+            pseudo=None if key is None else PseudoTokens(key, self.pseudo_tokens),
+            **does,
+        )
 
     @property
     def pseudo_key(self) -> str | None:
@@ -205,11 +221,6 @@ class Policy(Parameters, metaclass=Declaring):
         """
         raise NotImplementedError(f"{self.name} decides for each layer by itself")
 
-    @property
-    def sees_all_layers(self) -> bool:
-        """Whether it must see all layers before it compresses any."""
-        return type(self).survey is not Policy.survey
-
     # ------------------------------------------------------------------ the prefill
 
     def scores(self, prompt: Prompt) -> Tensor:
@@ -242,11 +253,6 @@ class Policy(Parameters, metaclass=Declaring):
         """
         return everything(prompt)
 
-    @property
-    def decides(self) -> bool:
-        """Whether it chooses what stays of a prompt longer than its budget."""
-        return type(self).choose is not Policy.choose
-
     def prefill(self, prompt: Prompt) -> Tensor:
         """Positions kept after the prefill; a prompt within the budget is kept whole, unless the plan says less."""
         if prompt.plan is None and self.fits(prompt.length):
@@ -264,11 +270,6 @@ class Policy(Parameters, metaclass=Declaring):
 
     def rewrite(self, store: LayerStore, prompt: Prompt) -> None:
         """Change what is stored of the prompt's entries, before some of them leave."""
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether the entries that it leaves are others than the model made."""
-        return type(self).rewrite is not Policy.rewrite
 
     def keep(
         self,
@@ -307,7 +308,7 @@ class Policy(Parameters, metaclass=Declaring):
             KvlabError: something that the policy needs was not given, shapes that do not fit together, values that are
                 not finite, or a policy that must see all layers first.
         """
-        if self.sees_all_layers:
+        if self.needs.surveys:
             raise KvlabError(
                 f"{self.name} shares its budget out among all layers, so one layer alone decides nothing; use "
                 "kvlab.replay(trace, policy) and result.kept(layer)"
@@ -317,16 +318,25 @@ class Policy(Parameters, metaclass=Declaring):
                 f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; give the number of layers as n_layers="
             )
         check_shapes(queries, keys, values, pseudo, accumulated, projection, pre_queries)
-        need = keys.shape[2] if self.observes is None else min(self.observes, keys.shape[2])
+        need = self.needs.window(keys.shape[2])
         if queries.shape[2] < need:
             raise KvlabError(f"{self.name} looks at the last {need} prompt queries and got {queries.shape[2]}")
         rows = keys.shape[0]
-        given = queries, keys, values, (layer,) * rows, n_layers, pseudo, accumulated, max_new_tokens
-        projections = None if projection is None else [projection] * rows
-        rotations = None if rotation is None else [rotation] * rows
-        prompt = Prompt(*given, projections=projections, rotations=rotations, pre_queries=pre_queries)
+        prompt = Prompt(
+            queries,
+            keys,
+            values,
+            (layer,) * rows,
+            n_layers,
+            pseudo=pseudo,
+            accumulated=accumulated,
+            max_new_tokens=max_new_tokens,
+            projections=None if projection is None else [projection] * rows,
+            rotations=None if rotation is None else [rotation] * rows,
+            pre_queries=pre_queries,
+        )
         kept = self.prefill(prompt.seen_by(self)).contiguous()
-        if self.decides and n_layers == 1 and kept.shape[2] < prompt.length:
+        if self.needs.chooses and n_layers == 1 and kept.shape[2] < prompt.length:
             paid = kept.shape[0] * kept.shape[1] * [self.entries(prompt.length)]
             contract.spent(self, (kept != EMPTY).sum(-1).flatten().tolist(), paid)
         return kept
@@ -378,19 +388,6 @@ class Policy(Parameters, metaclass=Declaring):
     def steps(self) -> bool:
         """Whether it does anything after a step has attended."""
         return type(self).step is not Policy.step
-
-    @property
-    def acts_while_decoding(self) -> bool:
-        """Whether anything after the prefill is overridden; if not, every generated token stays and is read."""
-        verbs = ("select", "bias", "amend")
-        return self.steps or any(getattr(type(self), verb) is not getattr(Policy, verb) for verb in verbs)
-
-    @property
-    def attends_plainly(self) -> bool:
-        """Whether a step attends to the entries that it reads as the model would: none rewritten, nothing biased or
-        amended.
-        """
-        return not self.rewrites and all(getattr(type(self), v) is getattr(Policy, v) for v in ("bias", "amend"))
 
 
 def everything(prompt: Prompt) -> Tensor:

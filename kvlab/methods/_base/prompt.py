@@ -23,18 +23,6 @@ class Asks(Protocol):
     name: ClassVar[str]
 
     @property
-    def observes(self) -> int | None: ...
-
-    @property
-    def accumulates(self) -> bool: ...
-
-    @property
-    def reads_perplexity(self) -> int: ...
-
-    @property
-    def pseudo_key(self) -> str | None: ...
-
-    @property
     def needs(self) -> Needs: ...
 
 
@@ -57,14 +45,14 @@ class Prompt:
         pre_queries: `[rows, heads, n, head_dim]`, of the last n prompt positions, before RoPE.
         repeated: `[rows, kv_heads, length]`, scores of passes that repeat the prompt, by the key of each repetition.
         shared: what `share` keeps, where the same prompt is shown to others too.
+        positions: original ones of the slots, `[rows, kv_heads, length]`; 0 .. length - 1 unless given.
+        seen: tokens of the sequence so far, the same in all layers; more than `length` if `lossy`.
+        lossy: whether an earlier turn of a chat evicted entries. Then these are the entries that it left and those that
+            came since, and slots are not positions.
 
     Attributes:
         plan: these rows' share of what the policy planned over all layers, `[rows, ...]`; None before, and for
             policies that plan nothing.
-        lossy: whether an earlier turn of a chat evicted entries. Then these are the entries that it left and those that
-            came since, and slots are not positions.
-        positions: original ones of the slots, `[rows, kv_heads, length]`.
-        seen: tokens of the sequence so far, the same in all layers; more than `length` if `lossy`.
     """
 
     def __init__(
@@ -74,6 +62,7 @@ class Prompt:
         values: Tensor,
         layers: tuple[int, ...],
         n_layers: int,
+        *,
         pseudo: Tensor | Callable[[Asks], Tensor | None] | None = None,
         accumulated: Tensor | None = None,
         max_new_tokens: int = 0,
@@ -84,6 +73,9 @@ class Prompt:
         pre_queries: Tensor | None = None,
         repeated: Mapping[str, Tensor] | None = None,
         shared: dict[tuple, Tensor] | None = None,
+        positions: Tensor | None = None,
+        seen: int | None = None,
+        lossy: bool = False,
     ):
         self._queries, self.keys, self.values = queries, keys, values
         self._policy: Asks | None = None
@@ -93,9 +85,9 @@ class Prompt:
         self._repeated = repeated or {}
         self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).told
         self.plan: Tensor | None = None
-        self.lossy = False
-        self.positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-        self.seen = keys.shape[2]
+        every = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        self.positions = every if positions is None else positions
+        self.seen, self.lossy = keys.shape[2] if seen is None else seen, lossy
         self._shared: dict[tuple, Tensor] = {} if shared is None else shared
 
     def softmax(self, row: int) -> Softmax:
@@ -123,7 +115,7 @@ class Prompt:
         """Post-RoPE queries of the last tokens, `[rows, heads, n, head_dim]`: as many as the policy `observes`."""
         if self._policy is None:
             return self._queries
-        return self.window(self.length if self._policy.observes is None else self._policy.observes)
+        return self.window(self._policy.needs.window(self.length))
 
     def seen_by(self, policy: Asks) -> Prompt:
         """The same prompt, with its shared results, as a policy sees it: what it has not declared is refused, in a
@@ -144,7 +136,7 @@ class Prompt:
 
     def _observed(self, n: int) -> int:
         """`n`, or the prompt's length where that is less; KvlabError where the policy observes fewer."""
-        observes = None if self._policy is None else self._policy.observes
+        observes = None if self._policy is None else self._policy.needs.queries
         line = f"observes = {n or 32}"
         self._declared(observes is None or 0 < min(n, self.length) <= observes, "the prompt's last queries", line)
         return min(n, self.length)
@@ -196,7 +188,7 @@ class Prompt:
 
     def pseudo(self, policy: Asks) -> Tensor:
         """The pseudo-queries that `policy` asks for, `[rows, heads, m, head_dim]`."""
-        asks = self._policy is None or self._policy.pseudo_key is not None
+        asks = self._policy is None or self._policy.needs.pseudo is not None
         self._declared(asks, "pseudo-queries", "pseudo_key = 'mine'")
         queries = self._pseudo(policy) if callable(self._pseudo) else self._pseudo
         if queries is None:
@@ -208,7 +200,7 @@ class Prompt:
 
     def accumulated(self, policy: Asks) -> Tensor:
         """Attention accumulated over all prompt queries, `[rows, heads, length]`."""
-        asks = self._policy is None or self._policy.accumulates
+        asks = self._policy is None or self._policy.needs.accumulated
         self._declared(asks, "the accumulated attention", "accumulates = True")
         if self._accumulated is None:
             raise KvlabError(
@@ -275,13 +267,13 @@ class Prompt:
 
     def perplexity(self, policy: Asks) -> Tensor:
         """Perplexity of the prompt's last tokens, as many as `policy` reads: exp of their mean NLL, `[rows]`."""
-        asks = self._policy is None or self._policy.reads_perplexity > 0
+        asks = self._policy is None or self._policy.needs.perplexity > 0
         self._declared(asks, "the perplexity", "reads_perplexity = 32")
         perplexity = self._perplexity
-        perplexity = perplexity(policy.reads_perplexity) if callable(perplexity) else perplexity
+        perplexity = perplexity(policy.needs.perplexity) if callable(perplexity) else perplexity
         if perplexity is None:
             raise KvlabError(
-                f"{policy.name} needs the perplexity of the prompt's last {policy.reads_perplexity} tokens, which is "
+                f"{policy.name} needs the perplexity of the prompt's last {policy.needs.perplexity} tokens, which is "
                 "not known here; a captured trace and a live run have it"
             )
         return perplexity

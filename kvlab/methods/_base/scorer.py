@@ -1,6 +1,5 @@
 """Methods that score the prompt's tokens and keep the best, and methods around another one."""
 
-from collections.abc import Callable
 from functools import cached_property
 
 from pydantic import InstanceOf
@@ -41,31 +40,12 @@ class Around(Policy):
         return self._inner.minimum
 
     @property
-    def observes(self) -> int | None:
-        return self._inner.observes
-
-    @property
-    def accumulates(self) -> bool:
-        return self._inner.accumulates
-
-    @property
-    def reads_perplexity(self) -> int:
-        return self._inner.reads_perplexity
-
-    @property
     def needs(self) -> Needs:
-        return self._inner.needs
+        return self._inner.needs.inputs
 
     @property
     def from_files(self) -> str:
         return self._inner.from_files
-
-    @property
-    def pseudo_key(self) -> str | None:
-        return self._inner.pseudo_key
-
-    def pseudo_tokens(self, prompt: Tensor, vocabulary: int, encode: Callable[[str], Tensor]) -> Tensor:
-        return self._inner.pseudo_tokens(prompt, vocabulary, encode)
 
 
 class AroundScorer(Around):
@@ -89,7 +69,7 @@ class AroundScorer(Around):
         if kind is not None and not kind.scores_tokens():
             raise KvlabError(f"{self.name}: {kind.name} does not score tokens; {SCORERS}")
         inner = policy(self.scorer, budget=self.budget)
-        if inner.sees_all_layers:
+        if inner.needs.surveys:
             raise KvlabError(f"{self.name}: {inner.name} shares its budget among layers; take a scorer that does not")
         if getattr(inner, "sets", "group") == "head":
             raise KvlabError(f"{self.name}: {inner.name} keeps a set for each query head; give it sets='group'")

@@ -51,15 +51,15 @@ def fits(trace: Trace, name: str, budget: int) -> bool:
     """Whether the trace holds what a policy needs (queries, pseudo-queries, accumulated attention)."""
     try:
         policy = made(name, max(budget, minimum(name)))
-        held = not policy.pseudo_key or trace.prompt.pseudo(policy) is not None
+        needs = policy.needs
+        held = needs.pseudo is None or trace.prompt.pseudo(policy) is not None
         trace.prompt.answers(policy)
     except KvlabError:  # also raised by a user's policy that cannot be made from a budget alone
         return False
     queries = trace.queries.shape[2] - trace.steps
-    needed = trace.prompt_length if policy.observes is None else min(policy.observes, trace.prompt_length)
-    if queries < needed or (policy.accumulates and trace.accumulated is None):
+    if queries < needs.window(trace.prompt_length) or (needs.accumulated and trace.accumulated is None):
         return False
-    return held and not (policy.reads_perplexity and trace.nll is None)
+    return held and not (needs.perplexity and trace.nll is None)
 
 
 def checked(trace: Trace, layer: int, head: int, step: int) -> Spot:

@@ -21,7 +21,8 @@ from kvlab.methods import Policy, policies
 from kvlab.render.explorer import choices, query_html, token_html
 from kvlab.render.explorer.html_medium import LIVE, RED, SHEET
 from kvlab.render.explorer.query_view import Look, Spot
-from kvlab.replays.run import Replay
+from kvlab.replays.replay import Replay
+from kvlab.replays.run import replay
 
 if TYPE_CHECKING:
     from kvlab.traces.trace import Trace
@@ -98,7 +99,7 @@ class Explorer:
                 lock = self._locks.setdefault(key, threading.Lock())
             with lock:
                 if key not in self._replays:
-                    self._replays[key] = Replay(self.trace, self._policy(name, budget))
+                    self._replays[key] = replay(self.trace, self._policy(name, budget))
         return self._replays[key]
 
     def _policy(self, name: str, budget: int) -> Policy:

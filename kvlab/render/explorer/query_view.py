@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.replays.reference import reference
-from kvlab.replays.run import Replay
+from kvlab.replays.replay import Replay
 
 if TYPE_CHECKING:
     from kvlab.traces.trace import Trace

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvlab.analyses.findings import Findings
+    from kvlab.replays.replay import Replay
     from kvlab.replays.results import Replays
-    from kvlab.replays.run import Replay
 
 
 def where_and_when(result: Replay, results: Replays, budget: float) -> Figure:

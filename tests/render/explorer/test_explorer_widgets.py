@@ -21,7 +21,7 @@ from kvlab import KvlabError
 from kvlab.render.explorer import explorer as module
 from kvlab.render.explorer import query_html
 from kvlab.render.explorer.html_medium import LIVE
-from kvlab.replays.run import Replay
+from kvlab.replays.run import replay
 
 
 def test_sliders_move_the_picture_and_the_picture_moves_the_sliders(explorer):
@@ -145,9 +145,9 @@ def test_what_is_made_in_the_background_does_not_hold_up_the_picture(explorer, m
         if threading.current_thread() is not threading.main_thread():
             begun.set()
             assert go_on.wait(60)
-        return Replay(trace, policy)
+        return replay(trace, policy)
 
-    monkeypatch.setattr(module, "Replay", slow)
+    monkeypatch.setattr(module, "replay", slow)
     explorer._replays = {key: kept for key, kept in explorer._replays.items() if key[1] == 40}
     ahead = explorer.look_ahead()
     try:
