@@ -80,7 +80,7 @@ MODULES = {
     "Measures": ["kvlab.instruments.measures"],
     "Attention": ["kvlab.core.attention"],
     "Probes": ["kvlab.instruments.probes", "kvlab.instruments.records"],
-    "Claims": [f"kvlab.papers.{name}" for name in ("claim", "single", "conditions", "doubts", "judging")],
+    "Claims": [f"kvlab.papers.{name}" for name in ("claim", "number_tests", "tests", "uncertainty", "verdict")],
     "Runs": ["kvlab.workbench.store.tracking"],
 }
 
