@@ -47,6 +47,7 @@ NAMES = {
             "core.store.LayerStore",
             "methods._base.clock.Step",
             "methods._base.needs.Needs",
+            "methods._base.needs.PseudoTokens",
         ),
         *("methods._base.repeating.Repetition", "methods._base.repeating.Part", "methods._base.prompt.Asks"),
         *("methods._base.policy.Budget", "methods.Paper", "core.ranking.top_positions"),

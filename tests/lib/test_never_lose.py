@@ -260,7 +260,7 @@ def awaited(process, victim, warm):
 
 def family(driving, victim, warm):
     """The processes of one kind: warm jobs are forks of their server, and the kernels are forks of them."""
-    started = "forking" if warm else "worker"
+    started = "fork_server" if warm else "worker"
     first = [one for one in driving.children() if f"kvlab.workbench.jobs.{started}" in one.cmdline()]
     workers = [child for server in first for child in server.children()] if warm else first
     kernels = (child for worker in workers for child in worker.children())

@@ -51,7 +51,7 @@ def called(trees: Iterable[ast.AST], through: str) -> set[str]:
 
     Args:
         trees: of files, each with its own imports.
-        through: the name of a function or a method.
+        through: the name of a function or a method; of `record` only the argument `text` counts.
     """
     found = set()
     for tree in trees:
@@ -66,7 +66,9 @@ def called(trees: Iterable[ast.AST], through: str) -> set[str]:
             argument
             for node in nodes
             if isinstance(node, ast.Call) and through in ast.unparse(node.func).split(".")
-            for argument in (*node.args, *(each.value for each in node.keywords if each.arg == "text"))
+            for argument in (
+                [each.value for each in node.keywords if each.arg == "text"] if through == "record" else node.args
+            )
         ]
         while given:
             node = given.pop()
