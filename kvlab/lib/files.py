@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,14 @@ def objects(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(found, dict):
             raise KvlabError(f"{path}, line {number}: a {what} is a JSON object, not {brief(found)}")
         yield number, found
+
+
+def digest(files: Iterable[tuple[str, Path]]) -> str:
+    """sha256 over the names and contents of files, in the order given."""
+    total = hashlib.sha256()
+    for name, path in files:
+        total.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()
 
 
 def brief(value: Any) -> str:

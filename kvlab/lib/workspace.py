@@ -7,7 +7,6 @@ folder is never run, whatever its files are called.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import os
 import sys
@@ -19,7 +18,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from kvlab.errors import KvlabError
-from kvlab.lib.files import expanded, first_line, read_text
+from kvlab.lib.files import digest, expanded, first_line, read_text
 from kvlab.lib.parameters import Parameters
 
 Named = TypeVar("Named", bound=Parameters)
@@ -87,12 +86,7 @@ def files(part: str, pattern: str, folder: Path | None = None) -> list[Path]:
 def code_hash(folder: Path | None = None, parts: Iterable[str] = CODE) -> str | None:
     """sha256 over the own code of the workspace, of that at `folder` or the one in use; None where there is none."""
     paths = [path for part in parts for path in files(part, "**/*.py", folder)]
-    if not paths:
-        return None
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(f"{path.parent.name}/{path.name}".encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return digest((f"{path.parent.name}/{path.name}", path) for path in paths) if paths else None
 
 
 def joined(shipped: Mapping[str, type[Named]], part: str, base: type[Named], kind: str) -> dict[str, type[Named]]:

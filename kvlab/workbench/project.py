@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvlab.errors import KvlabError
+from kvlab.lib.files import digest
 from kvlab.lib.workspace import made_by, root, workspace
 
 __all__ = ["checkout", "code_hash", "commit", "root", "version"]
@@ -114,18 +115,16 @@ def measuring_files(package: Path) -> list[Path]:
 def code_hash() -> str:
     """sha256 over the files of the package that can change a number of a job (`MEASURING` less `PRESENTING`)."""
     package = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for path in measuring_files(package):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return _hash(package, measuring_files(package))
 
 
 @functools.cache
 def showing_hash() -> str:
     """sha256 over the files of the package that make figures and sentences from findings."""
     package = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(file for part in SHOWING for file in (package / part).rglob("*")):
-        if path.suffix in {".py", ".csv", ".yaml"}:
-            digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    files = (file for part in SHOWING for file in (package / part).rglob("*"))
+    return _hash(package, sorted(file for file in files if file.suffix in SUFFIXES | {".yaml"}))
+
+
+def _hash(package: Path, files: Iterable[Path]) -> str:
+    return digest((file.relative_to(package).as_posix(), file) for file in files)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,19 +26,20 @@ from kvlab.workbench.store.tracking import RENDERED, Shown, file_name
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
+    from pandas import DataFrame
 
+    from kvlab.analyses.findings import Findings
     from kvlab.workbench.store.retries import RetryingClient
 
-RUN = "run"  # what notebooks call their run
+    Load = Callable[[str], Findings | DataFrame | None]
+
 PACKAGE = "kvlab"
-PROFILES = ("quick", "full", "gpu")
 
 
 @dataclass
 class Rendered:
     """What was made again for one run: the names of its figures and texts, and why others stay as they are."""
 
-    run_id: str
     made: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
 
@@ -84,14 +86,21 @@ def render(connection: RetryingClient, run: Run) -> Rendered:
     from matplotlib import pyplot, rc_context
 
     experiment = experiments.load(run.data.tags.get("kvlab.experiment", ""))
-    rendered = Rendered(run.info.run_id)
+    rendered = Rendered()
     with tempfile.TemporaryDirectory() as temporary, rc_context():
         pyplot.switch_backend("agg")
         folder = Path(temporary)
         saved = set(artifacts.fetch(connection, run, findings_files.FOLDER, folder))
         if not saved:
             raise KvlabError(f"the run {run.info.run_id} saved no findings: run it again with --fresh")
-        for shown in _shown(experiment.path, run, folder, saved, rendered):
+
+        @functools.cache
+        def load(name: str) -> Findings | DataFrame | None:
+            """The findings that were saved under a name; None where none were."""
+            stem = file_name(name)
+            return findings_files.read(folder, stem) if f"{stem}{findings_files.SUFFIX}" in saved else None
+
+        for shown in _shown(experiment.path, run, load, rendered):
             shown.log(connection, run.info.run_id)
             rendered.made.append(shown.name)
         pyplot.close("all")
@@ -99,23 +108,23 @@ def render(connection: RetryingClient, run: Run) -> Rendered:
     return rendered
 
 
-def _shown(path: Path, run: Run, folder: Path, saved: set[str], rendered: Rendered) -> Iterator[Shown]:
+def _shown(path: Path, run: Run, load: Load, rendered: Rendered) -> Iterator[Shown]:
     names: dict[str, Any] = {PACKAGE: _Package()} | _parameters(path, run)
     statements = list(_statements(path))
     for number, statement in enumerate(statements):
         calls = [call for node in ast.walk(statement) if (call := recorded(node)) is not None]
         for call in calls:
-            _bind(call, names, folder, saved)
+            _bind(call, names, load)
             yield from _one(call, names, rendered)
         if recorded(statement) is None:
             _define(statement, names)
             for call in _recorded_next(_stored(statement), statements[number + 1 :]):
-                _bind(call, names, folder, saved)
+                _bind(call, names, load)
 
 
 def _statements(path: Path) -> Iterator[ast.stmt]:
     for cell in notebooks.cells(path):
-        if cell.get("cell_type") == "code" and "parameters" not in cell.get("metadata", {}).get("tags", []):
+        if cell.get("cell_type") == "code" and not notebooks.is_parameters(cell):
             with contextlib.suppress(SyntaxError, ValueError):
                 yield from ast.parse(notebooks.source(cell)).body
 
@@ -125,8 +134,7 @@ def _recorded_next(names: set[str], statements: list[ast.stmt]) -> Iterator[ast.
     names = set(names)
     for statement in statements:
         call = recorded(statement)
-        found = call.args[1] if call is not None and len(call.args) > 1 else None
-        if call is not None and isinstance(found, ast.Name) and found.id in names:
+        if call is not None and _variable(call) in names:
             yield call
         names -= _stored(statement)
         if not names:
@@ -142,24 +150,29 @@ def _parameters(path: Path, run: Run) -> dict[str, Any]:
 def recorded(statement: ast.AST) -> ast.Call | None:
     """The call of `run.record` that a statement is, if the name in it is plain text."""
     call = statement.value if isinstance(statement, ast.Expr) else None
-    if not isinstance(call, ast.Call) or ast.unparse(call.func) != f"{RUN}.record" or not call.args:
+    if not isinstance(call, ast.Call) or notebooks.method_of_run(call) != "record" or not call.args:
         return None
     return call if isinstance(call.args[0], ast.Constant) else None
 
 
-def _bind(call: ast.Call, names: dict[str, Any], folder: Path, saved: set[str]) -> None:
-    """From here on the variable that a call records is what was saved under the call's name."""
-    name = ast.literal_eval(call.args[0])
+def _variable(call: ast.Call) -> str | None:
+    """The variable whose findings a call records."""
     found = call.args[1] if len(call.args) > 1 else None
-    if isinstance(found, ast.Name) and f"{file_name(name)}{findings_files.SUFFIX}" in saved:
-        names[found.id] = findings_files.read(folder, file_name(name))
+    return found.id if isinstance(found, ast.Name) else None
+
+
+def _bind(call: ast.Call, names: dict[str, Any], load: Load) -> None:
+    """From here on the variable that a call records is what was saved under the call's name."""
+    variable = _variable(call)
+    if variable is not None and (found := load(ast.literal_eval(call.args[0]))) is not None:
+        names[variable] = found
 
 
 def _one(call: ast.Call, names: dict[str, Any], rendered: Rendered) -> Iterator[Shown]:
     name = ast.literal_eval(call.args[0])
     shown = Shown(name)
     for keyword in call.keywords:
-        if keyword.arg not in ("figure", "text"):
+        if keyword.arg not in notebooks.SHOWN:
             continue
         try:
             value = eval(compile(ast.Expression(keyword.value), "<notebook>", "eval"), _resolved(keyword.value, names))
@@ -182,12 +195,7 @@ def _define(statement: ast.stmt, names: dict[str, Any]) -> None:
             names.update({name: value for name, value in scope.items() if name != "__builtins__"})
         return
     later = _Later(statement, dict(names))
-    stored = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    if isinstance(statement, ast.FunctionDef):
-        stored = {statement.name}
-    if RUN in stored or isinstance(statement, ast.Expr):
-        return
-    for name in stored:
+    for name in _stored(statement):
         if not isinstance(statement, ast.If) or name not in names:  # what a branch recorded stays
             names[name] = later
 
@@ -198,7 +206,7 @@ def _stored(statement: ast.stmt) -> set[str]:
         return {statement.name}
     nodes = ast.walk(statement) if not isinstance(statement, ast.Expr) else ()
     names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    return set() if RUN in names else names
+    return set() if notebooks.RUN in names else names
 
 
 def _resolved(node: ast.AST, names: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +235,7 @@ def stale(names: list[str], profile: str | None = None, fresh: bool = False) -> 
         fresh: also runs whose figures are of today's code.
     """
     found = []
-    for each in [profile] if profile else PROFILES:
+    for each in [profile] if profile else experiments.PROFILES:
         for models in runs.newest(names, "model", profile=each).values():
             found += [run for run in models.values() if RENDERED in run.data.tags and (fresh or not is_current(run))]
     return found

@@ -3,6 +3,7 @@
 from kvlab.workbench.experiments.experiment import (
     CELL,
     ORDINARY,
+    PROFILES,
     TRIAL,
     Experiment,
     Job,
@@ -18,6 +19,7 @@ from kvlab.workbench.experiments.parameter_values import checked, plain, read
 __all__ = [
     "CELL",
     "ORDINARY",
+    "PROFILES",
     "TRIAL",
     "Experiment",
     "Job",

@@ -34,6 +34,7 @@ from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.experiments.parameter_values import checked, read, short
 
 MOST = 10_000  # jobs of an experiment
+PROFILES = ("quick", "full", "gpu")
 ORDINARY, CELL, TRIAL = "job", "cell", "trial"
 """The kinds of jobs: those that the ledger judges, and those that only say how far a verdict depends on seed and texts.
 """
@@ -190,8 +191,8 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
     experiment = load(experiment) if isinstance(experiment, str) else experiment
     if experiment.profiles and profile not in experiment.profiles:
         raise KvlabError(nearest(profile, experiment.profiles, f"profile of {experiment.name}"))
-    if not experiment.profiles and profile not in ("quick", "full", "gpu"):
-        raise KvlabError(nearest(profile, ("quick", "full", "gpu"), "profile"))
+    if not experiment.profiles and profile not in PROFILES:
+        raise KvlabError(nearest(profile, PROFILES, "profile"))
     changes = experiment.profiles.get(profile, Profile())
     declared = parameters_of(experiment.path)
     single = {**experiment.parameters, **changes.parameters}

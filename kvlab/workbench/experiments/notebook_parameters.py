@@ -14,6 +14,11 @@ from kvlab.workbench.experiments import experiment as experiments
 from kvlab.workbench.experiments import notebooks, parameter_values
 
 
+def shell() -> Any:
+    """IPython's shell that runs the calling notebook; None outside IPython, which is not imported for this."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+
+
 def parameters(experiment: str | None = None) -> dict[str, Any]:
     """The parameters of the calling notebook, with their present values.
 
@@ -28,21 +33,21 @@ def parameters(experiment: str | None = None) -> dict[str, Any]:
     Raises:
         KvlabError: called outside a notebook, no such cell ran, or a value does not have the type of the cell's.
     """
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is None:
+    interpreter = shell()
+    if interpreter is None:
         raise KvlabError("outside a notebook the parameters must be given: tracking.start(NAME, {...})")
     declared, wanted = None, True
-    for source in shell.user_ns["In"][:-1]:
+    for source in interpreter.user_ns["In"][:-1]:
         if "tracking.start(" in source:
             wanted = True
         elif wanted and (assigned := notebooks.plain_values(source)):
             declared, wanted = assigned, False
     if declared is None and experiment is not None and experiment in experiments.names():
         declared = notebooks.parameters_of(experiments.load(experiment).path)
-        declared = declared if set(declared) <= set(shell.user_ns) else None
+        declared = declared if set(declared) <= set(interpreter.user_ns) else None
     if declared is None:
         raise KvlabError("no parameters cell has run: run the notebook from its first cell")
-    return typed(shell.user_ns, declared)
+    return typed(interpreter.user_ns, declared)
 
 
 def typed(namespace: MutableMapping[str, Any], declared: dict[str, Any]) -> dict[str, Any]:

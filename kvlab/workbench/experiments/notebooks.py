@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 from pathlib import Path
@@ -43,11 +44,18 @@ def source(cell: dict[str, Any]) -> str:
     return text if isinstance(text, str) else "".join(text)
 
 
+def is_parameters(cell: dict[str, Any]) -> bool:
+    """Whether a cell carries the tag `parameters`."""
+    return "parameters" in cell.get("metadata", {}).get("tags", [])
+
+
 def code(path: Path) -> list[str]:
     """The sources of the code cells, in order."""
     return [source(cell) for cell in cells(path) if cell.get("cell_type") == "code"]
 
 
+RUN = "run"
+"""What notebooks call their run."""
 SHOWING = ("figure", "tell")
 """Methods of a run that only show what was found."""
 SHOWN = ("figure", "text")
@@ -66,13 +74,14 @@ def measuring_code(path: Path) -> list[str]:
     return [text for cell in code(path) if (text := _measuring(cell))]
 
 
+@functools.lru_cache(maxsize=1024)  # a sweep asks for the same cells with each of its jobs
 def _measuring(text: str) -> str:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _method(node) == "record":
+        if isinstance(node, ast.Call) and method_of_run(node) == "record":
             node.keywords = [each for each in node.keywords if each.arg not in SHOWN or _assigns(each)]
     tree.body = [statement for statement in tree.body if not _only_shows(statement)]
     return ast.unparse(tree)
@@ -85,12 +94,12 @@ def _only_shows(statement: ast.stmt) -> bool:
     if not isinstance(call, ast.Call) or _assigns(call):
         return False
     only_a_name = len(call.args) == 1 and not call.keywords
-    return _method(call) in SHOWING or (_method(call) == "record" and only_a_name)
+    return method_of_run(call) in SHOWING or (method_of_run(call) == "record" and only_a_name)
 
 
-def _method(call: ast.Call) -> str:
-    """The name of the method of `run` that a call calls; empty for any other call."""
-    of_run = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "run"
+def method_of_run(call: ast.Call) -> str:
+    """The name of the method of a notebook's `run` that a call calls; empty for any other call."""
+    of_run = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == RUN
     return call.func.attr if of_run and isinstance(call.func, ast.Attribute) else ""
 
 
@@ -103,7 +112,7 @@ def parameters_of(path: Path) -> dict[str, Any]:
 
     Raises KvlabError if no cell, or more than one, carries the tag, or the cell is not Python.
     """
-    tagged = [cell for cell in cells(path) if "parameters" in cell.get("metadata", {}).get("tags", [])]
+    tagged = [cell for cell in cells(path) if is_parameters(cell)]
     if len(tagged) != 1:
         raise KvlabError(f"{path.name} must have one cell tagged `parameters`, and has {len(tagged)}")
     try:

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from kvlab.lib.files import first_line, why
 from kvlab.workbench import experiments, project
 from kvlab.workbench.experiments import content_key
 from kvlab.workbench.experiments.notebook_parameters import parameters as read_parameters
+from kvlab.workbench.experiments.notebook_parameters import shell
 from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.store.database import client, ensure_store, experiment_id, store_uri
 from kvlab.workbench.store.signatures import signature
@@ -100,8 +100,7 @@ class Shown:
 
 def _display(figure: Figure) -> None:
     """Show a figure in a notebook now, above the sentences that a cell may end with."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is not None and "inline" in os.environ.get("MPLBACKEND", "inline"):
+    if shell() is not None and "inline" in os.environ.get("MPLBACKEND", "inline"):
         from IPython.display import display
         from matplotlib import pyplot
 
@@ -343,8 +342,7 @@ class Run:
         Plain papermill ends the kernel after a cell that failed, so nothing later could mark the run. Outside IPython
         this does nothing.
         """
-        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        if shell is None:
+        if (interpreter := shell()) is None:
             return
 
         def ended(result: Any) -> None:
@@ -353,9 +351,10 @@ class Run:
                 with contextlib.suppress(KvlabError):
                     self._stopped_by(error)
 
-        shell.events.register("post_run_cell", ended)
+        interpreter.events.register("post_run_cell", ended)
         self._unwatch = lambda: (
-            ended in shell.events.callbacks["post_run_cell"] and shell.events.unregister("post_run_cell", ended)
+            ended in interpreter.events.callbacks["post_run_cell"]
+            and interpreter.events.unregister("post_run_cell", ended)
         )
 
 
