@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import references, yaml_loader
@@ -22,8 +22,7 @@ SAMPLED: Final = ("finding", "question")
 """The kinds that say something about a method, and that share findings."""
 FULL_ONLY: Final = "full profile only"
 """The reason of a claim that is not measured because the quick profile leaves its numbers out."""
-
-
+PHRASE_WORDS: Final = 25
 KINDS_DIFFER: Final = "Kinds of text differ"
 """How a comparison begins to say that a mean is one of these texts more than of texts."""
 
@@ -35,6 +34,35 @@ class Scale(BaseModel):
 
     name: str
     parameters: int = Field(gt=0)
+
+
+class Phrases(BaseModel):
+    """What a claim's numbers say, in words, for each way that they can come out.
+
+    Each is one sentence of at most `PHRASE_WORDS` words without numbers of ours: subject first, in the present tense,
+    ending with a full stop. The renderer adds value, interval and unit.
+
+    Attributes:
+        met: where the test of direction is met.
+        missed: where it is missed.
+        undecided: where the interval contains the point at which the direction turns.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    met: str
+    missed: str
+    undecided: str
+
+    @field_validator("met", "missed", "undecided")
+    @classmethod
+    def _one_short_sentence(cls, phrase: str) -> str:
+        words = phrase.split()
+        if not words or not phrase.endswith(".") or not phrase[0].isupper():
+            raise ValueError("a phrase is a sentence: a capital first, a full stop last")
+        if len(words) > PHRASE_WORDS:
+            raise ValueError(f"a phrase has at most {PHRASE_WORDS} words; this one has {len(words)}: {phrase!r}")
+        return phrase
 
 
 class Claim(BaseModel):
@@ -51,6 +79,7 @@ class Claim(BaseModel):
     A finding whose paper prints no number in the unit of that measure tests the direction alone.
     untested says, of a claim that no experiment here can measure, why not and what would test it.
     figure is the name under which the experiment keeps the picture that shows it.
+    phrases say in words what its numbers say.
     profile is the least profile of the experiment that measures it.
     model is the paper's model that its number is of: in a file a name out of the paper's `models`, else their first.
     lacking says why a run of the experiment may leave metrics out, by the start of their names: a model's shape, or
@@ -75,6 +104,7 @@ class Claim(BaseModel):
     note: str = ""
     untested: str = ""
     figure: str = ""
+    phrases: Phrases | None = None
     profile: Literal["quick", "full"] = "quick"
     model: Scale | None = Field(None, repr=False)
     lacking: dict[str, str] = Field({}, repr=False)
