@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 import pytest
 from support.refusals import refusal
 
 from kvlab import papers
+
+PHRASED = ("morphkv", "rocketkv", "zsmerge")
+"""The papers whose measured claims all have phrases."""
+
+UNWANTED = re.compile(r"\b(told|beside|held|taken|calm|settle|moments)\b", re.IGNORECASE)
 
 PAPER = """name: mine
 label: Mine
@@ -49,3 +57,25 @@ def test_25_words_are_enough_and_26_too_many(tmp_path):
 @pytest.mark.parametrize("met", ["it gains.", "It gains", "''"])
 def test_a_phrase_is_a_sentence(tmp_path, met):
     assert "a capital first, a full stop last" in refusal(load, tmp_path, met)
+
+
+def sentences(paper: str) -> list[str]:
+    """All phrases of a paper's claims."""
+    found = [claim.phrases for claim in papers.claims(paper=paper) if claim.phrases]
+    return [sentence for phrases in found for sentence in (phrases.met, phrases.missed, phrases.undecided)]
+
+
+@pytest.mark.parametrize("paper", PHRASED)
+def test_the_measured_claims_have_phrases_and_no_others(paper):
+    claims = papers.claims(paper=paper)
+    assert [claim.id for claim in claims if claim.phrases] == [claim.id for claim in claims if claim.experiment]
+
+
+@pytest.mark.parametrize("paper", PHRASED)
+def test_no_two_phrases_are_the_same(paper):
+    assert not [sentence for sentence, times in Counter(sentences(paper)).items() if times > 1]
+
+
+@pytest.mark.parametrize("paper", PHRASED)
+def test_phrases_use_the_fields_words(paper):
+    assert not [sentence for sentence in sentences(paper) if UNWANTED.search(sentence)]
