@@ -10,7 +10,7 @@ from support.refusals import refusal
 
 from kvlab import papers
 
-PHRASED = ("morphkv", "rocketkv", "zsmerge")
+PHRASED = ("compilerkv", "dapq", "morphkv", "rocketkv", "zsmerge")
 """The papers whose measured claims all have phrases."""
 
 UNWANTED = re.compile(r"\b(told|beside|held|taken|calm|settle|moments)\b", re.IGNORECASE)
