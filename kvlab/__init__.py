@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.version import __version__
 
 if TYPE_CHECKING:
+    from kvlab.attribution.attribute import attribute
     from kvlab.core.storage import storages
     from kvlab.errors import KvlabError
     from kvlab.inputs.corpus import Document, document, documents, questions
@@ -33,6 +34,7 @@ __all__ = [
     "Policy",
     "Trace",
     "__version__",
+    "attribute",
     "capture",
     "closed_against_open",
     "compress",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "attribution.attribute": ("attribute",),
     "core.storage": ("storages",),
     "errors": ("KvlabError",),
     "inputs.corpus": ("Document", "document", "documents", "questions"),

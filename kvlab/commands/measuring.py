@@ -1,4 +1,4 @@
-"""Measurements on a model: bench, heads, pages."""
+"""Measurements on a model: attribute, bench, heads, pages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,66 @@ from kvlab.commands.options import Device, Dtype, Model, Storages
 from kvlab.lib import extras
 
 app = typer.Typer()
+
+
+@app.command(
+    epilog="Examples:   kvlab attribute snapkv --budget 64 --document sotu/1962 --tokens 800   |   "
+    "kvlab attribute h2o --budget 0.1 --document my.txt --out why   |   "
+    "kvlab attribute snapkv --budget 128 --document my.txt --response 'The total is 42.'"
+)
+def attribute(
+    policy: Annotated[str, typer.Argument(help="A policy that evicts or selects: `kvlab list policies`.")],
+    budget: Annotated[str, typer.Option("--budget", help="Entries, or a fraction of the prompt (0.2).")] = "64",
+    document: Annotated[
+        str, typer.Option("--document", help="A document (`kvlab list documents`) or a text file.")
+    ] = "sotu/1962",
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", min=1, help="Cut the document to its first tokens.", show_default="all of it"),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, help="Length of the greedy response.")] = 32,
+    response: Annotated[
+        str | None, typer.Option("--response", help="A text that follows instead.", show_default=False)
+    ] = None,
+    loss: Annotated[
+        str, typer.Option("--loss", help="nll, or kl: the divergence from the full cache's predictions.")
+    ] = "nll",
+    parameters: Annotated[
+        list[str] | None, typer.Option("-p", help="A parameter of the policy, key=value.", show_default=False)
+    ] = None,
+    model: Model = "smollm2-135m",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: Annotated[Path, typer.Option("--out", help="The folder for table, figure and page.")] = Path("attribution"),
+) -> None:
+    """Say which evicted entries cost the response, in nats, and measure what it regains once they are put back.
+
+    Writes effects.csv (one row for each evicted entry), restored.csv, attribution.png and why.html, a page that needs
+    nothing else.
+    """
+    from kvlab.errors import KvlabError
+    from kvlab.methods import has_budget
+    from kvlab.methods import policy as made
+
+    extras.need("matplotlib", "seaborn")
+    (entries, *more) = options.numbers(budget, "--budget", options.entries) or [0]
+    if more:
+        raise KvlabError(f"one budget is attributed at a time, and --budget {budget} names several")
+    given = options.task_parameters(parameters or [])
+    tested = made(policy, **({"budget": entries} if has_budget(policy) else {}), **given)
+    if out.exists() and not out.is_dir():
+        raise KvlabError(f"--out {out} is a file; name a folder")
+    from kvlab.attribution.attribute import attribute as attributed
+    from kvlab.inputs import corpus, models
+
+    text = corpus.document(document)
+    lm = models.load(model, device=device, dtype=dtype)
+    text = text if tokens is None else text.window(lm, tokens)
+    why = attributed(lm, tested, text, new_tokens, response=response, loss=loss)  # type: ignore[reportArgumentType]
+    from kvlab.workbench.attribution_files import write
+
+    for line in write(why, out):
+        typer.echo(line)
 
 
 @app.command(

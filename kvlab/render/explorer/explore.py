@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
+from kvlab.attribution.results import Attribution
 from kvlab.errors import KvlabError, whole
 from kvlab.methods import Policy, policies, unknown
 from kvlab.render.explorer import choices
+from kvlab.render.explorer.effects import Picture
 from kvlab.render.explorer.explorer import Explorer
 from kvlab.render.explorer.query_view import Spot
 from kvlab.render.explorer.texts import texts
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 LEFT, RIGHT = "snapkv", "dapq"
 
 
+@overload
+def explore(trace: Attribution) -> Picture: ...
+@overload
 def explore(
     trace: Trace | str | Path,
     left: str | Policy = LEFT,
@@ -35,11 +40,24 @@ def explore(
     head: int | None = None,
     step: int | None = None,
     lm: LM | None = None,
-) -> Explorer:
+) -> Explorer: ...
+def explore(
+    trace: Trace | str | Path | Attribution,
+    left: str | Policy = LEFT,
+    right: str | Policy = RIGHT,
+    *,
+    budgets: Sequence[int] | None = None,
+    budget: int | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    step: int | None = None,
+    lm: LM | None = None,
+) -> Explorer | Picture:
     """Explore a trace by hand in JupyterLab: two policies side by side, one query, and what it lost.
 
     Args:
-        trace: with a response; or the path of one that was saved.
+        trace: with a response; or the path of one that was saved. What `kvlab.attribute` gives is shown as it is: the
+            text coloured by what the loss of each token costs, and takes none of the others.
         left, right: two policies, by name or as objects (also policies of the user, or two variants of the same).
         budgets: the stops of the budget slider; by default powers of two below the prompt's length, and the budgets of
             policies given as objects.
@@ -52,6 +70,8 @@ def explore(
         KvlabError: a trace without a response, a policy that needs more than this trace holds, two policies that differ
             only in their budgets, or a place outside the trace.
     """
+    if isinstance(trace, Attribution):
+        return Picture(trace)
     trace = opened(trace)
     if not trace.steps:
         raise KvlabError("there is no query to look at: this trace has no response; capture it with new_tokens=32")

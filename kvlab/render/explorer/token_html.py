@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kvlab.render.explorer.html_medium import BLUE, FAINT, GONE, INK, LEVELS, LOOKS, READ, STATIC, STORED, Medium
 
@@ -77,7 +78,11 @@ def passages(looks: Sequence[Look], count: int) -> list[range]:
 
     count: number of tokens that have a text.
     """
-    lost = torch.stack([look.lost[:count] for look in looks]).amax(0)
+    return passages_of(torch.stack([look.lost[:count] for look in looks]).amax(0))
+
+
+def passages_of(lost: Tensor) -> list[range]:
+    """The same of shares `[tokens]` of whatever was lost on each token."""
     length = len(lost)
     best = lost.topk(min(PASSAGES, length))
     least = max(WEAK, WORTH * float(best.values[0])) if length else 0.0

@@ -1,0 +1,233 @@
+"""What losing each evicted entry cost a response: integrated gradients along the way from a policy to the full cache.
+
+The effect of an entry e is minus the integral of dL/dg_e over g in [0, 1], all gates moving together from the policy's
+attention output (0) to the full cache's (1), where L is the loss of a response that is fed back. Effects add up to
+L(policy) - L(full): integrated gradients (Sundararajan et al. 2017, arXiv 1703.01365) on a model's internals, as
+attribution patching has it. `kvlab/attribution/gated.py` holds the algebra of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kvlab.attribution.path import Response
+from kvlab.attribution.results import Attribution, Found
+from kvlab.core import adapter, hookable
+from kvlab.core.store import EMPTY
+from kvlab.errors import KvlabError, whole
+from kvlab.inputs.models import lm_of
+from kvlab.lib import progress_bars
+from kvlab.live.gather import gather
+from kvlab.live.session import Session, compress
+from kvlab.methods import Policy, policy
+from kvlab.traces.recording import prompt_ids, several
+
+if TYPE_CHECKING:
+    from kvlab.inputs.corpus import Document
+    from kvlab.inputs.models import LM
+
+POINTS, MOST_POINTS = 8, 64
+ENOUGH = 0.05
+"""Share of the difference that may be left unexplained before more points are tried."""
+PASS = 3
+"""A pass with its way back counts as so many in the progress bar."""
+
+
+def attribute(
+    lm: LM | torch.nn.Module,
+    policy_or_name: Policy | str,
+    text: str | Document | Tensor | Sequence[int],
+    new_tokens: int = 32,
+    *,
+    response: str | Sequence[int] | Tensor | None = None,
+    loss: Literal["nll", "kl"] = "nll",
+    points: int = POINTS,
+    chat: str | bool = "auto",
+    progress: bool | None = None,
+) -> Attribution:
+    """What the loss of each evicted entry cost the response, in nats, of all layers, KV heads and positions at once.
+
+    ```python
+    why = kvlab.attribute(lm, kvlab.policy("snapkv", budget=64), text, new_tokens=32)
+    why.summary, why.table, why.by("token"), why.restored, why.show()
+    ```
+
+    The policy runs once, live, with the response fed back; which entries each step reads is then fixed. The response is
+    run again at some points on the line to the full cache, each with one backward pass, which gives dL/dg of all
+    entries. The prompt is prefilled once.
+
+    Args:
+        lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
+        policy_or_name: a policy that leaves entries out, after the prefill, while decoding, or in what a step reads.
+        text: a text, a `Document` or token ids.
+        new_tokens: length of the response, 2 or more; the full cache's greedy one, unless `response` is given.
+        response: a text or token ids that follow the prompt instead.
+        loss: "nll", the response's negative log-likelihood; "kl", the divergence of the next-token distributions from
+            the full cache's, summed over the response.
+        points: of Gauss and Legendre on the line; doubled, up to 64, until the effects explain the difference of the
+            losses up to 5 %.
+        chat: as `kvlab.capture` takes it.
+        progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
+
+    Raises:
+        KvlabError: a policy that merges or changes entries or outputs, a response of one token, or what
+            `kvlab.capture` refuses.
+    """
+    lm, tested = lm_of(lm), policy(policy_or_name)
+    if loss not in ("nll", "kl"):
+        raise KvlabError(f"loss={loss!r} is neither 'nll' nor 'kl'")
+    if not 1 <= whole("points", points) <= MOST_POINTS:
+        raise KvlabError(f"points={points}: between 1 and {MOST_POINTS} points on the line can be taken")
+    if several(text):
+        raise KvlabError("one prompt is attributed at a time; call attribute for each")
+    _check(tested)
+    ids, document = prompt_ids(lm, text, chat)
+    given = None if response is None else _response_ids(lm, response)
+    tokens = whole("new_tokens", new_tokens) if given is None else len(given)
+    if tokens < 2:
+        raise KvlabError(
+            f"a response of {tokens} token{'' if tokens == 1 else 's'} has nothing to attribute: the prefill predicts "
+            "the first token before anything is evicted; take two or more"
+        )
+    if len(ids) + tokens > lm.context_length:
+        raise KvlabError(
+            f"the prompt has {len(ids)} tokens and the response {tokens}, which is beyond the {lm.context_length} that "
+            f"{lm.name} takes; shorten the document (Document.window) or the response"
+        )
+    modules = hookable.layers_of(lm.model)
+    stepwise = tested.needs.acts_while_decoding
+    work = progress_bars.work(len(ids), *[1] * (tokens * (stepwise + (given is None))))
+    work += (points * PASS + 2) * tokens
+    with ExitStack() as stack:
+        stack.enter_context(progress_bars.layers(modules, work, "attribute", progress))
+        made, reads = _run(lm, tested, ids, given, tokens)
+        found = _integrated(made, reads, loss, points)
+    return Attribution(lm, tested, document, ids, made, reads, found, loss)
+
+
+def _check(tested: Policy) -> None:
+    """Refuse what has no line of single entries between its cache and the full one."""
+    needs = tested.needs
+    if needs.biases:
+        what = "merges entries, or weighs them by more than their attention"
+    elif needs.rewrites:
+        what = "changes the entries that it keeps"
+    elif needs.amends:
+        what = "changes the attention's output"
+    else:
+        return
+    raise KvlabError(
+        f"{tested.name} {what}, so that its loss does not split into one share for each entry that it leaves out; "
+        "attribute a policy that evicts or selects"
+    )
+
+
+def _response_ids(lm: LM, response: str | Sequence[int] | Tensor) -> Tensor:
+    if isinstance(response, str):
+        if not response:
+            raise KvlabError("the response is empty; give a text or token ids")
+        tokenizer = lm.require_tokenizer("give the response as token ids")
+        return torch.tensor(tokenizer(response, add_special_tokens=False).input_ids, dtype=torch.int64)
+    return prompt_ids(lm, response)[0]
+
+
+@torch.no_grad()
+def _run(lm: LM, tested: Policy, ids: Tensor, given: Tensor | None, tokens: int) -> tuple[Response, list[Tensor]]:
+    """The prompt's end with its response, and what each step of it reads under the policy, layer by layer."""
+    with gather(lm.model, [tested]):
+        out = lm.model(ids[None].to(lm.device), use_cache=True, logits_to_keep=1)
+    prefilled, logits = out.past_key_values, out.logits[0, -1].float()
+    stores = [layer.groups[0].store for layer in prefilled.compressed]
+    entries = [(store.keys[0], store.values[0]) for store in stores]
+    made = _greedy(lm, entries, prefilled.others, logits, tokens) if given is None else given
+    stepwise = tested.needs.acts_while_decoding
+    probes = ["positions"] if stepwise else []
+    with compress(lm.model, tested, probes, tokenizer=lm.tokenizer, max_new_tokens=tokens) as session:
+        cache = session.branch(prefilled)
+        session.end_prompt()
+        for token in made[:-1] if stepwise else ():
+            lm.model(token.view(1, 1).to(lm.device), past_key_values=cache, logits_to_keep=1)
+        reads = _reads(session, len(ids), len(made) - 1, stepwise)
+    first = float(-logits.log_softmax(-1)[made[0]])
+    return Response(lm, made.cpu(), len(ids), entries, prefilled.others, first), reads
+
+
+def _greedy(
+    lm: LM, entries: list[tuple[Tensor, Tensor]], others: dict[int, Any], logits: Tensor, tokens: int
+) -> Tensor:
+    """The full cache's greedy response `[tokens]`."""
+    mine = []
+    for keys, values in entries:
+        layer = DynamicLayer()
+        layer.update(keys[None], values[None])
+        mine.append(layer)
+    cache = DynamicCache()
+    cache.layers = adapter.arranged(lm.model, hookable.layout_of(lm.model), mine)
+    for number, layer in others.items():
+        cache.layers[number] = adapter.twin(layer)
+    made = [logits.argmax()]
+    while len(made) < tokens:
+        out = lm.model(made[-1].view(1, 1), past_key_values=cache, logits_to_keep=1)
+        made.append(out.logits[0, -1].float().argmax())
+    return torch.stack(made)
+
+
+def _reads(session: Session, prompt: int, steps: int, stepwise: bool) -> list[Tensor]:
+    """What each step reads, bool `[sets, steps or 1, prompt + steps]`, of each compressed layer."""
+    found = []
+    for layer in session.layout.compressed:
+        if stepwise:
+            positions = [session.records.positions(layer, step + 1) for step in range(steps)]
+            read = torch.zeros(len(positions[0]), steps, prompt + steps + 1, dtype=torch.bool)
+            for step, places in enumerate(positions):
+                read[:, step].scatter_(-1, places.masked_fill(places == EMPTY, prompt + steps), True)
+        else:
+            places = session.kept_after_prefill(layer)
+            read = torch.zeros(len(places), 1, prompt + steps + 1, dtype=torch.bool)
+            read[:, 0].scatter_(-1, places.masked_fill(places == EMPTY, prompt + steps), True)
+            read[..., prompt:] = True
+        found.append(read[..., :-1].to(hookable.device_of(session.model)))
+    return found
+
+
+def _integrated(made: Response, reads: list[Tensor], loss: str, points: int) -> Found:
+    """The losses at both ends, and the effects of all entries."""
+    ends = torch.tensor([0.0, 1.0], device=made.lm.device)
+    if loss == "kl":
+        full = made.forward(reads, ends[1:], log_probabilities=True)
+        assert full.log_probabilities is not None, "they were asked for"
+        made.target = full.log_probabilities[0]
+    losses = made.forward(reads, ends)
+    attention = torch.stack([line.attention for line in losses.lines])
+    policy_loss, full_loss = losses.values.tolist()
+    difference = policy_loss - full_loss
+    while True:
+        effects = _effects(made, reads, points)
+        unexplained = difference - float(effects.sum())
+        if abs(unexplained) <= ENOUGH * abs(difference) or points * 2 > MOST_POINTS:
+            break
+        points *= 2
+    return Found(effects, attention, policy_loss, full_loss, losses.by_token[0] - losses.by_token[1], points)
+
+
+def _effects(made: Response, reads: list[Tensor], points: int) -> Tensor:
+    """Minus the integral of dL/dg, `[layers, kv_heads, prompt + steps]`, by Gauss and Legendre."""
+    nodes, counts = np.polynomial.legendre.leggauss(points)
+    device = made.lm.device
+    gates = torch.tensor((nodes + 1) / 2, dtype=torch.float32, device=device)
+    weights = torch.tensor(counts / 2, dtype=torch.float32, device=device)
+    total: Tensor | None = None
+    for some in range(0, points, made.points_at_once):
+        part = slice(some, some + made.points_at_once)
+        passed = made.forward(reads, gates[part], weights[part])
+        found = torch.stack([line.effects for line in passed.lines])
+        total = found if total is None else total + found
+    assert total is not None, "there is at least one point"
+    return -total

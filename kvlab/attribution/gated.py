@@ -1,0 +1,262 @@
+"""One layer's attention on the line from a policy's output to the full cache's, and each entry's share of the gradient.
+
+With a the softmax over all entries, f = sum a v the full cache's output and o the policy's, over what it reads,
+
+    f - o = sum over the entries e that the policy does not read of a_e (v_e - o),
+
+so that a gate g_e for each of them leads from the policy (all 0) to the full cache (all 1):
+o(g) = o + sum g_e a_e (v_e - o). Where all gates are equal this is o + g (f - o), and the derivative of a loss L by one
+gate is a_e (v_e - o) . dL/do(g). Both identities hold with learnt sinks too, which take their share and have no value.
+
+A gate on the unnormalised weight, exp of the logit, would not do: a small gate lets a dominant entry back already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlab.core import onednn
+from kvlab.core.attention import exact
+from kvlab.core.softmax import Softmax
+
+AT_ONCE = {"cpu": 1 << 20}
+"""Attention weights that are computed at once, by type of device: as many as a processor's cache can take."""
+ELSEWHERE = 1 << 26
+
+
+@dataclass
+class LayerReads:
+    """A prompt's entries in one layer, and which of all entries each step of the response reads.
+
+    Attributes:
+        keys, values: of the prompt, `[kv_heads, prompt, head_dim]`.
+        read: bool `[sets, steps or 1, prompt + steps]`, a set for each KV head or for each query head; True where the
+            policy reads the entry. Entries that come after a step count for nothing.
+    """
+
+    keys: Tensor
+    values: Tensor
+    read: Tensor
+
+    @property
+    def prompt(self) -> int:
+        return self.keys.shape[1]
+
+    def of(self, kv_head: int) -> HeadReads:
+        """The same of one KV head, its prompt split into what is read by any step and what by none."""
+        kv_heads = len(self.keys)
+        read = self.read.unflatten(0, (kv_heads, -1))[kv_head]  # [sets of this head, steps or 1, prompt + steps]
+        some = read[..., : self.prompt].flatten(0, 1).any(0)
+        first, last = some.nonzero()[:, 0], (~some).nonzero()[:, 0]
+        columns = torch.cat([first, torch.arange(self.prompt, read.shape[-1], device=first.device)])
+        keys, values = exact(self.keys[kv_head]), exact(self.values[kv_head])
+        return HeadReads(first, last, keys[first], values[first], keys[last], values[last], read[..., columns])
+
+
+@dataclass
+class HeadReads:
+    """One KV head's entries: `first` are prompt positions that some step reads, `last` those that no step does.
+
+    Attributes:
+        read: bool `[sets or 1, steps or 1, first + steps]`, of what is in `first` and of the response.
+    """
+
+    first: Tensor
+    last: Tensor
+    keys_first: Tensor
+    values_first: Tensor
+    keys_last: Tensor
+    values_last: Tensor
+    read: Tensor
+
+
+@dataclass
+class Block:
+    """Some rows (query heads x steps) of one point on the line and one KV head."""
+
+    point: int
+    rows: slice
+    queries: Tensor  # [rows, head_dim], scaled
+    own_keys: Tensor  # [steps, head_dim], the response's
+    own_values: Tensor
+    visible: Tensor  # [rows, first + steps], causal
+    read: Tensor  # the same, less what the policy does not read
+    sinks: Tensor | None  # [rows, 1]
+
+    def logits(self, head: HeadReads, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        """Of what some step reads with the response behind it, `[rows, first + steps]`, and of the rest."""
+        keys = torch.cat([head.keys_first, self.own_keys])
+        first = onednn.by_transposed(self.queries, keys)
+        last = onednn.by_transposed(self.queries, head.keys_last)
+        return softmax.capped(first), softmax.capped(last)
+
+
+class Line:
+    """The attention of one layer, on the line, for several points at once; it keeps what the backward pass finds.
+
+    Args:
+        layer: what the policy reads there.
+        gates: `[points]`, where on the line each row of the batch stands.
+        weights: `[points]`, what the gradient of each counts in the integral.
+
+    Attributes:
+        effects: `[kv_heads, prompt + steps]`, the integral's sum so far, of dL/dg: negative where losing the entry cost
+            the response.
+        attention: `[kv_heads, prompt + steps]`, the full cache's attention summed over the steps and the group's heads,
+            at the points whose gate is 1.
+    """
+
+    def __init__(self, layer: LayerReads, gates: Tensor, weights: Tensor, softmax: Softmax):
+        self.layer, self.gates, self.weights, self.softmax = layer, gates.tolist(), weights.tolist(), softmax
+        kv_heads, length = len(layer.keys), layer.read.shape[-1]
+        self.effects = exact(layer.keys).new_zeros(kv_heads, length)
+        self.attention = torch.zeros_like(self.effects)
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The output `[points, heads, steps, head_dim]`, float32.
+
+        Args:
+            queries, keys, values: of the response, `[points, heads or kv_heads, steps, head_dim]`.
+        """
+        return _Attend.apply(exact(queries), exact(keys), exact(values), self)
+
+    def blocks(self, head: HeadReads, h: int, queries: Tensor, keys: Tensor, values: Tensor) -> Iterator[Block]:
+        """Rows that fit into memory at once; `queries` are scaled, `[points, kv_heads, group, steps, head_dim]`."""
+        points, kv_heads, group, steps, _ = queries.shape
+        length = len(head.first) + len(head.last) + steps
+        some = max(1, AT_ONCE.get(queries.device.type, ELSEWHERE) // length)
+        device = queries.device
+        causal = torch.ones(steps, len(head.first) + steps, dtype=torch.bool, device=device)
+        causal[:, len(head.first) :] = torch.ones(steps, steps, dtype=torch.bool, device=device).tril()
+        visible = causal.expand(group, -1, -1).reshape(group * steps, -1)
+        read = (head.read & causal).expand(group, -1, -1).reshape(group * steps, -1)
+        sinks = self.softmax.group(h, kv_heads).sinks
+        sinks = None if sinks is None else sinks.float().repeat_interleave(steps)[:, None]
+        for point in range(points):
+            rows = queries[point, h].reshape(group * steps, -1)
+            for start in range(0, len(rows), some):
+                part = slice(start, min(start + some, len(rows)))
+                yield Block(
+                    point,
+                    part,
+                    rows[part],
+                    keys[point, h],
+                    values[point, h],
+                    visible[part],
+                    read[part],
+                    None if sinks is None else sinks[part],
+                )
+
+    def heads(self) -> Iterator[tuple[int, HeadReads]]:
+        for h in range(len(self.layer.keys)):
+            yield h, self.layer.of(h)
+
+
+def _shaped(queries: Tensor, kv_heads: int, factor: float) -> Tensor:
+    return (queries * factor).unflatten(1, (kv_heads, -1))
+
+
+class _Attend(torch.autograd.Function):
+    """o + g (f - o) and its gradients. Weights are computed anew in the backward pass, so that nothing of the size
+    heads x steps x length outlives a block.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, line: Line) -> Tensor:
+        softmax, kv_heads = line.softmax, keys.shape[1]
+        shaped = _shaped(queries, kv_heads, softmax.scale(queries.shape[-1]))
+        policy, full = shaped.new_empty(2, *shaped.shape)
+        sums = shaped.new_empty(2, *shaped.shape[:-1])  # logarithms of the sums under both softmaxes
+        for h, head in line.heads():
+            for block in line.blocks(head, h, shaped, keys, values):
+                first, last = block.logits(head, softmax)
+                own = torch.cat([head.values_first, block.own_values])
+                first.masked_fill_(~block.visible, -torch.inf)
+                of_read = first.masked_fill(~block.read, -torch.inf)
+                sum_read = _logsum(of_read, block.sinks)
+                sum_full = torch.logaddexp(_logsum(first, block.sinks), _logsum(last, None))
+                o = (of_read - sum_read).exp_() @ own
+                first.sub_(sum_full).exp_()
+                last.sub_(sum_full).exp_()
+                f = first @ own + last @ head.values_last
+                at = block.point, h
+                for whole, part in ((policy, o), (full, f)):
+                    whole[at].flatten(0, 1)[block.rows] = part
+                for whole, part in zip(sums, (sum_read, sum_full), strict=True):
+                    whole[at].flatten()[block.rows] = part[:, 0]
+                if line.gates[block.point] == 1:
+                    _add(line.attention[h], head, line.layer.prompt, first.sum(0), last.sum(0))
+        gates = shaped.new_tensor(line.gates).view(-1, 1, 1, 1, 1)
+        ctx.save_for_backward(queries, keys, values, policy, full, sums)
+        ctx.line = line
+        return torch.lerp(policy, full, gates).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        queries, keys, values, policy, full, sums = ctx.saved_tensors
+        line: Line = ctx.line
+        softmax, kv_heads = line.softmax, keys.shape[1]
+        factor = softmax.scale(queries.shape[-1])
+        shaped = _shaped(queries, kv_heads, factor)
+        gradient = gradients[0].unflatten(1, (kv_heads, -1))
+        to_queries, to_keys, to_values = (
+            shaped.new_empty(shaped.shape),
+            torch.zeros_like(keys),
+            torch.zeros_like(values),
+        )
+        steps = keys.shape[2]
+        along = torch.stack([(gradient * policy).sum(-1), (gradient * full).sum(-1)])  # dL/do . o and dL/do . f
+        for h, head in line.heads():
+            for block in line.blocks(head, h, shaped, keys, values):
+                at, g = (block.point, h), line.gates[block.point]
+                out = gradient[at].flatten(0, 1)[block.rows]
+                sum_read, sum_full = (each[at].flatten()[block.rows, None] for each in sums)
+                of_policy, of_full = (each[at].flatten()[block.rows, None] for each in along)
+                first, last = block.logits(head, softmax)
+                bend_first, bend_last = _slope(first, softmax), _slope(last, softmax)
+                own = torch.cat([head.values_first, block.own_values])
+                first.masked_fill_(~block.visible, -torch.inf)
+                read = (first - sum_read).masked_fill_(~block.read, -torch.inf).exp_()
+                first.sub_(sum_full).exp_()
+                last.sub_(sum_full).exp_()
+                shown_first, shown_last = out @ own.T, out @ head.values_last.T  # v . dL/do
+                # What the policy does not read: a (v - o) . dL/do.
+                part_last = last * shown_last
+                lost_last = part_last.sum(0) - (of_policy.T @ last)[0]
+                lost_first = (first * (shown_first - of_policy)).masked_fill_(block.read, 0).sum(0)
+                weight = line.weights[block.point]
+                _add(line.effects[h], head, line.layer.prompt, weight * lost_first, weight * lost_last)
+                mixed = g * first + (1 - g) * read
+                slope = g * first * (shown_first - of_full) + (1 - g) * read * (shown_first - of_policy)
+                slope_last = part_last.sub_(last.mul_(of_full)).mul_(g)
+                if bend_first is not None and bend_last is not None:
+                    slope, slope_last = slope * bend_first, slope_last * bend_last
+                all_keys = torch.cat([head.keys_first, block.own_keys])
+                back = slope @ all_keys + slope_last @ head.keys_last
+                to_queries[at].flatten(0, 1)[block.rows] = back * factor
+                to_keys[at] += slope[:, -steps:].T @ block.queries
+                to_values[at] += mixed[:, -steps:].T @ out
+        return to_queries.flatten(1, 2), to_keys, to_values, None
+
+
+def _logsum(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    found = logits.logsumexp(-1, keepdim=True)
+    return found if sinks is None else torch.logaddexp(found, sinks)
+
+
+def _slope(capped: Tensor, softmax: Softmax) -> Tensor | None:
+    """The derivative of the soft cap, from its own output; None where there is none."""
+    return None if softmax.softcap is None else 1 - (capped / softmax.softcap) ** 2
+
+
+def _add(whole: Tensor, head: HeadReads, prompt: int, first: Tensor, last: Tensor) -> None:
+    """Add to entries `[prompt + steps]` what was found of those in `first`, of the response, and of those in `last`."""
+    n = len(head.first)
+    whole.index_add_(0, head.first, first[:n])
+    whole.index_add_(0, head.last, last)
+    whole[prompt:] += first[n:]

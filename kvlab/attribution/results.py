@@ -1,0 +1,246 @@
+"""What an attribution found: losses, effects, and the entries put back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvlab.attribution.path import Response
+from kvlab.errors import KvlabError
+from kvlab.inputs.token_texts import token_texts
+from kvlab.lib import progress_bars
+from kvlab.methods import Policy
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvlab.inputs.models import LM
+
+COUNTS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+"""Entries that the curve of restoring puts back."""
+ORDERS = ("effect", "attention", "recency", "random")
+SUMS = ("effect", "harmful", "helpful", "attention", "entries")
+GROUPS = {"token": ["position", "token"], "head": ["layer", "kv_head"], "layer": ["layer"]}
+
+
+@dataclass
+class Found:
+    """Numbers of an attribution.
+
+    Attributes:
+        effects: `[layers, kv_heads, prompt + steps]`, in nats.
+        attention: the full cache's attention summed over steps and the group's heads, of the same shape.
+        policy_loss, full_loss: of the response, in nats.
+        by_step: `[steps]`, how much the policy costs each token of the response but the first, in nats.
+        points: on the line.
+    """
+
+    effects: Tensor
+    attention: Tensor
+    policy_loss: float
+    full_loss: float
+    by_step: Tensor
+    points: int
+
+
+class Attribution:
+    """What the loss of each evicted entry cost a response.
+
+    Attributes:
+        policy: that was attributed.
+        document: the prompt's name with a hash.
+        loss: "nll" or "kl".
+        prompt: token ids of the prompt, int64 `[prompt]`.
+        response: token ids of the response, int64 `[tokens]`.
+        effects: `[layers, kv_heads, prompt + tokens - 1]`, nats; 0 for what every step reads. Layers are those that a
+            policy compresses.
+        attention: of the response over the full cache, summed over steps and query heads, of the same shape.
+        by_step: `[tokens - 1]`, what the policy costs each token of the response but the first, in nats.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        policy: Policy,
+        document: str,
+        ids: Tensor,
+        made: Response,
+        reads: list[Tensor],
+        found: Found,
+        loss: str,
+    ):
+        self.lm, self.policy, self.document, self.loss = lm, policy, document, loss
+        self.prompt, self.response = ids, made.ids
+        self.effects, self.attention, self.by_step = found.effects.cpu(), found.attention.cpu(), found.by_step.cpu()
+        self._made, self._reads, self._found = made, reads, found
+
+    @cached_property
+    def summary(self) -> dict[str, float]:
+        """Numbers of the whole response, in nats.
+
+        `loss_policy` and `loss_full`, their `difference`; `explained`, the sum of all effects, and `unexplained`, the
+        rest; `harmful`, the sum of effects of entries whose loss cost the response, and `helpful`, of those whose loss
+        helped it; `evicted`, the number of entries (layer, KV head, position) that some step does not read; `points`.
+        """
+        effects = self.effects.double()
+        explained = float(effects.sum())
+        difference = self._found.policy_loss - self._found.full_loss
+        return {
+            "loss_policy": self._found.policy_loss,
+            "loss_full": self._found.full_loss,
+            "difference": difference,
+            "explained": explained,
+            "unexplained": difference - explained,
+            "harmful": float(effects.clamp_min(0).sum()),
+            "helpful": float(effects.clamp_max(0).sum()),
+            "evicted": float(self.evicted.sum()),
+            "points": float(self._found.points),
+        }
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """Share of the (query head set, step) pairs that read the entry, of those that come after it, `[layers,
+        kv_heads, prompt + steps]`: 1 for what is always read.
+        """
+        steps, prompt = self._made.steps, self._made.prompt
+        kv_heads = self.effects.shape[1]
+        after = torch.ones(steps, prompt + steps, dtype=torch.bool)
+        after[:, prompt:] = torch.ones(steps, steps, dtype=torch.bool).tril()
+        found = []
+        for read in self._reads:
+            shared = read.cpu().unflatten(0, (kv_heads, -1)).expand(-1, -1, steps, -1)
+            found.append((shared & after).sum((1, 2)) / (after.sum(0) * shared.shape[1]))
+        return torch.stack(found)
+
+    @property
+    def evicted(self) -> Tensor:
+        """Which entries some step does not read, bool `[layers, kv_heads, prompt + steps]`."""
+        return self.kept < 1
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The text of each token of prompt and response; its id in brackets where there is no tokenizer."""
+        return token_texts(torch.cat([self.prompt, self.response]).tolist(), self.lm.tokenizer)
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """Tidy, one row for each entry that some step does not read, from the costliest on: layer (in the model),
+        kv_head, position, token, effect (nats, positive where losing it cost the response), attention (the full
+        cache's, summed over the response and the group's heads), kept (share of the steps that read it).
+        """
+        import pandas as pd
+
+        layers, heads, positions = self.evicted.nonzero(as_tuple=True)
+        numbers = torch.tensor(self.lm.layout.compressed)
+        at = layers, heads, positions
+        frame = pd.DataFrame(
+            {
+                "layer": numbers[layers].numpy(),
+                "kv_head": heads.numpy(),
+                "position": positions.numpy(),
+                "token": [self.tokens[place] for place in positions.tolist()],
+                "effect": self.effects[at].numpy(),
+                "attention": self.attention[at].numpy(),
+                "kept": self.kept[at].numpy(),
+            }
+        )
+        return frame.sort_values("effect", ascending=False, kind="stable", ignore_index=True)
+
+    def by(self, what: Literal["token", "head", "layer"]) -> pd.DataFrame:
+        """Sums over the entries of each token (position), head or layer, from the costliest on: effect, harmful and
+        helpful (the sums of its parts above and below 0), attention, and entries, their number.
+        """
+        if what not in GROUPS:
+            raise KvlabError(f"by={what!r} is none of {', '.join(map(repr, GROUPS))}")
+        table = self.table.assign(
+            harmful=self.table.effect.clip(lower=0), helpful=self.table.effect.clip(upper=0), entries=1
+        )
+        sums = table.groupby(GROUPS[what], sort=False, as_index=False).agg(dict.fromkeys(SUMS, "sum"))
+        return sums.sort_values("effect", ascending=False, kind="stable", ignore_index=True)
+
+    @cached_property
+    def restored(self) -> pd.DataFrame:
+        """Entries put back, and the loss regained: order (effect, attention, recency, random), entries, regained
+        (nats) and share (of the difference). Every row is measured by running the model with these entries read too.
+        """
+        return self.restore()
+
+    def restore(self, counts: Sequence[int] = COUNTS, orders: Sequence[str] = ORDERS, seed: int = 0) -> pd.DataFrame:
+        """As `restored`, for other numbers of entries.
+
+        Args:
+            counts: how many entries are put back; those beyond what was evicted are left out.
+            orders: "effect" from the largest effect on, "harmful" the same and all with a positive effect at most,
+                "attention" from the most attended on, "recency" from the newest on, "random".
+            seed: of the random order.
+        """
+        import pandas as pd
+
+        evicted = self.evicted.flatten().nonzero()[:, 0]
+        difference = self._found.policy_loss - self._found.full_loss
+        plan = [(order, n) for order in orders for n in counts if n <= len(evicted)]
+        rows = []
+        for order, n in progress_bars.each(plan, "restore", "run"):
+            ranked = self._ranked(order, evicted, seed)
+            loss = self._loss_with(ranked[:n])
+            regained = self._found.policy_loss - loss
+            share = regained / difference if difference else float("nan")
+            rows.append({"order": order, "entries": n, "regained": regained, "share": share})
+        return pd.DataFrame(rows, columns=["order", "entries", "regained", "share"])
+
+    def loss_with(self, entries: Tensor) -> float:
+        """The loss, in nats, where the policy reads these entries too, at every step.
+
+        Args:
+            entries: int64 `[n, 3]`: layer (in the model), KV head and position of each.
+        """
+        place = {layer: i for i, layer in enumerate(self.lm.layout.compressed)}
+        _, kv_heads, length = self.effects.shape
+        flat = [(place[layer] * kv_heads + head) * length + position for layer, head, position in entries.tolist()]
+        return self._loss_with(torch.tensor(flat, dtype=torch.int64))
+
+    def _loss_with(self, flat: Tensor) -> float:
+        more = torch.zeros(self.effects.numel(), dtype=torch.bool)
+        more[flat] = True
+        more = more.view(self.effects.shape).to(self._reads[0].device)
+        reads = []
+        for read, extra in zip(self._reads, more, strict=True):
+            sets = len(read) // len(extra)
+            reads.append(read | extra.repeat_interleave(sets, 0)[:, None])
+        return float(self._made.forward(reads, torch.zeros(1, device=self.lm.device)).values[0])
+
+    def _ranked(self, order: str, evicted: Tensor, seed: int) -> Tensor:
+        """The evicted entries, flat, in the order in which they are put back."""
+        if order == "random":
+            return evicted[torch.randperm(len(evicted), generator=torch.Generator().manual_seed(seed))]
+        if order == "recency":
+            key = evicted % self.effects.shape[2]
+        elif order in ("effect", "harmful"):
+            key = self.effects.flatten()[evicted]
+        elif order == "attention":
+            key = self.attention.flatten()[evicted]
+        else:
+            raise KvlabError(f"order {order!r} is none of effect, harmful, attention, recency, random")
+        if order == "harmful":
+            evicted, key = evicted[key > 0], key[key > 0]
+        return evicted[key.argsort(descending=True, stable=True)]
+
+    def show(self) -> Any:
+        """The text coloured by what the loss of each token costs, a map of layers and heads, and the curve of
+        restoring: a picture for a notebook, with `save("why.html")`.
+        """
+        import kvlab
+
+        return kvlab.explore(self)
+
+    def __repr__(self) -> str:
+        found = self.summary
+        return (
+            f"Attribution({self.policy}, {self.document}: {found['loss_full']:.4g} -> {found['loss_policy']:.4g} nats, "
+            f"{found['evicted']:.0f} entries, {found['unexplained']:.2g} unexplained)"
+        )
