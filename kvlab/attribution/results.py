@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -234,9 +235,8 @@ class Attribution:
         """The text coloured by what the loss of each token costs, a map of layers and heads, and the curve of
         restoring: a picture for a notebook, with `save("why.html")`.
         """
-        import kvlab
-
-        return kvlab.explore(self)
+        # Pictures are made above: the way there leads through the package's public names.
+        return importlib.import_module("kvlab").explore(self)
 
     def __repr__(self) -> str:
         found = self.summary

@@ -25,12 +25,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each may import only from those that stand before it, and from its own: the folders and files of the package ...
 LAYERS = (
-    "version errors lib core inputs methods traces instruments replays live attribution scores tasks evaluation harness bench "
-    "compile papers analyses render workbench commands cli __main__"
+    "version errors lib core inputs methods traces instruments replays live attribution scores tasks evaluation harness "
+    "bench compile papers analyses render workbench commands cli __main__"
 ).split()
 # ... and those of `workbench`.
 SHELVES = (
-    "project figures attribution_files experiments store jobs method_pages report rendering mlflow_app ui workspace doctor listing lab"
+    "project figures attribution_files experiments store jobs method_pages report rendering mlflow_app ui workspace "
+    "doctor listing lab"
 ).split()
 
 
