@@ -180,10 +180,10 @@ class _Attend(torch.autograd.Function):
                 of_read = first.masked_fill(~block.read, -torch.inf)
                 sum_read = _logsum(of_read, block.sinks)
                 sum_full = torch.logaddexp(_logsum(first, block.sinks), _logsum(last, None))
-                o = (of_read - sum_read).exp_() @ own
+                o = _times((of_read - sum_read).exp_(), own)
                 first.sub_(sum_full).exp_()
                 last.sub_(sum_full).exp_()
-                f = first @ own + last @ head.values_last
+                f = _times(first, own) + _times(last, head.values_last)
                 at = block.point, h
                 for whole, part in ((policy, o), (full, f)):
                     whole[at].flatten(0, 1)[block.rows] = part
@@ -224,7 +224,8 @@ class _Attend(torch.autograd.Function):
                 read = (first - sum_read).masked_fill_(~block.read, -torch.inf).exp_()
                 first.sub_(sum_full).exp_()
                 last.sub_(sum_full).exp_()
-                shown_first, shown_last = out @ own.T, out @ head.values_last.T  # v . dL/do
+                shown_first = onednn.by_transposed(out, own)  # v . dL/do
+                shown_last = onednn.by_transposed(out, head.values_last)
                 # What the policy does not read: a (v - o) . dL/do.
                 part_last = last * shown_last
                 lost_last = part_last.sum(0) - (of_policy.T @ last)[0]
@@ -237,11 +238,16 @@ class _Attend(torch.autograd.Function):
                 if bend_first is not None and bend_last is not None:
                     slope, slope_last = slope * bend_first, slope_last * bend_last
                 all_keys = torch.cat([head.keys_first, block.own_keys])
-                back = slope @ all_keys + slope_last @ head.keys_last
+                back = _times(slope, all_keys) + _times(slope_last, head.keys_last)
                 to_queries[at].flatten(0, 1)[block.rows] = back * factor
                 to_keys[at] += slope[:, -steps:].T @ block.queries
                 to_values[at] += mixed[:, -steps:].T @ out
         return to_queries.flatten(1, 2), to_keys, to_values, None
+
+
+def _times(rows: Tensor, others: Tensor) -> Tensor:
+    """`rows [r, n] @ others [n, m]`."""
+    return onednn.by_transposed(rows, others.T)
 
 
 def _logsum(logits: Tensor, sinks: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvlab.attribution.gated import LayerReads, Line
-from kvlab.core import adapter, hookable, hooks
+from kvlab.core import adapter, hookable, hooks, onednn
 from kvlab.core.attention import exact
 from kvlab.inputs.models import LM
 
@@ -136,7 +136,7 @@ class Response:
             embedded.append(out.detach().requires_grad_())
             return embedded[-1]
 
-        with torch.inference_mode(False), torch.set_grad_enabled(weights is not None):
+        with torch.inference_mode(False), torch.set_grad_enabled(weights is not None), onednn.input_gradients(model):
             embedding = model.get_input_embeddings()
             hook = embedding.register_forward_hook(differentiable) if weights is not None else None
             try:
@@ -150,7 +150,6 @@ class Response:
             known = exact(logits).log_softmax(-1)
             by_token = self._by_token(known)
             if weights is not None:
-                # The weights are no arguments, so that nothing is computed for them.
                 torch.autograd.grad(by_token.sum(), embedded)
         values = by_token.detach().sum(-1)
         if self.target is None:

@@ -8,11 +8,15 @@ they do between MKL's own kernels on two machines.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import itertools
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,9 +75,46 @@ class OneDNNLinear(torch.nn.Linear):
         weight, bias = self.weight, self.bias
         # A class of its own, as quantised weights have, multiplies in a way of its own, and so does a sparse weight.
         dense = type(weight) is torch.nn.Parameter and weight.layout is torch.strided
-        if dense and plain(input, weight, *([] if bias is None else [bias])):
+        fixed = [weight] if bias is None else [weight, bias]
+        if dense and plain(input, *fixed):
             return onednn(input, weight, bias)
+        if dense and _inputs_alone.get() and plain(input.detach(), *fixed):
+            return _Differentiable.apply(input, weight, bias)
         return super().forward(input)
+
+
+_inputs_alone = contextvars.ContextVar("kvlab_inputs_alone", default=False)
+
+
+@contextlib.contextmanager
+def input_gradients(model: torch.nn.Module) -> Iterator[None]:
+    """While the block runs, gradients go to what the model is fed and not to its weights, and oneDNN makes those of
+    linear layers, too; none of them can be differentiated again.
+    """
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    token = _inputs_alone.set(True)
+    try:
+        for weight in trained:
+            weight.requires_grad_(False)
+        yield
+    finally:
+        for weight in trained:
+            weight.requires_grad_(True)
+        _inputs_alone.reset(token)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A linear layer with fixed weights and the gradient of its input, both by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return onednn(input, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return onednn(gradient, ctx.saved_tensors[0].T), None, None
 
 
 def hasten(model: torch.nn.Module, onednn: bool | None = None) -> None:

@@ -25,8 +25,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 # Each may import only from those that stand before it, and from its own: the folders and files of the package ...
 LAYERS = (
-    "version errors lib core inputs methods traces instruments replays live attribution scores tasks evaluation harness "
-    "bench compile papers analyses render workbench commands cli __main__"
+    "version errors lib core inputs methods traces instruments replays live attribution scores tasks evaluation "
+    "harness bench compile papers analyses render workbench commands cli __main__"
 ).split()
 # ... and those of `workbench`.
 SHELVES = (
