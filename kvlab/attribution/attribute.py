@@ -107,7 +107,7 @@ def attribute(
     work += (points * PASS + 2) * tokens
     with ExitStack() as stack:
         stack.enter_context(progress_bars.layers(modules, work, "attribute", progress))
-        made, reads = _run(lm, tested, ids, given, tokens)
+        made, reads = run_policy(lm, tested, ids, given, tokens)
         found = _integrated(made, reads, loss, points)
     return Attribution(lm, tested, document, ids, made, reads, found, loss)
 
@@ -139,7 +139,7 @@ def _response_ids(lm: LM, response: str | Sequence[int] | Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _run(lm: LM, tested: Policy, ids: Tensor, given: Tensor | None, tokens: int) -> tuple[Response, list[Tensor]]:
+def run_policy(lm: LM, tested: Policy, ids: Tensor, given: Tensor | None, tokens: int) -> tuple[Response, list[Tensor]]:
     """The prompt's end with its response, and what each step of it reads under the policy, layer by layer."""
     with gather(lm.model, [tested]):
         out = lm.model(ids[None].to(lm.device), use_cache=True, logits_to_keep=1)
@@ -209,7 +209,7 @@ def _integrated(made: Response, reads: list[Tensor], loss: str, points: int) -> 
     policy_loss, full_loss = losses.values.tolist()
     difference = policy_loss - full_loss
     while True:
-        effects = _effects(made, reads, points)
+        effects = integrated_effects(made, reads, points)
         unexplained = difference - float(effects.sum())
         if abs(unexplained) <= ENOUGH * abs(difference) or points * 2 > MOST_POINTS:
             break
@@ -217,7 +217,7 @@ def _integrated(made: Response, reads: list[Tensor], loss: str, points: int) -> 
     return Found(effects, attention, policy_loss, full_loss, losses.by_token[0] - losses.by_token[1], points)
 
 
-def _effects(made: Response, reads: list[Tensor], points: int) -> Tensor:
+def integrated_effects(made: Response, reads: list[Tensor], points: int) -> Tensor:
     """Minus the integral of dL/dg, `[layers, kv_heads, prompt + steps]`, by Gauss and Legendre."""
     nodes, counts = np.polynomial.legendre.leggauss(points)
     device = made.lm.device

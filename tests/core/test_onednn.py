@@ -56,6 +56,22 @@ def test_it_gives_the_product_in_double_precision_to_rounding(shape, inputs, bia
     assert ((found.double() - exact).abs() <= inputs * 2**-24 * bound).all()
 
 
+def test_gradients_of_inputs_are_torchs_where_weights_are_fixed(on):
+    """And only inside the block: afterwards the weights are trained as before."""
+    plain, hastened = pair(256, 300, bias=True)
+    given = torch.randn(7, 256)
+    found = {}
+    for name, layer in (("plain", plain), ("hastened", hastened)):
+        x = given.clone().requires_grad_()
+        with onednn.input_gradients(layer):
+            out = layer(x)
+            (found[name],) = torch.autograd.grad(out.square().sum(), x)
+        assert all(weight.requires_grad for weight in layer.parameters())
+    torch.testing.assert_close(found["hastened"], found["plain"], rtol=1e-4, atol=1e-4)
+    hastened(given).sum().backward()
+    assert hastened.weight.grad is not None
+
+
 def test_a_loaded_model_says_the_same_whichever_library_multiplies(monkeypatch, lm):
     ids = torch.arange(300, 340)[None]
     logits = {}
