@@ -89,7 +89,7 @@ def attribute(
         raise KvlabError("one prompt is attributed at a time; call attribute for each")
     _check(tested)
     ids, document = prompt_ids(lm, text, chat)
-    given = None if response is None else _response_ids(lm, response)
+    given = None if response is None else response_ids(lm, response)
     tokens = whole("new_tokens", new_tokens) if given is None else len(given)
     if tokens < 2:
         raise KvlabError(
@@ -129,7 +129,7 @@ def _check(tested: Policy) -> None:
     )
 
 
-def _response_ids(lm: LM, response: str | Sequence[int] | Tensor) -> Tensor:
+def response_ids(lm: LM, response: str | Sequence[int] | Tensor) -> Tensor:
     if isinstance(response, str):
         if not response:
             raise KvlabError("the response is empty; give a text or token ids")

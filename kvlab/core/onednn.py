@@ -113,8 +113,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return onednn(gradient, ctx.saved_tensors[0].T), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return onednn(gradients[0], ctx.saved_tensors[0].T), None, None
 
 
 def hasten(model: torch.nn.Module, onednn: bool | None = None) -> None:

@@ -1,0 +1,164 @@
+"""The limit of a budget: sets of entries chosen by what the response itself needs. References, not methods: they see
+the response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvlab.attribution.attribute import integrated_effects, response_ids, run_policy
+from kvlab.attribution.path import Response
+from kvlab.core.ranking import top_positions
+from kvlab.core.store import EMPTY
+from kvlab.errors import KvlabError, whole
+from kvlab.inputs.models import lm_of
+from kvlab.methods import policy
+from kvlab.methods._base.given_sets import GivenSets
+from kvlab.replays.reference import reference
+from kvlab.traces.recording import prompt_ids
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvlab.inputs.corpus import Document
+    from kvlab.inputs.models import LM
+    from kvlab.traces.trace import Trace
+
+SINKS, BASE = 4, 4
+"""Of a small cache to begin with: at most `SINKS` first entries, and a share 1 / `BASE` of the budget of the newest."""
+
+
+def oracle_attention(trace: Trace, budget: int) -> GivenSets:
+    """The gold sets: for each layer and KV head the prompt entries that the response attends to most.
+
+    Args:
+        trace: with a response.
+        budget: entries for each layer and KV head.
+
+    Raises:
+        KvlabError: a trace without a response.
+    """
+    if not trace.steps:
+        raise KvlabError("an oracle sees the response, and this trace has none; capture it with new_tokens=32")
+    ranks = reference(trace).gold_ranks
+    sets = top_positions(-ranks.float(), whole("budget", budget))
+    return GivenSets(budget=budget, sets=sets.cpu(), source="oracle_attention")
+
+
+@dataclass
+class Limit:
+    """The best sets that were found for a budget.
+
+    Attributes:
+        policy: these sets, to replay, run or attribute.
+        loss: of the response with them, in nats.
+        full_loss: with the full cache.
+        rounds: one row for each candidate: sets (what it was made from), loss, kept (whether it was the best so far).
+    """
+
+    policy: GivenSets
+    loss: float
+    full_loss: float
+    rounds: pd.DataFrame
+
+
+def oracle_effect(
+    lm: LM | torch.nn.Module,
+    text: str | Document | Tensor | Sequence[int],
+    budget: int,
+    new_tokens: int = 32,
+    *,
+    response: str | Sequence[int] | Tensor | None = None,
+    rounds: int = 6,
+    points: int = 8,
+    chat: str | bool = "auto",
+) -> Limit:
+    """Sets that cost the response least, as far as effects find them: attributed from a small cache, and improved as
+    long as the measured loss falls.
+
+    A small cache of first and newest entries is attributed, and filled up by effect. The gold sets of
+    `oracle_attention` are a candidate, too. Each further round keeps the better half of the best sets, attributes from
+    there, and fills up again; after a round that does not help, it keeps more. Greedy: a better set may exist.
+
+    Args:
+        lm, text, new_tokens, response, chat: as `kvlab.attribute` takes them.
+        budget: entries for each layer and KV head.
+        rounds: how many times the best sets are attributed again.
+        points: on the line of each attribution.
+    """
+    import pandas as pd
+
+    lm = lm_of(lm)
+    ids, _ = prompt_ids(lm, text, chat)
+    given = None if response is None else response_ids(lm, response)
+    tokens = whole("new_tokens", new_tokens) if given is None else len(given)
+    if tokens < 2:
+        raise KvlabError("an oracle needs a response of two tokens or more")
+    made, _ = run_policy(lm, policy("full"), ids, given, tokens)
+    budget = min(whole("budget", budget), len(ids))
+    ends = _losses(made, [torch.arange(len(ids)).expand(*_shape(made), -1)])
+    if budget == len(ids):
+        whole_sets = torch.arange(len(ids)).expand(*_shape(made), -1)
+        return Limit(
+            GivenSets(budget=budget, sets=whole_sets, source="oracle_effect"), ends[0], ends[0], pd.DataFrame()
+        )
+    sinks, newest = min(SINKS, budget // BASE), budget // BASE
+    small = torch.cat([torch.arange(sinks), torch.arange(len(ids) - newest, len(ids))]) if newest else torch.arange(1)
+    effects = _effects(made, small.expand(*_shape(made), -1), points)
+    scores = effects.index_fill(-1, small, torch.inf)
+    best, best_loss, rows = torch.empty(0), torch.inf, []
+    candidates = [("small cache", top_positions(scores, budget)), ("attention", _gold(made, budget))]
+    for name, sets in candidates:
+        (loss,) = _losses(made, [sets])
+        rows.append({"sets": name, "loss": loss, "kept": loss < best_loss})
+        best, best_loss = (sets, loss) if loss < best_loss else (best, best_loss)
+    hold = 0.5
+    for number in range(rounds):
+        ranked = scores.gather(-1, best.clamp_min(0)).masked_fill(best == EMPTY, -torch.inf)
+        held = best.gather(-1, ranked.topk(max(1, int(hold * budget)), -1).indices.sort(-1).values)
+        fresh = _effects(made, held, points).scatter_(-1, held, torch.inf)
+        sets = top_positions(fresh, budget)
+        (loss,) = _losses(made, [sets])
+        rows.append({"sets": f"round {number + 1}, {held.shape[-1]} kept", "loss": loss, "kept": loss < best_loss})
+        if loss < best_loss:
+            best, best_loss, scores = sets, loss, fresh
+        else:
+            hold = (1 + hold) / 2
+    found = GivenSets(budget=budget, sets=best, source="oracle_effect")
+    return Limit(found, best_loss, ends[0], pd.DataFrame(rows))
+
+
+def _shape(made: Response) -> tuple[int, int]:
+    return len(made.entries), len(made.entries[0][0])
+
+
+def _reads(made: Response, sets: Tensor) -> list[Tensor]:
+    """What each step reads, where the prompt is cut down to these sets `[layers, kv_heads, n]` and all else stays."""
+    length = made.prompt + made.steps
+    read = torch.zeros(*sets.shape[:2], length + 1, dtype=torch.bool)
+    read.scatter_(-1, sets.masked_fill(sets == EMPTY, length), True)
+    read[..., made.prompt :] = True
+    return list(read[..., :-1, None].transpose(-1, -2).to(made.lm.device))
+
+
+def _losses(made: Response, several: Sequence[Tensor]) -> list[float]:
+    start = torch.zeros(1, device=made.lm.device)
+    return [float(made.forward(_reads(made, sets), start).values[0]) for sets in several]
+
+
+def _effects(made: Response, sets: Tensor, points: int) -> Tensor:
+    """Of the prompt's entries, `[layers, kv_heads, prompt]`; 0 for those in the sets."""
+    return integrated_effects(made, _reads(made, sets), points)[..., : made.prompt].cpu()
+
+
+def _gold(made: Response, budget: int) -> Tensor:
+    """The sets that the response attends to most, from one pass of it over the full cache."""
+    everything = torch.arange(made.prompt).expand(*_shape(made), -1)
+    passed = made.forward(_reads(made, everything), torch.ones(1, device=made.lm.device))
+    attention = torch.stack([line.attention for line in passed.lines])[..., : made.prompt].cpu()
+    return top_positions(attention, budget)

@@ -1,0 +1,48 @@
+"""Sets of entries that something else has chosen, as a policy: for replays, live runs and attributions alike."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import ClassVar
+
+from pydantic import InstanceOf
+from torch import Tensor
+
+from kvlab.errors import KvlabError
+from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
+
+
+class GivenSets(Policy):
+    """Keeps the given positions of one prompt; every generated token is kept besides. Not from a paper.
+
+    Parameters:
+        budget: entries for each layer and KV head.
+        sets: int64 `[layers, kv_heads, n]`, ascending, -1 padded, a set for each layer that a policy compresses.
+        source: what chose them, in a few words.
+    """
+
+    name: ClassVar[str] = "given_sets"
+    summary: ClassVar[str] = "sets that something else has chosen"
+    family: ClassVar[str] = "reference"
+    kind: ClassVar[str] = "reference"
+    weighs: ClassVar[bool] = False
+
+    budget: Budget
+    sets: InstanceOf[Tensor]
+    source: str = ""
+
+    def __str__(self) -> str:
+        mark = hashlib.sha256(self.sets.cpu().numpy().tobytes()).hexdigest()[:8]
+        return f"{self.source or self.name}(budget={self.budget!r})@{mark}"
+
+    __repr__ = __str__
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        layers, heads, last = *self.sets.shape[:2], int(self.sets.max())
+        if (prompt.n_layers, prompt.kv_heads) != (layers, heads) or last >= prompt.length:
+            raise KvlabError(
+                f"these sets are of {layers} layers and {heads} KV heads and reach position {last}; the prompt has "
+                f"{prompt.length} tokens in {prompt.n_layers} layers and {prompt.kv_heads} KV heads"
+            )
+        return self.sets[list(prompt.layers)].to(prompt.keys.device)
