@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from kvlab.errors import KvlabError
+from kvlab.lib import policy_names
 from kvlab.lib.files import expanded, located
 
 Number = TypeVar("Number")
@@ -28,6 +29,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list of objec
 def names(text: str) -> list[str]:
     """The parts of a text between its commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def policies(text: str) -> list[str]:
+    """The policies of an option, among which may be "all". Raises KvlabError for an unknown one."""
+    wanted = names(text)
+    policy_names.check(name for name in wanted if name != "all")
+    return wanted
 
 
 def models(given: Iterable[str]) -> list[str]:
