@@ -10,7 +10,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from kvlab.errors import KvlabError
-from kvlab.lib import policy_names
 from kvlab.lib.files import expanded, located
 
 Number = TypeVar("Number")
@@ -33,6 +32,8 @@ def names(text: str) -> list[str]:
 
 def policies(text: str) -> list[str]:
     """The policies of an option, among which may be "all". Raises KvlabError for an unknown one."""
+    from kvlab.lib import policy_names
+
     wanted = names(text)
     policy_names.check(name for name in wanted if name != "all")
     return wanted

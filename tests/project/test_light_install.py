@@ -30,40 +30,20 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 """
 
 
-# Imports the libraries once, and does what `python -c CODE` or `python -m MODULE ...` does in a fork for each line.
-FORKING = """
-import json, os, runpy, sys, tempfile
-import torch, transformers
-
-for line in sys.stdin:
-    kind, what, *sys.argv[1:] = json.loads(line)
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        if not (pid := os.fork()):
-            os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
-            runpy.run_module(what, run_name="__main__", alter_sys=True) if kind == "-m" else exec(what)
-            sys.exit()
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        said = [stream.seek(0) or stream.read().decode() for stream in (out, err)]
-    print(json.dumps([code, *said]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
+@pytest.fixture
+def base(tmp_path, monkeypatch):
     """base(*words) runs Python with them in an empty folder, where the extras are not installed."""
-    hook, here = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("here")
-    (hook / "sitecustomize.py").write_text(BLOCKED, encoding="utf-8")
-    around = {name: value for name, value in os.environ.items() if name not in ("KVLAB_ROOT", "MLFLOW_TRACKING_URI")}
-    around["PYTHONPATH"] = os.pathsep.join([str(hook), str(ROOT)])
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", FORKING], cwd=here, env=around, **pipes) as forking:
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(BLOCKED, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "hook"), str(ROOT)]))
+    for name in ("KVLAB_ROOT", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "here").mkdir()
 
-        def run(*words: str) -> subprocess.CompletedProcess:
-            print(json.dumps(words), file=forking.stdin, flush=True)
-            return subprocess.CompletedProcess(words, *json.loads(forking.stdout.readline()))
+    def run(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path / "here")
 
-        yield run
-        forking.stdin.close()
+    return run
 
 
 REPLAYED = """
