@@ -25,7 +25,7 @@ from rich.console import Console
 from torch import Tensor
 
 import kvlab
-from kvlab.bench import clock, memory, meters
+from kvlab.bench import TASKS, clock, memory, meters
 from kvlab.core.hookable import head_dim_of, layers_of
 from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, nearest
@@ -40,7 +40,6 @@ from kvlab.methods import Policy, policy, registry
 if TYPE_CHECKING:
     import pandas as pd
 
-TASKS = ("decode", "prefill", "memory")
 FULL_CACHE = "transformers"
 COLUMNS = (
     "task",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvlab.commands import options, progress
 from kvlab.commands.options import Device, Dtype, Model
 from kvlab.lib import extras
+
+if TYPE_CHECKING:
+    from kvlab.inputs.corpus import Document
 
 app = typer.Typer()
 
@@ -83,12 +86,17 @@ def compile_(
     """Learn compilerkv's tables on calibration texts. The same command continues a run that was stopped."""
     extras.need("pyarrow")
     options.check_out(out)
+    from kvlab.inputs import corpus
+
+    # Read before torch is imported, so that an unknown text is refused at once.
+    named = options.names(documents)
+    texts = corpus.documents(named) if named else None
     from kvlab import compile as compiling
-    from kvlab.inputs import corpus, models
+    from kvlab.inputs import models
     from kvlab.methods._base.lookup import DecisionTables
 
     if alone:
-        _alone(model, documents, budget, contexts, seed, parameters or [], out, log, device, dtype)
+        _alone(model, texts, budget, contexts, seed, parameters or [], out, log, device, dtype)
         return
     given: dict[str, Any] = dict(
         budget=budget, contexts=contexts, samples=samples, risk_samples=risk_samples, alpha=alpha, seed=seed
@@ -96,8 +104,6 @@ def compile_(
     given |= {"pool": max(64, contexts), **options.task_parameters(parameters or [])}
     settings = compiling.Settings(**given)
     known = DecisionTables.load(source) if source else None
-    names = options.names(documents)
-    texts = corpus.documents(names) if names else None
     lm = models.load(model, device, dtype)
     path = out or _named(lm.name)
     if known is not None:
@@ -123,7 +129,7 @@ def _named(model: str) -> Path:
 
 def _alone(
     model: str,
-    documents: str,
+    texts: list[Document] | None,
     budget: int,
     contexts: int,
     seed: int,
@@ -139,7 +145,7 @@ def _alone(
     from kvlab.inputs import corpus, models
 
     settings = compiling.Alone(**{"budgets": (budget,), "seed": seed} | options.task_parameters(parameters))
-    texts = [corpus.document(name) for name in options.names(documents) or compiling.DOCUMENTS]
+    texts = texts or corpus.documents(compiling.DOCUMENTS)
     lm = models.load(model, device, dtype)
     path = out or _named(lm.name)
     with progress.bar("learning") as update:

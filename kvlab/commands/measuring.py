@@ -12,6 +12,7 @@ import typer
 
 from kvlab.commands import options, progress
 from kvlab.commands.options import Device, Dtype, Model, Storages
+from kvlab.errors import KvlabError, nearest
 from kvlab.lib import extras
 
 app = typer.Typer()
@@ -113,16 +114,21 @@ def bench(
     ] = False,
 ) -> None:
     """Measure speed, time to first token and memory of policies, beside transformers' own full cache."""
-    from rich.console import Console
+    from kvlab.bench import TASKS
 
+    if task not in TASKS:
+        raise KvlabError(nearest(task, TASKS, "benchmark"))
     lengths, budgets = (
         options.numbers(contexts, "--contexts", int),
         options.numbers(budget, "--budget", options.entries),
     )
+    named = options.policies(policies)
     options.check_out(out)
+    from rich.console import Console
+
     from kvlab.bench import timing as benchmark
 
-    chosen = benchmark.contenders(options.names(policies), budgets, options.names(probes), options.names(storage))
+    chosen = benchmark.contenders(named, budgets, options.names(probes), options.names(storage))
     subject = benchmark.Subject(model, shape, layers, device, dtype)
     runs = {"decode": repeats, "prefill": repeats + 1}.get(task, 2) * len(chosen)
     with progress.feeding(runs * sum(lengths) * batch) as advance:
@@ -174,11 +180,12 @@ def pages(
     All is measured in this run (about eight minutes on two quiet cores); on a busy machine the costs mean little.
     """
     extras.need("matplotlib", "seaborn", "PIL")
+    chosen = options.policies(only)
     from kvlab.analyses import portraits
     from kvlab.inputs import models
     from kvlab.workbench import method_pages
 
-    names, settings = method_pages.named(options.names(only)), portraits.Settings(repeats=repeats)
+    names, settings = method_pages.named(chosen), portraits.Settings(repeats=repeats)
     method_pages.check_folder(out)
     with progress.feeding(portraits.work(names, settings)) as advance:
         written = method_pages.write(models.load(models.DEFAULT), names, out, settings, advance)

@@ -30,6 +30,15 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def policies(text: str) -> list[str]:
+    """The policies of an option, among which may be "all". Raises KvlabError for an unknown one."""
+    from kvlab.lib import policy_names
+
+    wanted = names(text)
+    policy_names.check(name for name in wanted if name != "all")
+    return wanted
+
+
 def models(given: Iterable[str]) -> list[str]:
     """The models of an option that takes several, each once; a folder or a file is named from the root of the disk."""
     named = [name for text in given for name in ([text] if os.path.exists(expanded(text)) else names(text) or [""])]

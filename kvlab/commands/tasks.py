@@ -86,10 +86,22 @@ def eval_(
     without = extras.missing()
     if without and log:
         raise KvlabError(without)
+    from kvlab import tasks
+    from kvlab.inputs import corpus
+
+    # Mistakes are refused before torch is imported, which takes seconds.
+    chosen, sizes = options.policies(policies), options.numbers(budgets, "--budgets", options.entries)
+    given = options.task_parameters(parameters or [])
+    chosen_tasks = [tasks.task(name, **given) for name in dict.fromkeys(options.names(names))]
+    if not chosen_tasks:
+        raise typer.BadParameter("name at least one task")
+    for task in chosen_tasks:
+        document = getattr(task, "document", None)
+        if document and corpus.genre(document) == "file":  # a text of a pack may have to be pulled first
+            corpus.document(document)
     from rich.console import Console
 
     from kvlab import evaluation as evaluate
-    from kvlab import tasks
     from kvlab.analyses import shipped_tables
     from kvlab.bench.meters import device_name
     from kvlab.inputs import models
@@ -100,16 +112,10 @@ def eval_(
     from kvlab.workbench.report import task_means
     from kvlab.workbench.store import database, evaluations
 
-    every = [name for name in registry() if name not in ("full", "random")]
-    chosen = every if policies == "all" else options.names(policies)
-    sizes, moment = options.numbers(budgets, "--budgets", options.entries), cast("CompressAt", compress_at)
-    given = options.task_parameters(parameters or [])
-    plans = [
-        evaluate.plan(tasks.task(name, **given), chosen, sizes, moment, limit, options.names(storage))
-        for name in dict.fromkeys(options.names(names))
-    ]
-    if not plans:
-        raise typer.BadParameter("name at least one task")
+    if policies == "all":
+        chosen = [name for name in registry() if name not in ("full", "random")]
+    moment, storages = cast("CompressAt", compress_at), options.names(storage)
+    plans = [evaluate.plan(task, chosen, sizes, moment, limit, storages) for task in chosen_tasks]
     for wanted in plans:
         prompt_limits.check({"model": model, "lengths": getattr(wanted.task, "lengths", ())}, wanted.task.name)
     log = not without if log is None else log

@@ -13,15 +13,13 @@ from importlib.metadata import entry_points
 from pkgutil import iter_modules
 from typing import Any
 
-from kvlab.errors import KvlabError, nearest
-from kvlab.lib import workspace
+from kvlab.errors import KvlabError
+from kvlab.lib import policy_names, workspace
 from kvlab.lib.references import Paper
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
 
 __all__ = ["Budget", "Paper", "Policy", "Prompt", "installed", "policies", "policy", "registry"]
-
-GROUP = "kvlab.policies"
 
 
 def registry() -> dict[str, type[Policy]]:
@@ -36,7 +34,7 @@ def registry() -> dict[str, type[Policy]]:
 def installed() -> dict[str, type[Policy]]:
     """The policy classes of kvlab and of installed packages."""
     classes = {cls.name: cls for cls in _own()}
-    for point in entry_points(group=GROUP):
+    for point in entry_points(group=policy_names.GROUP):
         if point.name in classes:
             raise KvlabError(
                 f"the entry point {point.value!r} takes the name {point.name!r}, which kvlab's own policy has"
@@ -92,10 +90,7 @@ def has_budget(method: Policy | str) -> bool:
 
 def unknown(name: str) -> str:
     """The message for an unknown policy: the nearest names, and all that there are."""
-    sentence = nearest(name, registry(), "policy", limit=len(registry()))
-    if "did you mean" not in sentence and workspace.workspace() is None:
-        sentence += "; one of your own is known inside its workspace (kvlab new), or by its object"
-    return sentence if "known are" in sentence else f"{sentence} (known are: {', '.join(sorted(registry()))})"
+    return policy_names.unknown(name, registry())
 
 
 def listed(wanted: Any, kind: str = "policies") -> list[Any]:

@@ -45,6 +45,7 @@ PRESENTING = (
     "lib/durations.py",
     "lib/extras.py",
     "lib/figures.py",
+    "lib/policy_names.py",
     "lib/progress_bars.py",
     "lib/references.py",
     "lib/terminal.py",

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from lm_eval.api.registry import get_model
+from support.commands import call
 from support.harness import ANSWERS, CHOICES, CHOSEN, PASSAGES, ROLLING, SNAPKV, STREAMING, evaluated, written
 from support.texts import FERRY
 
 import kvlab
-from kvlab import cli, evaluation
+from kvlab import evaluation
 from kvlab.errors import KvlabError
 from kvlab.harness.model import KvlabLM
 from kvlab.harness.reading import Continued, Reader
@@ -250,7 +248,6 @@ def test_the_entry_point_leads_to_the_model():
 def test_the_command_hands_its_arguments_to_the_harness(folder, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("PYTHONPATH", str(Path(kvlab.__file__).parents[1]))
     path = written(tmp_path, CHOICES, "choices", CHOSEN)
     model = [
         "--model",
@@ -260,16 +257,11 @@ def test_the_command_hands_its_arguments_to_the_harness(folder, tmp_path, monkey
         "--tasks",
         path,
     ]
-    command = [sys.executable, "-m", "kvlab", "lm-eval", *model, "--output_path", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "kvlab_ferry" in done.stdout
+    code, out, err = call(capfd, "lm-eval", *model, "--output_path", str(tmp_path / "out"))
+    assert code == 0, err
+    assert "kvlab_ferry" in out
     (results,) = (tmp_path / "out").rglob("results_*.json")
     assert json.loads(results.read_text())["config"]["kvlab"]["tasks"]["kvlab_ferry"]["requests"] == 9
-    with pytest.raises(SystemExit) as left:
-        cli.main(["lm-eval", *(word.replace("snapkv", "snapk") for word in model)])
-    told = capfd.readouterr().err
-    assert left.value.code == 1 and "kvlab: unknown policy 'snapk'" in told and "Traceback" not in told
-    with pytest.raises(SystemExit):
-        cli.main(["lm-eval", "run", "--help"])
-    assert "--model_args" in capfd.readouterr().out
+    code, _, told = call(capfd, "lm-eval", *(word.replace("snapkv", "snapk") for word in model))
+    assert code == 1 and "kvlab: unknown policy 'snapk'" in told and "Traceback" not in told
+    assert "--model_args" in call(capfd, "lm-eval", "run", "--help")[1]

@@ -9,6 +9,10 @@ import sys
 
 import pytest
 
+from kvlab import methods
+from kvlab.errors import KvlabError
+from kvlab.lib import policy_names
+
 SET = ("GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY", "MLFLOW_DISABLE_TELEMETRY")
 OWN = {*SET, "DO_NOT_TRACK", "OMP_WAIT_POLICY"}
 
@@ -83,3 +87,43 @@ def test_a_process_of_its_own_sets_its_variables_and_leaves_the_users(owner):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stderr.splitlines()[-1])
     assert {name: found.get(name) for name in SET} == dict(zip(SET, ("2000", "256", "77", "true"), strict=True))
+
+
+MISTAKEN = {
+    "eval needle --policies nosuch": "unknown policy 'nosuch'; known are: adakv, chunkkv,",
+    "bench decode --policies snapkv,snapk": "unknown policy 'snapk'; did you mean 'snapkv'",
+    "bench nosuch": "unknown benchmark 'nosuch'; known are: decode,",
+    "pages --only nosuch": "unknown policy 'nosuch'; known are: adakv, chunkkv,",
+    "eval nosuch": "unknown task 'nosuch'; known are: arithmetic,",
+    "eval needle -p nosuch=1": "needle: unknown parameter 'nosuch'; known are: depths,",
+    "eval needle -p document=nosuch": "there is no document or text file nosuch;",
+    "compile --documents nosuch": "there is no document or text file nosuch;",
+    "run explore -p nosuch=1": "unknown parameter of explore 'nosuch'; known are: budget,",
+}
+
+
+def test_a_mistaken_name_is_refused_before_torch_is_imported():
+    code = (
+        "import sys\nfrom kvlab import cli\n"
+        "for line in sys.argv[1:]:\n"
+        "    try: cli.main(line.split())\n"
+        "    except SystemExit as left: assert left.code == 1\n"
+        "    assert 'torch' not in sys.modules, line"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *MISTAKEN], env=clean(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for told, expected in zip(done.stderr.splitlines(), MISTAKEN.values(), strict=True):
+        assert told.startswith(f"kvlab: {expected}")
+
+
+def test_the_names_known_without_torch_are_those_of_the_policies():
+    assert policy_names.own() == [cls.name for cls in methods._own()]
+
+
+def test_a_workspace_with_policies_decides_itself_which_there_are(project):
+    with pytest.raises(KvlabError, match="unknown policy 'mine'"):
+        policy_names.check(["mine"])
+    (project / "pyproject.toml").write_text("[tool.kvlab]\nworkspace = true\n")
+    (project / "policies").mkdir()
+    (project / "policies" / "own.py").touch()
+    policy_names.check(["mine"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import kvlab
@@ -14,16 +15,31 @@ def sources() -> list[Path]:
     return sorted((ROOT / "kvlab").rglob("*.py"))
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """The modules that a file imports, in full, wherever in the file."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} has a relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
+
+
+@functools.cache
+def _attributes(path: Path) -> frozenset[str]:
+    """`kvlab.X` for each such expression in a file: after `import kvlab`, `kvlab.replay` comes from somewhere, too."""
+    return frozenset(
+        f"kvlab.{node.attr}"
+        for node in _nodes(path)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvlab"
+    )
+
+
+def _nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
 
 
 def module(path: Path) -> str:
@@ -54,14 +70,7 @@ def arrows() -> dict[str, set[str]]:
 
 def used_by(path: Path, files: Collection[str]) -> set[str]:
     """The files of the package that a file imports."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    # After `import kvlab`, what is written as `kvlab.replay` comes from somewhere, too.
-    used = {
-        f"kvlab.{node.attr}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvlab"
-    }
-    return {file for imported in imports(path) | used if (file := behind(imported, files))}
+    return {file for name in imports(path) | _attributes(path) if (file := behind(name, files))}
 
 
 def reached(changed: Collection[str], drawn: Mapping[str, Collection[str]]) -> set[str]:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import io
+import sqlite3
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from rich.console import Console
+from sqlalchemy import Engine, event
 from support.headless import headless  # noqa: F401 - a fixture
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_commits():
+    """sqlite does not wait for the disk: no test cuts the power, and a killed process loses nothing."""
+
+    def connected(connection, _):
+        if isinstance(connection, sqlite3.Connection):
+            connection.execute("pragma synchronous = off")
+
+    event.listen(Engine, "connect", connected)
+    yield
+    event.remove(Engine, "connect", connected)
 
 
 @pytest.fixture

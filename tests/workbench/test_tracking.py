@@ -8,7 +8,6 @@ import re
 import sqlite3
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas
@@ -179,14 +178,15 @@ def test_a_run_by_hand_is_named_by_what_is_not_as_usual(project):
     assert names == ["interactive", "interactive names=c,d scale=1.0", "interactive"]
 
 
-SENT = """
-import os, sys
-{first}
-assert "mlflow" not in sys.modules
-{then}
-from mlflow.telemetry.utils import is_telemetry_disabled
-assert is_telemetry_disabled() and os.environ["DO_NOT_TRACK"] == "true"
-"""
+SENDERS = ("DO_NOT_TRACK", "MLFLOW_DISABLE_TELEMETRY", "CI", "PYTEST_CURRENT_TEST")
+
+
+def test_telemetry_is_off_after_the_first_lines_of_commands_and_jobs():
+    code = (
+        "from kvlab.lib import environment\nenvironment.configure()\n"
+        "from mlflow.telemetry.utils import is_telemetry_disabled\nassert is_telemetry_disabled()"
+    )
+    _python(code, {key: value for key, value in _environment().items() if key not in SENDERS})
 
 
 @pytest.mark.parametrize(
@@ -195,17 +195,25 @@ assert is_telemetry_disabled() and os.environ["DO_NOT_TRACK"] == "true"
         ("from kvlab.workbench.store import tracking", "tracking.client()"),
         ("from kvlab.workbench.jobs import executors", "executors.database.client()"),
         ("from kvlab.workbench.jobs import launch", "launch.database.client()"),
-        ("from kvlab.lib import environment", "environment.configure()"),
     ],
-    ids=["a notebook", "a cluster's worker", "the driver", "commands and jobs"],
+    ids=["a notebook", "a cluster's worker", "the driver"],
 )
-def test_telemetry_is_off_before_mlflow_is_imported(first, then, project):
-    code = SENT.format(first=first, then=then)
-    silent = {
-        key: value for key, value in _environment().items() if key not in ("DO_NOT_TRACK", "CI", "PYTEST_CURRENT_TEST")
-    }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=silent)
+def test_telemetry_is_off_when_mlflow_is_imported(first, then, project, tmp_path):
+    """A package in MLflow's place looks at the variables in the moment in which it is imported."""
+    (tmp_path / "instead" / "mlflow").mkdir(parents=True)
+    (tmp_path / "instead" / "mlflow" / "__init__.py").write_text(
+        "import os\nprint(os.environ['DO_NOT_TRACK'], os.environ['MLFLOW_DISABLE_TELEMETRY'], flush=True)\nos._exit(0)"
+    )
+    around = {key: value for key, value in _environment().items() if key not in SENDERS}
+    around["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "instead"), *sys.path])
+    code = f"import sys\n{first}\nassert 'mlflow' not in sys.modules\nprint('first')\n{then}\nsys.exit('no import')"
+    assert _python(code, around).split() == ["first", "true", "true"]
+
+
+def _python(code: str, around: dict[str, str]) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=around)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_nothing_outside_the_workbench_imports_mlflow():
@@ -280,21 +288,17 @@ def test_runs_of_a_dead_driver_are_killed_and_others_left(project):
 def test_many_processes_may_make_the_store_at_once(tmp_path):
     """The first use of a fresh database: two processes, one schema, no run lost."""
     (tmp_path / "experiments").mkdir()
+    # What is imported before the two part is imported once; nothing of the store is touched before.
     code = (
-        "from kvlab.workbench.store import tracking; "
-        "run = tracking.start('e', {'seed': 0}); run.log({'a': 1}); run.finish()"
+        "import os, sys\nfrom kvlab.workbench.store import tracking\nfirst = os.fork()\n"
+        "run = tracking.start('e', {'seed': 0}); run.log({'a': 1}); run.finish()\n"
+        "sys.exit(first and os.waitpid(first, 0)[1])"
     )
-    with ThreadPoolExecutor(2) as pool:
-        ended = list(
-            pool.map(
-                lambda _: subprocess.run(
-                    [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=_environment()
-                ),
-                range(2),
-            )
-        )
-    assert [process.returncode for process in ended] == [0, 0], ended[0].stderr
-    assert not any("alembic" in process.stderr or "INFO" in process.stderr for process in ended)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=_environment()
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "alembic" not in ended.stderr and "INFO" not in ended.stderr
     with sqlite3.connect(tmp_path / "mlruns" / "mlflow.db") as connection:
         assert connection.execute("select count(*) from runs where status = 'FINISHED'").fetchone() == (2,)
     assert [path.name for path in (tmp_path / "mlruns").glob(".mlflow.db-*")] == []

@@ -1,9 +1,12 @@
 """The server behind jobs that start warm: a process that has imported what notebooks need, and forks itself for each.
 
-Started by `warm.Server` as `python -m kvlab.workbench.jobs.fork_server`. It has no thread but its first, opens no
-connection and no model, looks into no workspace, and uses no random number, so that a fork of it is what a fresh
-process would be once it had imported the same. Requests are lines of JSON on its standard input, replies lines on its
-standard output; nobody else can talk to it. When its owner is gone, it ends with everything that it has started.
+`warm_start.Server` starts it as `python -m kvlab.workbench.jobs.fork_server`. It has no thread but its first. It opens
+no connection and no model, reads no workspace, and uses no random number. A fork of it is like a fresh process that
+has imported the same. Requests and replies are JSON messages on a pipe that nobody else can use. When its owner is
+gone, it ends with everything that it has started.
+
+`multiprocessing`'s forkserver does not replace it. There the first `start()` blocks while the server imports (5.9 s),
+every child runs the user's main script again, and a process has one server with one environment.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ import importlib
 import json
 import os
 import pkgutil
-import select
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +56,12 @@ class Server:
         waiting: requests that came while the modules were imported.
     """
 
-    def __init__(self, owner: int) -> None:
-        self.owner = owner
+    def __init__(self, owner: int, pipe: int) -> None:
+        self.owner, self.pipe = owner, Connection(pipe)
         self.environment = dict(os.environ)
-        self.requests, self.replies = os.dup(0), os.dup(1)
-        # Whatever is printed meanwhile must not stand among the replies.
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1):
-            os.dup2(nothing, stream)
-        os.close(nothing)
         self.children: dict[int, int] = {}
         self.waiting: list[dict[str, Any]] = []
         self.retiring = False
-        self._begun_line = b""
 
     def serve(self) -> dict[str, Any] | None:
         """Returns in every fork what it has to do, and None in the server when it is no longer needed."""
@@ -82,8 +78,7 @@ class Server:
                     self.reply(job=request["job"], unborn=True)
                     continue
                 if not pid:
-                    os.close(self.requests)
-                    os.close(self.replies)
+                    self.pipe.close()
                     return request
                 self.children[pid] = request["job"]
                 self.reply(job=request["job"], pid=pid)
@@ -102,25 +97,27 @@ class Server:
     def reply(self, **fields: Any) -> None:
         """Tell the owner; if it is gone, the next look at it ends this server."""
         with contextlib.suppress(OSError):
-            os.write(self.replies, json.dumps(fields).encode() + b"\n")
+            self.pipe.send_bytes(json.dumps(fields).encode())
 
     def _listen(self, seconds: float) -> bool:
         """Take in what was asked within `seconds`; False when nothing can be asked any more."""
-        if not select.select([self.requests], [], [], seconds)[0]:
-            return True
-        received = os.read(self.requests, 2**16)
-        *lines, self._begun_line = (self._begun_line + received).split(b"\n")
-        for line in lines:
-            request = json.loads(line)
-            if "spec" in request:
-                self.waiting.append(request)
-            elif "drop" in request:
-                self.waiting = [other for other in self.waiting if other["job"] != request["drop"]]
-                for pid in [pid for pid, job in self.children.items() if job == request["drop"]]:
-                    _end(pid)
-            else:
-                self.retiring = True
-        return bool(received)
+        try:
+            while self.pipe.poll(seconds):
+                self._take(json.loads(self.pipe.recv_bytes()))
+                seconds = 0
+        except (EOFError, OSError):
+            return False
+        return True
+
+    def _take(self, request: dict[str, Any]) -> None:
+        if "spec" in request:
+            self.waiting.append(request)
+        elif "drop" in request:
+            self.waiting = [other for other in self.waiting if other["job"] != request["drop"]]
+            for pid in [pid for pid, job in self.children.items() if job == request["drop"]]:
+                _end(pid)
+        else:
+            self.retiring = True
 
     def _reap(self) -> None:
         while self.children:
@@ -255,7 +252,7 @@ def main() -> int:
     """Serve; in a fork, run the job, or be its kernel."""
     environment.configure()  # forks have it from the server
     leaving = Exit()
-    server = Server(int(sys.argv[1]))
+    server = Server(*map(int, sys.argv[1:]))
     # Nothing may be imported from the folder that the sweep was started in.
     if sys.path[0] in ("", os.getcwd()):
         del sys.path[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -101,7 +102,7 @@ class Known:
 
 
 class Server:
-    """A process that runs `forking.py`, its requests and its replies."""
+    """A process that runs `fork_server.py`, and the pipe to it."""
 
     def __init__(self, environment: dict[str, str], stamp: object) -> None:
         self.environment, self.stamp = environment, stamp
@@ -109,19 +110,17 @@ class Server:
         self._jobs: list[Known] = []
         self._lock = threading.RLock()
         self._told = self._closed = False
-        self._begun_line = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvlab.workbench.jobs.fork_server", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env=environment,
-            start_new_session=True,
-        )
-        assert self._process.stdin and self._process.stdout
-        self._requests, self._replies = self._process.stdin, self._process.stdout
-        os.set_blocking(self._replies.fileno(), False)
+        self._pipe, its_end = multiprocessing.Pipe()
+        with its_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvlab.workbench.jobs.fork_server", str(os.getpid()), str(its_end.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[its_end.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
 
     def ask(self, spec: Mapping[str, Any], folder: Path, own: Mapping[str, str]) -> int:
         """Have a job begun as soon as the server is ready; returns its number."""
@@ -169,27 +168,23 @@ class Server:
         """End it now, with the jobs that it has."""
         with self._lock:
             self._closed = True
-            with contextlib.suppress(OSError):
-                self._requests.close()
             self._hear()
+            self._pipe.close()
             if not any(job.process and job.code is None for job in self._jobs):
                 self._process.kill()  # it may be importing for seconds yet
         try:
             self._process.wait(CLOSING_S)
         except subprocess.TimeoutExpired:
             processes.stop(self._process)
-        self._replies.close()
 
     def _say(self, **fields: Any) -> None:
-        with contextlib.suppress(OSError, ValueError):  # it has ended; `alive` tells
-            self._requests.write(json.dumps(fields).encode() + b"\n")
-            self._requests.flush()
+        with contextlib.suppress(OSError):  # it has ended; `alive` tells
+            self._pipe.send_bytes(json.dumps(fields).encode())
 
     def _hear(self) -> None:
-        while not self._replies.closed and (received := self._replies.read(2**16)):
-            *lines, self._begun_line = (self._begun_line + received).split(b"\n")
-            for reply in map(json.loads, lines):
-                self._take(reply)
+        with contextlib.suppress(EOFError, OSError):
+            while self._pipe.poll():
+                self._take(json.loads(self._pipe.recv_bytes()))
 
     def _take(self, reply: dict[str, Any]) -> None:
         if "refused" in reply:

@@ -1,7 +1,7 @@
 """One job in a process of its own: executes a notebook, and writes a note of how it ended.
 
-Started by `processes.Process` as `python -m kvlab.workbench.jobs.worker SPEC.json`, or by `forking` in a fork of
-its own. Whatever happens, the executed notebook stays on disk; the note is missing only if this process died.
+`processes.Process` starts it as `python -m kvlab.workbench.jobs.worker SPEC.json`; `fork_server` starts it in a fork of
+itself. Whatever happens, the executed notebook stays on disk; the note is missing only if this process died.
 """
 
 from __future__ import annotations

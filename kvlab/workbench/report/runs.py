@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvlab.workbench.experiments import TRIAL
@@ -34,11 +36,20 @@ class Runs:
     def _newest_with(self, metrics: frozenset[str]) -> Run | None:
         if self.newest.data.metrics.keys() >= metrics:
             return self.newest
+        if self._is_only:
+            return None
         if metrics not in self._asked:
-            experiment, model = self.newest.info.experiment_id, self.newest.data.tags.get("model", "")
-            found = run_index.finished(self._connection, experiment, 1, model, metrics=metrics, **self._tags)
-            self._asked[metrics] = next(found, None)
+            self._asked[metrics] = next(self._finished(1, metrics), None)
         return self._asked[metrics]
+
+    @functools.cached_property
+    def _is_only(self) -> bool:
+        """Whether no other run can have a metric that the newest lacks: one question instead of one for each claim."""
+        return len(list(itertools.islice(self._finished(2), 2))) < 2
+
+    def _finished(self, page_size: int, metrics: Collection[str] = ()) -> Iterator[Run]:
+        experiment, model = self.newest.info.experiment_id, self.newest.data.tags.get("model", "")
+        return run_index.finished(self._connection, experiment, page_size, model, metrics=metrics, **self._tags)
 
 
 def best(found: Iterable[Run], claim: papers.Claim) -> Run | None:

@@ -1,4 +1,8 @@
-"""A store that is away for a while: calls wait, and are sent again when the store is back."""
+"""A store that is away for a while: calls wait, and are sent again when the store is back.
+
+MLflow's and urllib3's own retries do not replace this module. They retry HTTP alone and no locked sqlite file, MLflow
+refuses more than 10 retries, and no signal ends their waiting.
+"""
 
 from __future__ import annotations
 

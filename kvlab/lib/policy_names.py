@@ -1,0 +1,41 @@
+"""The names of policies, known without an import: a command refuses an unknown one before it waits for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from kvlab.errors import KvlabError, nearest
+from kvlab.lib import workspace
+
+GROUP = "kvlab.policies"
+"""Entry points of installed packages, each a policy."""
+
+
+def check(wanted: Iterable[str]) -> None:
+    """Raise KvlabError for a name that no policy has.
+
+    A file of the workspace may define any name; where there is one, `methods.policy` decides.
+    """
+    if workspace.files("policies", "*.py"):
+        return
+    known = {*own(), *(point.name for point in entry_points(group=GROUP))}
+    for name in wanted:
+        if name not in known:
+            raise KvlabError(unknown(name, known))
+
+
+def own() -> list[str]:
+    """The names of kvlab's own policies: each is the name of a file."""
+    files = (Path(__file__).parents[1] / "methods").glob("[!_]*.py")
+    return sorted(path.stem for path in files)
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """The message for an unknown policy: the nearest names, and all that are `known`."""
+    known = sorted(known)
+    sentence = nearest(name, known, "policy", limit=len(known))
+    if "did you mean" not in sentence and workspace.workspace() is None:
+        sentence += "; one of your own is known inside its workspace (kvlab new), or by its object"
+    return sentence if "known are" in sentence else f"{sentence} (known are: {', '.join(known)})"
