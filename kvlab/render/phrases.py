@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def number(value: float | None) -> str:
     """A number as a table wants it, with three decimals if it is small; a dash for none."""
@@ -13,6 +15,16 @@ def number(value: float | None) -> str:
         return f"{mantissa}×10{power}".replace("-", "−")
     text = "0" if value == 0 else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
     return text.replace("-", "−")
+
+
+def with_interval(value: float, low: float, high: float) -> str:
+    """`0.035 (0.023 to 0.047)`: as `number`, but with as many decimals as show where a narrow interval ends."""
+    decimals = 1 - math.floor(math.log10(high - low)) if high > low else 0
+    if 3 < decimals <= 6:
+        shown = [f"{each:.{decimals}f}".replace("-", "−") for each in (value, low, high)]
+    else:
+        shown = [number(each) for each in (value, low, high)]
+    return f"{shown[0]} ({shown[1]} to {shown[2]})"
 
 
 def listed(words: list[str]) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvlab import papers
-from kvlab.render.phrases import number
+from kvlab.render.phrases import number, with_interval
 
 
 def sentence(claim: papers.Claim, verdict: papers.Verdict) -> str:
@@ -15,7 +15,7 @@ def sentence(claim: papers.Claim, verdict: papers.Verdict) -> str:
     """
     summary = claim.summary.rstrip(".")
     if verdict.verdict == papers.UNMEASURED:
-        return f"Not measured: {summary}. {verdict.why[:1].upper()}{verdict.why[1:].rstrip('.')}."
+        return f"Not measured: {summary}. {_reason(verdict.why)}"
     if claim.phrases is None:
         said = f"{verdict.verdict.capitalize()}: {summary}; here "
     elif verdict.verdict == papers.UNDECIDED:
@@ -27,25 +27,40 @@ def sentence(claim: papers.Claim, verdict: papers.Verdict) -> str:
 
 
 def of_figure(experiment: str, figure: str, metrics: Mapping[str, float]) -> list[str]:
-    """The sentences of an experiment's claims whose `figure` is this one, in the claims' order.
-
-    Claims with a metric that is not there are left out.
+    """The sentences of an experiment's claims whose `figure` is this one; claims that lack a metric are left out.
 
     Args:
         metrics: name -> value, of a run; the ends of intervals are NAME/low and NAME/high.
     """
-    return [
-        sentence(claim, papers.judge(claim, metrics))
+    return of_claims(
+        (claim, papers.judge(claim, metrics))
         for claim in papers.claims(experiment=experiment)
         if claim.figure == figure and claim.metrics <= metrics.keys()
-    ]
+    )
+
+
+def of_claims(judged: Iterable[tuple[papers.Claim, papers.Verdict]]) -> list[str]:
+    """A sentence for each claim, in their order; last those that are not measured, once for each reason."""
+    said, unmeasured = [], {}
+    for claim, verdict in judged:
+        if verdict.verdict == papers.UNMEASURED:
+            unmeasured.setdefault(verdict.why, []).append(sentence(claim, verdict))
+        else:
+            said.append(sentence(claim, verdict))
+    for why, alike in unmeasured.items():
+        said.append(alike[0] if len(alike) == 1 else f"{len(alike)} claims are not measured. {_reason(why)}")
+    return said
+
+
+def _reason(why: str) -> str:
+    return f"{why[:1].upper()}{why[1:].rstrip('.')}."
 
 
 def _ours(claim: papers.Claim, verdict: papers.Verdict) -> str:
     """`0.035 (0.023 to 0.047), share of attention`; without a unit where the claim's is that of the paper's number."""
-    shown = number(verdict.value)
-    if verdict.low is not None and verdict.high is not None:
-        shown += f" ({number(verdict.low)} to {number(verdict.high)})"
+    value, low, high = verdict.value, verdict.low, verdict.high
+    whole = value is not None and low is not None and high is not None
+    shown = with_interval(value, low, high) if whole else number(value)
     return f"{shown}, {claim.unit}" if claim.unit and not claim.unit_is_papers else shown
 
 

@@ -7,7 +7,7 @@ from support.projects import EXPERIMENT
 from support.toy_claims import claim
 
 from kvlab import papers
-from kvlab.render.sentences import of_figure, sentence
+from kvlab.render.sentences import of_claims, of_figure, sentence
 from kvlab.workbench.store import database, tracking
 
 PHRASES = {"met": "A gains.", "missed": "A loses.", "undecided": "Whether A gains is open."}
@@ -24,6 +24,8 @@ def said(value: float, low: float, high: float, **changes) -> str:
         ((0.61, 0.55, 0.66), "A gains: 0.610 (0.550 to 0.660), nats; the paper prints 0.6."),
         ((0.12, 0.1, 0.14), "A gains: 0.120 (0.100 to 0.140), nats; the paper prints 0.6."),
         ((-0.2, -0.3, -0.1), "A loses: −0.200 (−0.300 to −0.100), nats; the paper prints 0.6."),
+        ((0.001, 0.00074, 0.00126), "A gains: 0.00100 (0.00074 to 0.00126), nats; the paper prints 0.6."),
+        ((1.5e-8, 1e-8, 2e-8), "A gains: 1.50×10⁻⁸ (1.00×10⁻⁸ to 2.00×10⁻⁸), nats; the paper prints 0.6."),
         ((0.1, -0.1, 0.3), "Whether A gains is open: 0.100 (−0.100 to 0.300), nats; the paper prints 0.6."),
     ],
 )
@@ -48,6 +50,17 @@ def test_without_phrases_the_summary_stands_with_its_verdict():
 def test_what_was_not_measured_has_its_reason():
     toy = claim(phrases=PHRASES, summary="A gains.", lacking={"m": "the model has one head"})
     assert sentence(toy, papers.judge(toy, {"other": 1.0})) == "Not measured: A gains. The model has one head (no m)."
+
+
+def test_claims_that_are_not_measured_for_one_reason_are_counted():
+    toys = [claim(id=f"p.{name}", metric=name, phrases=PHRASES) for name in ("late", "m", "later")]
+    wait = papers.Verdict(value=0.1, verdict=papers.UNMEASURED, why="the log holds no signal")
+    gains = papers.judge(toys[1], {"m": 0.6})
+    assert of_claims(zip(toys, (wait, gains, wait), strict=True)) == [
+        "A gains: 0.600; the paper prints 0.6.",
+        "2 claims are not measured. The log holds no signal.",
+    ]
+    assert of_claims([(toys[0], wait)]) == ["Not measured: s. The log holds no signal."]
 
 
 @pytest.fixture

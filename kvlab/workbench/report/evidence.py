@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.lib.files import read_text
 from kvlab.render.phrases import plural
-from kvlab.render.sentences import sentence
+from kvlab.render.sentences import of_claims
 from kvlab.workbench import experiments
 from kvlab.workbench.report import runs
 from kvlab.workbench.report.ledger import Entry, measuring
@@ -126,11 +127,11 @@ def saved_sentences(connection: RetryingClient, run: Run) -> dict[str, list[str]
 
 def _of_claims(entries: Iterable[Entry]) -> dict[str, list[str]]:
     """Figure -> the sentences on the claims that it shows, as a run would save them."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[tuple[papers.Claim, papers.Verdict]]] = {}
     for entry in entries:
         if entry.claim.figure:
-            found.setdefault(file_name(entry.claim.figure), []).append(sentence(entry.claim, entry.verdict))
-    return found
+            found.setdefault(file_name(entry.claim.figure), []).append((entry.claim, entry.verdict))
+    return {figure: of_claims(judged) for figure, judged in found.items()}
 
 
 def source(entry: Entry) -> str:
