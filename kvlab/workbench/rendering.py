@@ -119,11 +119,14 @@ def _shown(path: Path, run: Run, load: Load, rendered: Rendered) -> dict[str, Sh
     names: dict[str, Any] = {PACKAGE: _Package()} | _parameters(path, run)
     statements = list(_statements(path))
     for number, statement in enumerate(statements):
-        calls = [call for node in ast.walk(statement) if (call := recorded(node)) is not None]
-        for call in calls:
+        nodes = list(ast.walk(statement))
+        for call in (call for node in nodes if (call := recorded(node)) is not None):
+            name = ast.literal_eval(call.args[0])
             _bind(call, names, load)
-            shown = found.setdefault(ast.literal_eval(call.args[0]), Shown(ast.literal_eval(call.args[0])))
-            _add(call, shown, names, rendered)
+            _add(call, found.setdefault(name, Shown(name)), names, rendered)
+        for call in (node for node in nodes if isinstance(node, ast.Call) and notebooks.method_of_run(node) == "tell"):
+            if call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value in found:
+                found[call.args[0].value].text = None  # these sentences are not made again, and stay
         if recorded(statement) is None:
             _define(statement, names)
             for call in _recorded_next(_stored(statement), statements[number + 1 :]):

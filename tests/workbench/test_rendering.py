@@ -28,7 +28,9 @@ best = found.frame("gain/{policy}/{budget}")["value"].max()"""
 SHOWN = """losses = list(found.table.loss)
 run.record("gains", found, figure=drawn(losses, "COLOUR"), text=[f"seed {seed}: WORD {best:.3f}"])
 run.record("model", text=[lm.name])
-run.record("broken", text=[1 / 0])"""
+run.record("broken", text=[1 / 0])
+run.record("told", losses)
+run.tell("told", [lm.name])"""
 
 
 def findings() -> Findings:
@@ -54,6 +56,7 @@ def run(project):
     made = tracking.start(EXPERIMENT, {"seed": 5}, model="toy", **{"kvlab.kind": "job", "kvlab.profile": "quick"})
     made.record("gains", findings(), text=["seed 5: gain 0.500"])
     made.record("model", text=["toy"])
+    made.tell("told", ["toy"])
     made.finish()
     return made
 
@@ -101,6 +104,7 @@ def test_changed_colour_and_word_are_rendered_without_the_model(run, project, tm
     assert stored(run, "story", tmp_path) == {
         "gains.md": b"seed 5: best gain 0.500\n",
         "model.md": b"toy\n",  # nothing is lost
+        "told.md": b"toy\n",
     }
     blue = stored(run, "figures", tmp_path)["gains.svg"]
     assert b"#0000ff" in blue and b"#ff0000" not in blue
@@ -144,6 +148,7 @@ claims:
       missed: H2O gains nothing.
       undecided: Whether H2O gains is open.
 """
+PAPER += PAPER[PAPER.index("  - id") :].replace("mine.gain", "mine.other").replace("figure: gains", "figure: told")
 
 
 def test_a_changed_phrase_is_rendered_from_the_saved_metrics_and_moves_no_content_key(run, project, tmp_path):
@@ -157,7 +162,9 @@ def test_a_changed_phrase_is_rendered_from_the_saved_metrics_and_moves_no_conten
     paper.write_text(PAPER.replace("WORD", "a lot"))
     assert content_key.key(path, {"seed": 5}) == before and not rendering.is_current(run.client.get_run(run.id))
     rendering.render(run.client, run.client.get_run(run.id))
-    assert stored(run, "story", tmp_path)["gains.md"].decode() == (
+    found = stored(run, "story", tmp_path)
+    assert found["told.md"] == b"toy\n", "sentences of your own that cannot be made again stay"
+    assert found["gains.md"].decode() == (
         "seed 5: gain 0.500\n\n- H2O gains a lot: 0.500 (0.400 to 0.600), share; the paper prints 0.5.\n"
     )
 
