@@ -11,12 +11,16 @@ from kvlab.render.phrases import number, with_interval
 def sentence(claim: papers.Claim, verdict: papers.Verdict) -> str:
     """What our numbers say to a claim: `SnapKV loses less than H2O: 0.035 (0.023 to 0.047); the paper prints 0.04.`
 
-    A claim without phrases gives its summary, with the verdict before it. One that was not measured gives the reason.
+    A claim without phrases gives its summary, with the verdict before it; so does a recomputed one that fails. One that
+    was not measured gives the reason.
     """
     summary = claim.summary.rstrip(".")
     if verdict.verdict == papers.UNMEASURED:
         return f"Not measured: {summary}. {_reason(verdict.why)}"
-    if claim.phrases is None:
+    if claim.kind == "recomputed" and verdict.verdict == papers.FAILS:
+        # Its direction may be met: what fails then is that the number prints as the paper says.
+        said = f"The paper's own numbers do not agree: {summary}; they give "
+    elif claim.phrases is None:
         said = f"{verdict.verdict.capitalize()}: {summary}; here "
     elif verdict.verdict == papers.UNDECIDED:
         said = f"{claim.phrases.undecided.rstrip('.')}: "

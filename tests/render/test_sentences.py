@@ -47,6 +47,15 @@ def test_without_phrases_the_summary_stands_with_its_verdict():
     )
 
 
+def test_a_recomputed_claim_that_fails_denies_the_papers_sentence_not_its_direction():
+    recomputed = {"kind": "recomputed", "size": {"kind": "prints_as", "decimals": 1}, "summary": "A gains by 0.6."}
+    assert said(0.66, 0.66, 0.66, **recomputed) == (
+        "The paper's own numbers do not agree: A gains by 0.6; they give 0.660 (0.660 to 0.660), nats; "
+        "the paper prints 0.6."
+    )
+    assert said(0.61, 0.61, 0.61, **recomputed).startswith("A gains: 0.610")
+
+
 def test_what_was_not_measured_has_its_reason():
     toy = claim(phrases=PHRASES, summary="A gains.", lacking={"m": "the model has one head"})
     assert sentence(toy, papers.judge(toy, {"other": 1.0})) == "Not measured: A gains. The model has one head (no m)."
