@@ -62,9 +62,9 @@ def _reason(why: str) -> str:
 
 def _ours(claim: papers.Claim, verdict: papers.Verdict) -> str:
     """`0.035 (0.023 to 0.047), share of attention`; without a unit where the claim's is that of the paper's number."""
-    value, low, high = verdict.value, verdict.low, verdict.high
-    whole = value is not None and low is not None and high is not None
-    shown = with_interval(value, low, high) if whole else number(value)
+    shown = number(verdict.value)
+    if verdict.value is not None and verdict.low is not None and verdict.high is not None:
+        shown = with_interval(verdict.value, verdict.low, verdict.high)
     return f"{shown}, {claim.unit}" if claim.unit and not claim.unit_is_papers else shown
 
 
