@@ -214,7 +214,7 @@ def _page(
         anchor=anchor,
         when=when,
         told_of=told_of,
-        sentence=lambda entry: sentence(entry.claim, entry.verdict),
+        found=_found,
         scale=scale,
         remarks=remarks,
         growth=model_trends,
@@ -247,6 +247,12 @@ def _page(
         pictures=beside_claims(judged, shown),
         **given,
     )
+
+
+def _found(entry: Entry) -> str:
+    """What is said of an entry under its claim's summary: of one that is not measured the reason alone."""
+    verdict = entry.verdict
+    return verdict.why if verdict.verdict == papers.UNMEASURED else sentence(entry.claim, verdict)
 
 
 def _section(
