@@ -23,7 +23,11 @@ def page_of_report(project, monkeypatch):
         claim.model_copy(update={"figure": "curve"} if claim.experiment else {"untested": f"needs {LONG}"})
         for claim in asked
     ]
-    monkeypatch.setattr(papers, "claims", lambda: shown)
+
+    def of(experiment=None):
+        return [claim for claim in shown if experiment in (None, claim.experiment)]
+
+    monkeypatch.setattr(papers, "claims", of)
     own = [
         paper.model_copy(update={"claims": [claim for claim in shown if claim.paper == paper.name]})
         for paper in papers.papers()
