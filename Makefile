@@ -18,7 +18,7 @@ export MLFLOW_DISABLE_TELEMETRY ?= true
 export DO_NOT_TRACK ?= true
 
 .DEFAULT_GOAL := help
-.PHONY: help env pull reproduce lint check coverage docs wheel hooks test test-unit test-notebooks test-long test-all test-lowest test-models browser notebooks lab clean
+.PHONY: help env pull reproduce lint check coverage results docs wheel hooks test test-unit test-notebooks test-long test-all test-lowest test-models browser notebooks lab clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ check: lint  ## lint, and the tests of what has changed since the last commit: b
 
 coverage: pull browser  ## the unit tests, with the share of the package's lines that they run
 	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered tests
+
+results: $(STAMP)  ## the tables and sentences of README and docs/disagreements.md, from the kept ledgers
+	@$(BIN)/python docs/site/results.py
 
 docs: $(STAMP)  ## the documentation's site, in build/docs/html: a warning fails it
 	@$(BIN)/python docs/site/build.py

@@ -77,7 +77,7 @@ ALIASES = [
 ]
 # What people use besides.
 MODULES = {
-    "Findings and their words": ["kvlab.analyses.findings", "kvlab.render.phrases"],
+    "Findings and their words": ["kvlab.analyses.findings", "kvlab.render.sentences", "kvlab.render.phrases"],
     "Figures": ["kvlab.render.figures.plots"],
     "Measures": ["kvlab.instruments.measures"],
     "Attention": ["kvlab.core.attention"],

@@ -90,7 +90,7 @@ def _claims(title: str) -> Table:
 
 def _about(label: str, entry: Entry) -> tuple[str, str, str]:
     """The first three cells of a row."""
-    from kvlab.workbench.report.ledger import number
+    from kvlab.render.phrases import number
 
     claim = entry.claim
     kind = "" if entry.group == "findings" else f" ({claim.kind})"
@@ -100,7 +100,8 @@ def _about(label: str, entry: Entry) -> tuple[str, str, str]:
 
 def _on_one(ledger: list[Entry], title: str) -> Table:
     from kvlab.papers import FULL_ONLY
-    from kvlab.workbench.report.ledger import by_paper, number
+    from kvlab.render.phrases import number
+    from kvlab.workbench.report.ledger import by_paper
 
     table = _claims(title)
     for heading in ("here", "interval"):
@@ -121,7 +122,8 @@ def _on_one(ledger: list[Entry], title: str) -> Table:
 
 
 def _side_by_side(models: dict[str, list[Entry]], labels: dict[str, str], title: str) -> Table:
-    from kvlab.workbench.report.ledger import UNTESTED, by_paper, number
+    from kvlab.render.phrases import number
+    from kvlab.workbench.report.ledger import UNTESTED, by_paper
     from kvlab.workbench.report.page import MARKS
 
     def cell(entry: Entry) -> str:

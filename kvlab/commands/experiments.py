@@ -177,7 +177,7 @@ def render(
 ) -> None:
     """Draw the figures of finished runs again, and write their sentences again, without measuring.
 
-    Needed after a change in a figure or a story. `kvlab run`, `reproduce` and `report` do it by themselves.
+    Needed after a change in a figure or in claims' phrases. `kvlab run`, `reproduce` and `report` do it by themselves.
     """
     from kvlab.workbench import experiments
 

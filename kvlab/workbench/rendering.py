@@ -1,7 +1,8 @@
 """`kvlab render`: the figures and sentences of a finished run, made again from its findings without measuring.
 
-The notebook says how: statements such as `run.record("lead", found, figure=draw.lead(found), text=story.lead(found))`
-run again with the findings that the run saved. A figure whose notebook code needs a model stays as it is.
+The notebook says how: statements such as `run.record("lead", found, figure=draw.lead(found))` run again with the
+findings that the run saved, and the sentences on claims follow from its metrics. A figure whose notebook code needs a
+model stays as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line
+from kvlab.render.sentences import of_figure
 from kvlab.workbench import experiments
 from kvlab.workbench.experiments import content_key, notebooks, parameter_values
 from kvlab.workbench.report import runs
@@ -100,26 +102,36 @@ def render(connection: RetryingClient, run: Run) -> Rendered:
             stem = file_name(name)
             return findings_files.read(folder, stem) if f"{stem}{findings_files.SUFFIX}" in saved else None
 
-        for shown in _shown(experiment.path, run, load, rendered):
-            shown.log(connection, run.info.run_id)
-            rendered.made.append(shown.name)
+        for name, shown in _shown(experiment.path, run, load, rendered).items():
+            if shown.text is not None:
+                shown.sentences = of_figure(experiment.name, name, run.data.metrics)
+            if shown.figure is not None or shown.markdown:
+                shown.log(connection, run.info.run_id)
+                rendered.made.append(name)
         pyplot.close("all")
     connection.set_tag(run.info.run_id, RENDERED, content_key.showing(experiment.path))
     return rendered
 
 
-def _shown(path: Path, run: Run, load: Load, rendered: Rendered) -> Iterator[Shown]:
+def _shown(path: Path, run: Run, load: Load, rendered: Rendered) -> dict[str, Shown]:
+    """What the notebook records, by name, without the sentences on claims."""
+    found: dict[str, Shown] = {}
     names: dict[str, Any] = {PACKAGE: _Package()} | _parameters(path, run)
     statements = list(_statements(path))
     for number, statement in enumerate(statements):
-        calls = [call for node in ast.walk(statement) if (call := recorded(node)) is not None]
-        for call in calls:
+        nodes = list(ast.walk(statement))
+        for call in (call for node in nodes if (call := recorded(node)) is not None):
+            name = ast.literal_eval(call.args[0])
             _bind(call, names, load)
-            yield from _one(call, names, rendered)
+            _add(call, found.setdefault(name, Shown(name)), names, rendered)
+        for call in (node for node in nodes if isinstance(node, ast.Call) and notebooks.method_of_run(node) == "tell"):
+            if call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value in found:
+                found[call.args[0].value].text = None  # these sentences are not made again, and stay
         if recorded(statement) is None:
             _define(statement, names)
             for call in _recorded_next(_stored(statement), statements[number + 1 :]):
                 _bind(call, names, load)
+    return found
 
 
 def _statements(path: Path) -> Iterator[ast.stmt]:
@@ -168,22 +180,19 @@ def _bind(call: ast.Call, names: dict[str, Any], load: Load) -> None:
         names[variable] = found
 
 
-def _one(call: ast.Call, names: dict[str, Any], rendered: Rendered) -> Iterator[Shown]:
-    name = ast.literal_eval(call.args[0])
-    shown = Shown(name)
+def _add(call: ast.Call, shown: Shown, names: dict[str, Any], rendered: Rendered) -> None:
+    """Add the figure and the user's own sentences of a call."""
     for keyword in call.keywords:
         if keyword.arg not in notebooks.SHOWN:
             continue
+        value = None
         try:
             value = eval(compile(ast.Expression(keyword.value), "<notebook>", "eval"), _resolved(keyword.value, names))
         except _Unsaved as error:
-            rendered.left[name] = str(error)
+            rendered.left[shown.name] = str(error)
         except Exception as error:  # one figure's mistake is no reason to leave the others
-            rendered.left[name] = f"{type(error).__name__}: {first_line(error)}"
-        else:
-            setattr(shown, keyword.arg, value)
-    if shown.figure is not None or shown.text:
-        yield shown
+            rendered.left[shown.name] = f"{type(error).__name__}: {first_line(error)}"
+        setattr(shown, keyword.arg, value)
 
 
 def _define(statement: ast.stmt, names: dict[str, Any]) -> None:

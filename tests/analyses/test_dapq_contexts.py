@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 from support.spread import students
-from support.stories import told
 from support.texts import FERRY
 
 from kvlab import papers
 from kvlab.analyses.dapq import contexts, position
 from kvlab.errors import KvlabError
-from kvlab.render.stories import dapq as story
 
 LENGTHS, TRIALS, N = (120, 200, 290), 2, 8
 
@@ -69,12 +67,3 @@ def test_the_claims_read_what_is_measured(found):
     # The middle length has the paper's name.
     assert read and {m.replace("4k", "200") for m in read} <= names
     assert all(c.profile == "full" for c in papers.claims(paper="dapq") if c.metric.startswith("contexts/"))
-
-
-def test_the_story_names_the_ends_and_follows_the_numbers(found):
-    text = told(story.over_lengths(found))
-    more = found.row(contexts.LONGEST_DECAYS_MORE)
-    assert "On 2 texts" in text and "from 100 to 300" in text
-    clear = more.low > 0 or more.high < 0
-    assert ("does not clearly grow" in text) != clear
-    assert story.over_lengths(None) == ["Contexts from 2k to 8k tokens are compared in the full profile only."]

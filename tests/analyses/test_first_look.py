@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from support.stories import counted, told
 
 import kvlab
 from kvlab.analyses import exploring, first_look
@@ -69,14 +70,20 @@ def test_attention_lost_by_layer_averages_heads_and_steps(results):
         assert findings.metrics[f"mass_lost/{result.policy.name}"] == pytest.approx(float(result.mass_lost.mean()))
 
 
+def counted(sentences: list[str]) -> list[str]:
+    """The sentences that a reader counts, however they were put into the list; each begins and ends as one does."""
+    found = re.split(r"(?<=[.?]) (?=\S)", " ".join(filter(None, sentences)))
+    assert all(re.fullmatch(r"\S.*\.", sentence) and "  " not in sentence for sentence in found), found
+    return found
+
+
 def test_the_story_of_the_first_picture_follows_from_the_replays(results):
     (streaming, h2o) = results
     lost = streaming.mass_lost.numpy()
     heads = {(layer, head): lost[layer, head].mean() for layer in range(len(lost)) for head in range(lost.shape[1])}
     (layer, head), most = max(heads.items(), key=lambda item: item[1])
     tenth = sum(sorted(heads.values())[-max(1, len(heads) // 10) :]) / sum(heads.values())
-    text = told(first_look.story(streaming, results))
-    along, where, who, _ = counted([text])
+    along, where, who, _ = counted(first_look.story(streaming, results))
     assert along.startswith(f"streamingllm loses {lost.mean():.1%} of the response's attention")
     assert f"worst tenth of the heads has {tenth:.0%}" in where and where.endswith(
         f"head {head} of layer {layer} loses {most:.0%} of its own."
@@ -92,7 +99,7 @@ def test_the_story_of_two_policies_follows_from_their_layers(results):
     (streaming, h2o) = results
     left, right = (one.mass_lost.mean((1, 2)).tolist() for one in results)
     found = exploring.lost_by_layer([streaming, h2o])
-    means, layers, _ = counted([told(exploring.story(found, "streamingllm", "h2o"))])
+    means, layers, _ = counted(exploring.story(found, "streamingllm", "h2o"))
     lower = sum(b < a for a, b in zip(left, right, strict=True))
     assert means.endswith(f"h2o loses less in {lower} of {len(left)} layers.")
     assert f"most in layer {left.index(max(left))} ({max(left):.0%})" in layers

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.refusals import one_sentence
 from support.spread import students
-from support.stories import told, unmeasured
 from support.turning import LOSSES
 from torch.nn import functional as F
 
@@ -19,7 +18,6 @@ from kvlab.analyses.shared_context import asking
 from kvlab.analyses.tasks import contenders
 from kvlab.errors import KvlabError
 from kvlab.evaluation import conversing
-from kvlab.render.stories import shared_context as story
 from kvlab.tasks.turns import Turns
 from kvlab.workbench import experiments
 
@@ -118,18 +116,6 @@ def test_what_has_no_score_counts_nowhere():
     assert asking.in_words(bare).endswith("27 answers scored")
     none = asking.findings(bare[bare.context == "c0"])
     assert "decline/snapkv/64" not in none.metrics and "loss/first/snapkv/64/turn_1" not in none.metrics
-
-
-def test_sentences_say_what_the_intervals_allow():
-    found = asking.findings(LOSSES)
-    asked, declined = told(story.question(found)), told(story.turns(found))
-    assert "neither clearly more nor less with snapkv at 64 (0.800" in asked
-    assert "Before any question, beside snapkv, no clearly other amount is lost with keydiff at 64 (-0.400" in asked
-    assert "; after each question" in asked and "100 % (" in asked
-    assert "changes by no clear amount with snapkv at 64 (0.500" in declined
-    empty = asking.findings(LOSSES[LOSSES.policy == "full"])
-    assert unmeasured(story.question(empty)) == "No policy was asked."
-    assert unmeasured(story.turns(empty)) == "No chat was held."
 
 
 def test_what_was_asked_is_said_in_words():

@@ -104,7 +104,9 @@ def copy(tmp_path_factory):
     shutil.copytree(
         PACKAGE,
         folder,
-        ignore=lambda _, names: [n for n in names if n == "__pycache__" or ("." in n[1:] and not n.endswith(".py"))],
+        ignore=lambda _, names: [
+            n for n in names if n == "__pycache__" or ("." in n[1:] and not n.endswith((".py", ".yaml")))
+        ],
     )
     return folder
 
@@ -143,7 +145,8 @@ SHOWING = [
     "render/explorer/explorer.py",
     "render/figures/plots.py",
     "render/phrases.py",
-    "render/stories/dapq.py",
+    "papers/rocketkv.yaml",
+    "render/sentences.py",
     "workbench/jobs/progress.py",
     "workbench/report/page.py",
 ]

@@ -296,8 +296,8 @@ def test_a_change_brings_the_tests_that_can_see_it():
     brought = changed.tests_of(["kvlab/core/store.py"])
     assert {"tests/core/test_cache.py", "tests/live/test_live.py"} <= brought
     assert any(name.startswith("tests/replays/") for name in brought)
-    told = changed.tests_of(["kvlab/render/phrases.py"])
-    assert "tests/render/stories/test_phrases.py" in told and not any(name.startswith("tests/core/") for name in told)
+    told = changed.tests_of(["kvlab/render/sentences.py"])
+    assert "tests/render/test_sentences.py" in told and not any(name.startswith("tests/core/") for name in told)
     assert changed.tests_of(["tests/core/test_cache.py"]) == {
         "tests/core/test_cache.py",
         "tests/project/test_skeleton.py",

@@ -51,4 +51,4 @@ def judged_on(numbers: dict[str, dict[str, dict[str, float]]], profile: str = "q
 def opened(text: str, claim: str = CLAIM) -> str:
     """A claim's line with what it opens."""
     start = text.index(f'<details class="claim" id="{slug(claim)}"')
-    return text[start : text.index("</details>", start)]
+    return text[start : text.index("</div>\n</details>", start)]

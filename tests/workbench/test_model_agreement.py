@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
-from support.paths import ROOT
 from support.toy_claims import claim
 
 from kvlab import papers
-from kvlab.workbench.report import model_agreement, model_trends, snapshots, stability
+from kvlab.workbench.report import model_agreement
 from kvlab.workbench.report.ledger import Entry
-from kvlab.workbench.report.ledger_models import Subject, subjects
+from kvlab.workbench.report.ledger_models import Subject
 from kvlab.workbench.report.provenance import Origin
 
 SIZES = [Subject("small", 10**8), Subject("middle", 10**9), Subject("large", 10**10)]
@@ -82,47 +79,3 @@ def test_it_turns_only_where_it_does_by_the_same_profile_too(shown, alike, kind)
     for entry, other in zip(judged, stands(*alike), strict=True):
         entry.alike = other
     assert [*model_agreement.across(judged, SIZES)] == [kind]
-
-
-def test_the_page_on_disagreements_counts_what_is_kept():
-    judged = snapshots.kept(ROOT / "docs" / "ledger")
-    found = model_agreement.across(judged, subjects(judged))
-    page = (ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8")
-    text = " ".join(page.split())
-    numbers = [len(found.get(kind, ())) for kind in model_agreement.KINDS if kind != model_agreement.OPEN]
-    told = re.search(
-        r"Of (\d+) findings that two of them measured at least, (\d+) hold on every model, at least in direction; "
-        r"(\d+) hold on larger ones and fail on smaller ones, (\d+) the other way round, (\d+) in no order of size; "
-        r"(\d+) fail on every model\. The other (\d+) are undecided on one of them at least, or turn only where one "
-        r"model was asked more than another; (\d+) of them are undecided on gemma",
-        text,
-    )
-    left = found.get(model_agreement.OPEN, ())
-    on_gemma = sum(finding.stands.get("gemma-3-270m") == papers.UNDECIDED for finding in left)
-    expected = [sum(map(len, found.values())), *numbers, len(left), on_gemma]
-    assert told and [int(number) for number in told.groups()] == expected
-    assert {subject.label for subject in subjects(judged)} == set(re.findall(r"^\* `([^`]+)`: ", page, re.M))
-
-
-def test_the_page_on_disagreements_counts_where_effects_go():
-    judged = snapshots.kept(ROOT / "docs" / "ledger")
-    found = model_trends.trends(model_trends.rows(judged, subjects(judged)))
-    text = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
-    told = re.search(
-        r"Of (\d+) findings with a number in the paper that ours can be set beside, (\d+) comes? nearer to it as "
-        r"models grow, (\d+) moves? away, (\d+) changes? in no order of size, and (\d+) do(?:es)? not change clearly",
-        text,
-    )
-    expected = [found[way] for way in (model_trends.TOWARDS, model_trends.AWAY, model_trends.MIXED, model_trends.LEVEL)]
-    assert told and [int(number) for number in told.groups()] == [found.total(), *expected]
-
-
-def test_the_page_on_disagreements_counts_what_flips():
-    """What `kvlab stability` kept of the default model: how many findings flip, and how many verdicts."""
-    mine = [one for one in stability.read(ROOT / "docs" / "ledger") if one.model.startswith("smollm2-135m")]
-    text = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
-    told = re.search(r"of (\d+) quoted findings (\d+) flips?\W.*?(\d+) of (\d+) verdicts", text)
-    flips = [one for one in mine if one.flips]
-    others = [one for each in mine for one in each.others]
-    expected = [len(mine), len(flips), sum(len(one.flips) for one in mine), len(others)]
-    assert told and [int(number) for number in told.groups()] == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from support.paths import ROOT
 from support.toy_claims import claim
 
@@ -10,7 +9,7 @@ from kvlab import papers
 from kvlab.workbench.report import snapshots
 from kvlab.workbench.report.ledger import Entry, by_paper
 from kvlab.workbench.report.ledger_models import Subject, subjects
-from kvlab.workbench.report.paper_summary import digest
+from kvlab.workbench.report.paper_summary import digest, quoted
 from kvlab.workbench.report.provenance import Origin
 
 SMALL, MIDDLE, LARGE = Subject("small", 10**8), Subject("middle", 3 * 10**8), Subject("large", 10**9)
@@ -45,8 +44,7 @@ def test_on_one_model_it_says_what_holds_what_fails_and_what_is_open():
         "Of its 6 findings, on small 3 hold, 1 holds in direction only, 1 fails and 1 is undecided.",
         "What holds, at least in direction: one; two; table 2 (2 findings); what fails: three.",
         "What stays undecided: four.",
-        "On small none of 6 printed numbers that ours can be compared with lies inside our interval; the closest that "
-        "does not fail is 0.600 (table 1), 0.500 here.",
+        "On small none of 6 printed numbers that ours can be compared with lies inside our interval.",
     ]
 
 
@@ -112,26 +110,21 @@ def test_what_fewer_models_measured_is_said_with_their_names():
     )
 
 
-@pytest.mark.parametrize(
-    ("pairs", "says"),
-    [
-        ([("holds", 0.0, 0.001), ("holds", 0.6, 0.3)], "; the closest is 0.600 (table 1), 0.300 here"),
-        (
-            [("fails", 0.98, 1.0), ("holds", 0.6, 0.3)],
-            "; the closest that does not fail is 0.600 (table 1), 0.300 here",
-        ),
-        ([("fails", 0.98, 1.0), ("undecided", 0.6, 0.3)], " fail is 0.600 (table 1), 0.300 here, which is undecided"),
-        ([("fails", 0.98, 1.0), ("fails", 0.6, 0.3)], "; the closest is 0.980 (table 1), 1.000 here, which fails"),
-        ([("undecided", 0.6, 0.3)], "; the closest is 0.600 (table 1), 0.300 here, which is undecided"),
-        ([("holds", 0.0, 0.00001)], "the only printed number that ours can be compared with lies inside our interval"),
-    ],
-)
-def test_the_closest_number_is_no_zero_and_does_not_fail_unsaid(pairs, says):
+def test_a_quoted_finding_speaks_by_its_weakest_claim_on_the_model_that_is_asked_for():
+    words = {"missed": "It loses.", "undecided": "It is open."}
     found = [
-        finding(f"f{place}", verdict, paper_value=paper, value=value, half=0.0001)
-        for place, (verdict, paper, value) in enumerate(pairs)
+        finding("one", "holds", phrases=words | {"met": "One gains."}),
+        finding("one", "fails", model=LARGE, value=-0.5, phrases=words | {"met": "One gains."}),
+        entry("undecided", id="toy.other", finding="one", phrases=words | {"met": "Other gains."}),
+        finding("not quoted", "holds", phrases=words | {"met": "Nobody asks."}),
+        finding("asked", "holds", kind="question", phrases=words | {"met": "Two gains."}),
     ]
-    assert digest(found, [SMALL])[-1].endswith(f"{says}.")
+    names = ["asked", "one", "nowhere"]
+    assert quoted(found, SMALL.name, names) == [
+        "Two gains: 0.500 (0.450 to 0.550); the paper prints 0.6.",
+        "It is open: 0.500 (0.450 to 0.550); the paper prints 0.6.",
+    ]
+    assert quoted(found, LARGE.name, names) == ["It loses: −0.500 (−0.550 to −0.450); the paper prints 0.6."]
 
 
 def test_where_nothing_was_measured_it_says_only_that():

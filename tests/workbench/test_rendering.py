@@ -1,4 +1,4 @@
-"""Figures and sentences of finished runs, made again from saved findings."""
+"""Figures and sentences of finished runs, made again from saved findings and metrics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvlab.analyses.dapq.contexts import Contexts
 from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
 from kvlab.workbench import rendering
+from kvlab.workbench.experiments import content_key
 from kvlab.workbench.store import artifacts, findings_files, tracking
 
 GAIN = "gain/{policy}/{budget}"
@@ -27,7 +28,9 @@ best = found.frame("gain/{policy}/{budget}")["value"].max()"""
 SHOWN = """losses = list(found.table.loss)
 run.record("gains", found, figure=drawn(losses, "COLOUR"), text=[f"seed {seed}: WORD {best:.3f}"])
 run.record("model", text=[lm.name])
-run.record("broken", text=[1 / 0])"""
+run.record("broken", text=[1 / 0])
+run.record("told", losses)
+run.tell("told", [lm.name])"""
 
 
 def findings() -> Findings:
@@ -53,6 +56,7 @@ def run(project):
     made = tracking.start(EXPERIMENT, {"seed": 5}, model="toy", **{"kvlab.kind": "job", "kvlab.profile": "quick"})
     made.record("gains", findings(), text=["seed 5: gain 0.500"])
     made.record("model", text=["toy"])
+    made.tell("told", ["toy"])
     made.finish()
     return made
 
@@ -100,6 +104,7 @@ def test_changed_colour_and_word_are_rendered_without_the_model(run, project, tm
     assert stored(run, "story", tmp_path) == {
         "gains.md": b"seed 5: best gain 0.500\n",
         "model.md": b"toy\n",  # nothing is lost
+        "told.md": b"toy\n",
     }
     blue = stored(run, "figures", tmp_path)["gains.svg"]
     assert b"#0000ff" in blue and b"#ff0000" not in blue
@@ -122,6 +127,46 @@ def test_a_command_renders_what_is_stale(run, project, capsys):
     assert call(capsys, "render")[1].strip() == "all figures are of today's code"
     code, _, err = call(capsys, "render", "zsmerge_eror_curves")
     assert code == 1 and "did you mean" in err
+
+
+PAPER = """name: mine
+label: Mine
+title: A paper of my own
+experiment: zsmerge_error_curves
+claims:
+  - id: mine.gain
+    where: table 1
+    summary: H2O gains.
+    metric: gain/h2o/64
+    paper_value: 0.5
+    unit: share
+    figure: gains
+    direction: {kind: greater, than: 0}
+    size: {kind: within, of: factor, tolerance: 2}
+    phrases:
+      met: H2O gains WORD.
+      missed: H2O gains nothing.
+      undecided: Whether H2O gains is open.
+"""
+PAPER += PAPER[PAPER.index("  - id") :].replace("mine.gain", "mine.other").replace("figure: gains", "figure: told")
+
+
+def test_a_changed_phrase_is_rendered_from_the_saved_metrics_and_moves_no_content_key(run, project, tmp_path):
+    (project / "pyproject.toml").write_text("[tool.kvlab]\nworkspace = true\n")
+    paper, path = project / "papers" / "mine.yaml", project / "notebooks" / "toy.ipynb"
+    paper.parent.mkdir()
+    paper.write_text(PAPER.replace("WORD", "much"))
+    rendering.render(run.client, run.client.get_run(run.id))
+    before = content_key.key(path, {"seed": 5})
+    assert rendering.is_current(run.client.get_run(run.id))
+    paper.write_text(PAPER.replace("WORD", "a lot"))
+    assert content_key.key(path, {"seed": 5}) == before and not rendering.is_current(run.client.get_run(run.id))
+    rendering.render(run.client, run.client.get_run(run.id))
+    found = stored(run, "story", tmp_path)
+    assert found["told.md"] == b"toy\n", "sentences of your own that cannot be made again stay"
+    assert found["gains.md"].decode() == (
+        "seed 5: gain 0.500\n\n- H2O gains a lot: 0.500 (0.400 to 0.600), share; the paper prints 0.5.\n"
+    )
 
 
 def test_a_run_without_findings_is_left_and_says_so(project):

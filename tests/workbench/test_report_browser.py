@@ -23,7 +23,11 @@ def page_of_report(project, monkeypatch):
         claim.model_copy(update={"figure": "curve"} if claim.experiment else {"untested": f"needs {LONG}"})
         for claim in asked
     ]
-    monkeypatch.setattr(papers, "claims", lambda: shown)
+
+    def of(experiment=None):
+        return [claim for claim in shown if experiment in (None, claim.experiment)]
+
+    monkeypatch.setattr(papers, "claims", of)
     own = [
         paper.model_copy(update={"claims": [claim for claim in shown if claim.paper == paper.name]})
         for paper in papers.papers()
@@ -92,7 +96,7 @@ def test_every_claim_is_one_line_until_it_is_opened(browser, page_of_report):
         assert not first.locator(".inside").is_visible()
         first.locator("summary").click()
         assert first.locator(".inside").is_visible() and first.locator(".chip").is_visible()
-        places = [page.locator(name).bounding_box()["y"] for name in ("#stories", "#summary", "#claims", "#figures")]
+        places = [page.locator(name).bounding_box()["y"] for name in ("#in-short", "#summary", "#claims", "#figures")]
         assert places == sorted(places)
         assert complaints == []
 
@@ -218,4 +222,4 @@ def test_without_any_run_the_page_is_whole_too(browser, project):
     with opened(browser, address, PHONE) as (page, complaints):
         assert overflow(page) == 0 and page.locator(".thumb, figure").count() == 0 and complaints == []
         assert page.locator("details.claim").count() == len(papers.claims())
-        assert page.locator("#stories").get_by_text("has been measured yet").count() == len(papers.papers())
+        assert page.locator("#in-short").get_by_text("has been measured yet").count() == len(papers.papers())

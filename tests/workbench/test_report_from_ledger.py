@@ -36,13 +36,12 @@ def nowhere(tmp_path, monkeypatch):
 
 @pytest.fixture
 def two_kept(project, tmp_path, nowhere, monkeypatch):
-    """A folder with the ledgers of two models, one of which told a figure of its run."""
+    """A folder with the ledgers of two models, one of which has an interval."""
     monkeypatch.chdir(project)
     job(0.3, model="small", parameters=135_000_000, tables="none")
     tags = {"kvlab.kind": "job", "kvlab.profile": "quick", "model": "large", "parameters": 8_000_000_000}
     run = tracking.create_run(database.client(), EXPERIMENT, {}, tags, "toy")
     run.log({"reduction/0.20": 0.6}, {"reduction/0.20": (0.5, 0.7)})
-    run.tell("curve", ["It rises <fast>, by 3."])
     run.finish()
     folder = tmp_path / "kept"
     snapshots.keep(folder)
@@ -68,10 +67,10 @@ def test_the_report_of_kept_ledgers_is_that_of_their_store(two_kept, nowhere, ca
     assert again["run_id"].isna().all()
     pages = {path.name: path.read_text() for path in (nowhere / "page").glob("*.html")}
     assert set(pages) == {"report.html", "model-small.html", "model-large.html"}
-    assert "It rises &lt;fast&gt;, by 3." in pages["model-large.html"] + pages["report.html"]
+    assert "0.600 (0.500 to 0.700), fraction; the paper prints 0.605." in pages["model-large.html"]
     assert "8B" in pages["report.html"] and "127.0.0.1" not in "".join(pages.values())
     assert all("figures and logs, are not here" in text and "Figures and runs" not in text for text in pages.values())
-    assert "with what its runs told; they were kept as data, without their figures" in pages["report.html"]
+    assert "with what its runs found; they were kept as data, without their figures" in pages["report.html"]
     parsed = {name: Page(text) for name, text in pages.items()}
     for name, page in parsed.items():
         assert len(page.ids) == len(set(page.ids))

@@ -12,7 +12,7 @@ from support.runs import job
 
 from kvlab import papers
 from kvlab.errors import KvlabError
-from kvlab.workbench.report import ledger, ledger_stories, runs
+from kvlab.workbench.report import evidence, ledger, runs
 from kvlab.workbench.report import page as report
 from kvlab.workbench.store import artifacts, database, run_index, tracking
 
@@ -122,7 +122,7 @@ def test_what_is_asked_for_and_is_not_there_is_named(project):
 
 @pytest.mark.parametrize("folder", ["plain", "a b#c%20d?e", "ä'"])
 def test_files_of_a_run_are_found_wherever_the_project_lies(project, monkeypatch, folder):
-    """Its pictures and stories, without the store reading the run again: it may hold thousands of metrics."""
+    """Its pictures and sentences, without the store reading the run again: it may hold thousands of metrics."""
     (project / folder).mkdir()
     for name in ("notebooks", "experiments", "mlruns"):
         (project / name).rename(project / folder / name)
@@ -136,7 +136,7 @@ def test_files_of_a_run_are_found_wherever_the_project_lies(project, monkeypatch
     monkeypatch.setattr("mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore.get_run", again)
     shown = [(path.name, path.exists()) for path in artifacts.files(database.client(), run, "figures", ".png")]
     assert shown == [("error_curves.png", True)]
-    assert ledger_stories.stories(database.client(), run) == {"error_curves": "It merges."}
+    assert evidence.saved_sentences(database.client(), run) == {"error_curves": ["It merges."]}
     assert not list(artifacts.files(database.client(), run, "nothing", ".png"))
 
 

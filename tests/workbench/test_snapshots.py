@@ -1,4 +1,4 @@
-"""Ledgers that are kept as data: what is written is what is read, and README shows what is kept."""
+"""Ledgers that are kept as data: what is written is what is read, and pages quote what is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.runs import job
 from kvlab.errors import KvlabError
 from kvlab.workbench.report import page as report
 from kvlab.workbench.report import snapshots
-from kvlab.workbench.report.ledger import STATES, Tally, by_paper, entries
+from kvlab.workbench.report.ledger import Tally, entries
 
 KEPT = ROOT / "docs" / "ledger"
 
@@ -56,90 +56,6 @@ def test_a_file_that_is_no_kept_ledger_is_refused_in_a_sentence(project, tmp_pat
     assert ",much,0.5," in path.read_text(), "what cannot be read is not written over"
     with pytest.raises(KvlabError, match="cannot read the kept ledger"):
         snapshots.read(tmp_path / "none.csv")
-
-
-def test_the_readme_counts_what_is_kept():
-    """The table of findings and the numbers of checks and of recomputed claims, on the default model."""
-    judged = snapshots.read(KEPT / "smollm2-135m.csv")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for label, mine in by_paper(judged).items():
-        counted = Tally.of(mine).findings
-        shown = re.search(rf"^\| {label} \| ([\d |]+) \|$", text, re.MULTILINE)
-        assert shown, label
-        assert [int(cell) for cell in shown[1].split("|")] == [counted[state] for state in STATES], label
-    tally = Tally.of(judged)
-    flat = " ".join(text.split())
-    assert f"{tally.met('checks')} checks" in flat and f"{tally.met('recomputed')} recomputed claims" in flat
-    assert {entry.model.split("@")[0] for entry in judged if entry.model} == {"smollm2-135m"}
-    measured = [entry.profile for entry in judged if entry.measured]
-    assert f"{measured.count('full')} of {len(measured)} measured claims by the full profile" in flat
-    assert set(measured) == {"full"}
-    of_profile = {
-        name: {
-            entry.claim.id: entry.state for entry in snapshots.read(KEPT / "smollm2-135m.csv", name) if entry.measured
-        }
-        for name in ("full", "quick")
-    }
-    full, quick = of_profile["full"], of_profile["quick"]
-    both = [(state, quick[name]) for name, state in full.items() if name in quick]
-    assert (
-        f"Of the {len(both)} claims that both profiles have measured {sum(one != other for one, other in both)} have"
-        in flat
-    )
-
-
-@pytest.mark.parametrize("model", ["qwen2.5-coder-0.5b", "gemma-3-270m", "qwen2.5-coder-1.5b"])
-def test_the_readme_tells_of_the_other_models(model):
-    counted = Tally.of(snapshots.read(KEPT / f"{model}.csv")).findings
-    flat = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    told = "{} findings hold, {} in direction only, {} fail, {} are undecided and {} not measured"
-    states = ("holds", "holds in direction only", "fails", "undecided", "not measured")
-    assert f"`docs/ledger/{model}.csv`" in flat and told.format(*map(counted.get, states)) in flat
-
-
-NUMBERS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-
-
-def in_words(count: int) -> str:
-    return {20: "twenty"}.get(count) or NUMBERS[count]
-
-
-def test_what_the_full_profile_decides_is_counted_on_the_page_and_in_the_readme():
-    read = {
-        name: {entry.claim.id: entry for entry in snapshots.read(KEPT / "smollm2-135m.csv", name) if entry.measured}
-        for name in ("full", "quick")
-    }
-    both = [(read["quick"][name], entry) for name, entry in read["full"].items() if name in read["quick"]]
-    changed = [(quick.state, entry) for quick, entry in both if quick.state != entry.state]
-    decided = [entry for before, entry in changed if before == "undecided"]
-    against = [entry for entry in decided if entry.state == "fails"]
-    opened = [before for before, entry in changed if entry.state == "undecided"]
-    page = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    of_paper = {name: [entry for entry in against if entry.claim.paper == name] for name in ("dapq", "compilerkv")}
-    ours = [entry for entry in of_paper["dapq"] if entry.claim.kind == "question"]
-    assert (
-        f"Of the {len(both)} claims that both have measured {len(changed)} have another verdict in the full one. "
-        f"{in_words(len(decided)).capitalize()} are decided, {in_words(len(decided) - len(against))} for the paper and "
-        f"{in_words(len(against))} against it: {in_words(len(of_paper['dapq']))} of DapQ's, among them "
-        f"{in_words(len(ours))} questions of ours, {in_words(len(of_paper['compilerkv']))} of CompilerKV's"
-    ) in page
-    held = [before for before in opened if before.startswith("holds")]
-    assert f"{in_words(len(opened)).capitalize()} become undecided, {in_words(len(held))} of which had held" in page
-    assert f"{len(decided)} are decided there, {len(against)} of them against the paper, {len(opened)} become" in readme
-    turned = [entry.group for before, entry in changed if before == "fails" and entry.state.startswith("holds")]
-    assert turned == ["timings"] and "No finding turned from failing to holding, and one timing did" in page
-
-
-@pytest.mark.parametrize(
-    ("before", "words"), [("holds in direction only", "Five things that held"), ("fails", "Six that had failed")]
-)
-def test_what_twenty_documents_leave_open_on_the_half_billion_model_is_counted(before, words):
-    read = {name: snapshots.read(KEPT / f"{HALF}.csv", name) for name in ("full", "quick")}
-    full = {entry.claim.id: entry.state for entry in read["full"] if entry.measured}
-    opened = [entry for entry in read["quick"] if entry.state == before and full.get(entry.claim.id) == "undecided"]
-    page = " ".join((ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").split())
-    assert words.split()[0] == in_words(len(opened)).capitalize() and f"{words} " in page
 
 
 DAPQ_NEEDLE, DAPQ_UNPOOLED = "dapq.abstract.task_needle", "dapq.section3_3.task_same_pooling_needle"

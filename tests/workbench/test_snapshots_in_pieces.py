@@ -11,8 +11,8 @@ from support.runs import job
 
 from kvlab import papers
 from kvlab.errors import KvlabError
-from kvlab.workbench.report import ledger_stories, page, snapshots
-from kvlab.workbench.report.evidence import Evidence, evidence
+from kvlab.workbench.report import page, snapshots
+from kvlab.workbench.report.evidence import evidence
 from kvlab.workbench.report.ledger_models import subjects
 from kvlab.workbench.store import database, tracking
 
@@ -197,42 +197,26 @@ def test_older_ledgers_say_nothing_of_sizes_and_are_read(project, tmp_path):
     assert subject.parameters is None and len(snapshots.read(path)) == len(papers.claims())
 
 
-# ---------------------------------------------------------------- stories
+# ---------------------------------------------------------------- sentences
 
 
-def telling(figure: str, sentence: str, profile: str = "quick") -> None:
-    """A job that measures a claim and tells a figure."""
-    tags = {"kvlab.kind": "job", "kvlab.profile": profile, "model": "toy@0"}
-    run = tracking.create_run(database.client(), EXPERIMENT, {}, tags, "toy")
+def test_a_kept_ledger_says_of_each_figure_what_its_run_said(project, tmp_path):
+    """Made from the kept numbers; files of sentences that an older version kept are left alone."""
+    shown = job(0.6)
+    run = tracking.Run(database.client(), shown, EXPERIMENT)
     run.log({"reduction/0.20": 0.6}, {"reduction/0.20": (0.5, 0.7)})
-    run.tell(figure, [sentence])
-    run.finish()
-
-
-def test_stories_are_kept_beside_the_ledger_and_replaced_together(project, tmp_path):
+    run.record("figure_4")
     folder = tmp_path / "ledger"
-    telling("curve", "It rises, by 3.")
-    telling("other", "It falls, by 2.", profile="full")
     snapshots.keep(folder)
-
-    def found() -> list[tuple[str, ...]]:
-        return [(line["experiment"], line["figure"], line["story"]) for line in ledger_stories.read(folder, "toy")]
-
-    full = (EXPERIMENT, "other", "It falls, by 2.")
-    assert found() == [full, (EXPERIMENT, "curve", "It rises, by 3.")]
-    other_store(project)
-    telling("new", "It rises, by 4.")
-    snapshots.keep(folder)
-    assert found() == [full, (EXPERIMENT, "new", "It rises, by 4.")]
-    (item,) = evidence(snapshots.kept(folder)).values()
-    assert item.stories == {"other": "It falls, by 2."}, "the full profile's, as the numbers that are shown"
-    assert [path.name for path in folder.glob("*.csv")] == ["toy.csv"], "every CSV beside the stories is a ledger"
-
-
-def test_without_a_story_no_file_of_stories_is_made(project, tmp_path):
-    job(0.6)
-    snapshots.keep(tmp_path / "ledger")
-    assert not (tmp_path / "ledger" / "stories").exists() and ledger_stories.read(tmp_path / "ledger", "toy") == []
+    (folder / "stories").mkdir()
+    (folder / "stories" / "toy.csv").write_text("not,a,ledger\n")
+    (live,), (kept,) = (evidence(judged).values() for judged in (page.measured(), snapshots.kept(folder)))
+    assert kept.sentences == live.sentences and len(kept.sentences["figure_4"]) == 1
+    assert "0.600 (0.500 to 0.700), fraction; the paper prints 0.605." in kept.sentences["figure_4"][0]
+    text = page.save(snapshots.kept(folder), tmp_path / "report").read_text()
+    assert text.count("0.600 (0.500 to 0.700), fraction; the paper prints 0.605.") == 3, (
+        "in short, at the claim and at the run"
+    )
 
 
 # ---------------------------------------------------------------- experiments that no claim rests on
@@ -247,79 +231,11 @@ def lonely(sentence: str, profile: str = "quick", model: str = "toy@0") -> str:
     return run.id
 
 
-def of_lonely(judged) -> list[Evidence]:
-    return [item for item in evidence(judged).values() if item.experiment == "lonely"]
-
-
-def test_what_experiments_without_claims_tell_is_kept_and_shown(project, tmp_path):
-    folder = tmp_path / "ledger"
-    experiment(project, "lonely")
-    job(0.6), job(0.5, profile="full")
-    lonely("Earlier."), lonely("Another model's.", model="other@1")
-    lonely("By the quick profile."), lonely("By the full one.", profile="full")
-    snapshots.keep(folder)
-    found = [line for line in ledger_stories.read(folder, "toy") if line["experiment"] == "lonely"]
-    assert [(line["profile"], line["story"]) for line in found] == [
-        ("full", "By the full one."),
-        ("quick", "By the quick profile."),
-    ]
-    assert {(line["machine"], line["commit"], line["model"]) for line in found} == {("one machine", "c0ffee", "toy@0")}
-    (item,) = of_lonely(snapshots.kept(folder))
-    assert item.stories == {"front": "By the full one."} and not item.entries
-    assert item.kept and (item.kept.machine, item.kept.commit) == ("one machine", "c0ffee")
-    assert item.kept.seconds == int(found[0]["seconds"]) < 60
-    (quick,) = of_lonely(snapshots.kept(folder, profile="quick"))
-    assert quick.stories == {"front": "By the quick profile."}
-
-    other_store(project)
-    job(0.4)
-    snapshots.keep(folder)
-    assert [line for line in ledger_stories.read(folder, "toy") if line["experiment"] == "lonely"] == found, "stays"
-    (project / "experiments" / "lonely.yaml").unlink()
-    assert len(of_lonely(snapshots.kept(folder))) == 1, "whatever the project has"
-    snapshots.keep(folder)
-    assert not [line for line in ledger_stories.read(folder, "toy") if line["experiment"] == "lonely"], (
-        "is none any more"
-    )
-
-
 def test_the_report_of_a_store_shows_the_runs_that_no_claim_rests_on(project, tmp_path):
     experiment(project, "lonely")
     job(0.6), lonely("Another model's.", model="other@1"), lonely("Not of this profile.", profile="full")
     run = lonely("Of no claim.")
-    (item,) = of_lonely(page.measured())
-    assert item.run and item.run.info.run_id == run and item.stories == {"front": "Of no claim."}
+    (item,) = [item for item in evidence(page.measured()).values() if item.experiment == "lonely"]
+    assert item.run and item.run.info.run_id == run and item.sentences == {"front": ["Of no claim."]}
     text = page.write(tmp_path / "report").read_text()
     assert "Of no claim." in text and "no claim rests on it" in text and "Not of this" not in text
-
-
-def test_outside_a_project_nothing_kept_is_dropped(project, tmp_path, monkeypatch):
-    folder, elsewhere = tmp_path / "ledger", tmp_path / "elsewhere"
-    experiment(project, "lonely")
-    job(0.6), lonely("Of no claim.")
-    snapshots.keep(folder)
-    elsewhere.mkdir()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{project / 'mlruns' / 'mlflow.db'}")
-    for file in ("experiments", "notebooks"):
-        (project / file).rename(elsewhere / file)
-    job(0.5)
-    snapshots.keep(folder)
-    assert [item.stories for item in of_lonely(snapshots.kept(folder))] == [{"front": "Of no claim."}]
-
-
-def test_seconds_that_are_no_number_are_refused(project, tmp_path):
-    telling("curve", "It rises.")
-    snapshots.keep(tmp_path / "ledger")
-    path = tmp_path / "ledger" / "stories" / "toy.csv"
-    pandas.read_csv(path).assign(seconds="12.5").to_csv(path, index=False)
-    with pytest.raises(KvlabError, match="seconds are a whole number, not '12.5'"):
-        ledger_stories.read(tmp_path / "ledger", "toy")
-
-
-def test_stories_that_were_kept_without_a_machine_are_read(project, tmp_path):
-    telling("curve", "It rises.")
-    snapshots.keep(tmp_path / "ledger")
-    path = tmp_path / "ledger" / "stories" / "toy.csv"
-    pandas.read_csv(path).drop(columns=ledger_stories.LATER).to_csv(path, index=False)
-    (line,) = ledger_stories.read(tmp_path / "ledger", "toy")
-    assert (line["story"], line["machine"], line["seconds"]) == ("It rises.", "", "")

@@ -17,6 +17,7 @@ from kvlab.inputs.models import MODELS, cached
 from kvlab.inputs.models.hashes import remembered_sha256
 from kvlab.lib import workspace
 from kvlab.lib.files import expanded, parsed, read_text
+from kvlab.papers import OWN
 from kvlab.workbench import project
 from kvlab.workbench.experiments import notebooks
 
@@ -68,8 +69,9 @@ def _shipped(kind: str, parameters: Mapping[str, Any]) -> str | None:
 
 
 def showing(notebook: Path) -> str:
-    """A hash over the code that makes figures and sentences: the notebook's and `kvlab.render`'s."""
-    facts = [project.showing_hash(), notebooks.code(notebook)]
+    """A hash over what makes figures and sentences: the notebook's code, `kvlab.render`'s, and the papers' files."""
+    own = [read_text(path) for path in workspace.files(OWN, "*.yaml")]
+    facts = [project.showing_hash(), notebooks.code(notebook), own]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

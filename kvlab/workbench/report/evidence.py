@@ -6,20 +6,23 @@ import base64
 import datetime
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from kvlab import papers
 from kvlab.errors import KvlabError
+from kvlab.lib.files import read_text
 from kvlab.render.phrases import plural
-from kvlab.workbench.report import ledger_stories
+from kvlab.render.sentences import of_claims
+from kvlab.workbench import experiments
+from kvlab.workbench.report import runs
 from kvlab.workbench.report.ledger import Entry, measuring
-from kvlab.workbench.report.ledger_stories import stories
-from kvlab.workbench.report.provenance import Origin, thoroughness
+from kvlab.workbench.report.provenance import Origin
 from kvlab.workbench.store import artifacts, database
 from kvlab.workbench.store.signatures import documents
-from kvlab.workbench.store.tracking import file_name
+from kvlab.workbench.store.tracking import BULLET, STORY, file_name
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -43,10 +46,10 @@ class Picture:
 
 @dataclass
 class Evidence:
-    """What is shown of a run: its signature line, its figures and stories by name, and the claims that rest on it.
+    """What is shown of a run: its signature line, its figures and sentences by name, and the claims that rest on it.
 
-    A story is what the run told with `tracking.Run.tell`; one may have no figure. Of a run that a kept ledger tells of
-    (`run` is None, `kept` is not) there are the stories that were kept, and no figures.
+    Sentences may have no figure. A run in a kept ledger (`run` is None, `kept` is not) has sentences on its claims, and
+    no figures.
     """
 
     anchor: str
@@ -56,16 +59,16 @@ class Evidence:
     run: Run | None = None
     kept: Origin | None = None
     pictures: dict[str, Picture] = field(default_factory=dict)
-    stories: dict[str, str] = field(default_factory=dict)
+    sentences: dict[str, list[str]] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
 
     @property
     def places(self) -> list[tuple[str, str]]:
-        """What was told, by name, and where on the page it stands."""
-        return [(name, self.place(name)) for name in self.stories]
+        """The names of figures that have sentences, and where on the page these stand."""
+        return [(name, self.place(name)) for name in self.sentences]
 
     def place(self, name: str) -> str:
-        """Where on the page a story stands: at its figure, if there is one."""
+        """Where on the page the sentences of a name stand: at its figure, if there is one."""
         return self.pictures[name].anchor if name in self.pictures else f"told-{self.anchor}-{slug(name)}"
 
     @classmethod
@@ -78,7 +81,7 @@ class Evidence:
 
 def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
     """Source of an entry (`source`) -> what is shown of that run, for all measured entries, sorted by experiment; and
-    likewise for runs of the same models and profiles that no claim rests on (`told.beside`).
+    likewise for runs of the same models and profiles that no claim rests on.
     """
     shown: dict[str, Evidence] = {}
     for entry in judged:
@@ -89,64 +92,59 @@ def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
         if item.run:
             connection = database.client()
             item.pictures = {picture.name: picture for picture in _pictures(connection, item.run)}
-            item.stories = stories(connection, item.run)
-    _add_kept_stories([item for item in shown.values() if item.kept])
+            item.sentences = saved_sentences(connection, item.run)
+        else:
+            item.sentences = _of_claims(item.entries)
     return dict(sorted(shown.items(), key=lambda pair: pair[1].experiment))
 
 
 def _add_others(shown: dict[str, Evidence]) -> None:
-    """Add the runs and the kept stories of experiments that no claim rests on, of the same models and profiles."""
+    """Add the newest runs of the project's experiments that no claim rests on, of the same models and profiles."""
     measured = [entry for item in shown.values() if item.run for entry in item.entries]
-    models, profiles = ({entry.model for entry in measured}, {entry.profile for entry in measured})
-    for experiment, run in ledger_stories.beside(models, profiles):
-        number, profile = run.info.run_id, run.data.tags.get("kvlab.profile", "")
-        shown[number] = Evidence(number[:8], experiment, profile, signature(run), run)
-    kept = {(item.kept.file, item.profile) for item in shown.values() if item.kept and item.kept.file}
-    claimed = measuring()
-    for file in sorted({file for file, _ in kept}):
-        lines = [
-            line
-            for line in ledger_stories.read(file.parent, file.stem)
-            if line["experiment"] not in claimed and (file, line["profile"]) in kept
-        ]
-        # The most thorough one of each comes last, and stands.
-        lines.sort(key=lambda line: thoroughness(line["profile"]), reverse=True)
-        for line in {line["experiment"]: line for line in lines}.values():
-            about = line["experiment"], line["profile"], line["signature"]
-            name = _hashed((line["model"], *about, line["commit"]))
-            shown[name] = Evidence(name[:8], *about, kept=ledger_stories.origin(line, file))
+    models = {entry.model for entry in measured}
+    try:
+        names = sorted(set(experiments.names()) - measuring())
+    except KvlabError:  # the folder is no project
+        return
+    for profile in sorted({entry.profile for entry in measured}):
+        if "'" in profile:  # cannot be asked for
+            continue
+        for name, by_model in runs.newest(names, "model", profile=profile).items():
+            for model in by_model.keys() & models:
+                run = by_model[model]
+                number = run.info.run_id
+                shown[number] = Evidence(number[:8], name, profile, signature(run), run)
+
+
+def saved_sentences(connection: RetryingClient, run: Run) -> dict[str, list[str]]:
+    """Figure -> the sentences that a run saved with it."""
+    paths = artifacts.files(connection, run, STORY, ".md")
+    return {
+        path.stem: [line.removeprefix(BULLET) for line in read_text(path).splitlines() if line.strip()]
+        for path in paths
+    }
+
+
+def _of_claims(entries: Iterable[Entry]) -> dict[str, list[str]]:
+    """Figure -> the sentences on the claims that it shows, as a run would save them."""
+    found: dict[str, list[tuple[papers.Claim, papers.Verdict]]] = {}
+    for entry in entries:
+        if entry.claim.figure:
+            found.setdefault(file_name(entry.claim.figure), []).append((entry.claim, entry.verdict))
+    return {figure: of_claims(judged) for figure, judged in found.items()}
 
 
 def source(entry: Entry) -> str:
     """What tells the runs behind entries apart: the run's id; of kept lines what they say of the run."""
     if entry.run:
         return entry.run.info.run_id
-    return _hashed((entry.model, entry.claim.experiment, entry.profile, entry.signature, _commit(entry)))
-
-
-def _hashed(about: Iterable[str | None]) -> str:
+    about = entry.model, entry.claim.experiment, entry.profile, entry.signature, entry.kept.commit if entry.kept else ""
     return hashlib.sha256("\n".join(map(str, about)).encode()).hexdigest()
 
 
 def anchor(entry: Entry) -> str:
     """The name of its run on the page."""
     return source(entry)[:8]
-
-
-def _add_kept_stories(shown: Sequence[Evidence]) -> None:
-    """Give the kept stories of each experiment to the run that told them, else to the experiment's first of the same
-    profile.
-    """
-    for file in {item.kept.file for item in shown if item.kept and item.kept.file}:
-        for line in ledger_stories.read(file.parent, file.stem):
-            mine = [item for item in shown if (item.experiment, item.profile) == (line["experiment"], line["profile"])]
-            if mine:
-                mine.sort(key=lambda item: (item.signature != line["signature"], _commit(item) != line["commit"]))
-                mine[0].stories[line["figure"]] = line["story"]
-
-
-def _commit(given: Entry | Evidence) -> str:
-    return given.kept.commit if given.kept else ""
 
 
 def signature(run: Run) -> str:

@@ -342,15 +342,3 @@ def frame(judged: Iterable[Entry]) -> pandas.DataFrame:
     table = pandas.DataFrame([entry.row for entry in judged], columns=COLUMNS)
     numbers = ["paper_value", "value", "low", "high"]
     return table.astype(dict.fromkeys(numbers, "float64"))
-
-
-def number(value: float | None) -> str:
-    """A number as a table wants it, with three decimals if it is small; a dash for none."""
-    if value is None:
-        return "–"
-    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
-        mantissa, exponent = f"{value:.2e}".split("e")
-        power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-        return f"{mantissa}×10{power}".replace("-", "−")
-    text = "0" if value == 0 else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
-    return text.replace("-", "−")

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
-from kvlab.workbench.report import ledger_stories
-from kvlab.workbench.report.ledger import Entry, names, number
+from kvlab.render.phrases import number
+from kvlab.workbench.report import csv_tables
+from kvlab.workbench.report.ledger import Entry, names
 
 FILE = "differences.csv"
 PRECISION = 1e-3
@@ -91,7 +92,7 @@ class Comparison:
     def write(self, folder: Path) -> Path:
         """Write the differences as FOLDER/differences.csv, which has no line where there are none; returns its path."""
         path = folder / FILE
-        ledger_stories.write(path, [one.row for one in self.differences], COLUMNS)
+        csv_tables.write(path, [one.row for one in self.differences], COLUMNS)
         return path
 
     def __str__(self) -> str:

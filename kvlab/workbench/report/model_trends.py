@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from kvlab import papers
-from kvlab.workbench.report.ledger import Entry, number
+from kvlab.render.phrases import number
+from kvlab.workbench.report.ledger import Entry
 from kvlab.workbench.report.ledger_models import Subject
 from kvlab.workbench.report.value_axis import turn_of
 

@@ -1,7 +1,7 @@
 """The claims ledger as HTML that needs nothing else, with the runs' figures, and as CSV.
 
 With one model report.html is its page; with several it sets them side by side, and each has a page beside it. A page
-begins with the papers' stories, goes on with findings and models, and ends with the claims, each one line until opened.
+begins with the papers in short, goes on with findings and models, and ends with the claims, each one line until opened.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.lib.files import replacing
+from kvlab.render.phrases import number
+from kvlab.render.sentences import sentence
 from kvlab.workbench import project
 from kvlab.workbench.report import model_trends, stability
 from kvlab.workbench.report.evidence import (
@@ -40,13 +42,12 @@ from kvlab.workbench.report.ledger import (
     entries,
     frame,
     ledger,
-    number,
     refuse,
 )
 from kvlab.workbench.report.ledger import names as ledger_names
 from kvlab.workbench.report.ledger_models import Subject, remarks, subjects
 from kvlab.workbench.report.model_agreement import across
-from kvlab.workbench.report.paper_summary import digest
+from kvlab.workbench.report.paper_summary import digest, quoted
 from kvlab.workbench.report.question_timing import moments
 from kvlab.workbench.report.stability import Stability
 from kvlab.workbench.report.task_scores import Board
@@ -213,6 +214,7 @@ def _page(
         anchor=anchor,
         when=when,
         told_of=told_of,
+        found=_found,
         scale=scale,
         remarks=remarks,
         growth=model_trends,
@@ -247,6 +249,12 @@ def _page(
     )
 
 
+def _found(entry: Entry) -> str:
+    """What is said of an entry under its claim's summary: of one that is not measured the reason alone."""
+    verdict = entry.verdict
+    return verdict.why if verdict.verdict == papers.UNMEASURED else sentence(entry.claim, verdict)
+
+
 def _section(
     paper: papers.Paper,
     judged: Sequence[Entry],
@@ -254,13 +262,14 @@ def _section(
     order: Sequence[Subject],
     shown: Mapping[str, Evidence],
 ) -> dict[str, Any]:
-    """Of a paper: its story, its counts on each model, and its claims by group."""
+    """Of a paper: what it comes to in short, its counts on each model, and its claims by group."""
     mine = [entry for entry in judged if entry.claim.paper == paper.name]
     of_paper = [row for row in rows if row.claim.paper == paper.name]
     asked = {entry.claim.experiment for entry in mine}
     return {
         "paper": paper,
         "digest": digest(mine, order, paper.says),
+        "quoted": quoted(mine, order[-1].name, paper.quoted) if order else [],
         "told": [place for item in shown.values() if item.experiment in asked for place in item.places],
         "tallies": {name: Tally.of(of_model) for name, of_model in by_model(mine).items()},
         "untested": [row for row in of_paper if row.claim.untested],

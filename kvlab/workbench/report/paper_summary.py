@@ -1,4 +1,4 @@
-"""What a paper claims and what its ledger says to it, in at most five sentences, computed from the verdicts."""
+"""What a paper claims and what its ledger says to it, in a few sentences, computed from the verdicts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from kvlab import papers
 from kvlab.render.phrases import listed, plural
+from kvlab.render.sentences import sentence
 from kvlab.workbench.report import model_trends
-from kvlab.workbench.report.ledger import HOLDING, UNTESTED, WEAKEST, Entry, Tally, by_model, number, turns_by_either
+from kvlab.workbench.report.ledger import HOLDING, UNTESTED, WEAKEST, Entry, Tally, by_model, turns_by_either
 from kvlab.workbench.report.ledger_models import Subject
 
 NAMED = 3  # findings that a sentence names; the others are counted
@@ -76,6 +77,16 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
         ),
     ]
     return [sentence for sentence in sentences if sentence]
+
+
+def quoted(of_paper: Iterable[Entry], model: str, names: Iterable[str]) -> list[str]:
+    """A sentence on each of these findings that the model measured: on the weakest of its claims, as it stands."""
+    found: dict[str, list[Entry]] = {}
+    for entry in of_paper:
+        if entry.model == model and entry.claim.kind in papers.SAMPLED and entry.state not in OPEN:
+            found.setdefault(entry.claim.fact[1], []).append(entry)
+    weakest = [min(found[name], key=lambda entry: WEAKEST.index(entry.state)) for name in names if name in found]
+    return [sentence(entry.claim, entry.verdict) for entry in weakest]
 
 
 def _unmeasured(count: int) -> str:
@@ -154,20 +165,20 @@ def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
     """How ours lie beside the printed numbers of the same unit, on the largest model, and where that goes with size."""
     largest = order[-1]
     pairs = [
-        (entry, paper, value)
+        (entry, paper)
         for entry in of_paper
-        if entry.model == largest.name and entry.group == "findings"
-        if (paper := model_trends.paper_value(entry.claim)) is not None and (value := entry.verdict.value) is not None
+        if entry.model == largest.name and entry.group == "findings" and entry.verdict.value is not None
+        if (paper := model_trends.paper_value(entry.claim)) is not None
     ]
     if not pairs:
         return f"No number of {largest.label} has the unit of a printed one."
-    inside = sum(_covers(entry, paper) for entry, paper, _ in pairs)
+    inside = sum(_covers(entry, paper) for entry, paper in pairs)
     if len(pairs) == 1:
         numbers = f"the only printed number that ours can be compared with {'lies' if inside else 'does not lie'}"
     else:
         lie = "lies" if inside < 2 else "lie"
         numbers = f"{inside or 'none'} of {len(pairs)} printed numbers that ours can be compared with {lie}"
-    text = f"On {largest.label} {numbers} inside our interval{_closest(pairs)}"
+    text = f"On {largest.label} {numbers} inside our interval"
     ways = model_trends.trends(model_trends.rows(of_paper, order))
     if not ways:
         return f"{text}."
@@ -176,29 +187,9 @@ def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
     return f"{text}; of {total} {plural(total, 'finding')} with such a number, as models grow, {listed(told)}."
 
 
-def _closest(pairs: Sequence[tuple[Entry, float, float]]) -> str:
-    """The number that lies closest to the paper's, of those that do not fail if there are any.
-
-    From a printed 0 no share tells how far away a number is, so that such pairs are left out.
-    """
-    known = [pair for pair in pairs if pair[1]]
-    standing = [pair for pair in known if pair[0].state != papers.FAILS]
-    if not known:
-        return ""
-    entry, paper, value = min(standing or known, key=lambda pair: _apart_by(pair[1], pair[2]))
-    which = "the closest that does not fail" if 0 < len(standing) < len(known) else "the closest"
-    remark = "" if entry.state in HOLDING else f", which {_verb(entry.state, 1)}"
-    return f"; {which} is {number(paper)} ({entry.claim.where}), {number(value)} here{remark}"
-
-
 def _covers(entry: Entry, paper: float) -> bool:
     low, high = entry.verdict.low, entry.verdict.high
     return low is not None and high is not None and low <= paper <= high
-
-
-def _apart_by(paper: float, value: float) -> float:
-    """The distance as a share of the larger of the two."""
-    return abs(paper - value) / max(abs(paper), abs(value))
 
 
 def _some(names: Iterable[str]) -> str:

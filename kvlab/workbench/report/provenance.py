@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ class Origin:
         seconds: how long the run took.
         parameters: the number of the model's weights; None where neither the run nor the catalogue told.
         remarks: what the run went without, as `subjects.remarks` says it.
-        file: the kept ledger that says so.
     """
 
     profile: str = ""
@@ -45,4 +43,3 @@ class Origin:
     seconds: int | None = None
     parameters: int | None = None
     remarks: tuple[str, ...] = ()
-    file: Path | None = None

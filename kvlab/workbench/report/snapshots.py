@@ -16,7 +16,7 @@ from typing import NoReturn
 from kvlab import papers
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib.files import why
-from kvlab.workbench.report import ledger_stories
+from kvlab.workbench.report import csv_tables
 from kvlab.workbench.report.ledger import (
     Entry,
     by_model,
@@ -64,8 +64,7 @@ def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
     """Write the ledger of every model as FOLDER/MODEL.csv, a line for each claim and profile, whole or not at all.
 
     What the store has not measured, with the profile of a line, stays as FOLDER has it, with what it says of its run;
-    what it has measured is replaced. Lines of claims that no longer exist are dropped. What the runs told of their
-    figures is kept in the same way, in FOLDER/stories/MODEL.csv (`told`).
+    what it has measured is replaced. Lines of claims that no longer exist are dropped.
 
     Columns: claim, finding, verdict, value, low, high, power, why, model; and of the run that they come from its
     profile, signature, commit (with `+changes` where files differed from it), machine and seconds, the number of the
@@ -95,7 +94,6 @@ def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
         mine = [[entry for entry in judged if entry.model == name] for judged in sweeps]
         try:
             written.append(_merged(path, mine))
-            ledger_stories.keep(folder, Subject(name).label, mine)
         except OSError as error:
             raise KvlabError(f"cannot keep the ledger in {folder}: {why(error)}") from error
     return written
@@ -117,7 +115,7 @@ def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
     lines = {key: line for key, line in lines.items() if key[1] or key[0] not in measured}
     sorted_lines = (lines[key] for key in sorted(lines, key=lambda key: (order.index(key[0]), thoroughness(key[1]))))
     # A line that stays has the name that its finding has today.
-    ledger_stories.write(path, ({**line, "finding": findings[line["claim"]]} for line in sorted_lines), COLUMNS)
+    csv_tables.write(path, ({**line, "finding": findings[line["claim"]]} for line in sorted_lines), COLUMNS)
     stayed = sum(_knows(line) and line is before.get(key) for key, line in lines.items())
     replaced = sum(_knows(line) for line in lines.values()) - stayed
     return Kept(path, replaced, stayed, sorted({claim for claim, _ in before} - set(order)))
@@ -166,12 +164,12 @@ def _lacking(entry: Entry) -> bool:
 
 def _lines(path: Path) -> Lines:
     """A file's lines in its order. Raises KvlabError where it is no kept ledger."""
-    found = ledger_stories.table(path, [name for name in COLUMNS if name not in LATER])
+    found = csv_tables.read(path, [name for name in COLUMNS if name not in LATER])
     lines = {(line["claim"], line["profile"]): {**dict.fromkeys(LATER, ""), **line} for line in found}
     for line in lines.values():
         try:
             _verdict(line)
-            _origin(line, path)
+            _origin(line)
         except ValueError as error:
             raise KvlabError(
                 f"{path} is no kept ledger: {line['claim']!r} has no readable numbers or verdict"
@@ -216,18 +214,17 @@ def _read(path: Path) -> list[Entry]:
         raise KvlabError(f"{path}: {nearest(min(unknown), known, 'claim')}")
     model = next((line["model"] for line in lines.values() if line["model"]), path.stem)
     return [
-        Entry(known[name], _verdict(line), None, model, _origin(line, path) if _knows(line) else None)
+        Entry(known[name], _verdict(line), None, model, _origin(line) if _knows(line) else None)
         for (name, _), line in sorted(lines.items(), key=lambda pair: thoroughness(pair[0][1]))
     ]
 
 
-def _origin(line: Line, path: Path) -> Origin:
+def _origin(line: Line) -> Origin:
     return Origin(
         **{name: line[name] for name in ("profile", "signature", "commit", "machine")},
         seconds=int(line["seconds"]) if line["seconds"] else None,
         parameters=int(line["parameters"]) if line["parameters"] else None,
         remarks=tuple(filter(None, line["remarks"].split("; "))),
-        file=path,
     )
 
 

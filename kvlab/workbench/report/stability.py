@@ -14,7 +14,7 @@ from kvlab.lib.files import why
 from kvlab.render.phrases import listed, plural
 from kvlab.workbench import project
 from kvlab.workbench.jobs.stability_cells import ANY
-from kvlab.workbench.report import ledger_stories
+from kvlab.workbench.report import csv_tables
 from kvlab.workbench.report.ledger import WEAKEST, Entry, claims, names, turns
 from kvlab.workbench.report.ledger_models import Subject
 
@@ -226,7 +226,7 @@ def keep(folder: Path, lines: Iterable[Line]) -> list[Path]:
             raise KvlabError(f"{path} would be of the models {' and '.join(models)}: measure them one after the other")
     for path, mine in files.items():
         try:
-            ledger_stories.write(path, mine, COLUMNS)
+            csv_tables.write(path, mine, COLUMNS)
         except OSError as error:
             raise KvlabError(f"cannot write {path}: {why(error)}") from error
     return list(files)
@@ -240,7 +240,7 @@ def read(folder: Path | None = None) -> list[Stability]:
     """
     found: list[Line] = []
     for path in sorted(((folder or here()) / FOLDER).glob("*.csv")):
-        for line in ledger_stories.table(path, COLUMNS, "measurement of stability"):
+        for line in csv_tables.read(path, COLUMNS, "measurement of stability"):
             if line["verdict"] not in papers.VERDICTS:
                 raise KvlabError(
                     f"{path}: {line['claim']!r} has the verdict {line['verdict']!r}, and there is none such"

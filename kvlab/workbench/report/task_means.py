@@ -12,7 +12,7 @@ from kvlab.errors import KvlabError
 from kvlab.evaluation import Answer, by_turn, summary
 from kvlab.lib.files import why
 from kvlab.workbench import project
-from kvlab.workbench.report import ledger_stories
+from kvlab.workbench.report import csv_tables
 from kvlab.workbench.report.ledger_models import Subject
 from kvlab.workbench.report.task_scores import COLUMNS, FOLDER, KEY, read
 
@@ -48,7 +48,7 @@ def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
             line = _texts({**row, **about})
             lines[_key(line)] = line
     try:
-        ledger_stories.write(path, (lines[key] for key in sorted(lines)), COLUMNS)
+        csv_tables.write(path, (lines[key] for key in sorted(lines)), COLUMNS)
     except OSError as error:
         raise KvlabError(f"cannot keep the scores in {folder}: {why(error)}") from error
     return path

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from kvlab.render.phrases import listed
-from kvlab.workbench.report import ledger_stories
+from kvlab.workbench.report import csv_tables
 from kvlab.workbench.report.ledger_models import LACKING, Subject
 
 FOLDER = "tasks"  # a folder of its own, so that every CSV beside it is a ledger
@@ -30,7 +30,7 @@ def read(path: Path) -> list[dict[str, str]]:
     """
     if not path.exists():
         return []
-    lines = ledger_stories.table(path, [name for name in COLUMNS if name not in LATER])
+    lines = csv_tables.read(path, [name for name in COLUMNS if name not in LATER])
     return [dict.fromkeys(LATER, "") | line for line in lines]
 
 

@@ -46,6 +46,7 @@ ERROR = "kvlab.error"
 LONGEST = 5000  # characters; MLflow cuts longer parameters without saying so
 SHOWN = 1000  # rows; the page of a run fetches them all
 STORY = "story"  # the folder of what the figures show, in sentences
+BULLET = "- "  # before each sentence on a claim
 PARAMETERS = "parameters"  # the tag with the number of the model's weights
 RENDERED = "kvlab.render"  # the tag with the hash of the code that drew the run's figures
 NONE = "none"  # what a tag says where nothing was measured for a model
@@ -75,16 +76,23 @@ def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class Shown:
-    """What a run shows under one name: figures/NAME.png and .svg, and story/NAME.md."""
+    """What a run shows under one name: figures/NAME.png and .svg, and story/NAME.md.
+
+    Attributes:
+        text: the user's own sentences; None where they cannot be made again, so that the saved ones stay.
+        sentences: those on the claims that the figure shows.
+    """
 
     name: str
     figure: Figure | None = None
-    text: Sequence[str] = ()
+    text: Sequence[str] | None = ()
+    sentences: Sequence[str] = ()
 
     @property
-    def paragraph(self) -> str:
-        """The sentences as one paragraph; empty ones are left out."""
-        return " ".join(sentence.strip() for sentence in self.text if sentence.strip())
+    def markdown(self) -> str:
+        """The user's sentences as one paragraph, without empty ones, and then a list of those on claims."""
+        own = " ".join(sentence.strip() for sentence in self.text or () if sentence.strip())
+        return "\n\n".join(filter(None, (own, "\n".join(f"{BULLET}{sentence}" for sentence in self.sentences))))
 
     @_one_sentence
     def log(self, connection: RetryingClient, run_id: str) -> None:
@@ -94,8 +102,8 @@ class Shown:
             with tempfile.TemporaryDirectory() as folder:
                 save(self.figure, *(Path(folder) / f"{file_name(self.name)}.{suffix}" for suffix in ("png", "svg")))
                 connection.log_artifacts(run_id, folder, "figures")
-        if self.paragraph:
-            connection.log_text(run_id, self.paragraph + "\n", f"{STORY}/{file_name(self.name)}.md")
+        if self.markdown:
+            connection.log_text(run_id, self.markdown + "\n", f"{STORY}/{file_name(self.name)}.md")
 
 
 def _display(figure: Figure) -> None:
@@ -118,6 +126,7 @@ class Run:
         self.client, self.id, self.experiment, self.attached = connection, run_id, experiment, attached
         self.metrics: dict[str, float] = {}
         self.intervals: dict[str, tuple[float, float]] = {}
+        self._shown: dict[str, Shown] = {}
         self._error = ""
         self._unwatch: Callable[[], object] = lambda: None
 
@@ -198,15 +207,18 @@ class Run:
     ) -> Markdown | None:
         """Keep what an analysis found and what shows it: metrics with intervals, a table, a figure and sentences.
 
+        The sentences on the experiment's claims that name this figure are added, of those whose metrics are logged by
+        now; `finish` adds the others.
+
         Args:
             name: of tables/NAME.parquet, figures/NAME.png and story/NAME.md.
             findings: their metrics are logged. They are saved whole, so that `kvlab render` can draw figures again
                 without measuring. A table alone has no metrics.
             figure: a matplotlib figure.
-            text: sentences that are computed from the findings; empty ones are left out.
+            text: sentences of your own, computed from the findings; empty ones are left out.
 
         Returns:
-            The sentences as one paragraph, to display; None without sentences.
+            The sentences, to display: yours as one paragraph, then a list of those on claims. None without sentences.
         """
         import pandas
         from IPython.display import Markdown
@@ -224,25 +236,36 @@ class Run:
             with tempfile.TemporaryDirectory() as folder:
                 findings_files.write(findings, Path(folder), file_name(name))
                 self.client.log_artifacts(self.id, folder, findings_files.FOLDER)
-        shown = Shown(name, figure, text)
+        own = text or (self._shown[name].text if name in self._shown else ())
+        shown = self._shown[name] = Shown(name, figure, own, self._sentences(name))
         shown.log(self.client, self.id)
         if figure is not None:
             _display(figure)
-        return Markdown(shown.paragraph) if shown.paragraph else None
+            shown.figure = None
+        return Markdown(shown.markdown) if shown.markdown else None
+
+    def _sentences(self, name: str) -> list[str]:
+        """On the claims that the figure of this name shows."""
+        from kvlab.render.sentences import of_figure
+
+        # A mistake in a paper's file must not end a measurement; `kvlab render` makes the sentences once it is mended.
+        with contextlib.suppress(KvlabError):
+            return of_figure(self.experiment, name, self.metrics)
+        return []
 
     def figure(self, name: str, figure: Figure) -> None:
         """Keep a matplotlib figure as figures/NAME.png and .svg."""
         self.record(name, figure=figure)
 
     def tell(self, figure: str, sentences: Sequence[str]) -> Markdown:
-        """Keep what a figure shows, in sentences computed from its numbers, as story/FIGURE.md.
+        """Keep your own sentences on a figure, computed from its numbers, in story/FIGURE.md.
 
         Args:
             figure: the name that `figure` was given.
             sentences: in the order in which they are read; empty ones are left out.
 
         Returns:
-            The sentences as one paragraph, to display.
+            As `record`.
         """
         shown = self.record(figure, text=sentences)
         if shown is None:
@@ -323,7 +346,14 @@ class Run:
 
     @_one_sentence
     def finish(self, status: str = "FINISHED") -> None:
-        """End the run. The run of a sweep's job is left open: only the sweep knows how the notebook ended."""
+        """End the run, with all sentences on its figures' claims.
+
+        The run of a sweep's job is left open: only the sweep knows how the notebook ended.
+        """
+        if status == "FINISHED":
+            for name, shown in self._shown.items():
+                if shown.sentences != (sentences := self._sentences(name)):
+                    Shown(name, None, shown.text, sentences).log(self.client, self.id)
         if not self.attached:
             if self._error and status == "FINISHED":  # a cell failed, was mended by hand, and the notebook went on
                 self.client.delete_tag(self.id, ERROR)

@@ -1,0 +1,122 @@
+"""Write the results that README and docs/disagreements.md show, from the kept ledgers: `make results`.
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. All else in a page stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kvlab import papers
+from kvlab.inputs.models import DEFAULT
+from kvlab.workbench.report import model_agreement, model_trends, snapshots, stability
+from kvlab.workbench.report.ledger import STATES, Entry, Tally, by_model, by_paper
+from kvlab.workbench.report.ledger_models import Subject, subjects
+from kvlab.workbench.report.paper_summary import quoted
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / "docs" / "ledger"
+PAGES = ("README.md", "docs/disagreements.md")
+PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages() -> dict[Path, str]:
+    """Each page with its parts as the ledgers have them. Raises KeyError for a part that nothing here makes."""
+    made = parts()
+    return {
+        path: PART.sub(lambda part: f"{part[1]}\n{made[part[2]]}\n\n{part[3]}", path.read_text(encoding="utf-8"))
+        for path in (ROOT / page for page in PAGES)
+    }
+
+
+def parts() -> dict[str, str]:
+    """Name -> what stands between its marks."""
+    every = snapshots.kept(KEPT)
+    order = subjects(every)
+    default = snapshots.read(KEPT / f"{DEFAULT}.csv")
+    of_profile = {
+        profile: {entry.claim.id: entry for entry in snapshots.read(KEPT / f"{DEFAULT}.csv", profile) if entry.measured}
+        for profile in ("quick", "full")
+    }
+    both = [
+        (entry, of_profile["full"][name]) for name, entry in of_profile["quick"].items() if name in of_profile["full"]
+    ]
+    return {
+        "findings": _by_state("findings", ((label, Tally.of(mine)) for label, mine in by_paper(default).items())),
+        "counts": _counts(default, both),
+        "models": _by_state(
+            "model", ((f"`{Subject(model).label}`", Tally.of(mine)) for model, mine in by_model(every).items())
+        ),
+        "quoted": _quoted(default),
+        "across": _across(every, order),
+        "trends": _trends(every, order),
+        "flips": "\n\n".join(stability.sentences(stability.read(KEPT))),
+        "profiles": _profiles(both),
+    }
+
+
+def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _by_state(what: str, tallies: Iterable[tuple[str, Tally]]) -> str:
+    """How many findings have each state."""
+    rows = ([label, *(tally.findings[state] for state in STATES)] for label, tally in tallies)
+    return _table([what, *STATES], rows)
+
+
+def _counts(default: Sequence[Entry], both: Sequence[tuple[Entry, Entry]]) -> str:
+    tally = Tally.of(default)
+    measured = Counter(entry.profile for entry in default if entry.measured)
+    return _table(
+        ["besides", ""],
+        [
+            ["measured claims, of these by the full profile", f"{measured.total()}, {measured['full']}"],
+            ["checks (controls, identities, examples) that hold", tally.met("checks")],
+            ["recomputed claims that print as the papers say", tally.met("recomputed")],
+            ["claims that are questions of ours", tally.questions.total()],
+            [
+                "claims with another verdict in the full profile than in the quick one",
+                f"{sum(quick.state != full.state for quick, full in both)} of {len(both)}",
+            ],
+        ],
+    )
+
+
+def _quoted(default: Sequence[Entry]) -> str:
+    lines = []
+    for paper in papers.papers():
+        lines.append(f"* **{paper.label}**")
+        lines += [f"  * {sentence}" for sentence in quoted(default, default[0].model, paper.quoted)]
+    return "\n".join(lines)
+
+
+def _across(every: Sequence[Entry], order: Sequence[Subject]) -> str:
+    found = model_agreement.across(every, order)
+    rows = [(kind, len(found.get(kind, ()))) for kind in model_agreement.KINDS]
+    return _table(["findings that several models measured", sum(map(len, found.values()))], rows)
+
+
+def _trends(every: Sequence[Entry], order: Sequence[Subject]) -> str:
+    found = model_trends.trends(model_trends.rows(every, order))
+    rows = [(model_trends.SAID[way][1], found[way]) for way in model_trends.TRENDS]
+    return _table(["findings with a printed number, as models grow", found.total()], rows)
+
+
+def _profiles(both: Sequence[tuple[Entry, Entry]]) -> str:
+    changed = Counter((quick.state, full.state) for quick, full in both if quick.state != full.state)
+    rows = sorted(changed.items(), key=lambda pair: (STATES.index(pair[0][0]), STATES.index(pair[0][1])))
+    return _table(["quick profile", "full profile", "claims"], [(*states, count) for states, count in rows])
+
+
+def main() -> None:
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

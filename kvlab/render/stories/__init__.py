@@ -1,1 +1,0 @@
-"""Sentences about what an analysis found, one file for each paper; every number in them comes from findings."""
