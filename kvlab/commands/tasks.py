@@ -119,7 +119,7 @@ def eval_(
         database.ensure_store()  # refused before the answers are computed
     lm, answers = models.load(model, device, dtype), []
     for wanted in plans:
-        plan = replace(wanted, policies=tuple(shipped_tables.with_measured(lm, policy) for policy in wanted.policies))
+        plan = replace(wanted, policies=tuple(shipped_tables.with_shipped(lm, policy) for policy in wanted.policies))
         path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
         with progress.counting(plan.task.name) as advance:
             made = evaluate.run(lm, plan, path, advance)

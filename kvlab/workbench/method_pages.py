@@ -209,7 +209,7 @@ def _cost_rows(name: str, found: Found) -> list[str]:
 def _quality_rows(name: str, found: Found) -> list[str]:
     """At each budget a row for the policy, in bold, and for those beside it; last those that have none."""
     rows = []
-    shown = list(dict.fromkeys([name, *portraits.BESIDE]))
+    shown = list(dict.fromkeys([name, *portraits.REFERENCES]))
     by_budget: dict[tuple[str, float | None], pd.DataFrame] = {}
     for key, part in found.qualities.groupby(["policy", "budget"], dropna=False):
         policy, budget = cast("tuple[str, float]", key)
@@ -270,8 +270,10 @@ def write(
         Told.by(registry()[name])
     traces, shown = portraits.traces(lm, names, settings, advance), {}
     for name in names:
-        shown[name] = portraits.portrait(traces[0], portraits.chosen(lm, name, settings.budget), settings.documents[0])
-        advance(f"replaying {name}", portraits.REPLAYED)
+        shown[name] = portraits.portrait(
+            traces[0], portraits.default_policy(lm, name, settings.budget), settings.documents[0]
+        )
+        advance(f"replaying {name}", portraits.REPLAY_WORK)
     qualities = portraits.qualities(lm, names, traces, settings, advance)
     costs = portraits.costs(lm, names, settings, advance)
     found = Found(lm.signature, settings, shown, qualities, costs)
@@ -297,5 +299,5 @@ def _pictures(shown: dict[str, Portrait], advance: Callable[[str, int], None]) -
         plots.style()
         for name, portrait in shown.items():
             pictures[name] = figures.png(figures.figure(portrait))
-            advance(f"drawing {name}", portraits.DRAWN)
+            advance(f"drawing {name}", portraits.DRAWING_WORK)
     return pictures

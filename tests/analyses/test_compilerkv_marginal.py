@@ -48,7 +48,7 @@ def test_what_cannot_be_asked_has_no_row():
 
 
 def test_thresholds_follow_the_penalty():
-    found = penalty.effect({"alone": penalty.alone(made(by_risk=0.05), SETTINGS, 64)}, [0, 0.01, 0.1]).metrics
+    found = penalty.effect({"alone": penalty.one_at_a_time(made(by_risk=0.05), SETTINGS, 64)}, [0, 0.01, 0.1]).metrics
     assert found["penalty/alone/threshold/0"] == 0 and found["penalty/alone/neutral/0"] == 1
     assert found["penalty/alone/threshold/0.1"] > 0.5 > found["penalty/alone/neutral/0.1"]
 
@@ -106,6 +106,6 @@ def test_prompts_take_turns_and_keep_their_lengths(lm):
 
 def test_every_claim_s_metric_is_measured():
     found = marginal.held_out(TRACES, {128: tables(128)})
-    effect = penalty.effect({"alone": penalty.alone(made(), SETTINGS, 64)})
+    effect = penalty.effect({"alone": penalty.one_at_a_time(made(), SETTINGS, 64)})
     missing = unmeasured("compilerkv_tables", found, effect, marginal.signal(made(), SETTINGS, 9))
     assert not {name for name in missing if "marginal" in name or "penalty" in name}

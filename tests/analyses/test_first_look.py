@@ -21,7 +21,7 @@ def test_the_worst_query_is_told_in_one_line(results):
     worst = first_look.worst(streaming)
     assert worst.mass_lost == float(streaming.mass_lost.max())
     assert float(streaming.mass_lost[worst.layer, worst.head, worst.step - 1]) == worst.mass_lost
-    assert str(first_look.Place(3, 1, 20, 0.456)) == "layer 3, head 1, step 20: 46% of its attention is gone"
+    assert str(first_look.LostQuery(3, 1, 20, 0.456)) == "layer 3, head 1, step 20: 46% of its attention is gone"
 
 
 def test_a_trace_without_tokens_has_none_to_show(random_traces):

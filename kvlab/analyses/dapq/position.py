@@ -200,9 +200,9 @@ def figure_2a(
     with progress_bars.counting(jobs, "figure 2a", "trial") as bar:
         for number, trace in enumerate(traces):
             generator = torch.Generator().manual_seed(seed + number)
-            wanted = _random_conditions(trace, trials, n, near, vocabulary, generator)
+            conditions = _random_conditions(trace, trials, n, near, vocabulary, generator)
             cache = prefilled(trace, lm)
-            for condition, (ids, positions) in wanted.items():
+            for condition, (ids, positions) in conditions.items():
                 for batch in torch.arange(trials).split(TOGETHER):
                     cosines = similarities(lm, trace, cache, ids[batch], positions[batch])
                     for rope, values in zip(("post", "pre"), cosines, strict=True):
@@ -313,9 +313,9 @@ def longer_decays_more(figure: Findings, short: str, long: str) -> Findings:
         `offset/curve/0` .. under names without its length.
     """
     drops = {context: _drops(part) for context, part in figure.table.groupby("context")}
-    lacking = {short, long} - set(drops)
-    if lacking:
-        raise KvlabError(f"there is no context of {min(lacking)} in the figure; it has {', '.join(map(str, drops))}")
+    missing = {short, long} - set(drops)
+    if missing:
+        raise KvlabError(f"there is no context of {min(missing)} in the figure; it has {', '.join(map(str, drops))}")
     findings = Findings(figure.table)
     findings.add_difference(LONGER_DECAYS_MORE, drops[long], drops[short])
     for decay in figure.frame(DECAY).query("context == @long").to_dict("records"):

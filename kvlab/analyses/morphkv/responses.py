@@ -64,7 +64,7 @@ STEEPER = "steeper/{measure}/{policy}"
 BEHIND = "behind/{measure}/{policy}"
 TIMES = "times/{measure}/{policy}"
 EARLY = "early/{policy}"
-EARLIER = "earlier/{policy}"
+DIVERGES_EARLIER = "earlier/{policy}"
 
 
 # ---------------------------------------------------------------------------------------------- budgets of 1 to 7 %
@@ -126,12 +126,12 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         for share in shares:
             ours = means[measure, "morphkv", share]
             for name in names:
-                theirs = means[measure, name, share]
-                findings.add(AT_SHARE, theirs, measure=measure, policy=name, share=share)
+                rival = means[measure, name, share]
+                findings.add(AT_SHARE, rival, measure=measure, policy=name, share=share)
                 if name != "morphkv":
-                    findings.add_difference(BEHIND_AT_SHARE, theirs, ours, measure=measure, policy=name, share=share)
+                    findings.add_difference(BEHIND_AT_SHARE, rival, ours, measure=measure, policy=name, share=share)
                     if measure == "step_recall":
-                        findings.add(RECALL_DROP, 1 - theirs / ours, policy=name, share=share)
+                        findings.add(RECALL_DROP, 1 - rival / ours, policy=name, share=share)
         worse = {name: means[measure, name, min(shares)] - means[measure, name, max(shares)] for name in names}
         for name in names[1:]:
             findings.add_difference(SHARPER, worse[name], worse["morphkv"], measure=measure, policy=name)
@@ -207,7 +207,7 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
     for name in shares:
         findings.add(EARLY, shares[name], policy=name)
         if name != "morphkv":
-            findings.add_difference(EARLIER, shares[name], shares["morphkv"], policy=name)
+            findings.add_difference(DIVERGES_EARLIER, shares[name], shares["morphkv"], policy=name)
     return findings
 
 

@@ -155,10 +155,10 @@ def two_regimes(
         response: of `long_response`, when writing; answers are the model's own summaries.
     """
     written = long_responses(lm, documents, writing["tokens"], writing["new_tokens"], response)
-    answered = summaries(lm, documents, answering["tokens"], answering["new_tokens"])
+    summarised = summaries(lm, documents, answering["tokens"], answering["new_tokens"])
     regimes = [
         fusion_gains(traces, regime["window"], regime["capacity"], name)
-        for name, traces, regime in (("writing", written, writing), ("answering", answered, answering))
+        for name, traces, regime in (("writing", written, writing), ("answering", summarised, answering))
     ]
     both = regimes[0] | regimes[1]
     both.table = pd.concat([findings.table for findings in regimes], ignore_index=True)
@@ -230,8 +230,8 @@ def long_response(
     """
     if response == "document":
         # The default traces, which other analyses share, are used where they are long enough.
-        around = 64
-        (whole,) = common_traces(lm, [document], tokens=max(TOKENS, tokens + new_tokens + around))
+        template_tokens = 64
+        (whole,) = common_traces(lm, [document], tokens=max(TOKENS, tokens + new_tokens + template_tokens))
         return continuation(whole, tokens, new_tokens, accumulate)
     if response != "greedy":
         raise KvlabError(f"response={response!r} is neither 'document' nor 'greedy'")

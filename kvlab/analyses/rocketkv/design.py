@@ -111,19 +111,19 @@ def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = Non
     Raises:
         KvlabError: SnapKV has no room at any of the compressions.
     """
-    rows, tried = [], stages(traces) if wanted is None else wanted
-    jobs = [(trace, c) for trace in traces for c in tried]
-    shared, blind = {}, {}
+    rows, levels = [], stages(traces) if wanted is None else wanted
+    jobs = [(trace, c) for trace in traces for c in levels]
+    shared, without_query = {}, {}
     for trace, c in progress_bars.each(jobs, "stages", "budget"):
         budget = budget_at(trace, c)
         snapkv = snapkv_as_compared(trace, budget)
         if snapkv is not None:
-            shared[trace.document, c], blind[trace.document, c] = redundancy(trace, snapkv)
+            shared[trace.document, c], without_query[trace.document, c] = redundancy(trace, snapkv)
         for method, contender in ladder(trace, budget).items():
             numbers = measured(replay(trace, contender, k=budget))
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     if not shared:
-        smallest = min(tried)
+        smallest = min(levels)
         raise KvlabError(
             f"at a compression of {smallest:g} the budget of {budget_at(traces[0], smallest)} leaves SnapKV no room "
             f"beside the response of {traces[0].steps} tokens and a window for each head"
@@ -132,10 +132,10 @@ def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = Non
     _gains(findings, STEPS_UP)
     for c in sorted({at for _, at in shared}):
         ours = pd.Series({document: v for (document, at), v in shared.items() if at == c})
-        chance = pd.Series({document: v for (document, at), v in blind.items() if at == c})
+        chance = pd.Series({document: v for (document, at), v in without_query.items() if at == c})
         findings.add(REDUNDANCY, ours, compression=c)
         findings.add_difference(OVER_CHANCE, ours, chance, compression=c)
-        if c == max(tried):
+        if c == max(levels):
             findings.add_difference(OVER_CHANCE_AT_TIGHTEST, ours, chance)
     return findings
 
@@ -177,9 +177,9 @@ def redundancy(trace: Trace, snapkv: SnapKV) -> tuple[float, float]:
     older = trace.prompt_length - snapkv.window
     heads = chosen.unflatten(1, (trace.kv_heads, -1))[..., : -snapkv.window]
     layers, groups, g, k = heads.shape
-    taken = torch.zeros(layers, groups, older, dtype=torch.bool).scatter_(2, heads.flatten(2), True)
+    selected = torch.zeros(layers, groups, older, dtype=torch.bool).scatter_(2, heads.flatten(2), True)
     covered = older * (1 - (1 - k / older) ** g)
-    return 1 - float(taken.sum(-1).float().mean()) / (g * k), 1 - covered / (g * k)
+    return 1 - float(selected.sum(-1).float().mean()) / (g * k), 1 - covered / (g * k)
 
 
 def truncated(trace: Trace, prompt_length: int, steps: int) -> Trace:
@@ -306,9 +306,9 @@ def splits(
     jobs = [(trace, c) for trace in traces for c in (compressions(traces)[1:] if wanted is None else wanted)]
     for trace, c in progress_bars.each(jobs, "splits", "budget"):
         budget = budget_at(trace, c)
-        tried = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
-        tried += [(PUBLISHED, math.nan, RocketKV(budget=budget, split="adaptive"))]
-        for method, exponent, contender in tried:
+        variants = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
+        variants += [(PUBLISHED, math.nan, RocketKV(budget=budget, split="adaptive"))]
+        for method, exponent, contender in variants:
             result = replay(trace, contender)
             numbers = {m: result.summary[m] for m in QUALITY}
             numbers["survived"] = float(share_stored(result, budget).mean())
@@ -349,13 +349,13 @@ def pages_against_dimensions(
     return findings
 
 
-def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], under: str = "") -> None:
+def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], prefix: str = "") -> None:
     """Add each measure of each method, the gains of the pairs, and their widening from least to most compression."""
     for measure, sign in QUALITY.items():
-        values = add_values(findings, measure, under)
+        values = add_values(findings, measure, prefix)
         for better, other in pairs:
             gain = (sign * (values.loc[:, better] - values.loc[:, other])).dropna(axis="columns")
-            add_gains(findings, measure, better, other, {c: gain.loc[:, c] for c in sorted(gain.columns)}, under)
+            add_gains(findings, measure, better, other, {c: gain.loc[:, c] for c in sorted(gain.columns)}, prefix)
 
 
 def table_1(trace: Trace, wanted: Sequence[float] = (4, 16, 64)) -> Findings:

@@ -180,13 +180,13 @@ def _decode(lm: LM, policy: Policy | None, prefilled: LiveCache, token: Tensor, 
         session = opened.enter_context(_session(lm, policy, steps + 1))
         cache = plain_cache(prefilled) if session is None else session.branch(prefilled)
         first, *times = _steps(lm, cache, token, 1 + steps)
-        held = meters.stored(cache, session)
+        stored = meters.stored(cache, session)
     return {
         "seconds_per_step": statistics.median(times),
         "first_step": first,
-        "kv_bytes": held["kv_bytes"],
-        "aux_bytes": held["aux_bytes"],
-        "read_bytes": held["read_bytes"],
+        "kv_bytes": stored["kv_bytes"],
+        "aux_bytes": stored["aux_bytes"],
+        "read_bytes": stored["read_bytes"],
         "peak_bytes": math.nan if peak is None else peak.bytes,
     }
 

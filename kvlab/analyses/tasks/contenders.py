@@ -33,12 +33,14 @@ def contender(
         "compilerkv_twin": {"tables": tables},
         "zsmerge_question": {"after": after},
     }
-    given: dict[str, float | str | None] = {k: value for k, value in own.get(name, {}).items() if value is not None}
+    parameters: dict[str, float | str | None] = {
+        k: value for k, value in own.get(name, {}).items() if value is not None
+    }
     if name in VARIANTS:
-        return VARIANTS[name](budget=budget, **given)
+        return VARIANTS[name](budget=budget, **parameters)
     if has_budget(name):
-        given["budget"] = budget
-    return policy(name, **given)
+        parameters["budget"] = budget
+    return policy(name, **parameters)
 
 
 def contenders(

@@ -159,7 +159,7 @@ def _both(found: Findings, name: str) -> list[dict[str, Any]]:
 def _alone(found: Findings, name: str) -> list[dict[str, Any]]:
     return [
         _row(row, f"Evict alone, or evict less and keep in {row['other']}? at {row['share']:.0%}", row["policy"])
-        for row in found.frame(storing.ALONE).query("measure == @name").to_dict("records")
+        for row in found.frame(storing.BOTH_OR_EVICT).query("measure == @name").to_dict("records")
     ]
 
 

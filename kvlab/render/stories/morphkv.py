@@ -272,7 +272,7 @@ def figure_3(along_response: Findings) -> list[str]:
     )
     early = []
     for name in ("h2o", "keyformer"):
-        row = along_response.row(responses.EARLIER, policy=name)
+        row = along_response.row(responses.DIVERGES_EARLIER, policy=name)
         verdict = side(row, above="clearly more", below="clearly fewer", undecided="not clearly more")
         early.append(f"{METHODS[name]} keeps {verdict} early entries ({percent(row)} of what is stored)")
     return [

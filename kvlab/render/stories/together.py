@@ -123,8 +123,8 @@ def differences(findings: Findings, measure: str = "kl") -> list[str]:
         undecided="both are not told apart from rounding alone to",
     )
     alone = []
-    for share in dict.fromkeys(row.keys["share"] for row in findings.of(storing.ALONE, measure=measure)):
-        sides = by_side(findings.of(storing.ALONE, measure=measure, share=share))
+    for share in dict.fromkeys(row.keys["share"] for row in findings.of(storing.BOTH_OR_EVICT, measure=measure)):
+        sides = by_side(findings.of(storing.BOTH_OR_EVICT, measure=measure, share=share))
         alone.append(f"{len(sides['above'])} gain and {len(sides['below'])} lose at {share:.0%} of the full cache")
     asked = {
         "kl": "the same by the error of the attention output and by needles",

@@ -151,7 +151,7 @@ def test_figure_3(value, phrase):
     found = made()
     for name in ("h2o", "keyformer", "scissorhands", "streamingllm"):
         found.set(responses.BEHIND, value, (value - 0.1, value + 0.1), measure="mass_lost", policy=name)
-        found.set(responses.EARLIER, value, (value - 0.1, value + 0.1), policy=name)
+        found.set(responses.DIVERGES_EARLIER, value, (value - 0.1, value + 0.1), policy=name)
     text = told(story.figure_3(found))
     assert text.count(phrase) == 2
     assert ("MorphKV loses less than H2O (0.30" in text) is (value > 0)

@@ -255,7 +255,7 @@ def test_evicting_rounding_or_both_at_equal_bytes(value, evicting, counted):
         found.set(storing.EVICT, *around(value + worse), storage="int8", policy=policy, measure="kl")
     for other in ("int8", "kivi-4"):
         found.set(storing.BOTH, *around(value), storage="int8", policy="two", other=other, measure="kl")
-    found.set(storing.ALONE, *around(value), share=0.25, policy="two", other="kivi-4", measure="kl")
+    found.set(storing.BOTH_OR_EVICT, *around(value), share=0.25, policy="two", other="kivi-4", measure="kl")
     text = told(of_all.differences(found))
     assert evicting in text and counted in text and "(one," not in text
     assert "rounding alone to int8 (two in kivi-4, " in text and "two in int8" not in text
