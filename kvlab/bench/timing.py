@@ -148,7 +148,7 @@ def generate(lm: models.LM, ids: Tensor, steps: int, contender: Contender) -> di
             times.append(clock.wall(device))
             out = lm.model(token, past_key_values=cache, use_cache=True)
         times.append(clock.wall(device))
-        held = meters.stored(cache, session)
+        stored = meters.stored(cache, session)
     prefill, first, *decoding = [after - before for before, after in zip(times, times[1:], strict=False)]
     numbers = {"time_to_first_token": prefill + first, "prompt_time": prefill, "first_step": first}
     if decoding:
@@ -156,7 +156,7 @@ def generate(lm: models.LM, ids: Tensor, steps: int, contender: Contender) -> di
             "tokens_per_second": ids.shape[0] * steps / sum(decoding),
             "time_per_output_token": statistics.median(decoding),
         }
-    return numbers | held
+    return numbers | stored
 
 
 METRICS = {
@@ -372,6 +372,6 @@ def _cell(row: dict[Any, Any]) -> str:
 
 
 if __name__ == "__main__":
-    given, named, attached, form, *sizes = json.loads(sys.argv[1])
+    subject_fields, named, attached, form, *sizes = json.loads(sys.argv[1])
     rival = Contender(named and policy(named[0], **named[1]), tuple(attached), stored_as(form))
-    print(_peak_here(Subject(**given).load(), rival, *sizes))
+    print(_peak_here(Subject(**subject_fields).load(), rival, *sizes))

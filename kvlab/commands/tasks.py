@@ -102,24 +102,24 @@ def eval_(
 
     every = [name for name in registry() if name not in ("full", "random")]
     chosen = every if policies == "all" else options.names(policies)
-    sizes, moment = options.numbers(budgets, "--budgets", options.entries), cast("CompressAt", compress_at)
-    given = options.task_parameters(parameters or [])
+    sizes, point = options.numbers(budgets, "--budgets", options.entries), cast("CompressAt", compress_at)
+    of_task = options.task_parameters(parameters or [])
     plans = [
-        evaluate.plan(tasks.task(name, **given), chosen, sizes, moment, limit, options.names(storage))
+        evaluate.plan(tasks.task(name, **of_task), chosen, sizes, point, limit, options.names(storage))
         for name in dict.fromkeys(options.names(names))
     ]
     if not plans:
         raise typer.BadParameter("name at least one task")
-    for wanted in plans:
-        prompt_limits.check({"model": model, "lengths": getattr(wanted.task, "lengths", ())}, wanted.task.name)
+    for each in plans:
+        prompt_limits.check({"model": model, "lengths": getattr(each.task, "lengths", ())}, each.task.name)
     log = not without if log is None else log
     if without:
         typer.echo(f"note: no figure is drawn and no run is logged: {without}", err=True)
     if log:
         database.ensure_store()  # refused before the answers are computed
     lm, answers = models.load(model, device, dtype), []
-    for wanted in plans:
-        plan = replace(wanted, policies=tuple(shipped_tables.with_shipped(lm, policy) for policy in wanted.policies))
+    for each in plans:
+        plan = replace(each, policies=tuple(shipped_tables.with_shipped(lm, policy) for policy in each.policies))
         path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
         with progress.counting(plan.task.name) as advance:
             made = evaluate.run(lm, plan, path, advance)
@@ -143,7 +143,7 @@ def eval_(
             "model": lm.signature,
             "limit": limit,
             "compress_at": compress_at,
-            **given,
+            **of_task,
         }
         typer.echo(f"MLflow run {evaluations.log(answers, about)}", err=True)
 
@@ -165,11 +165,11 @@ def lm_eval_(context: typer.Context) -> None:
         raise KvlabError(
             f"the lm-evaluation-harness is not installed (there is no {error.name}): pip install 'kvlab[lm-eval]'"
         ) from None
-    given, sys.argv = sys.argv, ["lm-eval", *context.args]
+    argv, sys.argv = sys.argv, ["lm-eval", *context.args]
     try:
         harness.cli_evaluate()
     finally:
-        sys.argv = given
+        sys.argv = argv
 
 
 @app.command("score", epilog="Example:   kvlab score qasper predictions/qasper.jsonl")

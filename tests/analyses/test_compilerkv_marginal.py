@@ -8,13 +8,13 @@ from support.claims import unmeasured
 from support.compilerkv import HEADS, KV_HEADS, LAYERS, TRACES, kept
 
 from kvlab.analyses.compilerkv import marginal, penalty
-from kvlab.compile.marginal import Alone, Tried
+from kvlab.compile.marginal import ActionEffects, MarginalSettings
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
 from kvlab.methods import policy
 from kvlab.methods._base.lookup import DecisionTables
 
-SETTINGS = Alone(budgets=(64, 128), lengths=(200, 300), thresholds=(0.0, 0.3, 0.6), bins=(2, 1), support=2)
+SETTINGS = MarginalSettings(budgets=(64, 128), lengths=(200, 300), thresholds=(0.0, 0.3, 0.6), bins=(2, 1), support=2)
 
 
 def made(contexts=12, gain=0.0, by_risk=0.0, seed=0):
@@ -28,7 +28,7 @@ def made(contexts=12, gain=0.0, by_risk=0.0, seed=0):
     risk[:, :, 0] = 0
     retained = np.broadcast_to([200, 130, 60], risk.shape)
     names = [f"c{number}" for number in range(contexts)]
-    return Tried(heads, risk, retained, names, entropy, rng.uniform(5, 20, contexts))
+    return ActionEffects(heads, risk, retained, names, entropy, rng.uniform(5, 20, contexts))
 
 
 def test_gains_and_risks_are_seen_and_noise_is_not():

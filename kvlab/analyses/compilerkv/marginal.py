@@ -14,7 +14,7 @@ from kvlab.analyses.compilerkv.variants import static_thresholds
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.texts import plain_name, to_summarise
 from kvlab.compile import evidence
-from kvlab.compile.marginal import Alone, Planner, Tried
+from kvlab.compile.marginal import ActionEffects, MarginalSettings, Planner
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
 from kvlab.methods._base.lookup import DecisionTables
@@ -37,7 +37,7 @@ COMPARED = {
 """How the differences of `held_out` are named for a reader."""
 
 
-def prompts(lm: LM, documents: Sequence[Document], settings: Alone, n: int) -> list[Document]:
+def prompts(lm: LM, documents: Sequence[Document], settings: MarginalSettings, n: int) -> list[Document]:
     """Requests to summarise parts of documents, in the evaluations' format: documents and lengths take turns, the seed
     draws the places.
 
@@ -59,7 +59,7 @@ def prompts(lm: LM, documents: Sequence[Document], settings: Alone, n: int) -> l
     return made
 
 
-def signal(effects: Tried, settings: Alone, exchanges: int = 999, seed: int = 0) -> Findings:
+def signal(effects: ActionEffects, settings: MarginalSettings, exchanges: int = 999, seed: int = 0) -> Findings:
     """Do the trials of one change at a time hold a signal?
 
     `alone_heads`: do changes of heads move the attention that is lost at all? Under the null the changes of a context

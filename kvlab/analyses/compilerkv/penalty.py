@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvlab.analyses.findings import Findings
 from kvlab.compile import Samples, Settings, evidence, learning
-from kvlab.compile.marginal import Alone, Tried
+from kvlab.compile.marginal import ActionEffects, MarginalSettings
 
 THRESHOLD, NEUTRAL = "penalty/{log}/threshold/{penalty:g}", "penalty/{log}/neutral/{penalty:g}"
 PENALTIES = (0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
@@ -32,7 +32,7 @@ def joint(samples: Samples, settings: Settings) -> ThresholdsAt:
     return thresholds_at
 
 
-def one_at_a_time(effects: Tried, settings: Alone, budget: int) -> ThresholdsAt:
+def one_at_a_time(effects: ActionEffects, settings: MarginalSettings, budget: int) -> ThresholdsAt:
     """Of thresholds that were tried one at a time, at one budget."""
 
     def thresholds_at(penalty: float) -> tuple[np.ndarray, np.ndarray]:

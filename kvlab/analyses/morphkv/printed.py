@@ -149,13 +149,13 @@ def fusions() -> Findings:
 # ---------------------------------------------------------------------------------------------- predictions
 
 
-def predictions_folder(given: str = "") -> Path | None:
+def predictions_folder(name: str = "") -> Path | None:
     """The folder of the authors' predictions: the given one, else that of KVLAB_PREDICTIONS; None without either.
 
     Raises:
         KvlabError: the named folder does not exist.
     """
-    named = given or os.environ.get(FOLDER, "")
+    named = name or os.environ.get(FOLDER, "")
     if not named:
         return None
     folder = Path(named).expanduser()

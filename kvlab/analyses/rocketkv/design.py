@@ -140,12 +140,12 @@ def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = Non
     return findings
 
 
-FIRST_STAGE = {"snapkv_gqa": "average pooling, 7", "snapkv_pp": "max pooling, 63 (SnapKV++)"}
-ALONE = "first_stage/"
+FIRST_STAGES = {"snapkv_gqa": "average pooling, 7", "snapkv_pp": "max pooling, 63 (SnapKV++)"}
+FIRST_STAGE = "first_stage/"
 """Prefix of the effects of the first stage alone."""
 
 
-def first_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = None) -> Findings:
+def first_stage(traces: Sequence[Trace], levels: Sequence[float] | None = None) -> Findings:
     """Section 3.3: the pooling of SnapKV++ as a first stage, which leaves S / sqrt(c) tokens and reads all of them.
 
     Both share one set in each GQA group.
@@ -156,14 +156,14 @@ def first_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = None) 
         `first_stage/gain/output_error/snapkv_pp_over_snapkv_gqa/c16`.
     """
     rows = []
-    for trace, c in [(trace, c) for trace in traces for c in (compressions(traces)[1:] if wanted is None else wanted)]:
+    for trace, c in [(trace, c) for trace in traces for c in (compressions(traces)[1:] if levels is None else levels)]:
         budget = budget_at(trace, math.sqrt(c))
-        for method in FIRST_STAGE:
+        for method in FIRST_STAGES:
             contender = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
             numbers = measured(replay(trace, contender, k=budget))
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
-    _gains(findings, [("snapkv_pp", "snapkv_gqa")], ALONE)
+    _gains(findings, [("snapkv_pp", "snapkv_gqa")], FIRST_STAGE)
     return findings
 
 
@@ -205,7 +205,7 @@ def truncated(trace: Trace, prompt_length: int, steps: int) -> Trace:
 
 def kernels(
     traces: Sequence[Trace],
-    wanted: Sequence[int] | None = None,
+    prompt_lengths: Sequence[int] | None = None,
     sizes: Sequence[int] = (7, 21, 63, 189, 511),
     compression: float = 8,
     steps: int = 32,
@@ -214,7 +214,7 @@ def kernels(
 
     Args:
         traces: with the queries of all prompt tokens.
-        wanted: tokens of the prompts, ascending, to which they are cut; those of `lengths` by default.
+        prompt_lengths: tokens of the prompts, ascending, to which they are cut; those of `lengths` by default.
         sizes: kernels, odd.
         compression: S / t at every length; at a larger one the shortest prompts of 300 tokens would leave the first
             stage little to choose beside its window.
@@ -227,7 +227,7 @@ def kernels(
         the kernel at which the mean output error over documents is smallest; `best_kernel/growth`, their difference;
         and `best_kernel_size/longest`, in tokens.
     """
-    rows, cuts = [], lengths(traces, steps) if wanted is None else wanted
+    rows, cuts = [], lengths(traces, steps) if prompt_lengths is None else prompt_lengths
     jobs = [(trace, n) for trace in traces for n in cuts]
     for trace, n in progress_bars.each(jobs, "kernels", "prompt"):
         cut = truncated(trace, n, steps)
@@ -290,7 +290,7 @@ class SplitRocketKV(RocketKV):
 
 def splits(
     traces: Sequence[Trace],
-    wanted: Sequence[float] | None = None,
+    levels: Sequence[float] | None = None,
     exponents: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
 ) -> Findings:
     """Sections 3.1 and 3.2: how much of the compression the first stage should take, as an exponent of c.
@@ -303,7 +303,7 @@ def splits(
         over documents.
     """
     rows = []
-    jobs = [(trace, c) for trace in traces for c in (compressions(traces)[1:] if wanted is None else wanted)]
+    jobs = [(trace, c) for trace in traces for c in (compressions(traces)[1:] if levels is None else levels)]
     for trace, c in progress_bars.each(jobs, "splits", "budget"):
         budget = budget_at(trace, c)
         variants = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
@@ -323,7 +323,7 @@ def splits(
 
 def pages_against_dimensions(
     traces: Sequence[Trace],
-    wanted: Sequence[float] = (16,),
+    levels: Sequence[float] = (16,),
     exponents: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
 ) -> Findings:
     """Section 3.4: hybrid attention, with the compression of its search shared between pages and dimensions.
@@ -337,7 +337,7 @@ def pages_against_dimensions(
         over each other one, with intervals over documents.
     """
     rows = []
-    jobs = [(trace, c) for trace in traces for c in wanted]
+    jobs = [(trace, c) for trace in traces for c in levels]
     for trace, c in progress_bars.each(jobs, "pages", "budget"):
         for e in exponents:
             contender = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
@@ -358,7 +358,7 @@ def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], prefix: str = "
             add_gains(findings, measure, better, other, {c: gain.loc[:, c] for c in sorted(gain.columns)}, prefix)
 
 
-def table_1(trace: Trace, wanted: Sequence[float] = (4, 16, 64)) -> Findings:
+def table_1(trace: Trace, levels: Sequence[float] = (4, 16, 64)) -> Findings:
     """Table 1 at given compressions: `rocketkv.table_1`, with metrics named by compression, and the arithmetic of it.
 
     Returns:
@@ -366,10 +366,10 @@ def table_1(trace: Trace, wanted: Sequence[float] = (4, 16, 64)) -> Findings:
         `auxiliary/quest/c16`, what is stored beyond the full cache; `of_tensors/rocketkv/c16`, the measured storage as
         a share of `storage_by_tensors`; `by_tensors/rocketkv/c16`, what the latter says at exactly this compression.
     """
-    by_budget = {budget_at(trace, c): c for c in wanted}
+    by_budget = {budget_at(trace, c): c for c in levels}
     table = common.table_1(trace, list(by_budget)).table
     findings = Findings(table.assign(compression=[by_budget[budget] for budget in table["budget"]]))
-    for method, compression in itertools.product(common.METHODS, wanted):
+    for method, compression in itertools.product(common.METHODS, levels):
         findings.set(BY_TENSORS, common.storage_by_tensors(method, compression), method=method, compression=compression)
     for row in findings.table.dropna().to_dict("records"):
         at = {"method": row["method"], "compression": row["compression"]}

@@ -59,12 +59,14 @@ def contenders(
 
 
 def by_name(
-    wanted: Mapping[str, Sequence[int | float]],
+    budgets_of: Mapping[str, Sequence[int | float]],
     heads: str | None = None,
     tables: str | None = None,
     after: int = 0,
 ) -> list[Policy]:
     """Policies as a notebook names them: {"snapkv": [64, 128]}."""
     return [
-        contender(name, budget, heads, tables, after=after) for name, budgets in wanted.items() for budget in budgets
+        contender(name, budget, heads, tables, after=after)
+        for name, budgets in budgets_of.items()
+        for budget in budgets
     ]

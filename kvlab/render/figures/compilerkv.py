@@ -82,7 +82,7 @@ def table_1(findings: Findings) -> Figure:
             value_format="{:.1f}",
             ax=ax,
         )
-        _beside(
+        _paper_points(
             ax,
             {
                 ("gated", "D", OTHERS): at(findings.frame(quality.GAIN), measure=measure),
@@ -93,17 +93,17 @@ def table_1(findings: Findings) -> Figure:
     return figure
 
 
-def _beside(ax: Axes, gains: Mapping[tuple[str, str, str], pandas.DataFrame]) -> None:
+def _paper_points(ax: Axes, gains: Mapping[tuple[str, str, str], pandas.DataFrame]) -> None:
     """Marks beside each pair of bars, one for each (label, marker, colour): the same gains of other sets."""
     legend = ax.get_legend()
     assert legend is not None
     handles: list[Any] = list(legend.get_patches())
     labels = [text.get_text() for text in legend.get_texts()]
     for number, ((label, marker, tint), rows) in enumerate(gains.items()):
-        places = [place + 0.44 + 0.08 * number for place in range(len(rows))]
+        ys = [y + 0.44 + 0.08 * number for y in range(len(rows))]
         handles.append(
             ax.errorbar(
-                places,
+                ys,
                 100 * rows["value"],
                 yerr=whisker_lengths(rows, 100),
                 fmt=marker,

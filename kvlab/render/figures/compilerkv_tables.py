@@ -97,9 +97,9 @@ def alpha(effect: Findings) -> Figure:
     for tint, (log, words) in zip(plots.COLOURS, LOGS.items(), strict=False):
         for style, table in (("-", "heads"), ("--", "risk")):
             part = at(effect.table, log=log, table=table)
-            places = part["alpha"].clip(lower=3e-4)
+            xs = part["alpha"].clip(lower=3e-4)
             for ax, column in ((left, "spread"), (right, "neutral")):
-                ax.plot(places, part[column], style, marker="o", color=tint, label=f"{table}, {words}")
+                ax.plot(xs, part[column], style, marker="o", color=tint, label=f"{table}, {words}")
     for ax, ylabel in ((left, "largest - smallest Q (nats)"), (right, "share of states left neutral")):
         ax.set(xscale="log", xlabel="alpha (the leftmost point is 0)", ylabel=ylabel)
     left.set(yscale="log", title="How far apart values lie")
@@ -120,9 +120,9 @@ def held_out(findings: Findings) -> Figure:
     ):
         # The first comparison is drawn at the top.
         rows = at(gains, measure=measure).to_dict("records")[::-1]
-        for place, row in enumerate(rows):
+        for y, row in enumerate(rows):
             value, low, high = row["value"], row["low"], row["high"]
-            ax.errorbar(value, place, xerr=[[value - low], [high - value]], fmt="o", color=plots.COLOURS[0], capsize=3)
+            ax.errorbar(value, y, xerr=[[value - low], [high - value]], fmt="o", color=plots.COLOURS[0], capsize=3)
         ax.axvline(0, color=AXIS, linewidth=1)
         ax.set_yticks(range(len(rows)), [analysis.COMPARED[row["comparison"]] for row in rows])
         ax.set_xlabel(label)
@@ -133,7 +133,7 @@ def held_out(findings: Findings) -> Figure:
     return figure
 
 
-def alone(findings: Findings) -> Figure:
+def per_head_gains(findings: Findings) -> Figure:
     """What tables from marginal contributions gain on prompts held out, by budget.
 
     findings: of `alone.held_out`.

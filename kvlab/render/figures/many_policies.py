@@ -37,21 +37,21 @@ def colour(policy: str) -> str:
     return FAMILY_COLOURS.get(equal_bytes.family(policy.partition(" ")[0]), OTHER)
 
 
-def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spread_out(preferred: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Places for labels, each as near as possible to its wanted place, at least `gap` apart and within low .. high.
 
     Neighbours that are too close form a block, centred on the mean of their wanted places (pool adjacent violators);
     the order stays. Without room for all they are spaced evenly.
     """
-    count = len(wanted)
+    count = len(preferred)
     if not count:
         return []
-    order = np.argsort(wanted, kind="stable")
+    order = np.argsort(preferred, kind="stable")
     if gap * (count - 1) >= high - low:
-        places = np.linspace(low, high, count)
+        positions = np.linspace(low, high, count)
     else:
         # With the i-th label moved down by i gaps, keeping them apart means keeping them in order.
-        targets = [wanted[i] - rank * gap for rank, i in enumerate(order)]
+        targets = [preferred[i] - rank * gap for rank, i in enumerate(order)]
         means, sizes = [], []
         for target in targets:
             means.append(target)
@@ -60,9 +60,9 @@ def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> 
                 mean, size = means.pop(), sizes.pop()
                 means[-1] = (means[-1] * sizes[-1] + mean * size) / (sizes[-1] + size)
                 sizes[-1] += size
-        places = np.clip(np.repeat(means, sizes), low, high - gap * (count - 1)) + gap * np.arange(count)
+        positions = np.clip(np.repeat(means, sizes), low, high - gap * (count - 1)) + gap * np.arange(count)
     spread = np.empty(count)
-    spread[order] = places
+    spread[order] = positions
     return spread.tolist()
 
 
@@ -115,10 +115,10 @@ def dots(
     """
     ax = plots.axes(ax, (6.4, 0.9 + 0.29 * len(table)))
     rows = table.to_dict("records")
-    for place, row in enumerate(rows):
+    for y, row in enumerate(rows):
         tint = colour(row["policy"]) if ours else plots.PAPER
         interval = row.get("low", row["value"]), row.get("high", row["value"])
-        dot(ax, place, row["value"], interval, tint, value_format, marker="o" if ours else "D")
+        dot(ax, y, row["value"], interval, tint, value_format, marker="o" if ours else "D")
     named_rows(ax, [row["policy"] for row in rows], [colour(row["policy"]) if ours else INK for row in rows])
     if reference:
         ax.axvline(reference[0], color=FAINT, linewidth=1, linestyle=":")
@@ -140,7 +140,7 @@ def dots(
 
 def dot(
     ax: Axes,
-    place: float,
+    y: float,
     value: float,
     interval: tuple[float, float],
     tint: str,
@@ -148,12 +148,12 @@ def dot(
     marker: str = "o",
 ) -> None:
     """One row: the interval as a bar, the value as a mark, and behind them as a number if there is a format."""
-    ax.plot(interval, [place, place], color=tint, linewidth=2.4, alpha=0.5, solid_capstyle="round")
-    ax.plot(value, place, marker, color=tint, markersize=6.5)
+    ax.plot(interval, [y, y], color=tint, linewidth=2.4, alpha=0.5, solid_capstyle="round")
+    ax.plot(value, y, marker, color=tint, markersize=6.5)
     if value_format:
         ax.annotate(
             value_format.format(value),
-            (interval[1], place),
+            (interval[1], y),
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
@@ -191,36 +191,36 @@ def forest(table: pandas.DataFrame, *, xlabel: str, title: str, ax: Axes | None 
     rows = table.to_dict("records")
     papers = list(dict.fromkeys(row["paper"] for row in rows))
     ax = plots.axes(ax, (8.6, 1.0 + 0.27 * (len(rows) + len(papers))))
-    place, places, labels = 0, [], []
+    y, ys, labels = 0, [], []
     for paper in papers:
-        in_row(ax, place, paper, fontsize=10, fontweight="bold", color=INK)
-        place += 1
+        in_row(ax, y, paper, fontsize=10, fontweight="bold", color=INK)
+        y += 1
         for row in rows:
             if row["paper"] == paper:
                 tint = BETTER if row["low"] > 0 else WORSE if row["high"] < 0 else FAINT
-                dot(ax, place, row["value"], (row["low"], row["high"]), tint)
-                places.append(place)
+                dot(ax, y, row["value"], (row["low"], row["high"]), tint)
+                ys.append(y)
                 labels.append(row["label"])
-                place += 1
+                y += 1
     ax.axvline(0, color=INK, linewidth=1)
-    named_rows(ax, labels, [INK] * len(labels), places, place)
+    named_rows(ax, labels, [INK] * len(labels), ys, y)
     ax.set_xlabel(xlabel)
     ax.set_title(title)
     return ax
 
 
-def in_row(ax: Axes, place: float, text: str, **font: Any) -> None:
+def in_row(ax: Axes, y: float, text: str, **font: Any) -> None:
     """A text at the left end of a row, inside the axes."""
     where = blended_transform_factory(ax.transAxes, ax.transData)
     offset = {"xytext": (6, 0), "textcoords": "offset points"}
-    ax.annotate(text, (0, place), xycoords=where, va="center", **offset, **font)
+    ax.annotate(text, (0, y), xycoords=where, va="center", **offset, **font)
 
 
 def named_rows(
-    ax: Axes, names: Sequence[str], tints: Sequence[str], places: Sequence[int] | None = None, count: int | None = None
+    ax: Axes, names: Sequence[str], tints: Sequence[str], ys: Sequence[int] | None = None, count: int | None = None
 ) -> None:
     """Names of rows down the left side, the first at the top, and vertical grid lines only."""
-    ax.set_yticks(range(len(names)) if places is None else places, names, fontsize=9.5)
+    ax.set_yticks(range(len(names)) if ys is None else ys, names, fontsize=9.5)
     for label, tint in zip(ax.get_yticklabels(), tints, strict=True):
         label.set_color(tint)
     ax.set_ylim((len(names) if count is None else count) - 0.4, -0.6)

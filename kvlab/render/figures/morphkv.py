@@ -197,7 +197,7 @@ def figure_7(along: Findings, inside: Findings) -> Figure:
     printed = 100 * papers.figure("morphkv", "figure7").set_index("method").loc[order]
     middle, half = (printed["low"] + printed["high"]) / 2, (printed["high"] - printed["low"]) / 2
     paper.bar(range(len(order)), middle, 0.6, color=plots.PAPER, zorder=2)
-    ranges = [place for place, extent in enumerate(half) if extent > 0]
+    ranges = [index for index, extent in enumerate(half) if extent > 0]
     paper.errorbar(
         ranges, middle.iloc[ranges], yerr=half.iloc[ranges], fmt="none", color=plots.INK, capsize=3, linewidth=1.5
     )
@@ -366,8 +366,8 @@ def _gains_by_setting(ablation: Findings, regimes: Findings, capacity: int) -> p
 def _gain_of_sum(ax: Axes, gains: pandas.DataFrame, title: str, colour: str, marker: str) -> None:
     """A row for each setting: the gain in per cent with its interval."""
     percent = 100 * gains.filter(["value", "low", "high"])
-    places = range(len(gains))
-    ax.errorbar(percent["value"], places, xerr=plots.spread(percent), fmt=marker, color=colour, capsize=3)
+    ys = range(len(gains))
+    ax.errorbar(percent["value"], ys, xerr=plots.spread(percent), fmt=marker, color=colour, capsize=3)
     ax.axvline(0, color=plots.INK, linewidth=1)
     ax.set(xlabel="gain of sum over max (%)", title=title, ylim=(len(gains) - 0.5, -0.5))
-    ax.set_yticks(places, gains["setting"])
+    ax.set_yticks(ys, gains["setting"])

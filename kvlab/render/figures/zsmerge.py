@@ -109,10 +109,10 @@ def while_decoding(findings: Findings) -> Figure:
     rows = findings.frame(decoding.REDUCTION)
     for number, (definition, label) in enumerate(DEFINITIONS.items()):
         part = rows.loc[rows["definition"] == definition].set_index("variant").loc[list(DECODED)]
-        places = [place + (number - 1) * 0.22 for place in range(len(part))]
+        ys = [y + (number - 1) * 0.22 for y in range(len(part))]
         percent = 100 * part[["value", "low", "high"]]
         kinds.errorbar(
-            places,
+            ys,
             percent["value"],
             yerr=plots.spread(percent),
             color=plots.COLOURS[number],

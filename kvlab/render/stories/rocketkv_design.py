@@ -44,7 +44,7 @@ def figure_6(findings: Findings) -> list[str]:
 
 def first_stage(findings: Findings) -> list[str]:
     """Wide pooling where the paper wants it."""
-    gain = _gain(findings, "snapkv_pp", "snapkv_gqa", design.ALONE)
+    gain = _gain(findings, "snapkv_pp", "snapkv_gqa", design.FIRST_STAGE)
     return [
         "Where it only leaves the root of the compression, wide max pooling "
         + phrases.side(

@@ -80,7 +80,7 @@ def test_alone_has_a_point_for_each_budget_with_its_interval():
         for budget in (64, 128):
             value = 0.01 * number + budget / 1e5
             found.set(marginal.GAIN, value, (value - 0.002, value + 0.004), comparison=comparison, budget=budget)
-    figure = draw.alone(found)
+    figure = draw.per_head_gains(found)
     assert len(figure.axes) == 3 and drawing.ticks(figure.axes[0]) == ["64", "128"]
     assert list(figure.axes[1].lines[0].get_ydata()) == pytest.approx([0.01064, 0.01128])
     assert drawing.titles(figure)[0] == "learnt weights,\nover equal ones"

@@ -155,7 +155,7 @@ def test_figure_6(value, words):
 
 @pytest.mark.parametrize(("value", "words"), [(0.1, "serves better"), (-0.1, "serves worse"), (0.0, "not told apart")])
 def test_first_stage(value, words):
-    assert words in told(story_design.first_stage(made(gain("snapkv_pp", "snapkv_gqa", value, design.ALONE))))
+    assert words in told(story_design.first_stage(made(gain("snapkv_pp", "snapkv_gqa", value, design.FIRST_STAGE))))
 
 
 @pytest.mark.parametrize(
