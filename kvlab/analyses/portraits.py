@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from kvlab.analyses import shipped_tables
+from kvlab.analyses.findings import estimates
 from kvlab.analyses.texts import to_summarise
 from kvlab.bench import clock, memory, meters
 from kvlab.bench.timing import Contender, generate
 from kvlab.inputs import corpus
 from kvlab.instruments.probes import Probe, Seen
 from kvlab.instruments.records import Records
-from kvlab.lib import intervals, progress_bars
+from kvlab.lib import progress_bars
 from kvlab.methods import Policy, has_budget, policy
 from kvlab.replays.replay import Replay
 from kvlab.replays.run import replay
@@ -187,7 +188,7 @@ def qualities(
         A table with a row for each policy, budget (missing where it has none) and measure: policy, budget, measure,
         value, low, high, the last three the mean over documents and its 95 % interval.
     """
-    rows = []
+    groups = []
     for name in dict.fromkeys([*names, *REFERENCES]):
         for budget in settings.budgets if has_budget(name) else settings.budgets[:1]:
             method = default_policy(lm, name, budget)
@@ -196,10 +197,10 @@ def qualities(
                 summaries.append(replay(trace, method).summary)
                 advance(f"replaying {name}", REPLAY_WORK)
             shown_budget = budget if has_budget(name) else None
-            for measure in MEASURES:
-                value, (low, high) = intervals.summarise([summary[measure] for summary in summaries])
-                rows.append([name, shown_budget, measure, value, low, high])
-    return pd.DataFrame(rows, columns=["policy", "budget", "measure", "value", "low", "high"])
+            groups += [
+                ((name, shown_budget, measure), [summary[measure] for summary in summaries]) for measure in MEASURES
+            ]
+    return estimates(groups, ["policy", "budget", "measure"])
 
 
 def costs(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -> pd.DataFrame:

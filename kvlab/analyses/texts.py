@@ -53,11 +53,11 @@ def common_traces(
         documents: names, as `kvlab.document` takes them.
         tokens: length of each prompt.
         new_tokens: length of each greedy response.
-        names: the policies that they are for, as `contestants.named` takes them.
+        names: the policies that they are for, as `contenders.named` takes them.
         chat: as `kvlab.capture` takes it. False leaves the template out, so that the prompt's last tokens are those of
             the request; of the template's end, six are what the last eight queries would be of.
     """
-    from kvlab.analyses.together.contestants import named
+    from kvlab.analyses.tasks.contenders import named
     from kvlab.traces import shared
 
     prompts = [to_summarise(lm, document, tokens) for document in corpus.documents(documents)]

@@ -8,8 +8,7 @@ import pandas as pd
 
 from kvlab.analyses.compilerkv.quality import MEASURES, by_document, by_method, sweep
 from kvlab.analyses.compilerkv.variants import ABLATIONS, RawAttention, ladder
-from kvlab.analyses.findings import Findings
-from kvlab.lib.intervals import interval
+from kvlab.analyses.findings import Findings, estimates
 from kvlab.methods import Policy, policy
 from kvlab.traces.trace import Trace
 
@@ -136,14 +135,12 @@ def by_layer(steps: Findings, share: float) -> pd.DataFrame:
     Returns:
         method, layer, value, low, high (over documents).
     """
-    names, rows = list(ladder(share)), []
+    names, groups = list(ladder(share)), []
     at = steps.table.query("budget == @share")
     for name in (names[1], names[4], names[6]):
         kept = at.query("method == @name").pivot_table(index="document", columns="layer", values="kept")
-        for layer, losses in (1 - kept).items():
-            low, high = interval(losses)
-            rows.append({"method": name, "layer": layer, "value": losses.mean(), "low": low, "high": high})
-    return pd.DataFrame(rows)
+        groups += [((name, layer), losses) for layer, losses in (1 - kept).items()]
+    return estimates(groups, ["method", "layer"])
 
 
 def differences_in_words(steps: Findings) -> str:

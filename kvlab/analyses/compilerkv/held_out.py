@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvlab.analyses.compilerkv.quality import require_unseen
 from kvlab.analyses.compilerkv.tables import visits
-from kvlab.analyses.compilerkv.variants import static_thresholds
+from kvlab.analyses.compilerkv.variants import static_thresholds, with_numbers
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.texts import DOCUMENTS, without_span
 from kvlab.compile import Settings
@@ -73,31 +73,22 @@ def variants(tables: DecisionTables, shuffles: int = 3, seed: int = 0) -> dict[s
     heads, risk, seen = np.array(tables.heads), np.array(tables.risk), visits(tables) > 0
     static = static_thresholds(tables).numpy()
     made = {
-        "neutral": _tables_with(tables, None, None),
+        "neutral": with_numbers(tables, None, None),
         "learnt": tables,
-        "heads": _tables_with(tables, heads, None),
-        "static": _tables_with(tables, heads, np.broadcast_to(static[:, None, None], risk.shape)),
+        "heads": with_numbers(tables, heads, None),
+        "static": with_numbers(tables, heads, np.broadcast_to(static[:, None, None], risk.shape)),
     }
     rng = np.random.default_rng(seed)
     # The heads of a group act as one and carry one weight; whole groups change places.
     group = heads.shape[1] // (tables.model_extra or {})["kv_heads"]
     for number in range(shuffles):
         parts = rng.permutation(heads.reshape(-1, group)).reshape(heads.shape)
-        made[f"shuffled heads {number + 1}"] = _tables_with(tables, parts, None)
+        made[f"shuffled heads {number + 1}"] = with_numbers(tables, parts, None)
     for number in range(shuffles):
         moved = risk.copy()
         moved[:, seen] = rng.permuted(risk[:, seen], axis=1)
-        made[f"shuffled risk {number + 1}"] = _tables_with(tables, heads, moved)
+        made[f"shuffled risk {number + 1}"] = with_numbers(tables, heads, moved)
     return made
-
-
-def _tables_with(tables: DecisionTables, heads: np.ndarray | None, risk: np.ndarray | None) -> DecisionTables:
-    return DecisionTables(
-        heads=None if heads is None else heads.tolist(),
-        risk=None if risk is None else risk.tolist(),
-        entropy=tables.entropy,
-        perplexity=tables.perplexity,
-    )
 
 
 def windows(lm: LM, documents: Sequence[str], tokens: int, continuation: int, per_document: int) -> list[Context]:

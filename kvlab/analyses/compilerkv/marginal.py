@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from kvlab.analyses.compilerkv.quality import by_method, require_unseen, sweep
-from kvlab.analyses.compilerkv.signal import F, P
-from kvlab.analyses.compilerkv.variants import static_thresholds
+from kvlab.analyses.compilerkv.signal import p_value, tested
+from kvlab.analyses.compilerkv.variants import static_thresholds, with_numbers
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.texts import plain_name, to_summarise
 from kvlab.compile import evidence
@@ -76,23 +76,15 @@ def signal(effects: ActionEffects, settings: MarginalSettings, exchanges: int = 
     changes = np.delete(effects.heads, settings.at_rest("heads"), 2).reshape(len(effects.names), -1)
     if len(changes) > 1 and changes.any():
         signs = rng.choice([-1.0, 1.0], (exchanges, len(changes), 1))
-        exchanged = [_mean_over_spread(changes * sign) for sign in signs]
-        rows.append(_row("alone_heads", _mean_over_spread(changes), exchanged))
+        f, exchanged = _mean_over_spread(changes), [_mean_over_spread(changes * sign) for sign in signs]
+        rows.append({"question": "alone_heads", "f": f, "p": p_value(f, exchanged)})
     cell, costs = evidence.cells_of(effects, settings)[0], effects.risk.reshape(len(effects.names), -1)
     names = np.unique(cell)
     if len(names) > 1 and any(np.ptp(costs[cell == name], 0).any() for name in names):
         exchanged = [_between_over_within(costs, rng.permutation(cell)) for _ in range(exchanges)]
-        rows.append(_row("alone_risk", _between_over_within(costs, cell), exchanged))
-    findings = Findings(pd.DataFrame(rows, columns=["question", "f", "p"]))
-    for row in rows:
-        findings.set(P, row["p"], question=row["question"])
-        findings.set(F, row["f"], question=row["question"])
-    return findings
-
-
-def _row(question: str, f: float, exchanged: Sequence[float]) -> dict[str, str | float]:
-    as_large = 1 + sum(other >= f * (1 - 1e-12) for other in exchanged)
-    return {"question": question, "f": f, "p": as_large / (len(exchanged) + 1)}
+        f = _between_over_within(costs, cell)
+        rows.append({"question": "alone_risk", "f": f, "p": p_value(f, exchanged)})
+    return tested(rows, ["question", "f", "p"])
 
 
 def _mean_over_spread(changes: np.ndarray) -> float:
@@ -132,9 +124,9 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
         assert isinstance(base, CompilerKV)
         settings |= {
             f"neutral/{budget}": base,
-            f"heads/{budget}": base.using(_tables_with(of_budget, heads, None)),
+            f"heads/{budget}": base.using(with_numbers(of_budget, heads, None)),
             f"gated/{budget}": base.using(of_budget),
-            f"static/{budget}": base.using(_tables_with(of_budget, heads, static)),
+            f"static/{budget}": base.using(with_numbers(of_budget, heads, static)),
         }
     findings = Findings(sweep(traces, list(settings.items())))
     stored = {str(name): column.mean() for name, column in by_method(findings.table, "stored").items()}
@@ -160,19 +152,6 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
     # The bins of risk are the same at all budgets.
     findings.set(CELLS, _visited_cells(traces, next(iter(tables.values()))))
     return findings
-
-
-def _tables_with(tables: DecisionTables, heads: np.ndarray, risk: np.ndarray | None) -> DecisionTables:
-    if risk is None:
-        return DecisionTables(heads=heads.tolist(), risk=None)
-    return DecisionTables(
-        heads=heads.tolist(),
-        risk=risk.tolist(),
-        entropy=tables.entropy,
-        perplexity=tables.perplexity,
-        entropy_edges=tables.entropy_edges,
-        perplexity_edges=tables.perplexity_edges,
-    )
 
 
 def _visited_cells(traces: Sequence[Trace], tables: DecisionTables) -> int:

@@ -7,8 +7,9 @@ context weighted as in the learning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -60,11 +61,22 @@ def signal(log: Mapping[str, Samples], settings: Settings, exchanges: int = 999,
         cell = cells(log["risk"].entropy, log["risk"].perplexity, settings)
         if row := _risk(log["risk"], cell, len(settings.thresholds), exchanges, rng):
             rows.append({"question": "risk", **row})
-    findings = Findings(pd.DataFrame(rows, columns=["question", "f", "df1", "df2", "p"]))
+    return tested(rows, ["question", "f", "df1", "df2", "p"])
+
+
+def tested(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Findings:
+    """Rows of tests as findings, with P and F of each question."""
+    findings = Findings(pd.DataFrame(rows, columns=list(columns)))
     for row in rows:
         findings.set(P, row["p"], question=row["question"])
         findings.set(F, row["f"], question=row["question"])
     return findings
+
+
+def p_value(f: float, exchanged: Iterable[float]) -> float:
+    """The share of exchanges, the real one among them, that have an F as large."""
+    large = [1, *(other >= f * (1 - 1e-12) for other in exchanged)]
+    return sum(large) / len(large)
 
 
 def of_tables(tables: str | None, exchanges: int = 999, seed: int = 0) -> Findings:
@@ -161,9 +173,8 @@ def _residual_df(samples: Samples, effects: int) -> int:
 
 
 def _row(found: np.ndarray, first: int, second: int, exchanged: np.ndarray) -> dict[str, float]:
-    """An F with the share of exchanges, itself among them, that have one as large."""
-    as_large = 1 + int((exchanged >= found[0] * (1 - 1e-12)).sum())
-    return {"f": float(found[0]), "df1": first, "df2": second, "p": as_large / (len(exchanged) + 1)}
+    """An F with its degrees of freedom and its p value."""
+    return {"f": float(found[0]), "df1": first, "df2": second, "p": p_value(found[0], exchanged)}
 
 
 def _orthonormal_basis(columns: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from kvlab.analyses.findings import Findings
+from kvlab.analyses.findings import Findings, estimates
 from kvlab.analyses.texts import plain_name, to_summarise
 from kvlab.core import hookable
 from kvlab.core.adapter import StoreCache
@@ -22,7 +22,6 @@ from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.instruments import measures
 from kvlab.lib import progress_bars
-from kvlab.lib.intervals import summarise
 from kvlab.traces import shared
 from kvlab.traces.passes import prefilled, pseudo_queries
 from kvlab.traces.recording import encoder
@@ -330,13 +329,12 @@ def averaged(table: pd.DataFrame) -> pd.DataFrame:
 
     Documents of one context differ in length by a few tokens, so points are joined by their place among the offsets.
     """
-    rows = []
-    for context, of in table.groupby("context", sort=False):
-        for _, part in of.groupby(of.groupby("document")["offset"].rank()):
-            value, (low, high) = summarise(part["similarity"])
-            at = part[["start", "offset"]].mean().to_dict()
-            rows.append({"context": context, **at, "similarity": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
+    groups = [
+        ((context, *part[["start", "offset"]].mean()), part["similarity"])
+        for context, curves in table.groupby("context", sort=False)
+        for _, part in curves.groupby(curves.groupby("document")["offset"].rank())
+    ]
+    return estimates(groups, ["context", "start", "offset"]).rename(columns={"value": "similarity"})
 
 
 def of_length(lm: LM, documents: Sequence[str], tokens: int, new_tokens: int) -> list[Trace]:

@@ -16,11 +16,10 @@ import pandas as pd
 from torch import Tensor
 
 from kvlab.analyses.dapq.recall import with_pseudo
-from kvlab.analyses.findings import Findings
+from kvlab.analyses.findings import Findings, estimates
 from kvlab.core import attention
 from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
-from kvlab.lib.intervals import summarise
 from kvlab.methods.dapq import DapQ
 from kvlab.replays.reference import reference
 from kvlab.traces.trace import Trace
@@ -281,12 +280,10 @@ def by_length(figure: Findings, measure: str, aligned: bool = False) -> pd.DataF
             that its mean over the lengths is the mean of all. Values stay, intervals shrink to the differences between
             lengths.
     """
-    rows = []
+    groups: list[Any] = []
     for response, part in figure.table.query("measure == @measure").groupby("response"):
         wide = part.pivot(index="document", columns="length", values="value")
         if aligned:
             wide = wide.sub(wide.mean(axis=1) - wide.to_numpy().mean(), axis="index")
-        for length in wide:
-            value, (low, high) = summarise(wide.loc[:, length])
-            rows.append({"response": response, "length": length, "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
+        groups += [((response, length), values) for length, values in wide.items()]
+    return estimates(groups, ["response", "length"])

@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.analyses.findings import Findings
+from kvlab.analyses.findings import Findings, estimates
 from kvlab.analyses.morphkv.windows import MEASURES, along_steps, slope
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib import progress_bars
-from kvlab.lib.intervals import summarise
 from kvlab.live import gather
 from kvlab.live import session as live_session
 from kvlab.methods import Policy, policy
@@ -253,11 +252,7 @@ def binned(table: pd.DataFrame, measure: str, over: int = 16) -> pd.DataFrame:
     chosen = table.loc[table["measure"] == measure]
     bins = ((chosen["step"] - 1) // over * over + over / 2).rename("step")
     means = chosen.groupby(["policy", bins, "document"], sort=False)["value"].mean()
-    rows = []
-    for (name, step), values in means.groupby(level=["policy", "step"], sort=False):
-        value, (low, high) = summarise(values)
-        rows.append({"policy": name, "step": step, "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
+    return estimates(means.groupby(level=["policy", "step"], sort=False), ["policy", "step"])
 
 
 # ---------------------------------------------------------------------------------------------- inside the model

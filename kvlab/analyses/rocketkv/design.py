@@ -1,4 +1,6 @@
-"""RocketKV's design: figures 6 and 7, table 1, and how a compression is split between the stages and within one."""
+"""RocketKV's design: figures 6 and 7, table 1, its lead on longer prompts, and how a compression is split between the
+stages and within one.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.rocketkv import common
 from kvlab.analyses.rocketkv.budgets import (
     LEAST,
+    LOSSES,
     QUALITY,
+    RIVALS,
     WINDOW,
     add_gains,
     add_values,
+    best_rival,
     budget_at,
     compressions,
+    contenders,
     measured,
     share_stored,
     snapkv_as_compared,
@@ -65,6 +71,11 @@ TRAFFIC = "traffic/{method}/c{compression:g}"
 OF_TENSORS = "of_tensors/{method}/c{compression:g}"
 AUXILIARY = "auxiliary/{method}/c{compression:g}"
 BY_TENSORS = "by_tensors/{method}/c{compression:g}"
+LONGER_LEAD = "lead/{measure}/{end}"
+LONGER_LEAD_GROWS = "lead/{measure}/longer_less_shorter"
+
+TIMES_LONGER = 4
+"""How many times as long the longer prompts of `leads` are."""
 
 
 def stages(traces: Sequence[Trace], least: float = LEAST) -> tuple[float, ...]:
@@ -256,6 +267,43 @@ def kernels(
         findings.set(BEST_KERNEL, best, (low, high), end=end)
         findings.set(BEST_KERNEL_SIZE, 2**best, (2**low, 2**high), end=end)
     findings.set(BEST_KERNEL_GROWTH, *argmin_difference(curves["longest"], curves["shortest"]))
+    return findings
+
+
+def leads(traces: Sequence[Trace], heads: str | None = None, steps: int = 32) -> Findings:
+    """Section 4.2: RocketKV's lead over the best rival at one token budget, on whole prompts and on their first part.
+
+    Args:
+        traces: with the queries of all prompt tokens; prompts are cut, and the text itself follows as the response.
+        heads: DuoAttention's head scores of the model.
+        steps: tokens of that response.
+
+    Returns:
+        Table with columns document, end ("shorter", "longer"), length, method, budget, mass_lost, output_error.
+        Metrics, with intervals over documents: `lead/output_error/longer` and `.../shorter` (the loss of the rival that
+        is best on average at that length, less RocketKV's) and `lead/output_error/longer_less_shorter`, paired.
+    """
+    rows = []
+    for trace in progress_bars.each(traces, "lengths", "doc"):
+        whole = trace.prompt_length - steps
+        cut = {"longer": truncated(trace, whole, steps), "shorter": truncated(trace, whole // TIMES_LONGER, steps)}
+        budget = budget_at(cut["longer"], compressions([cut["longer"]])[-1])
+        for end, part in cut.items():
+            for method, contender in contenders(part, budget, heads).items():
+                if method not in ("rocketkv", *RIVALS):
+                    continue
+                result = replay(part, contender)
+                numbers = {name: float(getattr(result, name).mean()) for name in LOSSES}
+                about = {"document": trace.document, "end": end, "length": part.prompt_length, "method": method}
+                rows.append(about | {"budget": budget} | numbers)
+    findings = Findings(pd.DataFrame(rows))
+    for measure in LOSSES:
+        by_end = {}
+        for end, part in findings.table.groupby("end"):
+            losses = part.pivot(index="document", columns="method", values=measure).dropna(axis="columns")
+            by_end[end] = losses.loc[:, best_rival(-losses.mean())] - losses.loc[:, "rocketkv"]
+            findings.add(LONGER_LEAD, by_end[end], measure=measure, end=end)
+        findings.add_difference(LONGER_LEAD_GROWS, by_end["longer"], by_end["shorter"], measure=measure)
     return findings
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
-from kvlab.analyses.findings import DOCUMENT, Findings
-from kvlab.lib.intervals import summarise
+from kvlab.analyses.findings import DOCUMENT, Findings, estimates
 
 AT_BUDGET = "{measure}/{task}/{policy}/{budget:g}"
 WITHOUT_BUDGET = "{measure}/{task}/{policy}"
@@ -211,13 +210,12 @@ def question_read_or_not(table: pd.DataFrame) -> pd.DataFrame:
 
     `policy` names both: "snapkv at 128, question read" and "snapkv at 128, question held back".
     """
-    rows = []
-    for (_, policy, budget), sides in _read_and_unread(table).items():
-        for side, compress_at, words in zip(sides, ("prompt", "context"), ("read", "held back"), strict=True):
-            value, (low, high) = summarise(side["nll"])
-            name = f"{policy} at {budget:g}, question {words}"
-            rows.append({"policy": name, "place": compress_at, "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows, columns=["policy", "place", "value", "low", "high"])
+    groups = [
+        ((f"{policy} at {budget:g}, question {words}", compress_at), side["nll"])
+        for (_, policy, budget), sides in _read_and_unread(table).items()
+        for side, compress_at, words in zip(sides, ("prompt", "context"), ("read", "held back"), strict=True)
+    ]
+    return estimates(groups, ["policy", "place"])
 
 
 def claimed(findings: Findings) -> pd.DataFrame:

@@ -119,12 +119,10 @@ def held_out(findings: Findings) -> Figure:
         axes, ("nll", "mass"), ("NLL saved (nats per token)", "attention mass saved"), strict=True
     ):
         # The first comparison is drawn at the top.
-        rows = at(gains, measure=measure).to_dict("records")[::-1]
-        for y, row in enumerate(rows):
-            value, low, high = row["value"], row["low"], row["high"]
-            ax.errorbar(value, y, xerr=[[value - low], [high - value]], fmt="o", color=plots.COLOURS[0], capsize=3)
+        rows = at(gains, measure=measure)[::-1]
+        plots.points(ax, rows, range(len(rows)), rows=True)
         ax.axvline(0, color=AXIS, linewidth=1)
-        ax.set_yticks(range(len(rows)), [analysis.COMPARED[row["comparison"]] for row in rows])
+        ax.set_yticks(range(len(rows)), [analysis.COMPARED[comparison] for comparison in rows["comparison"]])
         ax.set_xlabel(label)
         ax.locator_params(axis="x", nbins=6)
         ax.grid(True, axis="x")
@@ -142,9 +140,7 @@ def per_head_gains(findings: Findings) -> Figure:
     figure, axes = plt.subplots(1, len(marginal.COMPARED), figsize=(13, 3.8))
     for ax, (comparison, words) in zip(axes, marginal.COMPARED.items(), strict=True):
         rows = at(gains, comparison=comparison)
-        ax.errorbar(
-            range(len(rows)), rows["value"], yerr=plots.spread(rows), fmt="o", color=plots.COLOURS[0], capsize=3
-        )
+        plots.points(ax, rows, range(len(rows)))
         ax.axhline(0, color=AXIS, linewidth=1)
         ax.set_xticks(range(len(rows)), [str(budget) for budget in rows["budget"]])
         ax.margins(x=0.3)

@@ -127,7 +127,7 @@ def control_cells(findings: Findings, measure: str = "similarity") -> Figure:
     )
     left.legend(**plots.BELOW)
     positions = range(len(effects))
-    right.errorbar(positions, effects["value"], plots.spread(effects), fmt="o", capsize=3, color=plots.COLOURS[0])
+    plots.points(right, effects, positions)
     content = findings.row(control.CONTENT, measure=measure, place="right")
     right.axhline(content.value, color=plots.COLOURS[1], linestyle="--", label="what the true content is worth at L")
     right.axhline(0, color=plots.EDGE, linewidth=1)
@@ -279,15 +279,8 @@ def figure_6a(findings: Findings) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4), width_ratios=[2.4, 1])
     for number, budget in enumerate(budgets):
         part = recalls.loc[recalls["budget"] == budget]
-        left.errorbar(
-            [order.index(content) + 0.16 * (number - (len(budgets) - 1) / 2) for content in part["content"]],
-            part["value"],
-            plots.spread(part),
-            fmt="o",
-            capsize=3,
-            color=plots.COLOURS[number],
-            label=f"{budget} entries",
-        )
+        xs = [order.index(content) + 0.16 * (number - (len(budgets) - 1) / 2) for content in part["content"]]
+        plots.points(left, part, xs, color=plots.COLOURS[number], label=f"{budget} entries")
     # On its right is the content at the wrong position.
     left.axvline(len(order) - 1.5, color="#c5cbd3", linewidth=1)
     left.set_xticks(range(len(order)), [content.replace(" at 0", "\nat 0-31") for content in order])

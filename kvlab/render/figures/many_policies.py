@@ -79,26 +79,6 @@ def at(table: pandas.DataFrame, /, **keys: object) -> pandas.DataFrame:
     return table
 
 
-def whisker_lengths(table: pandas.DataFrame, scale: float = 1.0) -> list[Any]:
-    """How far intervals reach below and above their values, for error bars.
-
-    table: value, low, high.
-    """
-    return [scale * side for side in plots.spread(table)]
-
-
-def beside_paper(
-    paper: Mapping[str, float | None], table: pandas.DataFrame, *, key: str, scale: float = 1.0, **options: Any
-) -> Axes:
-    """`plots.paper_beside_ours` of a table of findings.
-
-    table: the column `key`, by which a row finds the paper's value, and value, low, high.
-    scale: factor of our numbers; the options are those of `plots.paper_beside_ours`.
-    """
-    ours, intervals = plots.by_key(table, key, scale)
-    return plots.paper_beside_ours(paper, ours, intervals, **options)
-
-
 def dots(
     table: pandas.DataFrame,
     *,
@@ -106,7 +86,6 @@ def dots(
     title: str,
     reference: tuple[float, str] | None = None,
     ours: bool = True,
-    value_format: str = "{:.2f}",
     ax: Axes | None = None,
 ) -> Axes:
     """One row for each policy, in the order given: a dot with its interval, coloured by family; a paper's is grey.
@@ -118,7 +97,7 @@ def dots(
     for y, row in enumerate(rows):
         tint = colour(row["policy"]) if ours else plots.PAPER
         interval = row.get("low", row["value"]), row.get("high", row["value"])
-        dot(ax, y, row["value"], interval, tint, value_format, marker="o" if ours else "D")
+        dot(ax, y, row["value"], interval, tint, "{:.2f}", marker="o" if ours else "D")
     named_rows(ax, [row["policy"] for row in rows], [colour(row["policy"]) if ours else INK for row in rows])
     if reference:
         ax.axvline(reference[0], color=FAINT, linewidth=1, linestyle=":")
@@ -173,7 +152,7 @@ def whiskers(table: pandas.DataFrame, *, names: Mapping[str, str], colours: Mapp
         ax.errorbar(
             part["budget"] * 1.025 ** (number - (len(present) - 1) / 2),
             part["value"],
-            yerr=whisker_lengths(part),
+            yerr=plots.spread(part),
             marker="o",
             color=colours[name],
             label=names[name],
@@ -183,14 +162,14 @@ def whiskers(table: pandas.DataFrame, *, names: Mapping[str, str], colours: Mapp
     return ax
 
 
-def forest(table: pandas.DataFrame, *, xlabel: str, title: str, ax: Axes | None = None) -> Axes:
+def forest(table: pandas.DataFrame, *, xlabel: str, title: str) -> Axes:
     """Paired differences, one row each: blue where the whole interval lies above zero, red below, grey across it.
 
     table: label, value, low, high, and paper, which is shown as a heading where it changes.
     """
     rows = table.to_dict("records")
     papers = list(dict.fromkeys(row["paper"] for row in rows))
-    ax = plots.axes(ax, (8.6, 1.0 + 0.27 * (len(rows) + len(papers))))
+    ax = plots.axes(size=(8.6, 1.0 + 0.27 * (len(rows) + len(papers))))
     y, ys, labels = 0, [], []
     for paper in papers:
         in_row(ax, y, paper, fontsize=10, fontweight="bold", color=INK)

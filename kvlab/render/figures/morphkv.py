@@ -204,11 +204,9 @@ def figure_7(along: Findings, inside: Findings) -> Figure:
     paper.set(ylabel="loss of the judge's score (%)", title="paper: response x 4")
     for findings, measure, marker, shift in ((along, "mass_lost", "o", -0.2), (inside, "kl", "s", 0.2)):
         frame = findings.frame(responses.SLOPE)
-        for place, name in enumerate(order):
+        for index, name in enumerate(order):
             row = frame.loc[(frame["measure"] == measure) & (frame["policy"] == name)]
-            slopes.errorbar(
-                [place + shift], row["value"], yerr=plots.spread(row), color=COLOURS[name], capsize=3, fmt=marker
-            )
+            plots.points(slopes, row, [index + shift], color=COLOURS[name], fmt=marker)
         slopes.plot([], [], marker, color=plots.INK, label={"mass_lost": "mass lost", "kl": "KL (nats)"}[measure])
     slopes.axhline(0, color=plots.INK, linewidth=1)
     slopes.legend()
@@ -367,7 +365,7 @@ def _gain_of_sum(ax: Axes, gains: pandas.DataFrame, title: str, colour: str, mar
     """A row for each setting: the gain in per cent with its interval."""
     percent = 100 * gains.filter(["value", "low", "high"])
     ys = range(len(gains))
-    ax.errorbar(percent["value"], ys, xerr=plots.spread(percent), fmt=marker, color=colour, capsize=3)
+    plots.points(ax, percent, ys, rows=True, fmt=marker, color=colour)
     ax.axvline(0, color=plots.INK, linewidth=1)
     ax.set(xlabel="gain of sum over max (%)", title=title, ylim=(len(gains) - 0.5, -0.5))
     ax.set_yticks(ys, gains["setting"])

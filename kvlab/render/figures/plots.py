@@ -19,6 +19,7 @@ from kvlab.errors import KvlabError
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
+    from matplotlib.container import ErrorbarContainer
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
@@ -90,9 +91,22 @@ def _bars(low_high: tuple[float, float] | None, value: float) -> tuple[float, fl
     return (max(value - low_high[0], 0.0), max(low_high[1] - value, 0.0)) if low_high else (0.0, 0.0)
 
 
-def spread(frame: pandas.DataFrame) -> list[pandas.Series]:
-    """How far the ends of intervals lie from their values (below, then above), as matplotlib's error bars want it."""
-    return [frame.loc[:, "value"] - frame.loc[:, "low"], frame.loc[:, "high"] - frame.loc[:, "value"]]
+def spread(frame: pandas.DataFrame, scale: float = 1) -> list[pandas.Series]:
+    """How far the ends of intervals lie from their values (below, then above), times `scale`, for error bars."""
+    return [scale * (frame[high] - frame[low]) for low, high in (("low", "value"), ("value", "high"))]
+
+
+def points(
+    ax: Axes, frame: pandas.DataFrame, positions: Sequence[float], *, rows: bool = False, **options: Any
+) -> ErrorbarContainer:
+    """Add findings as points with bars for their intervals: at `positions` along x, or in rows at `positions` along y.
+
+    frame: value, low, high; the options are those of `Axes.errorbar`.
+    """
+    options = {"fmt": "o", "color": COLOURS[0], "capsize": 3} | options
+    if rows:
+        return ax.errorbar(frame["value"], positions, xerr=spread(frame), **options)
+    return ax.errorbar(positions, frame["value"], yerr=spread(frame), **options)
 
 
 def by_key(

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
 from kvlab import papers
-from kvlab.analyses.rocketkv import budgets, lengths
+from kvlab.analyses.rocketkv import budgets, design
 from kvlab.analyses.rocketkv.budgets import NAMES
 from kvlab.render.figures import plots
 
@@ -112,7 +112,7 @@ def figure_8(findings: Findings) -> Figure:
 
 def longer(findings: Findings) -> Figure:
     """RocketKV's lead over the best rival on shorter and longer prompts, at one token budget; the paper's on RULER."""
-    leads = findings.frame(lengths.LEAD)
+    leads = findings.frame(design.LONGER_LEAD)
     tokens: Any = findings.table.groupby("end")["length"].mean()
     leads = leads.assign(tokens=leads["end"].map(tokens))
     names = {"output_error": "output error", "mass_lost": "attention mass"}

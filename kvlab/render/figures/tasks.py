@@ -171,7 +171,7 @@ def zsmerge_table_2(findings: Findings) -> Figure:
         part = at(gains, better=policy).query("budget in @SHARES")
         x = [xs[SHARES[budget]] + 0.36 * (number - 0.5) for budget in part["budget"]]
         left.bar(x, part["value"], color=plots.COLOURS[number], width=0.34, label=label, zorder=2)
-        left.errorbar(x, part["value"], yerr=many_policies.whisker_lengths(part), fmt="none", color=INK, capsize=3)
+        left.errorbar(x, part["value"], yerr=plots.spread(part), fmt="none", color=INK, capsize=3)
     left.margins(y=0.25)
     left.axhline(0, color=AXIS, linewidth=1)
     left.set(ylabel="gain in NLL on H2O, nats")

@@ -12,7 +12,7 @@ from kvlab.core.storage import AS_IS
 from kvlab.evaluation import Answer, by_turn, summary
 from kvlab.evaluation.planning import FULL
 from kvlab.render.figures import plots
-from kvlab.render.figures.many_policies import FAINT, at, whisker_lengths
+from kvlab.render.figures.many_policies import FAINT, at
 
 if TYPE_CHECKING:
     import pandas
@@ -98,7 +98,7 @@ def _panel(ax: Axes, full: pandas.DataFrame, part: pandas.DataFrame, names: Sequ
         ax.errorbar(
             of_policy["turn"] + OFFSET * (number - (len(names) - 1) / 2) * (len(names) <= WITH_WHISKERS),
             of_policy["value"],
-            yerr=whisker_lengths(of_policy) if len(names) <= WITH_WHISKERS else None,
+            yerr=plots.spread(of_policy) if len(names) <= WITH_WHISKERS else None,
             marker="o",
             color=plots.COLOURS[number % len(plots.COLOURS)],
             label=name,

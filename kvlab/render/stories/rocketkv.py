@@ -6,7 +6,7 @@ from typing import Any
 
 from kvlab import papers
 from kvlab.analyses.findings import Findings, Row
-from kvlab.analyses.rocketkv import lengths
+from kvlab.analyses.rocketkv import design
 from kvlab.analyses.rocketkv import printed as tables
 from kvlab.analyses.rocketkv.budgets import (
     AT_A_QUARTER,
@@ -147,9 +147,9 @@ def figure_8(findings: Findings) -> list[str]:
 
 def longer(findings: Findings) -> list[str]:
     """Does the lead become wider at longer sequences?"""
-    ends = {end: findings.row(lengths.LEAD, measure=ERROR, end=end) for end in ("shorter", "longer")}
+    ends = {end: findings.row(design.LONGER_LEAD, measure=ERROR, end=end) for end in ("shorter", "longer")}
     tokens: Any = findings.table.groupby("end")["length"].mean()
-    wider = findings.row(lengths.WIDER, measure=ERROR)
+    wider = findings.row(design.LONGER_LEAD_GROWS, measure=ERROR)
     return [
         f"At one token budget RocketKV's lead over the best rival is {phrases.number(ends['shorter'])} on prompts of "
         f"{tokens['shorter']:.0f} tokens and {phrases.number(ends['longer'])} on prompts of {tokens['longer']:.0f}.",

@@ -7,7 +7,7 @@ import pytest
 from support.stories import findings_of, told
 
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.rocketkv import budgets, design, lengths, printed
+from kvlab.analyses.rocketkv import budgets, design, printed
 from kvlab.render.stories import rocketkv as story
 from kvlab.render.stories import rocketkv_design as story_design
 
@@ -115,7 +115,7 @@ def test_figure_8(over_sparq, at_4, behind, words):
 def test_longer(wider, words):
     table = pandas.DataFrame({"end": ["longer", "shorter"], "length": [1150, 287]})
     leads = [(value, AT | {"end": end}) for end, value in (("longer", 0.2), ("shorter", 0.1))]
-    text = told(story.longer(made({lengths.LEAD: leads, lengths.WIDER: [(wider, AT)]}, table)))
+    text = told(story.longer(made({design.LONGER_LEAD: leads, design.LONGER_LEAD_GROWS: [(wider, AT)]}, table)))
     assert words in text and "prompts of 287 tokens" in text and "prompts of 1150" in text
 
 
