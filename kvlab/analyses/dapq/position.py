@@ -178,12 +178,10 @@ def position_over_content(table: Findings, context: str, longest: Findings) -> s
     return "the right position over the right content: " + ", ".join(f"{r:.2f} at {of}" for of, r in ratios.items())
 
 
-def figure_2a(
-    lm: LM, traces: Sequence[Trace], trials: int = 20, n: int = 32, near: int = 100, seed: int = 0
-) -> Findings:
+def figure_2a(lm: LM, traces: Sequence[Trace], trials: int = 20, n: int = 32, seed: int = 0) -> Findings:
     """Figure 2a: similarities for random contents (drawn from the vocabulary) and random spans of positions.
 
-    A span starts anywhere in [0, prompt] ("dp_m") or in [0, `near`] ("dp_100").
+    A span starts anywhere in [0, prompt] ("dp_m") or in [0, 100] ("dp_100").
 
     Args:
         trials: for each document and condition.
@@ -199,7 +197,7 @@ def figure_2a(
     with progress_bars.counting(jobs, "figure 2a", "trial") as bar:
         for number, trace in enumerate(traces):
             generator = torch.Generator().manual_seed(seed + number)
-            conditions = _random_conditions(trace, trials, n, near, vocabulary, generator)
+            conditions = _random_conditions(trace, trials, n, vocabulary, generator)
             cache = prefilled(trace, lm)
             for condition, (ids, positions) in conditions.items():
                 for batch in torch.arange(trials).split(TOGETHER):
@@ -216,9 +214,9 @@ def figure_2a(
             findings.add(SIMILARITY_RANDOM, wide[condition], rope=rope, condition=condition)
         for left, right in (
             ("dc_sp", "sc_dp_m"),
-            ("dc_sp", f"sc_dp_{near}"),
-            ("dc_dp_m", f"dc_dp_{near}"),
-            ("sc_dp_m", f"sc_dp_{near}"),
+            ("dc_sp", "sc_dp_100"),
+            ("dc_dp_m", "dc_dp_100"),
+            ("sc_dp_m", "sc_dp_100"),
         ):
             pair = wide.loc[:, left], wide.loc[:, right]
             findings.add_difference(GAP_RANDOM, *pair, rope=rope, left=left, right=right)
@@ -226,7 +224,7 @@ def figure_2a(
 
 
 def _random_conditions(
-    trace: Trace, trials: int, n: int, near: int, vocabulary: int, generator: torch.Generator
+    trace: Trace, trials: int, n: int, vocabulary: int, generator: torch.Generator
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Ids and positions `[trials, n]` of each condition of figure 2a."""
     true = response(trace, n).expand(trials, n)
@@ -242,8 +240,8 @@ def _random_conditions(
         "dc_sp": (contents(), right),
         "sc_dp_m": (true, spans(trace.prompt_length)),
         "dc_dp_m": (contents(), spans(trace.prompt_length)),
-        f"sc_dp_{near}": (true, spans(near)),
-        f"dc_dp_{near}": (contents(), spans(near)),
+        "sc_dp_100": (true, spans(100)),
+        "dc_dp_100": (contents(), spans(100)),
     }
 
 

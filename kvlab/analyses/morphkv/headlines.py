@@ -111,7 +111,7 @@ def figure_2b() -> Findings:
     return findings
 
 
-def choices_at_1_percent(share: float = 0.01) -> Findings:
+def choices_at_1_percent() -> Findings:
     """Figure 10: how many of its entries each method is free to choose at the smallest budget, by the stated settings.
 
     At the implied length of LongBench's prompts, with the window of 32 that both use; SnapKV has a set for each query
@@ -121,7 +121,7 @@ def choices_at_1_percent(share: float = 0.01) -> Findings:
         Table with columns method, entries, window, free; metrics `figure10/choices/snapkv`, `figure10/choices/morphkv`.
     """
     settings, group = sizes.settings("longbench"), sizes.paper_models()["Llama"].group
-    budget = share * sizes.implied_length("longbench")
+    budget = 0.01 * sizes.implied_length("longbench")
     findings, rows = Findings(pd.DataFrame()), []
     for method, sets in {"snapkv": group, "morphkv": 1}.items():
         entries, window = int(budget // sets), int(settings.loc[method, "window"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -34,6 +33,7 @@ from kvlab.analyses.rocketkv.budgets import (
     snapkv_as_compared,
     values_of,
 )
+from kvlab.analyses.texts import continuation
 from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
 from kvlab.lib.intervals import argmin, argmin_difference
@@ -193,27 +193,6 @@ def redundancy(trace: Trace, snapkv: SnapKV) -> tuple[float, float]:
     return 1 - float(selected.sum(-1).float().mean()) / (g * k), 1 - covered / (g * k)
 
 
-def truncated(trace: Trace, prompt_length: int, steps: int) -> Trace:
-    """The trace of a prompt that ends after `prompt_length` tokens, with the text itself as its response.
-
-    This is exact because attention is causal: a token's queries and keys do not depend on what follows.
-
-    Raises:
-        KvlabError: a trace that is too short, or holds too few of its queries.
-    """
-    tokens = prompt_length + steps
-    if tokens > trace.prompt_length or trace.queries.shape[2] != trace.length:
-        raise KvlabError(
-            f"{prompt_length} + {steps} tokens cannot be cut out of a prompt of {trace.prompt_length} with queries of "
-            f"its last {trace.queries.shape[2] - trace.steps}; capture a longer one, with queries of all its tokens"
-        )
-    cut = {name: getattr(trace, name)[:, :, :tokens] for name in ("queries", "keys", "values")}
-    # Everything else describes the longer prompt.
-    return replace(
-        trace, **cut, prompt_length=prompt_length, pre_queries=None, pseudo={}, accumulated=None, ids=None, nll=None
-    )
-
-
 def kernels(
     traces: Sequence[Trace],
     prompt_lengths: Sequence[int] | None = None,
@@ -241,7 +220,7 @@ def kernels(
     rows, cuts = [], lengths(traces, steps) if prompt_lengths is None else prompt_lengths
     jobs = [(trace, n) for trace in traces for n in cuts]
     for trace, n in progress_bars.each(jobs, "kernels", "prompt"):
-        cut = truncated(trace, n, steps)
+        cut = continuation(trace, n, steps)
         for size in sizes:
             own = replay(cut, policy("rocketkv", budget=budget_at(cut, compression), kernel=size)).summary
             rows.append({"document": trace.document, "length": n, "kernel": size} | {m: own[m] for m in QUALITY})
@@ -286,7 +265,10 @@ def leads(traces: Sequence[Trace], heads: str | None = None, steps: int = 32) ->
     rows = []
     for trace in progress_bars.each(traces, "lengths", "doc"):
         whole = trace.prompt_length - steps
-        cut = {"longer": truncated(trace, whole, steps), "shorter": truncated(trace, whole // TIMES_LONGER, steps)}
+        cut = {
+            "longer": continuation(trace, whole, steps),
+            "shorter": continuation(trace, whole // TIMES_LONGER, steps),
+        }
         budget = budget_at(cut["longer"], compressions([cut["longer"]])[-1])
         for end, part in cut.items():
             for method, contender in contenders(part, budget, heads).items():

@@ -36,13 +36,6 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
     from kvlab.live.cache import LiveCache
 
-WAYS = {
-    "each": "each question read before its cache is compressed",
-    "first": "only the first question read: one chat",
-    "none": "compressed before any question: requests",
-}
-"""What has been read when the cache is compressed."""
-
 SCORED_FROM = 1
 """The first scored token of an answer."""
 
@@ -87,7 +80,7 @@ def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> 
     with progress_bars.counting(len(examples), "contexts", "context") as bar:
         for example in examples:
             context = _Context(lm, example, systems)
-            for way, score_answers in _WAYS.items():
+            for way, score_answers in WAYS.items():
                 for policy, scored in zip(systems, score_answers(context), strict=True):
                     marks = {"context": example.id, "kind": example.marks["kind"], "way": way, "policy": policy.name}
                     marks["budget"] = getattr(policy, "budget", None)
@@ -209,7 +202,8 @@ def _first(context: _Context) -> list[Scored]:
     return found
 
 
-_WAYS: dict[str, Callable[[_Context], list[Scored]]] = {"each": _each, "first": _first, "none": _none}
+WAYS: dict[str, Callable[[_Context], list[Scored]]] = {"each": _each, "first": _first, "none": _none}
+"""What has been read when the cache is compressed: each question, the first one alone (a chat), or none (requests)."""
 
 
 # ---------------------------------------------------------------------------------------------------- findings

@@ -145,11 +145,11 @@ def zsmerge_speedups(printed: pd.DataFrame) -> pd.DataFrame:
     return wide.assign(speedup=wide["zsmerge"] / wide["full"]).reset_index().filter(["tokens", "speedup"])
 
 
-def zsmerge_batches(printed: pd.DataFrame, model: str = "7b") -> pd.DataFrame:
-    """The workloads of table 4 with several batch sizes and as many generated as prompt tokens: method (h2o or
-    zsmerge), prompt, batch, speedup over the full cache.
+def zsmerge_batches(printed: pd.DataFrame) -> pd.DataFrame:
+    """Table 4's workloads of the 7B model with several batch sizes and as many generated as prompt tokens: method (h2o
+    or zsmerge), prompt, batch, speedup over the full cache.
     """
-    rows = printed.query("model == @model and prompt == generated")
+    rows = printed.query("model == '7b' and prompt == generated")
     wide = rows.pivot(index=["prompt", "batch"], columns="method", values="tokens_per_second")
     ratios = wide.filter(["h2o", "zsmerge"]).div(wide["full"], axis="index").reset_index()
     long = ratios.melt(["prompt", "batch"], var_name="method", value_name="speedup").dropna()

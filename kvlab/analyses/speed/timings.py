@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from kvlab.live.cache import LiveCache
 
 FULL = "full"
-POLICIES = ("h2o", "zsmerge", "rocketkv", "snapkv", "compilerkv")
 
 
 def contenders(names: Sequence[str], budget: float) -> dict[str, Policy | None]:

@@ -63,11 +63,9 @@ def needle_grid(
     return items
 
 
-def multikey(
-    lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0, kind: str = "niah_multikey_1"
-) -> list[Item]:
+def multikey(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0) -> list[Item]:
     """RULER's needle with three distracting ones of other keys, one example in each document."""
-    return _ruler(lm, documents, length, seed, kind, "ruler", NEW_TOKENS)
+    return _ruler(lm, documents, length, seed, "niah_multikey_1", "ruler", NEW_TOKENS)
 
 
 def identifiers(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0) -> list[Item]:
