@@ -140,9 +140,9 @@ def _kept(model: str, keep: Path | None) -> dict[tuple[str, str], str]:
     from kvlab.workbench.report.ledger import WEAKEST, names
 
     folder = keep or project.root() / "docs" / "ledger"
-    snapshots_by_claim: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    verdicts: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for entry in snapshots.kept(folder) if any(folder.glob("*.csv")) else ():
         if names(entry.model) == names(model) and entry.claim.kind in SAMPLED and entry.state != UNMEASURED:
-            snapshots_by_claim.setdefault(entry.claim.fact, []).append((entry.state, entry.profile))
-    weakest = {fact: min(states, key=lambda one: WEAKEST.index(one[0])) for fact, states in snapshots_by_claim.items()}
+            verdicts.setdefault(entry.claim.fact, []).append((entry.state, entry.profile))
+    weakest = {fact: min(states, key=lambda one: WEAKEST.index(one[0])) for fact, states in verdicts.items()}
     return {fact: state if profile == "quick" else f"{state} ({profile})" for fact, (state, profile) in weakest.items()}

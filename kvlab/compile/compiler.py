@@ -175,14 +175,14 @@ class _Run:
                     "kind": phase,
                     "context": context.name,
                     "propensities": propensities,
-                    **self._sample_action(phase, context, weights, actions),
+                    **self._run_actions(phase, context, weights, actions),
                     "actions": written,
                 },
             )
         self._step(label, len(context.ids) + samples * settings.continuation)
         return line
 
-    def _sample_action(
+    def _run_actions(
         self, phase: str, context: Context, weights: np.ndarray | None, actions: np.ndarray
     ) -> dict[str, Any]:
         settings, values = self.settings, np.array(self.settings.actions(phase))

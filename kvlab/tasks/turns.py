@@ -124,8 +124,8 @@ class Turns(Task):
                     paragraphs.append(paragraph)
         on_each = [draw.sample(by_paragraph[paragraph], len(by_paragraph[paragraph])) for paragraph in paragraphs]
         by_round = [question for questions in zip_longest(*on_each) for question in questions if question is not None]
-        asked = list({question.id: question for question in by_round}.values())[: self.turns]
-        if len(asked) < self.turns:
+        questions = list({question.id: question for question in by_round}.values())[: self.turns]
+        if len(questions) < self.turns:
             raise KvlabError(f"turns: {article} has too few questions with short answers for {self.turns} turns")
         rest = "\n\n".join(dict.fromkeys(question.paragraph for question in corpus.questions(article)))
         for paragraph in paragraphs:
@@ -135,7 +135,7 @@ class Turns(Task):
         def text(tokens: int) -> str:
             return "\n\n".join([*([str(hay.cut(0, tokens))] if tokens else []), *paragraphs])
 
-        return tuple(Turn(_QUESTION.format(q.question.strip()), q.answers) for q in asked), text
+        return tuple(Turn(_QUESTION.format(q.question.strip()), q.answers) for q in questions), text
 
     def _kv(self, lm: LM, draw: Random, length: int, trial: int) -> Made:
         """Lines `word: number`, the asked ones spread evenly among them."""

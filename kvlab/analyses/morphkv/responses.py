@@ -332,7 +332,7 @@ def _under_each(
     # could then not be used again by the next.
     every = [list(policies), documents, MEASURED, range(1, fed.shape[1] + 1)]
     values = torch.empty([len(labels) for labels in every], dtype=torch.float64)
-    places = {name: place for place, name in enumerate(policies)}
+    index_of = {name: index for index, name in enumerate(policies)}
     # Policies that act at every step take their steps together; the others need no single steps.
     acting = [name for name, method in policies.items() if method.needs.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
@@ -343,7 +343,7 @@ def _under_each(
         for step, (logits, stored) in enumerate(decoded, 1):
             rows = logits.float().log_softmax(-1)
             for name, row, size in zip(names, rows, stored, strict=True):
-                of_step = values[places[name], :, :, step - 1]
+                of_step = values[index_of[name], :, :, step - 1]
                 of_step[:, 0] = F.kl_div(row, full[:, step - 1], reduction="none", log_target=True).sum(-1)
                 of_step[:, 1] = _nll(row, nexts[:, step - 1]) - known[:, step - 1]
                 of_step[:, 2] = size
