@@ -69,7 +69,7 @@ def test_comparisons_on_held_out_text_stand_in_their_order():
             findings.set(held_out.GAIN, value, tuple(ends), measure=measure, comparison=comparison)
     left, right = draw.held_out(findings).axes
     assert drawing.ticks(left, "y") == list(held_out.COMPARED.values())[::-1]
-    assert [list(line.get_xdata()) for line in left.lines if line.get_marker() == "o"] == [[n] for n in range(9, 0, -1)]
+    assert [list(line.get_xdata()) for line in left.lines if line.get_marker() == "o"] == [list(range(9, 0, -1))]
     ends = [segment[:, 0].tolist() for bars in right.collections for segment in bars.get_segments()]
     assert ends[0] == [-9.5, -8.5] and left.lines[0].get_color() == plots.COLOURS[0]
 
