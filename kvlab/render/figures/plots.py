@@ -93,7 +93,8 @@ def _bars(low_high: tuple[float, float] | None, value: float) -> tuple[float, fl
 
 def spread(frame: pandas.DataFrame, scale: float = 1) -> list[pandas.Series]:
     """How far the ends of intervals lie from their values (below, then above), times `scale`, for error bars."""
-    return [scale * (frame[high] - frame[low]) for low, high in (("low", "value"), ("value", "high"))]
+    below, above = frame.loc[:, "value"] - frame.loc[:, "low"], frame.loc[:, "high"] - frame.loc[:, "value"]
+    return [scale * below, scale * above]
 
 
 def points(
