@@ -255,7 +255,7 @@ def peaks(lm: LM, model: str, budget: float, length: int, repeats: int) -> pd.Da
     rows = []
     for turn, name in progress_bars.each(turns, "peak memory", "run"):
         try:
-            peak = timing.peak_bytes(lm, timing.Subject(model), timing.Contender(chosen[name]), length, 1, 1)
+            peak = timing.peak_bytes(lm, timing.BenchmarkModel(model), timing.Contender(chosen[name]), length, 1, 1)
         except torch.OutOfMemoryError:
             peak = math.nan
         rows.append({"policy": name, "round": turn, "peak_bytes": peak})
