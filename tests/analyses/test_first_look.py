@@ -7,7 +7,6 @@ from support.stories import counted, told
 
 import kvlab
 from kvlab.analyses import exploring, first_look
-from kvlab.analyses.morphkv import windows
 from kvlab.errors import KvlabError
 
 
@@ -32,8 +31,6 @@ def test_a_trace_without_tokens_has_none_to_show(random_traces):
     result = kvlab.replay(trace, kvlab.policy("streamingllm", budget=24))
     with pytest.raises(KvlabError, match="its tokens are not known"):
         first_look.lost_tokens("lm", trace, result, first_look.worst(result))
-    with pytest.raises(KvlabError, match="its tokens are not known"):
-        windows.repetition(trace)
 
 
 def test_three_measures_and_the_bytes_are_told_line_by_line(random_traces, results):
